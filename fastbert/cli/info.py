@@ -183,7 +183,7 @@ def _choices(device: str) -> list[dict[str, str]]:
             try:
                 request = backend.Request(device, dtype, **TYPICAL)
                 if op == "encoder":
-                    choice, reason = choose(request, {})
+                    choice, reason, _ = choose(request, {})
                 else:
                     choice, reason = backend.resolve(op, None, request)
             except ValueError as error:

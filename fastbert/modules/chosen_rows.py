@@ -11,17 +11,11 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch.nn.modules.module import _has_any_global_hook
+from torch import Tensor
 
 from fastbert import ops
-from fastbert.modules.attention import BertAttention, BertSelfAttention, BertSelfOutput
 from fastbert.modules.batch_layout import BatchLayout
-from fastbert.modules.feed_forward import BertOutput
 from fastbert.modules.layer import BertLayer
-from fastbert.modules.layer_norm import LayerNorm
-from fastbert.modules.linear import Linear
-from fastbert.modules.plain import deviation, has_backward_hooks
 from fastbert.ops.varlen import gather_rows
 
 # Function of the layout of all rows that returns the rows that a head reads besides the first
@@ -78,52 +72,11 @@ def ends_of(layout: BatchLayout) -> Tensor:
     return torch.arange(layout.batch + 1, dtype=torch.int32) * layout.length
 
 
-def suits(layer: nn.Module, layout: BatchLayout, device: torch.device) -> bool:
-    """Tell whether `run_layer` may compute a layer.
-
-    Args:
-        layer: The last layer.
-        layout: Division of the rows into sequences.
-        device: Device of the rows. On a GPU, finding the rows would make the CPU wait.
-    """
-    if device.type != "cpu" or torch.compiler.is_compiling() or _has_any_global_hook():
-        return False
-    if layout.mask is not None or layout.bias is not None or layout.tokens is not None:
-        return False
-    if layout.places is not None or type(layer) is not BertLayer:
-        return False
-    # Whoever watches a module with a hook expects all rows.
-    if any(_has_hooks(module) for module in layer.modules()):
-        return False
-    attention = layer.attention
-    parts: tuple[tuple[nn.Module, type[nn.Module]], ...] = (
-        (attention, BertAttention),
-        (attention.self, BertSelfAttention),
-        (attention.self.qkv, Linear),
-        (attention.output, BertSelfOutput),
-        (attention.output.LayerNorm, LayerNorm),
-        (layer.output, BertOutput),
-        (layer.output.LayerNorm, LayerNorm),
-    )
-    if "forward" in layer.__dict__ or any(deviation(part, kind) for part, kind in parts):
-        return False
-    # A dropout mask counts all rows, so that the same seed gives the same mask on every device.
-    dropping = (attention.self, attention.output.LayerNorm, layer.output, layer.output.LayerNorm)
-    if any(part.training and part.dropout_p > 0.0 for part in dropping):
-        return False
-    return attention.self.rotary is None and attention.self.window is None
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    forward = module._forward_hooks or module._forward_pre_hooks
-    return bool(forward) or has_backward_hooks([module])
-
-
 def run_layer(layer: BertLayer, hidden: Tensor, layout: BatchLayout, chosen: ChosenRows) -> Tensor:
     """Run a layer, and return its chosen rows ``(N, H)``.
 
     Args:
-        layer: A layer that `suits`.
+        layer: A layer that may compute chosen rows; see ``fastbert.modules.plan``.
         hidden: All rows before the layer, of shape ``(T, H)``.
         layout: Their division into sequences.
         chosen: The chosen rows.

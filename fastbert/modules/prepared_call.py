@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from fastbert import ops
 from fastbert.modules.batch_layout import BatchLayout
 from fastbert.modules.embeddings import BertEmbeddings
-from fastbert.modules.fused_encoder import FusedCall, fused_call
+from fastbert.modules.executors import CpuInference
 from fastbert.modules.layer_norm import LayerNorm
 from fastbert.modules.linear import Linear
 from fastbert.modules.plain import deviation
+from fastbert.modules.plan import Mode, plan
 from fastbert.modules.snapshot import Snapshot
 from fastbert.ops import backend as backends
 from fastbert.ops.register import is_watched
@@ -145,22 +146,22 @@ def _arguments(model: Any) -> tuple[Any, ...] | None:
     if embedding is None or pooler is None:
         return None
     dtype = embedding[0].dtype
-    plan = fused_call(encoder.running(), "cpu", dtype, wants_gradient=False)
-    if not isinstance(plan, FusedCall) or plan.backend != "cpu" or plan.scales:
+    run = plan(encoder.running(), Mode("cpu", dtype, None, gradient=False)).run
+    if type(run) is not CpuInference or run.settings.scales:
         return None
     norm = model.embeddings.LayerNorm
-    torch.ops.fastbert_C.use_huge_pages([p for p in plan.parameters if p.dim() == 2])
+    torch.ops.fastbert_C.use_huge_pages([p for p in run.parameters if p.dim() == 2])
     return (
         embedding,
-        plan.parameters,
+        run.parameters,
         pooler,
         choices.first_position,
-        plan.heads,
-        plan.projections,
+        run.settings.heads,
+        run.projections,
         norm.eps,
-        plan.eps,
-        plan.activation,
-        plan.dtype,
+        run.settings.eps,
+        run.settings.activation,
+        run.settings.dtype,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,17 +18,15 @@ from fastbert.ops.arguments import (
     require_shape,
 )
 from fastbert.ops.layer_parts import PART_BACKENDS, PARTS, Parts, launchers
+from fastbert.ops.layer_weights import OF_PRODUCTS, PARAMETERS
 from fastbert.ops.register import differentiable, operator
 
-# Numbers of tensors of a layer among the arguments `parameters`, with one projection, and `scales`
-# of `encoder`.
-PARAMETERS, SCALES = 12, 8
+# The number of tensors of a layer in the argument `scales` of `encoder`.
+SCALES = 8
 # The backends that run all layers in one call, and those of them that take int8 weights.
 BACKENDS, INT8_BACKENDS = ("cpu", "triton"), ("cpu",)
 ONE_CALL = "all layers in one call"
 OPERATIONS = ("linear", "attention", "feed_forward", "layer_norm")
-# The numbers of the weights of products, and of the biases that a product adds, in a layer.
-OF_PRODUCTS = (0, 1, 2, 6, 7, 8)
 INT8_OPERATIONS = ("int8_linear", "attention", "layer_norm")
 
 
@@ -139,11 +137,25 @@ def encoder(
     )  # fmt: skip
 
 
+class LayersChoice(NamedTuple):
+    """The backend of the layers of an encoder, and the reason in words.
+
+    Attributes:
+        backend: Backend of all layers, or of the first operation that another backend serves.
+        reason: The reason.
+        together: Whether one backend runs all layers.
+    """
+
+    backend: str
+    reason: str
+    together: bool
+
+
 def choose(
     request: backends.Request,
     requested: dict[str, str | None],
     operations: Sequence[str] = OPERATIONS,
-) -> backends.Choice:
+) -> LayersChoice:
     """Choose the backend of the layers.
 
     Args:
@@ -169,10 +181,10 @@ def choose(
             continue
         if choice.backend not in allowed:
             reason = f"layer by layer: {op} is served by {choice.backend}: {choice.reason}"
-            return backends.Choice(choice.backend, reason)
+            return LayersChoice(choice.backend, reason, False)
         allowed = (choice.backend,)
     by_others = f", by cuda: {', '.join(others)}" if others else ""
-    return backends.Choice(allowed[0], ONE_CALL + by_others)
+    return LayersChoice(allowed[0], ONE_CALL + by_others, True)
 
 
 # The operator

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fastbert.ops.encoder import OF_PRODUCTS, PARAMETERS
 from fastbert.ops.layer_parts import Parts, launchers
+from fastbert.ops.layer_weights import OF_PRODUCTS, PARAMETERS
 from fastbert.ops.register import without_autocast
 
 # The number of fields of ``fastbert.kernels.layer.Inputs``.

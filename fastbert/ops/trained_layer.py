@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fastbert.ops.encoder import PARAMETERS
+from fastbert.ops.layer_weights import PARAMETERS
 
 
 class Sequences(NamedTuple):
@@ -40,7 +40,7 @@ class Sequences(NamedTuple):
     batch: int
 
 
-class Settings(NamedTuple):
+class LayerSettings(NamedTuple):
     """The numbers of a layer.
 
     Attributes:
@@ -62,7 +62,7 @@ def trained_layer(
     parameters: Sequence[Tensor],
     sequences: Sequences,
     seeds: Sequence[Tensor],
-    settings: Settings,
+    settings: LayerSettings,
 ) -> Tensor:
     """Run a layer on rows, with a gradient.
 
@@ -87,7 +87,7 @@ class _TrainedLayer(torch.autograd.Function):
         ctx: Any,
         sequences: Sequences,
         seeds: tuple[Tensor, ...],
-        settings: Settings,
+        settings: LayerSettings,
         hidden: Tensor,
         *parameters: Tensor,
     ) -> Tensor:

@@ -15,9 +15,9 @@ from fastbert import (
     BertForPreTraining,
     BertForSequenceClassification,
 )
-from fastbert.modules import encoder as encoders
-from fastbert.modules import trained_layers
+from fastbert.modules import executors
 from fastbert.modules.encoder import BertEncoder
+from fastbert.modules.plan import one_by_one
 from fastbert.ops import backend as backends
 
 CONFIG = BertConfig.preset(
@@ -89,7 +89,8 @@ def chosen(monkeypatch):
 )
 def test_a_step_is_that_of_all_rows(kind, lengths, one_function, chosen, monkeypatch):
     if not one_function:
-        monkeypatch.setattr(encoders, "trained_layers", lambda *_: None)
+        by_operation = one_by_one("the test", chooses=True)
+        monkeypatch.setattr(BertEncoder, "plan", lambda *_: by_operation)
     model, inputs = model_of(kind), inputs_of(kind, lengths)
     loss, gradients = step(model, inputs)
     assert chosen[0] is not None
@@ -117,13 +118,13 @@ def test_packed_input_has_the_loss_of_padded_input(chosen):
 
 @needs_cpu
 def test_the_last_layer_gets_the_chosen_rows_only(monkeypatch):
-    counts, run = [], trained_layers.trained_layer
+    counts, run = [], executors.trained_layer
 
     def spy(*arguments):
         counts.append(run(*arguments).shape[0])
         return run(*arguments)
 
-    monkeypatch.setattr(trained_layers, "trained_layer", spy)
+    monkeypatch.setattr(executors, "trained_layer", spy)
     lengths = LENGTHS["padded"]
     step(model_of(BertForSequenceClassification), inputs_of(BertForNextSentencePrediction, lengths))
     assert counts == [sum(lengths), len(lengths)]

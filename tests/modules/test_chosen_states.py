@@ -62,13 +62,13 @@ def test_they_agree_with_transformers() -> None:
 @pytest.mark.skipif(EXTENSION is None, reason=EXTENSION_STATE)
 def test_the_layers_run_as_one_call(monkeypatch) -> None:
     built, calls = model(), []
-    one_call = modules.encoder.ops.encoder
+    one_call = modules.executors.ops.encoder
 
     def counted(*arguments: Any, **options: Any) -> list[Tensor]:
         calls.append(options["all_states"])
         return one_call(*arguments, **options)
 
-    monkeypatch.setattr(modules.encoder.ops, "encoder", counted)
+    monkeypatch.setattr(modules.executors.ops, "encoder", counted)
     with torch.inference_mode():
         for chosen in ([1, -1], [0, -1], [], False):
             built(**batch(), output_hidden_states=chosen)

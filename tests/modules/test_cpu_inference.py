@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from fastbert import modules, ops, reference
 from fastbert.config import BertConfig
-from fastbert.modules.fused_encoder import fused_call
+from fastbert.modules.plan import Mode, plan
 from fastbert.ops import backend as backends
 from fastbert.testing import reference_model
 from fastbert.testing.compare import assert_close
@@ -38,6 +38,7 @@ CONFIG = BertConfig(
     initializer_range=0.1,
 )
 LENGTHS = (70, 23, 9, 1)
+FP32 = Mode.now("cpu", torch.float32, gradient=False)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ONE_CALL = ("cpu", "all layers in one call")
 
@@ -348,10 +349,10 @@ def test_two_python_threads_run_two_models() -> None:
 def test_operator() -> None:
     built = model()
     with torch.no_grad():
-        plan = fused_call(built.encoder.layer, "cpu", torch.float32, False)
+        run = plan(built.encoder.layer, FP32).run
     hidden = torch.randn(12, 64)
     cu_seqlens = torch.tensor([0, 7, 12], dtype=torch.int32)
-    parameters = [p.detach() for p in plan.parameters]
+    parameters = [p.detach() for p in run.parameters]
     rest = (1, False, 1e-12, "gelu", torch.float32)
     arguments = (parameters, [], cu_seqlens, None, None, [], [], 2, 7, 2, 1, *rest)
     for all_states in (False, True):
@@ -378,8 +379,8 @@ def test_operator() -> None:
 @pytest.mark.parametrize("projections", [2, 3])
 def test_several_projections_have_the_bits_of_one(projections) -> None:
     with torch.no_grad():
-        plan = fused_call(model().encoder.layer, "cpu", torch.float32, False)
-    whole, parted = [p.detach() for p in plan.parameters], []
+        run = plan(model().encoder.layer, FP32).run
+    whole, parted = [p.detach() for p in run.parameters], []
     sizes = (64,) * 3 if projections == 3 else (128, 64)
     for first in range(0, len(whole), 12):
         parted += [part for t in whole[first : first + 2] for part in t.split(sizes)]
@@ -402,10 +403,7 @@ def test_several_projections_have_the_bits_of_one(projections) -> None:
 @pytest.mark.parametrize("form", ["packed", "full", "mask", "bias", "autocast"])
 def test_the_public_function_agrees_with_its_reference(form) -> None:
     with torch.no_grad():
-        parameters = [
-            p.detach()
-            for p in fused_call(model().encoder.layer, "cpu", torch.float32, False).parameters
-        ]
+        parameters = [p.detach() for p in plan(model().encoder.layer, FP32).run.parameters]
     options: dict[str, Any] = {"batch": 2, "heads": 2, "eps": 1e-6, "all_states": True}
     if form == "packed":
         ends = torch.tensor([0, 50, 80], dtype=torch.int32)

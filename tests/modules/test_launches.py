@@ -14,8 +14,7 @@ from quick_cases import long_case
 from torch import Tensor
 
 from fastbert import BertConfig, BertForPreTraining, BertModel
-from fastbert.modules import encoder as encoder_module
-from fastbert.modules import fused_encoder
+from fastbert.modules import executors
 from fastbert.modules.dropout import draw_seeds
 from fastbert.modules.inputs import enter
 from fastbert.ops import backend as backends
@@ -119,9 +118,9 @@ def test_a_layer_launches_our_kernels_and_gemms_only(training, dtype, expected):
 def test_a_layer_as_one_function_launches_the_same(monkeypatch, dtype, expected):
     """The count is a dispatch mode, which otherwise lets the operations run one by one."""
     calls = []
-    layer = encoder_module.encoder_layer
-    monkeypatch.setattr(fused_encoder, "is_watched", lambda: False)
-    monkeypatch.setattr(encoder_module, "encoder_layer", lambda *a: calls.append(1) or layer(*a))
+    layer = executors.encoder_layer
+    monkeypatch.setattr(executors, "is_watched", lambda: False)
+    monkeypatch.setattr(executors, "encoder_layer", lambda *a: calls.append(1) or layer(*a))
     launched = encoder_launches(1, True, dtype)
     assert calls == [1]
     assert launched[0].foreign == launched[1].foreign == {}

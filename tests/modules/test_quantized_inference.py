@@ -15,6 +15,7 @@ from test_cpu_inference import (
     CONFIG,
     DENSE,
     DTYPES,
+    FP32,
     Doubled,
     assert_same_bits_alone_in_any_batch_and_on_any_threads,
     batch,
@@ -27,7 +28,7 @@ from torch import Tensor, nn
 
 import fastbert
 from fastbert import modules, ops
-from fastbert.modules.fused_encoder import fused_call
+from fastbert.modules.plan import plan
 from fastbert.modules.quantized_linear import QuantizedLinear
 from fastbert.ops import backend as backends
 
@@ -219,9 +220,9 @@ def test_weights_that_change_are_seen() -> None:
 
 def test_operator() -> None:
     with torch.no_grad():
-        plan = fused_call(quantised().encoder.layer, "cpu", torch.float32, False)
+        run = plan(quantised().encoder.layer, FP32).run
     hidden, ends = torch.randn(12, 64), torch.tensor([0, 7, 12], dtype=torch.int32)
-    lists = [[t.detach() for t in tensors] for tensors in (plan.parameters, plan.scales)]
+    lists = [[t.detach() for t in tensors] for tensors in (run.parameters, run.settings.scales)]
     rest = (1, False, 1e-12, "gelu", torch.float32)
     arguments = (*lists, ends, None, None, [], [], 2, 7, 2, 1, *rest)
     for all_states in (False, True):
@@ -233,12 +234,12 @@ def test_operator() -> None:
 
 def test_bad_arguments_are_named() -> None:
     with torch.no_grad():
-        plan = fused_call(quantised().encoder.layer, "cpu", torch.float32, False)
-        floating = fused_call(model().encoder.layer, "cpu", torch.float32, False).parameters
+        run = plan(quantised().encoder.layer, FP32).run
+        floating = plan(model().encoder.layer, FP32).run.parameters
 
     def call(
-        parameters: Any = plan.parameters,
-        scales: Any = plan.scales,
+        parameters: Any = run.parameters,
+        scales: Any = run.settings.scales,
         columns: int = 64,
         projections: int = 1,
     ):
@@ -249,7 +250,7 @@ def test_bad_arguments_are_named() -> None:
     call()
     allowed = r"allowed: none, or 8 for each of 2 layers"
     with pytest.raises(ValueError, match=rf"scales: got 15 tensors, {allowed}"):
-        call(scales=plan.scales[1:])
+        call(scales=run.settings.scales[1:])
     with pytest.raises(ValueError, match="projections: got 3, allowed: 1 to 3, and 1 with scales"):
         call(projections=3)
     with pytest.raises(TypeError, match="packed: got dtype Float, allowed: Char"):
@@ -257,13 +258,13 @@ def test_bad_arguments_are_named() -> None:
     with pytest.raises(TypeError, match="weights: got dtype Char, allowed: Float"):
         call(scales=())
     with pytest.raises(TypeError, match="scale: got dtype Int, allowed: Float"):
-        call(scales=plan.scales[::-1])
+        call(scales=run.settings.scales[::-1])
     with pytest.raises(ValueError, match=r"packed: got shape .*allowed for x of 130"):
         call(columns=130)
-    short = [p[:5] if i == 1 else p for i, p in enumerate(plan.parameters)]
+    short = [p[:5] if i == 1 else p for i, p in enumerate(run.parameters)]
     with pytest.raises(ValueError, match=r"packed: got shape .*and 5 results"):
         call(short)
-    square = [p[None] if i == 1 else p for i, p in enumerate(plan.parameters)]
+    square = [p[None] if i == 1 else p for i, p in enumerate(run.parameters)]
     with pytest.raises(ValueError, match=r"bias: got shape \[1, 192\]"):
         call(square)
 

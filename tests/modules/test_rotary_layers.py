@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fastbert import modules, ops, reference
 from fastbert.io import families
-from fastbert.modules.fused_encoder import FusedCall, fused_call
+from fastbert.modules.plan import Mode, plan
 from fastbert.ops import backend as backends
 from fastbert.testing.compare import assert_close
 from fastbert.testing.yardstick import Yardstick
@@ -104,7 +104,7 @@ def test_the_operation_agrees_with_its_reference(family) -> None:
         return run(*given, **options)
 
     with torch.inference_mode(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fastbert.modules.encoder.ops.encoder", record)
+        patch.setattr("fastbert.modules.executors.ops.encoder", record)
         built(**inputs)
     (given, options) = seen[0]
     for name in ("backend", "attention_backend", "feed_forward_backend", "layer_norm_backend"):
@@ -218,8 +218,9 @@ def test_layers_that_one_call_cannot_run() -> None:
     built = model("modernbert")
     built.encoder.layer[0].attention.output.LayerNorm = nn.Dropout()
     assert "layer.0.attention.output.LayerNorm is a torch.nn" in reason(built)
-    found = fused_call(model("nomic_bert").encoder.running(), "cuda", torch.bfloat16, False)
-    assert not isinstance(found, FusedCall)
+    mode = Mode.now("cuda", torch.bfloat16, gradient=False)
+    found = plan(model("nomic_bert").encoder.running(), mode)
+    assert found.run is None
 
 
 def bad_calls() -> dict[str, tuple[dict[str, Any], str]]:

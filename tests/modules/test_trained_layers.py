@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from fastbert import BertConfig, BertForPreTraining
-from fastbert.modules import encoder as encoders
-from fastbert.modules import trained_layers
+from fastbert.modules import executors
+from fastbert.modules.encoder import BertEncoder
+from fastbert.modules.plan import one_by_one
 from fastbert.ops import backend as backends
 
 pytestmark = pytest.mark.skipif(
@@ -55,13 +56,13 @@ def step(model, inputs):
 @pytest.fixture
 def runs(monkeypatch):
     """Return the list to which each layer that runs as one function adds its settings."""
-    found, run = [], trained_layers.trained_layer
+    found, run = [], executors.trained_layer
 
     def spy(*arguments):
         found.append(arguments[-1])
         return run(*arguments)
 
-    monkeypatch.setattr(trained_layers, "trained_layer", spy)
+    monkeypatch.setattr(executors, "trained_layer", spy)
     return found
 
 
@@ -72,7 +73,7 @@ def test_the_bits_are_those_of_the_operations(lengths, dropout_p, hidden_act, ru
     model, inputs = model_of(dropout_p, hidden_act=hidden_act), inputs_of(lengths)
     loss, gradients = step(model, inputs)
     assert [settings.dropouts for settings in runs] == 2 * [(dropout_p,) * 3]
-    monkeypatch.setattr(encoders, "trained_layers", lambda *_: None)
+    monkeypatch.setattr(BertEncoder, "plan", lambda *_: one_by_one("the test"))
     expected_loss, expected = step(model, inputs)
     assert len(runs) == 2
     assert torch.equal(loss, expected_loss)

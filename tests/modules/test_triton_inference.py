@@ -10,8 +10,9 @@ from quick_cases import long_case
 from torch import Tensor
 
 from fastbert import BertConfig, BertModel, ops, quantize, reference
-from fastbert.modules.fused_encoder import FusedCall, fused_call
+from fastbert.modules.executors import GpuInference
 from fastbert.modules.layer_norm import LayerNorm
+from fastbert.modules.plan import Mode, plan
 from fastbert.ops import backend as backends
 from fastbert.testing.compare import assert_close
 from fastbert.testing.yardstick import Yardstick, each
@@ -48,7 +49,7 @@ def padded(*lengths: int) -> dict[str, Tensor]:
 
 
 def plan_of(built: BertModel, dtype: torch.dtype = torch.float32) -> Any:
-    return fused_call(built.encoder.running(), DEVICE, dtype, wants_gradient=False)
+    return plan(built.encoder.running(), Mode.now(DEVICE, dtype, gradient=False))
 
 
 def forms() -> dict[str, dict[str, Tensor]]:
@@ -95,16 +96,16 @@ def test_the_input_of_the_layers_is_not_written() -> None:
         rows = torch.randn(7, 64, device=DEVICE)
         kept, ends = rows.clone(), torch.tensor([0, 7], dtype=torch.int32, device=DEVICE)
         options = {"batch": 1, "heads": 2, "backend": "triton"}
-        first = ops.encoder(rows, plan_of(built).parameters, ends, 7, **options)[0]
+        first = ops.encoder(rows, plan_of(built).run.parameters, ends, 7, **options)[0]
         assert torch.equal(rows, kept)
         copy = first.clone()
-        ops.encoder(rows + 1, plan_of(built).parameters, ends, 7, **options)
+        ops.encoder(rows + 1, plan_of(built).run.parameters, ends, 7, **options)
         assert torch.equal(first, copy)
 
 
 def test_the_public_function_agrees_with_its_reference() -> None:
     with torch.no_grad():
-        parameters = [p.detach() for p in plan_of(model()).parameters]
+        parameters = [p.detach() for p in plan_of(model()).run.parameters]
     ends = torch.tensor([0, 5, 12], dtype=torch.int32, device=DEVICE)
     options = {"batch": 2, "heads": 2, "eps": 1e-6, "all_states": True, "activation": "relu"}
     hidden = torch.randn(12, 64, device=DEVICE)
@@ -121,12 +122,12 @@ def test_the_reasons() -> None:
     built = model()
     with torch.no_grad():
         assert built.backends()["encoder"] == ("triton", "all layers in one call")
-        assert isinstance(plan_of(built), FusedCall)
+        assert type(plan_of(built).run) is GpuInference
         assert "weights are {torch.float16}" in plan_of(built.half()).reason
         for module in built.float().modules():
             if isinstance(module, LayerNorm):
                 module.double()
-        assert isinstance(plan_of(built), FusedCall)
+        assert type(plan_of(built).run) is GpuInference
         built.encoder.layer[2].intermediate.dense.bias.data = torch.zeros(96, device=DEVICE).half()
         assert "parameters of products are not torch.float32" in plan_of(built).reason
         built.encoder.layer[1].output.LayerNorm.set_backend("reference")
@@ -155,7 +156,7 @@ def test_the_reasons() -> None:
 )
 def test_bad_arguments_are_named(change, message) -> None:
     with torch.no_grad():
-        parameters = list(plan_of(model()).parameters)
+        parameters = list(plan_of(model()).run.parameters)
     hidden = torch.randn(7, 64, device=DEVICE)
     ends = torch.tensor([0, 5], dtype=torch.int32, device=DEVICE)
     options: dict[str, Any] = {"batch": 1, "heads": change.get("heads", 2)}
@@ -176,7 +177,7 @@ def test_bad_arguments_are_named(change, message) -> None:
 @pytest.mark.every_case
 def test_operator() -> None:
     with torch.no_grad():
-        parameters = [p.detach() for p in plan_of(model()).parameters]
+        parameters = [p.detach() for p in plan_of(model()).run.parameters]
     hidden = torch.randn(12, 64, device=DEVICE)
     ends = torch.tensor([0, 7, 12], dtype=torch.int32, device=DEVICE)
     rest = (1, False, 1e-12, "gelu", torch.float32)

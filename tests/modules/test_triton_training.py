@@ -15,10 +15,11 @@ from quick_cases import long_case
 from torch import Tensor, nn
 
 from fastbert import BertConfig, BertModel
-from fastbert.modules import encoder as encoder_module
-from fastbert.modules.fused_encoder import TrainingCall, training_call
+from fastbert.modules import executors
+from fastbert.modules.encoder import BertEncoder
+from fastbert.modules.executors import GpuTraining
+from fastbert.modules.plan import Mode, one_by_one, plan
 from fastbert.ops import backend as backends
-from fastbert.ops.backend import Choice
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = pytest.mark.skipif(
@@ -54,17 +55,17 @@ def padded(*lengths: int) -> dict[str, Tensor]:
 
 
 @contextlib.contextmanager
-def counted(one_by_one: bool = False):
+def counted(by_operation: bool = False):
     """Count the layers that run as one function, or let the operations run one by one."""
     calls: list[int] = []
-    layer, call = encoder_module.encoder_layer, encoder_module.training_call
-    encoder_module.encoder_layer = lambda *a: calls.append(1) or layer(*a)
-    if one_by_one:
-        encoder_module.training_call = lambda *a: Choice("", "the test")
+    layer, plan_of = executors.encoder_layer, BertEncoder.plan
+    executors.encoder_layer = lambda *a: calls.append(1) or layer(*a)
+    if by_operation:
+        BertEncoder.plan = lambda *_: one_by_one("the test")
     try:
         yield calls
     finally:
-        encoder_module.encoder_layer, encoder_module.training_call = layer, call
+        executors.encoder_layer, BertEncoder.plan = layer, plan_of
 
 
 def trained(
@@ -73,7 +74,7 @@ def trained(
     """Return the states and gradients of a step; `layers` of them run as one function each."""
     found: dict[str, Tensor] = {}
     built.zero_grad()
-    with counted(one_by_one=layers == 0) as calls:
+    with counted(by_operation=layers == 0) as calls:
         torch.manual_seed(2)
         with torch.autocast(DEVICE, torch.bfloat16, enabled=mixed):
             output = built(**inputs, **options)
@@ -175,8 +176,8 @@ def test_frozen_parameters_get_no_gradient(frozen):
 
 
 def reason(built: BertModel, dtype: torch.dtype = torch.float32) -> str:
-    call = training_call(built.encoder.running(), DEVICE, dtype)
-    return "" if isinstance(call, TrainingCall) else call.reason
+    found = plan(built.encoder.running(), Mode.now(DEVICE, dtype, gradient=True))
+    return "" if type(found.run) is GpuTraining else found.reason
 
 
 class Scaled(nn.Linear):

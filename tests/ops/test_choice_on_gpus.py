@@ -233,7 +233,7 @@ def test_layers_take_their_parts_from_cuda(gpu, times):
         of_cuda = ({"triton": 2e-5, "cuda": seconds} for seconds in (attention, norm, product))
         times(*of_cuda)
         with mock.patch.dict(backend._choices, clear=True):
-            assert choose(request, {}) == ("triton", ONE_CALL + words)
+            assert choose(request, {}) == ("triton", ONE_CALL + words, True)
             parts = choose_parts(request, torch.bfloat16, {})
         seconds = (attention, product, norm)
         assert parts == tuple("cuda" if x == 1e-5 else "triton" for x in seconds)
@@ -243,7 +243,7 @@ def test_layers_take_their_parts_from_cuda(gpu, times):
     relu = request._replace(activation="relu")
     with mock.patch.dict(backend._choices, clear=True):
         times({}, {}, {"triton": 2e-5, "cuda": 1e-5})
-        assert choose(relu, {}) == ("triton", ONE_CALL)
+        assert choose(relu, {}) == ("triton", ONE_CALL, True)
     with pytest.raises(ValueError, match=r"'cuda' cannot serve feed_forward: .*none for relu"):
         choose_parts(relu, torch.bfloat16, {"feed_forward": "cuda"})
     # An operation on another backend still prevents the call.

@@ -1,0 +1,287 @@
+"""The four ways in which the layers of an encoder run fused: (CPU, GPU) × (inference, training).
+
+An executor is made once for a plan (``fastbert.modules.plan``), from the parameters and the
+settings of the layers, and runs any number of calls. The executors of the GPU run the kernels of
+Triton and of CUDA C++, by operation; they also run on CPU tensors where a stand-in runs these
+kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastbert import ops
+from fastbert.modules.batch_layout import BatchLayout
+from fastbert.modules.chosen_rows import ChosenRows, ends_of
+from fastbert.modules.dropout import NO_SEEDS, LayerSeeds
+from fastbert.ops.backend import Request
+from fastbert.ops.encoder_layer import encoder_layer
+from fastbert.ops.gpu_times import length_class, rows_class
+from fastbert.ops.layer_parts import Parts, choose_parts
+from fastbert.ops.layer_weights import LayerWeights
+from fastbert.ops.register import PLAIN, is_watched
+from fastbert.ops.trained_layer import LayerSettings, Sequences, trained_layer
+
+
+class Settings(NamedTuple):
+    """The numbers of the layers of a plan.
+
+    Attributes:
+        heads: Number of attention heads.
+        eps: Term that is added to the variance in layer norms.
+        activation: Name of the activation.
+        dtype: Dtype of the products.
+        backend: Backend of the layers, ``"cpu"`` or ``"triton"``.
+        requested: Requested backend by operation.
+        scales: Scales and column sums of int8 weights of all layers; empty for other weights.
+        dropouts: Dropout probabilities of each layer in training: of the attention weights, and
+            before both layer norms.
+        bases: Base of the rotary positions of each layer, or none.
+        windows: Window of each layer, -1 without a limit; or none.
+        pre_norm: Whether the layer norms are before attention and feed-forward.
+    """
+
+    heads: int
+    eps: float
+    activation: str
+    dtype: torch.dtype
+    backend: str
+    requested: dict[str, str | None]
+    scales: tuple[Tensor, ...] = ()
+    dropouts: tuple[tuple[float, ...], ...] = ()
+    bases: tuple[float, ...] = ()
+    windows: tuple[int, ...] = ()
+    pre_norm: bool = False
+
+
+class Call(NamedTuple):
+    """One call of the layers.
+
+    Attributes:
+        hidden: Rows of shape ``(T, H)`` before the first layer.
+        layout: Their division into sequences.
+        after: Function of the number of a layer, from 1, and of the rows after that layer. It
+            returns the rows with which the next layer continues.
+        between: Whether `after` must see the rows after every layer, not only after the last one.
+        seeds: Dropout seeds of each layer, or None.
+        chosen: The rows that the last layer computes; None computes all rows.
+    """
+
+    hidden: Tensor
+    layout: BatchLayout
+    after: Callable[[int, Tensor], Tensor]
+    between: bool = False
+    seeds: Sequence[LayerSeeds] | None = None
+    chosen: ChosenRows | None = None
+
+
+class Executor:
+    """The base of the executors.
+
+    Args:
+        layers: The parameters of the layers in the order in which they run.
+        settings: The numbers of the layers.
+    """
+
+    def __init__(self, layers: list[LayerWeights], settings: Settings) -> None:
+        """Keep the parameters in the order of the kernels."""
+        self.layers = [layer.flat() for layer in layers]
+        self.parameters = [tensor for layer in self.layers for tensor in layer]
+        self.settings = settings
+        self.projections = len(layers[0].qkv)
+        self.inner_projections = len(layers[0].inner)
+
+    def refuses(self, call: Call) -> str | None:
+        """Return the reason why the layers must run one by one in a call, or None."""
+        raise NotImplementedError
+
+    def run(self, call: Call) -> Tensor:
+        """Run the layers, and return the rows after the last one, as ``call.after`` has them.
+
+        Args:
+            call: A call that the executor does not refuse.
+
+        Returns:
+            Rows of shape ``(T, H)``; only the chosen rows in a call that chooses rows.
+        """
+        raise NotImplementedError
+
+    def parts(self, call: Call) -> Parts:
+        """Return the backends of the operations that Triton and CUDA C++ both have."""
+        settings, hidden, layout = self.settings, call.hidden, call.layout
+        columns, on_gpu = hidden.shape[1], hidden.device.type == "cuda"
+        request = Request(
+            hidden.device.type,
+            settings.dtype,
+            head_dim=columns // settings.heads,
+            options=() if layout.bias is None else ("bias",),
+            activation=settings.activation,
+            columns=columns,
+            length=length_class(_longest(layout)) if on_gpu else 0,
+            rows=rows_class(hidden.shape[0]) if on_gpu else 0,
+            trained=bool(settings.dropouts),
+        )
+        return choose_parts(request, hidden.dtype, settings.requested)
+
+
+class CpuInference(Executor):
+    """All layers in one call of C++, without gradients."""
+
+    def refuses(self, call: Call) -> str | None:
+        """Refuse windows that are measured over padding."""
+        if self.settings.windows and call.layout.places is not None:
+            return "a window over padding in a sequence"
+        return None
+
+    def run(self, call: Call) -> Tensor:
+        """Run the layers; see `Executor.run`."""
+        return self._run(call, Parts())
+
+    def _run(self, call: Call, parts: Parts) -> Tensor:
+        settings, layout = self.settings, call.layout
+        outputs = ops.encoder(
+            call.hidden,
+            self.parameters,
+            layout.cu_seqlens,
+            _longest(layout),
+            batch=layout.batch,
+            heads=settings.heads,
+            projections=self.projections,
+            scales=settings.scales,
+            mask=layout.mask,
+            bias=layout.bias,
+            rotations=[part for base in settings.bases for part in layout.rotations[base]],
+            windows=settings.windows,
+            inner_projections=self.inner_projections,
+            pre_norm=settings.pre_norm,
+            eps=settings.eps,
+            activation=settings.activation,
+            dtype=settings.dtype,
+            all_states=call.between,
+            backend=settings.backend,
+            attention_backend=parts.attention,
+            feed_forward_backend=parts.feed_forward,
+            layer_norm_backend=parts.layer_norm,
+        )
+        first = len(self.layers) + 1 - len(outputs)
+        for number, rows in enumerate(outputs, first):
+            last = call.after(number, rows)
+        return last
+
+
+class GpuInference(CpuInference):
+    """All layers in one call of Python that launches kernels, without gradients."""
+
+    def refuses(self, call: Call) -> str | None:
+        """Refuse a bias with packed sequences, which the kernels do not take."""
+        if call.layout.cu_seqlens is not None and call.layout.bias is not None:
+            return "a bias by distance"
+        return super().refuses(call)
+
+    def run(self, call: Call) -> Tensor:
+        """Run the layers; see `Executor.run`."""
+        return self._run(call, self.parts(call))
+
+
+class _Training(Executor):
+    """Each layer as one function of autograd, after which `Call.after` sees the rows."""
+
+    def refuses(self, call: Call) -> str | None:
+        if type(call.hidden) not in PLAIN or is_watched():
+            return "something watches the operators, or the rows are of a class of their own"
+        for i, dropouts in enumerate(self.settings.dropouts):
+            given = NO_SEEDS if call.seeds is None else call.seeds[i]
+            if any(dropouts) and any(seed is None for seed in given[:3]):
+                return "a dropout has no seed"
+        return None
+
+    def run(self, call: Call) -> Tensor:
+        hidden, run_layer = call.hidden, self._layer(call)
+        for i in range(len(self.layers)):
+            hidden = call.after(i + 1, run_layer(i, hidden))
+        return hidden
+
+    def _layer(self, call: Call) -> Callable[[int, Tensor], Tensor]:
+        """Return the function that runs a layer, by its number from 0."""
+        raise NotImplementedError
+
+
+class CpuTraining(_Training):
+    """Each layer as one function of autograd, in C++."""
+
+    def refuses(self, call: Call) -> str | None:
+        """Refuse masks and biases, and what every executor of training refuses."""
+        layout = call.layout
+        if layout.mask is not None or layout.bias is not None or layout.tokens is not None:
+            return "attention has a mask or a bias"
+        if layout.places is not None:
+            return "a sequence has padding in its middle"
+        return super().refuses(call)
+
+    def _layer(self, call: Call) -> Callable[[int, Tensor], Tensor]:
+        layout, settings, last = call.layout, self.settings, len(self.layers) - 1
+        ends, longest = layout.cu_seqlens, _longest(layout)
+        every = of_last = Sequences(None, ends, ends, longest, longest, layout.batch)
+        if call.chosen is not None:
+            own = call.chosen.layout
+            of_last = Sequences(
+                call.chosen.indices,
+                own.cu_seqlens,
+                ends_of(layout),
+                own.max_seqlen,
+                longest,
+                own.batch,
+            )
+
+        def run(i: int, rows: Tensor) -> Tensor:
+            first, second, third = settings.dropouts[i]
+            numbers = LayerSettings(
+                (first, second, third), settings.heads, settings.eps, settings.activation
+            )
+            dropping = call.seeds is not None and any(settings.dropouts[i])
+            seeds = call.seeds[i][:3] if call.seeds is not None and dropping else ()
+            sequences = of_last if i == last else every
+            return trained_layer(rows, self.layers[i], sequences, seeds, numbers)
+
+        return run
+
+
+class GpuTraining(_Training):
+    """Each layer as one function of autograd, on kernels of Triton and CUDA C++."""
+
+    def refuses(self, call: Call) -> str | None:
+        """Refuse chosen rows and a trained bias, and what every executor of training refuses."""
+        if call.chosen is not None:
+            return "the last layer computes chosen rows only"
+        if call.layout.bias is not None and call.layout.bias.requires_grad:
+            return "the bias of attention needs a gradient"
+        return super().refuses(call)
+
+    def _layer(self, call: Call) -> Callable[[int, Tensor], Tensor]:
+        layout, settings, longest = call.layout, self.settings, _longest(call.layout)
+        full = (layout.batch, settings.heads, longest, longest)
+        # The kernels take views of the full shape, with stride 0 where a dimension is broadcast.
+        mask = None if layout.mask is None else layout.mask.expand(full)
+        bias = None if layout.bias is None else layout.bias.to(settings.dtype).expand(full)
+        numbers = (
+            *(layout.batch, longest, settings.heads),
+            *(settings.eps, settings.activation, settings.dtype),
+        )
+        parts = self.parts(call)
+
+        def run(i: int, rows: Tensor) -> Tensor:
+            own = NO_SEEDS if call.seeds is None else call.seeds[i]
+            inputs = (layout.cu_seqlens, mask, bias, *own[:3])
+            shape = (*numbers, *settings.dropouts[i])
+            return encoder_layer(rows, self.layers[i], inputs, shape, parts)
+
+        return run
+
+
+def _longest(layout: BatchLayout) -> int:
+    """Return the length of the longest sequence."""
+    return layout.length if layout.cu_seqlens is None else layout.max_seqlen

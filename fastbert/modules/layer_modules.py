@@ -1,0 +1,119 @@
+"""The modules of a layer by path: one table of expectations, and one walk that compares them."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from fastbert.modules.attention import BertAttention, BertSelfAttention, BertSelfOutput
+from fastbert.modules.feed_forward import BertIntermediate, BertOutput
+from fastbert.modules.layer import BertLayer, PreNormLayer
+from fastbert.modules.layer_norm import LayerNorm
+from fastbert.modules.linear import Linear
+from fastbert.modules.operation import OperationModule
+from fastbert.modules.plain import deviation, has_backward_hooks
+from fastbert.modules.positions import Rotary
+from fastbert.modules.quantized_linear import QuantizedLinear
+
+# The table has the path of each module of a layer and the class that the module must have. A
+# QuantizedLinear may replace any linear layer. Linear layers and layer norms are in the order of
+# the fields of `LayerWeights`.
+ATTENTION, OUTPUT = "attention.self", "output"
+QKV, INNER = "attention.self.qkv", "intermediate.dense"
+MODULES: tuple[tuple[str, type[nn.Module]], ...] = (
+    ("attention", BertAttention),
+    (ATTENTION, BertSelfAttention),
+    (QKV, Linear),
+    ("attention.output", BertSelfOutput),
+    ("attention.output.dense", Linear),
+    ("attention.output.LayerNorm", LayerNorm),
+    ("intermediate", BertIntermediate),
+    (INNER, nn.Linear),
+    (OUTPUT, BertOutput),
+    ("output.dense", nn.Linear),
+    ("output.LayerNorm", LayerNorm),
+)
+# Each row adds the path of the parent and the name in the parent; "" is the layer.
+STEPS = tuple((path, *path.rpartition(".")[::2], kind) for path, kind in MODULES)
+
+
+def _paths(*kinds: type[nn.Module]) -> tuple[str, ...]:
+    return tuple(path for path, kind in MODULES if issubclass(kind, kinds))
+
+
+NORMS, LINEARS, LEAVES = _paths(LayerNorm), _paths(nn.Linear), _paths(LayerNorm, nn.Linear)
+# These modules ask for a backend.
+ASKING, INT8_ASKING = _paths(OperationModule), _paths(OperationModule, nn.Linear)
+DROPPING = (ATTENTION, OUTPUT, *NORMS)
+# A layer that computes chosen rows calls these modules, which may therefore be of any class.
+CALLED_FOR_CHOSEN_ROWS = {"attention.output.dense", INNER, "output.dense"}
+# The dictionary maps paths to the modules of a layer.
+Modules = dict[str, Any]
+
+
+class Walked(NamedTuple):
+    """The result of a walk over a layer.
+
+    Attributes:
+        modules: The plain modules by path; the layer itself is always among them.
+        problems: The deviations of the other modules by path, in the order of the table. Modules
+            inside a module that deviates are in neither dictionary.
+    """
+
+    modules: Modules
+    problems: dict[str, str]
+
+
+def walk(layer: Any) -> Walked:
+    """Find the modules of a layer, and compare each with its row in the table.
+
+    Args:
+        layer: A layer, or a module in the place of a layer.
+
+    Returns:
+        The plain modules and the deviations. The path of the layer is an empty string.
+    """
+    pre_norm = type(layer) is PreNormLayer
+    modules: Modules = {"": layer}
+    problem = deviation(layer, PreNormLayer if pre_norm else BertLayer)
+    if problem is not None:
+        return Walked(modules, {"": problem})
+    problems: dict[str, str] = {}
+    for path, parent, name, kind in STEPS:
+        if parent in problems or parent not in modules:
+            continue
+        module = modules[parent]._modules.get(name)
+        if type(module) is QuantizedLinear and issubclass(kind, nn.Linear):
+            kind = QuantizedLinear
+        elif type(module) is nn.Identity and pre_norm and path == NORMS[0]:
+            kind = nn.Identity
+        problem = deviation(module, kind)
+        if problem is None:
+            modules[path] = module
+        else:
+            problems[path] = problem
+    rotary = modules[ATTENTION].rotary if ATTENTION in modules else None
+    if rotary is not None:
+        problem = deviation(rotary, Rotary)
+        if problem is not None:
+            problems[f"{ATTENTION}.rotary"] = problem
+    return Walked(modules, problems)
+
+
+def may_choose_rows(walked: Walked) -> bool:
+    """Tell whether a layer may compute only chosen rows."""
+    modules, problems = walked
+    layer = modules[""]
+    if type(layer) is not BertLayer or not problems.keys() <= CALLED_FOR_CHOSEN_ROWS:
+        return False
+    # Whoever watches a module with a hook expects all rows.
+    inside = list(layer.modules())
+    if has_backward_hooks(inside) or any(m._forward_hooks or m._forward_pre_hooks for m in inside):
+        return False
+    # A dropout mask counts all rows, so that the same seed gives the same mask on every device.
+    if any(modules[path].training and modules[path].dropout_p > 0.0 for path in DROPPING):
+        return False
+    attention = modules[ATTENTION]
+    int8 = type(modules[QKV]) is QuantizedLinear
+    return attention.rotary is None and attention.window is None and not int8

@@ -1,0 +1,396 @@
+"""The plan of an encoder: the executor that runs its layers, or the reason why they run one by one.
+
+Only this file and its table (``fastbert.modules.layer_modules``) look at the modules of the layers.
+One walk finds the modules of every layer and names each module that is not a plain instance of its
+class. The parameters and settings of plain layers then decide which executor runs them
+(``fastbert.modules.executors``). Without an executor, each module of a layer runs its own forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
+
+from fastbert.activations import PLAIN
+from fastbert.modules.executors import (
+    CpuInference,
+    CpuTraining,
+    Executor,
+    GpuInference,
+    GpuTraining,
+    Settings,
+)
+from fastbert.modules.joined_linear import JoinedLinear
+from fastbert.modules.layer import PreNormLayer
+from fastbert.modules.layer_modules import (
+    ASKING,
+    ATTENTION,
+    DROPPING,
+    INNER,
+    INT8_ASKING,
+    LEAVES,
+    LINEARS,
+    NORMS,
+    OUTPUT,
+    QKV,
+    Modules,
+    may_choose_rows,
+    walk,
+)
+from fastbert.modules.linear import Linear
+from fastbert.modules.plain import has_backward_hooks
+from fastbert.modules.quantized_linear import QuantizedLinear
+from fastbert.ops.backend import LOW_PRECISION, ORDER, Request
+from fastbert.ops.encoder import INT8_OPERATIONS, OPERATIONS, choose
+from fastbert.ops.gpu_times import MANY_ROWS, rows_class
+from fastbert.ops.int8_linear import layout
+from fastbert.ops.layer_weights import LayerWeights
+
+
+class Mode(NamedTuple):
+    """The circumstances of a call, besides the modules, on which a plan depends.
+
+    Attributes:
+        device: Type of the device that holds the rows, such as ``"cpu"``.
+        dtype: Dtype of the rows.
+        autocast: Dtype of the products under autocast, otherwise None.
+        gradient: Whether a gradient is wanted.
+        rows: Class of the number of rows on a GPU (``ops.gpu_times.rows_class``), otherwise 0.
+        length: Class of the length of the sequences, for the reason in words.
+    """
+
+    device: str
+    dtype: torch.dtype
+    autocast: torch.dtype | None
+    gradient: bool
+    rows: int = 0
+    length: int = 0
+
+    @classmethod
+    def now(
+        cls, device: str, dtype: torch.dtype, gradient: bool, rows: int = MANY_ROWS, length: int = 0
+    ) -> Mode:
+        """Return the mode of a call of `rows` rows under the autocast of the moment."""
+        # A device without autocast, such as meta, has no dtype of autocast either.
+        known = device in ORDER and torch.is_autocast_enabled(device)
+        return cls(
+            device,
+            dtype,
+            torch.get_autocast_dtype(device) if known else None,
+            gradient,
+            rows_class(rows) if device == "cuda" else 0,
+            length,
+        )
+
+
+class Plan(NamedTuple):
+    """The way in which the layers of an encoder run.
+
+    Attributes:
+        layers: The parameters of the layers in the order in which they run; empty without executor.
+        settings: The numbers of the layers; None without executor.
+        run: The executor, or None if the layers run one by one.
+        backend: Backend of the executor. Without executor, the backend of the first operation that
+            prevents one, or an empty string for another reason.
+        reason: The reason in words.
+        chooses: Whether the last layer may compute only the rows that a head reads.
+    """
+
+    layers: list[LayerWeights]
+    settings: Settings | None
+    run: Executor | None
+    backend: str
+    reason: str
+    chooses: bool = False
+
+
+def one_by_one(reason: str, chooses: bool = False) -> Plan:
+    """Return the plan of layers that run one by one for a reason."""
+    return Plan([], None, None, "", f"layer by layer: {reason}", chooses)
+
+
+def plan(layers: Sequence[nn.Module], mode: Mode) -> Plan:
+    """Plan the layers of an encoder.
+
+    Args:
+        layers: The layers in the order in which they run.
+        mode: The circumstances of the call.
+
+    Returns:
+        The plan. It depends on the modules as they are now, and on `mode`.
+
+    Raises:
+        ValueError: If a backend that a module asks for cannot serve its operation.
+    """
+    if mode.device not in ORDER:
+        return one_by_one(f"the rows are on {mode.device}")
+    if _has_any_global_hook():
+        return one_by_one("there are hooks on all modules")
+    walked = [walk(layer) for layer in layers]
+    chooses = mode.device == "cpu" and may_choose_rows(walked[-1])
+    for number, (_, problems) in enumerate(walked):
+        for path, problem in problems.items():
+            return one_by_one(f"layer.{number}{path and f'.{path}'} {problem}", chooses)
+    found = [modules for modules, _ in walked]
+    try:
+        executor, weights, settings, reason = (_training if mode.gradient else _inference)(
+            found, mode
+        )
+    except _NoExecutor as error:
+        return Plan([], None, None, error.backend, error.reason, chooses)
+    run = executor(weights, settings)
+    return Plan(weights, settings, run, settings.backend, reason, chooses)
+
+
+class _NoExecutor(Exception):
+    """No executor can run the layers.
+
+    Args:
+        reason: The reason in words.
+        backend: Backend of the operation that prevents it, if an operation does.
+    """
+
+    def __init__(self, reason: str, backend: str = "") -> None:
+        super().__init__(reason)
+        self.reason = reason if backend else f"layer by layer: {reason}"
+        self.backend = backend
+
+
+def _require(holds: bool, reason: str) -> None:
+    if not holds:
+        raise _NoExecutor(reason)
+
+
+# The class of the executor with its arguments, and the reason in words.
+_Found = tuple[type[Executor], list[LayerWeights], Settings, str]
+
+
+# Training
+
+
+def _training(found: list[Modules], mode: Mode) -> _Found:
+    _require((beyond := _beyond_bert(found)) is None, str(beyond))
+    hooked = has_backward_hooks([module for modules in found for module in modules.values()])
+    _require(not hooked, "a module has backward hooks")
+    kinds = {type(modules[path]) for modules in found for path in LINEARS}
+    _require(kinds <= {Linear, nn.Linear}, "a linear layer is int8 or joined")
+    weights = [_weights(modules, None) for modules in found]
+    parameters = [tensor for layer in weights for tensor in layer.flat()]
+    _require_parameters(parameters)
+    dtype = mode.dtype if mode.autocast is None else mode.autocast
+    allowed = {dtype} if mode.autocast is None else set(LOW_PRECISION)
+    dtypes = {tensor.dtype for layer in weights for tensor in layer.of_products()}
+    _require(
+        mode.dtype in (dtype, torch.float32) and dtypes <= allowed,
+        f"rows are {mode.dtype}, products {dtype}, or parameters of another dtype",
+    )
+    inner = any(m[OUTPUT].training and m[OUTPUT].dropout_p > 0.0 for m in found)
+    _require(not inner, "there is dropout inside the feed-forward")
+    settings, reason = _agreed(found, ASKING, mode, dtype, OPERATIONS)
+    dropouts = tuple(
+        tuple(m[path].dropout_p if m[path].training else 0.0 for path in (ATTENTION, *NORMS))
+        for m in found
+    )
+    settings = settings._replace(dropouts=dropouts)
+    if settings.backend == "triton":
+        return GpuTraining, weights, settings, reason
+    _require(mode.autocast is None, "autocast on the CPU")
+    dtypes = {mode.dtype, *(p.dtype for p in parameters)}
+    _require(dtypes == {torch.float32}, f"rows and parameters are {dtypes}, not fp32")
+    _require(all(p.is_cpu for p in parameters), "a parameter is not on the CPU")
+    _require(all(p.requires_grad for p in parameters), "a parameter is frozen")
+    return CpuTraining, weights, settings, reason
+
+
+# Inference
+
+
+def _inference(found: list[Modules], mode: Mode) -> _Found:
+    kinds = {type(modules[path]) for modules in found for path in LINEARS}
+    int8, joined, on_cpu = QuantizedLinear in kinds, JoinedLinear in kinds, mode.device == "cpu"
+    _require(not int8 or kinds == {QuantizedLinear}, "some linear layers are int8, others are not")
+    # Only the CPU's call takes these weights.
+    _require(
+        on_cpu or not (int8 or joined),
+        f"a linear layer is int8 or joined, and the rows are on {mode.device}",
+    )
+    training = int8 and any(modules[path].training for modules in found for path in LINEARS)
+    _require(not training, "a quantised layer is in training mode")
+    stored = {(_parts_of(modules[QKV]), _parts_of(modules[INNER])) for modules in found}
+    _require(len(stored) == 1, "the layers differ in the number of projections")
+    beyond = _beyond_bert(found)
+    _require(beyond is None or on_cpu, str(beyond))
+    _require(beyond is None or not int8, f"a linear layer is int8, and {beyond}")
+    scales: tuple[Tensor, ...] = ()
+    if int8:
+        weights, scales = _int8_weights(found)
+    else:
+        absent = _absent() if on_cpu else None
+        weights = [_weights(modules, absent) for modules in found]
+    _require_parameters([tensor for layer in weights for tensor in layer.flat()], int8)
+    dtype = mode.dtype if mode.autocast is None else mode.autocast
+    allowed = {dtype} if mode.autocast is None else {dtype, torch.float32}
+    dtypes = {tensor.dtype for layer in weights for tensor in layer.matrices()}
+    dtypes = {mode.dtype} if int8 else dtypes
+    held = "rows" if int8 else "weights"
+    _require(dtypes <= allowed, f"{held} are {dtypes}, the products {dtype}")
+    _require(not any(map(_drops, found)), "there is dropout in training")
+    pre_norm = type(found[0][""]) is PreNormLayer
+    _require(
+        not pre_norm or dtype == mode.dtype, "autocast, and the layer norms are before attention"
+    )
+    settings, reason = _agreed(
+        found,
+        INT8_ASKING if int8 else ASKING,
+        mode,
+        dtype,
+        INT8_OPERATIONS if int8 else OPERATIONS,
+    )
+    settings = settings._replace(scales=scales)
+    if settings.backend == "cpu":
+        return CpuInference, weights, settings, reason
+    dtypes = {mode.dtype, *(tensor.dtype for layer in weights for tensor in layer.of_products())}
+    _require(dtypes == {dtype}, f"rows or parameters of products are not {dtype}")
+    return GpuInference, weights, settings, reason
+
+
+def _drops(modules: Modules) -> bool:
+    """Return whether a layer drops elements in the mode in which its modules are."""
+    layer = modules[""]
+    dropping = [modules[path] for path in DROPPING if type(modules[path]) is not nn.Identity]
+    found = [module.dropout_p for module in dropping if module.training]
+    if type(layer) is PreNormLayer and layer.training:
+        found += (layer.dropout_p, layer.output_dropout_p)
+    return any(probability > 0.0 for probability in found)
+
+
+# What the layers have in common
+
+
+def _beyond_bert(found: list[Modules]) -> str | None:
+    """Return in words what a layer has that a layer of BERT has not, or None."""
+    for number, modules in enumerate(found):
+        if type(modules[""]) is PreNormLayer:
+            return f"layer.{number} has its layer norms before attention and feed-forward"
+        if modules[ATTENTION].rotary is not None or modules[ATTENTION].window is not None:
+            return "attention has rotary positions or a window"
+        if modules[OUTPUT].activation not in PLAIN:
+            return f"the activation is {modules[OUTPUT].activation}"
+    return None
+
+
+def _agreed(
+    found: list[Modules],
+    asking: Sequence[str],
+    mode: Mode,
+    dtype: torch.dtype,
+    operations: Sequence[str],
+) -> tuple[Settings, str]:
+    """Return the settings that all layers share, and the reason for the backend in words."""
+    rotaries = [m[ATTENTION].rotary for m in found if m[ATTENTION].rotary is not None]
+    distances = tuple(-1 if m[ATTENTION].window is None else m[ATTENTION].window for m in found)
+    windows = distances if max(distances) >= 0 else ()
+    kinds = {type(m[""]) for m in found}
+    _require(
+        len(kinds) == 1 and len(rotaries) in (0, len(found)),
+        "the layers differ in their norms or in rotary positions",
+    )
+    heads = {modules[ATTENTION].heads for modules in found}
+    activations = {modules[OUTPUT].activation for modules in found}
+    # The first layer with norms before attention has an Identity in the place of a norm.
+    leaves = [m[path] for m in found for path in NORMS if type(m[path]) is not nn.Identity]
+    eps = {norm.eps for norm in leaves}
+    modules = [m[path] for m in found for path in asking] + rotaries
+    requests = {(m.operation, m.backend) for m in modules if type(m) is not nn.Identity}
+    requested = dict(requests)
+    _require(
+        max(map(len, (heads, activations, eps))) == 1 and len(requested) == len(requests),
+        "the layers differ in heads, eps, activation or backend",
+    )
+    activation, common = activations.pop(), heads.pop()
+    columns = found[0][NORMS[1]].weight.shape[0]
+    request = Request(
+        mode.device, dtype, columns // common, ("window",) if windows else (), activation,
+        columns=columns, length=mode.length, rows=mode.rows, trained=mode.gradient,
+    )  # fmt: skip
+    choice = choose(request, requested, (*operations, "rotary") if rotaries else operations)
+    if not choice.together:
+        raise _NoExecutor(choice.reason, choice.backend)
+    settings = Settings(
+        common, eps.pop(), activation, dtype, choice.backend, requested,
+        bases=tuple(rotary.base for rotary in rotaries), windows=windows,
+        pre_norm=PreNormLayer in kinds,
+    )  # fmt: skip
+    return settings, choice.reason
+
+
+# The parameters
+
+
+def _require_parameters(tensors: list[Any], int8: bool = False) -> None:
+    expected = {nn.Parameter, Tensor} if int8 else {nn.Parameter}
+    _require(set(map(type, tensors)) == expected, "a parameter is missing or of a class of its own")
+
+
+def _absent() -> nn.Parameter:
+    """Return what stands for an absent parameter among those of a call.
+
+    It is made for each plan, because a tensor of the module would have the device, the dtype and
+    the mode of the moment at which this file was imported first.
+    """
+    with torch.inference_mode(False):
+        nothing = torch.empty(0, dtype=torch.float32, device="cpu")
+        return nn.Parameter(nothing, requires_grad=False)
+
+
+def _parts_of(linear: nn.Module) -> int:
+    return len(linear.parts) if isinstance(linear, JoinedLinear) else 1
+
+
+def _weights(modules: Modules, absent: Tensor | None) -> LayerWeights:
+    """Return the parameters of a layer, with `absent` where a layer may go without one."""
+    # A norm after attention or feed-forward has all its parameters.
+    of_norm = absent if type(modules[""]) is PreNormLayer else None
+    return LayerWeights(
+        *[
+            tensors
+            for path in LEAVES
+            for tensors in _of_leaf(modules[path], absent if path in LINEARS else of_norm)
+        ]
+    )
+
+
+def _of_leaf(leaf: nn.Module, absent: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Return the weights and the biases of a module, with `absent` for a bias that is not there.
+
+    An Identity in the place of a norm has neither a weight nor a bias.
+    """
+    if isinstance(leaf, JoinedLinear):
+        weights, biases = leaf.weights_and_biases()
+        return tuple(weights), tuple(biases or [absent] * len(weights))
+    own = leaf._parameters
+    bias = own.get("bias")
+    weight = absent if type(leaf) is nn.Identity else own.get("weight")
+    return (weight,), (absent if bias is None else bias,)
+
+
+def _int8_weights(found: list[Modules]) -> tuple[list[LayerWeights], tuple[Tensor, ...]]:
+    """Return the parameters of the layers, and the scales and column sums of the weights."""
+    weights: list[LayerWeights] = []
+    scales: list[Tensor] = []
+    now = layout()
+    for modules in found:
+        fields: list[Any] = []
+        for path in LEAVES:
+            own = modules[path]._parameters
+            weight = own.get("weight")
+            if path in LINEARS:
+                weight, scale, column_sum, _, _ = modules[path].weight_now(now)
+                scales += (scale, column_sum)
+            fields += ((weight,), (own.get("bias"),))
+        weights.append(LayerWeights(*fields))
+    return weights, tuple(scales)

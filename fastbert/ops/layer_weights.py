@@ -1,0 +1,69 @@
+"""The parameters of one layer of an encoder, by name and in the order of ``ops.encoder``."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+Tensors = tuple[Tensor, ...]
+
+
+class LayerWeights(NamedTuple):
+    """The parameters of a layer; each field is a tuple, because a weight may be stored in parts.
+
+    A tensor without elements stands for an absent bias, or for an absent norm before attention.
+    With int8 weights, the weight of a linear layer is the ``packed`` of an ``Int8Weight``.
+
+    Attributes:
+        qkv: Weights of the projections whose results, side by side, are q, k and v: one tensor
+            ``(3H, H)``, or up to three tensors ``(·, H)``.
+        qkv_bias: Biases of these projections.
+        projection: Weight ``(H, H)`` of the projection after attention.
+        projection_bias: Its bias ``(H,)``.
+        first_norm: Weight ``(H,)`` of the layer norm of attention.
+        first_norm_bias: Its bias ``(H,)``.
+        inner: Weights of the first product of the feed-forward: one tensor ``(F, H)``, or two.
+        inner_bias: Biases of the first product.
+        outer: Weight ``(H, F)`` of the second product of the feed-forward.
+        outer_bias: Its bias ``(H,)``.
+        second_norm: Weight ``(H,)`` of the layer norm of the feed-forward.
+        second_norm_bias: Its bias ``(H,)``.
+    """
+
+    qkv: Tensors
+    qkv_bias: Tensors
+    projection: Tensors
+    projection_bias: Tensors
+    first_norm: Tensors
+    first_norm_bias: Tensors
+    inner: Tensors
+    inner_bias: Tensors
+    outer: Tensors
+    outer_bias: Tensors
+    second_norm: Tensors
+    second_norm_bias: Tensors
+
+    def flat(self) -> list[Any]:
+        """Return all tensors in the order of ``ops.encoder``."""
+        return [tensor for field in self for tensor in field]
+
+    def matrices(self) -> Tensors:
+        """Return the weights of all products."""
+        return (*self.qkv, *self.projection, *self.inner, *self.outer)
+
+    def of_products(self) -> Tensors:
+        """Return the weights of all products and the biases that a product adds.
+
+        A layer norm adds the other biases.
+        """
+        return tuple(tensor for i in OF_PRODUCTS for tensor in self[i])
+
+
+# The number of tensors of a layer whose weights are stored whole, and the numbers among them of
+# those that `LayerWeights.of_products` returns.
+PARAMETERS = len(LayerWeights._fields)
+OF_PRODUCTS = tuple(
+    LayerWeights._fields.index(name)
+    for name in ("qkv", "qkv_bias", "projection", "inner", "inner_bias", "outer")
+)
