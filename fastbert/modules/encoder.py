@@ -17,6 +17,7 @@ from fastbert.modules.executors import Call
 from fastbert.modules.layer import BertLayer, PreNormLayer
 from fastbert.modules.layer_norm import LayerNorm
 from fastbert.modules.plan import Mode, Plan, plan
+from fastbert.modules.plan_cache import PlanCache
 from fastbert.modules.positions import DistanceBias
 from fastbert.ops.backend import Choice
 from fastbert.ops.product import needs_gradient
@@ -56,6 +57,7 @@ class BertEncoder(nn.Module):
             else None
         )
         self.gradient_checkpointing = False
+        self._plans = PlanCache()
 
     def forward(
         self,
@@ -147,11 +149,7 @@ class BertEncoder(nn.Module):
 
     def plan(self, hidden: Tensor) -> Plan:
         """Return the plan for rows ``(T, H)``; see ``fastbert.modules.plan``."""
-        layers = self.running()
-        gradient = torch.is_grad_enabled() and (
-            hidden.requires_grad or any(p.requires_grad for x in layers for p in x.parameters())
-        )
-        return plan(layers, Mode.now(hidden.device.type, hidden.dtype, gradient, hidden.shape[0]))
+        return self._plans.plan(self, hidden)
 
     def choose(self, hidden: Tensor, layout: BatchLayout, reads: Reads) -> ChosenRows | None:
         """Choose the rows of the last layer that a head reads.

@@ -22,6 +22,7 @@ from fastbert.modules.layer_norm import LayerNorm
 from fastbert.modules.linear import Linear
 from fastbert.modules.plain import deviation
 from fastbert.modules.plan import Mode, plan
+from fastbert.modules.plan_cache import PlanCache
 from fastbert.modules.snapshot import Snapshot
 from fastbert.ops import backend as backends
 from fastbert.ops.register import is_watched
@@ -105,15 +106,16 @@ class PreparedCall:
 
 
 def forget_prepared_calls(model: nn.Module) -> None:
-    """Release the parameters that the prepared calls inside a model hold until the next call.
+    """Release the parameters that prepared calls and plans in a model hold until the next call.
 
     Args:
         model: A model whose parameters are about to be replaced one by one.
     """
     for module in model.modules():
-        prepared = vars(module).get(PreparedCall.HOLDER)
-        if prepared is not None:
-            prepared.clear()
+        for holder in (PreparedCall.HOLDER, PlanCache.HOLDER):
+            held = vars(module).get(holder)
+            if held is not None:
+                held.clear()
 
 
 def _is_plain_inference() -> bool:

@@ -1,0 +1,132 @@
+"""The plans of an encoder, each of which holds until a fact on which it depends changes.
+
+A walk over the modules takes as long as two layers of a small encoder. The plan of a call is
+therefore used again, if a snapshot of the modules still holds and the parameters are as they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fastbert.modules.plan import Mode, Plan, plan
+from fastbert.modules.snapshot import Snapshot
+from fastbert.ops import backend as backends
+from fastbert.ops import gpu_times
+from fastbert.ops.int8_linear import layout
+
+# The properties of a parameter on which a plan depends, by the functions that read them.
+Read = Callable[[Any], Any]
+OF_INFERENCE: tuple[Read, ...] = (type, attrgetter("dtype"))
+OF_TRAINING: tuple[Read, ...] = (*OF_INFERENCE, attrgetter("requires_grad"), attrgetter("is_cpu"))
+
+
+class _Parameters:
+    """The properties of parameters that change in place, which are no facts of a snapshot.
+
+    ``parameter.data = …`` changes the dtype and the device of a parameter, ``requires_grad_``
+    changes whether it is trained, and ``torch.utils.swap_tensors`` changes its class.
+
+    Args:
+        parameters: The parameters of all layers.
+        recorded: Whether autograd records the call. Otherwise only classes and dtypes count.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], recorded: bool) -> None:
+        self._parameters = list(parameters)
+        self._read = OF_TRAINING if recorded else OF_INFERENCE
+        self._facts = self._now()
+
+    def _now(self) -> list[list[Any]]:
+        return [list(map(read, self._parameters)) for read in self._read]
+
+    def unchanged(self) -> bool:
+        """Return whether all parameters are as they were."""
+        return self._now() == self._facts
+
+
+class _Guarded(NamedTuple):
+    """A plan and the facts on which it depends."""
+
+    plan: Plan
+    snapshot: Snapshot
+    parameters: _Parameters
+    int8_layout: tuple[int, int] | None
+
+    def holds(self, encoder: nn.Module) -> bool:
+        """Return whether the plan of `encoder` would be the same now."""
+        if not self.snapshot.holds(encoder) or not self.parameters.unchanged():
+            return False
+        # The layout of int8 weights depends on the instruction set in use.
+        return self.int8_layout is None or self.int8_layout == layout()
+
+
+class PlanCache:
+    """The plans of one encoder.
+
+    A plan without an executor is made for each call. The walk stops early in most of these cases,
+    and modules that keep a state of every call would change the facts at every call.
+
+    Copies and pickles of the encoder get an empty object, because a copy has other modules.
+    """
+
+    # The attribute of the encoder that holds this object.
+    HOLDER = "_plans"
+
+    def __init__(self) -> None:
+        """Make an empty object."""
+        self._guarded: dict[Any, _Guarded] = {}
+
+    def clear(self) -> None:
+        """Forget the plans, which hold the parameters of the encoder."""
+        self._guarded = {}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PlanCache:
+        """Return an empty object."""
+        return PlanCache()
+
+    def __reduce__(self) -> Any:
+        """Pickle an empty object."""
+        return (PlanCache, ())
+
+    def plan(self, encoder: Any, hidden: Tensor) -> Plan:
+        """Return the plan of a call.
+
+        Args:
+            encoder: The encoder that holds this object, with a method `running`.
+            hidden: Rows of shape ``(T, H)`` before the first layer.
+
+        Returns:
+            The plan; see ``fastbert.modules.plan.plan``.
+
+        Raises:
+            ValueError: If a backend that a module asks for cannot serve its operation.
+        """
+        recorded = torch.is_grad_enabled()
+        wanted = recorded and hidden.requires_grad
+        mode = Mode.now(hidden.device.type, hidden.dtype, wanted, hidden.shape[0])
+        key = (mode, recorded, encoder.training)
+        guarded = self._guarded.get(key)
+        if guarded is not None:
+            if guarded.holds(encoder):
+                return guarded.plan
+            # A fact has changed, on which the other plans depend too.
+            self.clear()
+        layers = encoder.running()
+        parameters = [p for layer in dict.fromkeys(layers) for p in layer.parameters()]
+        if recorded and any(p.requires_grad for p in parameters):
+            mode = mode._replace(gradient=True)
+        found = plan(layers, mode)
+        if found.run is None or backends.EXTENSION is None:
+            return found
+        snapshot = Snapshot(encoder, self.HOLDER, (gpu_times,))
+        facts = _Parameters(parameters, recorded)
+        # A change by another thread since the first plan is in this plan, or the facts see it.
+        found = plan(layers, mode)
+        now = layout() if found.settings is not None and found.settings.scales else None
+        self._guarded[key] = _Guarded(found, snapshot, facts, now)
+        return found

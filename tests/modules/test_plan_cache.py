@@ -1,0 +1,300 @@
+"""The plan of an encoder that is used again equals a new one, after every change of a model."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import pickle
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from test_prepared_call import CHANGES, CONFIG, batch, make
+from torch import Tensor, nn
+
+import fastbert
+from fastbert import BertModel
+from fastbert.modules import plan_cache
+from fastbert.modules.executors import CpuInference, CpuTraining
+from fastbert.modules.plan import Mode, plan
+from fastbert.modules.plan_cache import PlanCache
+from fastbert.modules.snapshot import Snapshot
+from fastbert.ops import backend as backends
+
+pytestmark = pytest.mark.skipif(backends.EXTENSION is None, reason="the extension is not built")
+
+MODES = ("inference", "autocast", "training", "frozen")
+
+
+def enter(model: BertModel, mode: str) -> contextlib.AbstractContextManager[Any]:
+    """Put the model in a mode, and return the context of its calls."""
+    model.train(mode == "training")
+    if mode == "frozen":
+        model.requires_grad_(False)
+    if mode == "autocast":
+        stack = contextlib.ExitStack()
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(torch.autocast("cpu", torch.bfloat16))
+        return stack
+    return torch.no_grad() if mode == "inference" else contextlib.nullcontext()
+
+
+def step(model: BertModel) -> list[Tensor]:
+    """Return all hidden states, and the gradients that exist."""
+    ids, mask = batch()
+    model.zero_grad()
+    torch.manual_seed(5)
+    # The encoder runs, and not the prepared call of the model.
+    states = model(ids, mask, output_hidden_states=True).hidden_states
+    if states[-1].requires_grad:
+        sum(state.float().square().sum() for state in states).backward()
+    gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    return [state.detach() for state in states] + gradients
+
+
+def run(model: BertModel, mode: str) -> list[Tensor] | str:
+    with enter(model, mode):
+        try:
+            return step(model)
+        except (RuntimeError, ValueError, TypeError) as error:
+            return f"{type(error).__name__}: {error}"
+
+
+def same(found: list[Tensor] | str, expected: list[Tensor] | str) -> bool:
+    if isinstance(found, str) or isinstance(expected, str):
+        return found == expected
+    return len(found) == len(expected) and all(
+        torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(found, expected, strict=True)
+    )
+
+
+def fresh(model: BertModel, mode: str) -> list[Tensor] | str:
+    """Run with a plan that was made for this call."""
+    model.encoder._plans.clear()
+    return run(model, mode)
+
+
+def of_layers(name: str) -> bool:
+    return not any(word in name for word in ("embeddings", "pooler", "before_the_encoder"))
+
+
+def freeze_one(model: BertModel) -> None:
+    model.encoder.layer[1].output.dense.bias.requires_grad_(False)
+
+
+def freeze_the_layers(model: BertModel) -> None:
+    model.requires_grad_(False)
+
+
+def train_one(model: BertModel) -> None:
+    model.encoder.layer[0].attention.output.dense.weight.requires_grad_(True)
+
+
+def dtype_in_place(model: BertModel) -> None:
+    weight = model.encoder.layer[1].output.dense.weight
+    weight.data = weight.data.bfloat16()
+
+
+def dtype_of_a_norm_in_place(model: BertModel) -> None:
+    weight = model.encoder.layer[0].output.LayerNorm.weight
+    weight.data = weight.data.double()
+
+
+def other_dropout(model: BertModel) -> None:
+    model.encoder.layer[0].attention.self.dropout_p = 0.5
+
+
+def one_module_in_eval_mode(model: BertModel) -> None:
+    model.encoder.layer[0].output.LayerNorm.train(False)
+
+
+def other_activation(model: BertModel) -> None:
+    for layer in model.encoder.layer:
+        layer.output.activation = "relu"
+
+
+def other_heads(model: BertModel) -> None:
+    for layer in model.encoder.layer:
+        layer.attention.self.heads, layer.attention.self.head_dim = 2, 24
+
+
+def class_in_place(model: BertModel) -> None:
+    class Own(nn.Parameter):
+        pass
+
+    weight = model.encoder.layer[0].output.dense.weight
+    torch.utils.swap_tensors(weight, Own(weight.detach().clone() * 2))
+
+
+def backward_hook(model: BertModel) -> Any:
+    layer = model.encoder.layer[0].attention
+    return layer.register_full_backward_hook(lambda _, g, __: tuple(2 * x for x in g)).remove
+
+
+def gone_bias(model: BertModel) -> None:
+    model.encoder.layer[1].attention.output.dense.bias = None
+
+
+MORE = (
+    *(freeze_one, freeze_the_layers, train_one, dtype_in_place, dtype_of_a_norm_in_place),
+    *(other_dropout, one_module_in_eval_mode, other_activation, other_heads, class_in_place),
+    *(backward_hook, gone_bias),
+)
+ALL = {name: change for name, change in CHANGES.items() if of_layers(name)}
+ALL |= {change.__name__: change for change in MORE}
+
+
+def plan_now(model: BertModel, mode: str, hidden: Tensor) -> tuple[Any, Any]:
+    """Return the plan that the encoder uses, and a new one."""
+    with enter(model, mode):
+        used = model.encoder.plan(hidden)
+        model.encoder._plans.clear()
+        return used, model.encoder.plan(hidden)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ALL)
+def test_a_plan_is_as_good_as_new_after_a_change(name, mode):
+    model = make()
+    before = run(model, mode)
+    kept = model.encoder._plans._guarded
+    assert [guarded.plan.run is not None for guarded in kept.values()] == [True]
+    undo = ALL[name](model)
+    try:
+        found = run(model, mode)
+        assert same(found, fresh(model, mode))
+        found = run(model, mode)
+        assert same(found, fresh(model, mode))
+        used, new = plan_now(model, mode, torch.randn(3, 48))
+        assert (used.reason, type(used.run), used.settings) == (
+            new.reason,
+            type(new.run),
+            new.settings,
+        )
+    finally:
+        if undo is not None:
+            undo()
+    assert same(run(model, mode), fresh(model, mode))
+    if undo is not None:
+        assert same(run(model, mode), before)
+
+
+@pytest.mark.parametrize("mode", ["inference", "training"])
+def test_a_plan_that_is_kept_for_ever_is_caught(mode, monkeypatch):
+    """The changes are visible to the test above if a plan is never compared with its facts."""
+    monkeypatch.setattr(plan_cache._Guarded, "holds", lambda self, encoder: True)
+    missed = set()
+    for name, change in ALL.items():
+        model = make()
+        run(model, mode)
+        undo = change(model)
+        try:
+            if not same(run(model, mode), fresh(model, mode)):
+                missed.add(name)
+        finally:
+            if undo is not None:
+                undo()
+    expected = {
+        "replace_a_parameter", "replace_a_module", "parametrize", "set_eps", "hook_on_a_layer",
+        "hook_on_a_norm", "other_order", "other_activation", "other_heads", "class_in_place",
+    }  # fmt: skip
+    if mode == "training":
+        expected |= {"other_dropout", "one_module_in_eval_mode", "backward_hook", "freeze_one"}
+        # A parameter of another class is called by its values in both ways.
+    assert expected - missed <= {"class_in_place"}
+
+
+def test_a_plan_is_made_once_for_each_mode(monkeypatch):
+    made: list[Mode] = []
+
+    def counted(layers: Any, mode: Mode) -> Any:
+        made.append(mode)
+        return plan(layers, mode)
+
+    monkeypatch.setattr(plan_cache, "plan", counted)
+    model = make()
+    for mode in ("inference", "training", "autocast") * 3:
+        run(model, mode)
+    # A plan that is guarded is made twice, before and after its facts are recorded.
+    assert len(made) == 6
+    kinds = [type(guarded.plan.run) for guarded in model.encoder._plans._guarded.values()]
+    assert kinds == [CpuInference, CpuTraining, CpuInference]
+
+
+def test_int8_weights_follow_the_instruction_set():
+    model, (ids, mask) = fastbert.quantize(make()), batch()
+    model.eval()
+    with torch.no_grad():
+        expected = model(ids, mask, output_hidden_states=True).last_hidden_state
+        assert len(model.encoder._plans._guarded) == 1
+        try:
+            for isa in ("baseline", None):
+                backends.EXTENSION.set_cpu_isa(isa)
+                found = model(ids, mask, output_hidden_states=True).last_hidden_state
+                model.encoder._plans.clear()
+                again = model(ids, mask, output_hidden_states=True).last_hidden_state
+                assert torch.equal(found, again)
+        finally:
+            backends.EXTENSION.set_cpu_isa(None)
+        assert torch.equal(found, expected)
+
+
+def test_copies_and_pickles_have_plans_of_their_own():
+    model = make()
+    before = run(model, "inference")
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert isinstance(other.encoder._plans, PlanCache)
+        assert other.encoder._plans is not model.encoder._plans
+        assert other.encoder._plans._guarded == {}
+        other.encoder.layer[0].output.dense.weight.data.zero_()
+        assert same(run(other, "inference"), fresh(other, "inference"))
+        assert not same(run(other, "inference"), before)
+    assert same(run(model, "inference"), before)
+
+
+def test_the_model_is_freed_with_its_last_reference():
+    model = make()
+    run(model, "inference")
+    run(model, "training")
+    gone = weakref.ref(model.encoder.layer[0].output.dense.weight)
+    gc.collect()
+    gc.disable()
+    try:
+        del model
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+def test_quantization_in_place_frees_the_weights_of_a_plan():
+    model = BertModel(CONFIG).eval()
+    run(model, "inference")
+    gone = [weakref.ref(layer.output.dense.weight) for layer in model.encoder.layer]
+    fastbert.quantize(model, inplace=True)
+    assert [weight() for weight in gone] == [None, None]
+
+
+def test_a_changed_fact_forgets_the_plans_of_all_modes():
+    """Otherwise the parameters of a replaced module would stay in memory."""
+    model = make()
+    run(model, "training")
+    run(model, "inference")
+    gone = weakref.ref(model.encoder.layer[0].output.dense.weight)
+    old = model.encoder.layer[0].output.dense
+    model.encoder.layer[0].output.dense = nn.Linear(old.in_features, old.out_features)
+    del old
+    run(model, "inference")
+    gc.collect()
+    assert gone() is None
+
+
+def test_the_snapshot_is_of_the_encoder_and_the_table_of_times(monkeypatch):
+    model = make()
+    run(model, "inference")
+    (guarded,) = model.encoder._plans._guarded.values()
+    assert isinstance(guarded.snapshot, Snapshot)
+    assert guarded.holds(model.encoder.eval())
+    monkeypatch.setattr("fastbert.ops.gpu_times.POINTS", ())
+    assert not guarded.holds(model.encoder)
