@@ -14,24 +14,28 @@ verdict more careful and never less careful.
 
 from __future__ import annotations
 
-import builtins
-import sys
 from collections.abc import Iterable, Iterator
-from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
+from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
 from torch import nn
 
 from fastbert.integrations.stock_files import (
-    MISSING,
     body_of,
-    codes_inside,
     constants_of,
     content,
-    defined_in,
-    identifiers,
     placed,
     same,
+)
+from fastbert.integrations.stock_functions import (
+    CODE,
+    COMPARED,
+    FOLLOW,
+    NAMES,
+    Record,
+    forget,
+    function_record,
+    within,
 )
 
 # Python and torch call these methods of a module or of a container without naming them.
@@ -69,68 +73,6 @@ ALIASES = {"__call__": "_wrapped_call_impl", "forward": "_forward_unimplemented"
 WRAPPERS = {"context_decorator": "no_grad"}
 # Functions of torch that wrap a method of a class in place. torch.compile wraps nn.Module.__init__.
 PATCHES = ("install_generation_tagging_init",)
-# The tables of functions by name, and the functions that the names must lead to.
-ENTRIES: dict[str, dict[str, tuple[str, str] | None]] = {
-    "AttentionInterface": {
-        "eager": None,
-        "sdpa": ("transformers.integrations.sdpa_attention", "sdpa_attention_forward"),
-    },
-    "AttentionMaskInterface": {
-        "eager": ("transformers.masking_utils", "eager_mask"),
-        "sdpa": ("transformers.masking_utils", "sdpa_mask"),
-    },
-}
-# Code in these packages is compared with its file, and the names that it loads are followed.
-FOLLOWED = ("transformers.", "torch.nn.")
-COMPARED = ("transformers.", "torch.")
-# transformers reads its own environment and version with these modules, and logs with them.
-NOT_FOLLOWED = (
-    "transformers.utils.import_utils",
-    "transformers.utils.logging",
-    "transformers.cache_utils",
-    "transformers.generation",
-)
-# How far the comparison of a function goes: its code, the attributes that it reads as well, and the
-# functions that it calls as well.
-CODE, NAMES, FOLLOW = range(3)
-
-
-class Entry(NamedTuple):
-    """A name in a dictionary, and the value that it had when the code was compared."""
-
-    names: dict[str, Any]
-    name: str
-    value: Any
-
-
-class Record:
-    """What is known of one function or class.
-
-    Attributes:
-        subject: The function or the class.
-        problem: Why the code of the subject is not that of its file, or None.
-        names: The identifiers in the code of the subject.
-        entries: The dictionary entries that the code loads.
-        reached: The records of the functions and classes that the code leads to.
-    """
-
-    def __init__(self, subject: Any) -> None:
-        """Keep the facts of `subject` that a later comparison looks at."""
-        self.subject = subject
-        self.problem: str | None = None
-        self.names: frozenset[str] = frozenset()
-        self.entries: list[Entry] = []
-        self.reached: list[Record] = []
-        self.facts = _facts(subject)
-
-    def holds(self) -> bool:
-        """Return whether the subject and the dictionary entries are as they were compared."""
-        now = _facts(self.subject)
-        return (
-            len(now) == len(self.facts)
-            and all(a is b for a, b in zip(now, self.facts, strict=True))
-            and all(names.get(name, MISSING) is value for names, name, value in self.entries)
-        )
 
 
 class Code(NamedTuple):
@@ -149,7 +91,6 @@ class Code(NamedTuple):
     records: tuple[Record, ...]
 
 
-_records: dict[tuple[int, int], Record] = {}
 _codes: dict[type, Code] = {}
 _attributes: dict[tuple[type, str], tuple[list[Record], str | None]] = {}
 
@@ -193,7 +134,7 @@ def refresh(kinds: Iterable[type]) -> None:
     """Forget everything that was found if the code of one of the classes `kinds` was changed."""
     records = {id(r): r for kind in kinds if kind in _codes for r in _codes[kind].records}
     if not all(record.holds() for record in records.values()):
-        _records.clear()
+        forget()
         _codes.clear()
         _attributes.clear()
 
@@ -216,171 +157,6 @@ def facts(kinds: Iterable[type]) -> tuple[list[dict[str, Any]], list[type], list
         [subject for subject in subjects if isinstance(subject, type)],
         [subject for subject in subjects if isinstance(subject, FunctionType)],
     )
-
-
-def _within(module: str, packages: tuple[str, ...]) -> bool:
-    return f"{module}.".startswith(packages)
-
-
-def _facts(subject: Any) -> tuple[Any, ...]:
-    if isinstance(subject, type):
-        return (*subject.__mro__, *vars(subject), *vars(subject).values())
-    cells = subject.__closure__ or ()
-    keywords = subject.__kwdefaults__ or {}
-    return (
-        *(subject.__code__, subject.__defaults__, *keywords, *keywords.values()),
-        *(content(cell) for cell in cells),
-    )
-
-
-# Functions
-
-
-def _function_record(function: FunctionType, depth: int = FOLLOW) -> Record:
-    """Compare a function; `depth` is CODE, NAMES or FOLLOW."""
-    key = id(function), depth
-    if key in _records and _records[key].subject is function:
-        return _records[key]
-    record = _records[key] = Record(function)
-    module = function.__globals__.get("__name__", "")
-    code = function.__code__
-    title = f"{module}.{code.co_name}"
-    if vars(sys.modules.get(module, builtins)) is not function.__globals__:
-        record.problem = f"{title}: got a function with other globals, allowed: those of its module"
-        return record
-    if not _within(module, COMPARED):
-        record.problem = f"{title}: got a function of {module}, allowed: transformers and torch"
-        return record
-    named = getattr(sys.modules[module], code.co_name, None) is function
-    if named and not function.__closure__ and not _within(module, FOLLOWED):
-        # A helper of torch outside torch.nn, such as handle_torch_function, is known by its place.
-        return record
-    place = placed(code, module)
-    if place is None:
-        record.problem = f"{title}: got other code, allowed: the code of the file of {module}"
-        return record
-    record.problem = _default_problem(function, place.parent, title)
-    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-        value = content(cell)
-        if isinstance(value, FunctionType):
-            record.reached.append(_function_record(value, depth))
-        elif callable(value) and not isinstance(value, type):
-            record.problem = record.problem or _loaded_problem(name, value, module)
-    if depth >= NAMES:
-        record.names = identifiers(code)
-    if depth == FOLLOW:
-        _follow_names(record, function, module)
-    return record
-
-
-def _default_problem(function: FunctionType, parent: CodeType, title: str) -> str | None:
-    """Return why the defaults cannot be those in the file, or None.
-
-    The file's code has constant defaults as one constant. Another default is the value of a name.
-    """
-    defaults = function.__defaults__
-    if defaults is not None and not any(same(defaults, c) for c in parent.co_consts):
-        known = [*parent.co_consts, *_named_values(function, parent)]
-        for value in defaults:
-            if not any(same(value, c) for c in known):
-                return f"{title}: got the default {value!r}, allowed: the defaults in its file"
-    for name, value in (function.__kwdefaults__ or {}).items():
-        known = [*parent.co_consts, True, False, None, 0, 1, *_named_values(function, parent)]
-        if not any(same(value, c) for c in known):
-            return f"{title}: got {name}={value!r}, allowed: the defaults in its file"
-    return None
-
-
-def _named_values(function: FunctionType, parent: CodeType) -> Iterator[Any]:
-    names = function.__globals__
-    for name in parent.co_names:
-        value = names.get(name, MISSING)
-        yield value
-        if isinstance(value, ModuleType):
-            yield from (vars(value).get(other, MISSING) for other in parent.co_names)
-
-
-def _follow_names(record: Record, function: FunctionType, module: str) -> None:
-    """Look up the names that a function contains, and record the functions they lead to."""
-    if not _within(module, FOLLOWED) or module.startswith(NOT_FOLLOWED):
-        return
-    names = {name for code in codes_inside(function.__code__) for name in code.co_names}
-    waiting: list[dict[str, Any]] = [function.__globals__]
-    seen: set[int] = set()
-    while waiting:
-        space = waiting.pop()
-        if id(space) in seen:
-            continue
-        seen.add(id(space))
-        for name in sorted(names & space.keys()):
-            value = space[name]
-            record.entries.append(Entry(space, name, value))
-            if isinstance(value, ModuleType):
-                if sys.modules.get(value.__name__) is not value:
-                    record.problem = f"{module}.{name}: got a module that was never imported"
-                elif value.__name__.startswith(("torch", "transformers")):
-                    waiting.append(vars(value))
-                continue
-            problem = _loaded_problem(name, value, space.get("__name__", ""))
-            record.problem = record.problem or problem
-            if isinstance(value, FunctionType) and problem is None:
-                record.reached.append(_function_record(value))
-            if type(value).__name__ in ENTRIES:
-                _follow_table(record, value)
-
-
-def _loaded_problem(name: str, value: Any, module: str) -> str | None:
-    """Return why `value` cannot be what a file of stock code binds to `name`, or None."""
-    title = f"{module}.{name}"
-    if isinstance(value, FunctionType):
-        return _named_function_problem(title, name, value, module)
-    if isinstance(value, BuiltinFunctionType):
-        known = value.__name__ in (name, name.lstrip("_"), f"_{name}")
-        return None if known else f"{title}: got {value.__name__}, allowed: {name}"
-    if isinstance(value, type):
-        found = sys.modules.get(value.__module__)
-        for part in value.__qualname__.split("."):
-            found = getattr(found, part, None)
-        if found is not value and value.__module__ != "typing":
-            return f"{title}: got {value!r}, allowed: a class that its module names"
-        return None
-    kind = type(value)
-    known = _within(kind.__module__, (*COMPARED, "functools.", "typing.", "builtins."))
-    if callable(value) and not known:
-        return f"{title}: got a {kind.__module__}.{kind.__qualname__}, allowed: a stock function"
-    return None
-
-
-def _named_function_problem(title: str, name: str, value: FunctionType, module: str) -> str | None:
-    """Return why the function cannot be the one that the file of `module` binds to `name`."""
-    home = value.__globals__.get("__name__", "")
-    defined = name in defined_in(module)
-    allowed = module if defined else "transformers and torch"
-    right = home == module or value.__module__ == module if defined else _within(home, COMPARED)
-    if not right or (not defined and ".models." in home and home != module):
-        return f"{title}: got a function of {home}, allowed: a function of {allowed}"
-    if value.__name__ not in (name, name.lstrip("_")) and f"_{name}" != value.__name__:
-        return f"{title}: got {value.__name__}, allowed: {name}"
-    return None
-
-
-def _follow_table(record: Record, table: Any) -> None:
-    """Compare the entries of a table of attention functions or masks."""
-    title = type(table).__name__
-    for key, expected in ENTRIES[title].items():
-        for space in (table._local_mapping, type(table)._global_mapping):
-            record.entries.append(Entry(space, key, space.get(key, MISSING)))
-        value = table._local_mapping.get(key, type(table)._global_mapping.get(key))
-        if value is None and expected is None:
-            continue
-        right = isinstance(value, FunctionType) and expected == (value.__module__, value.__name__)
-        if not right:
-            allowed = "no entry" if expected is None else ".".join(expected)
-            record.problem = record.problem or (
-                f'{title}["{key}"]: got {value!r}, allowed: {allowed}'
-            )
-        else:
-            record.reached.append(_function_record(value))
 
 
 # Classes
@@ -425,7 +201,7 @@ def _attribute(base: type, name: str) -> tuple[list[Record], str | None]:
     """Compare one attribute of a class with the class statement in its file."""
     value = vars(base)[name]
     title = f"{base.__module__}.{base.__qualname__}.{name}"
-    if not _within(base.__module__, COMPARED):
+    if not within(base.__module__, COMPARED):
         if base.__module__ in ("typing", "abc", "collections.abc"):
             return [], None
         return [], f"{title}: got a method of {base.__module__}, allowed: transformers and torch"
@@ -437,7 +213,7 @@ def _attribute(base: type, name: str) -> tuple[list[Record], str | None]:
         return [], _value_problem(body, name, value, title)
     # What an __init__ makes is compared, so that the names which it loads need not be.
     depth = CODE if name == "__init__" else NAMES if base is nn.Module else FOLLOW
-    records = [_function_record(function, depth) for function in functions]
+    records = [function_record(function, depth) for function in functions]
     problem = next((p for f in functions if (p := _method_problem(base, body, name, f))), None)
     return records, None if problem is None else f"{title}: {problem}"
 

@@ -9,7 +9,8 @@ classes reach is compared with its files by `stock_code`, because the twin runs 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -30,6 +31,8 @@ from fastbert.integrations.module_rules import (
     shape_problem,
     shown,
 )
+from fastbert.integrations.probe import probe
+from fastbert.integrations.stock_digests import unknown
 from fastbert.integrations.stock_files import MISSING
 from fastbert.integrations.twin_cache import Twin, twin_of
 
@@ -102,11 +105,17 @@ class _Differs(Exception):
     """A difference that makes the host run its own code."""
 
 
-def compare(host: nn.Module) -> Verdict:
+def compare(host: nn.Module, accelerate: Callable[[nn.Module], Any] | None = None) -> Verdict:
     """Compare a host with its twin.
+
+    If the host reaches a function of transformers whose semantics are not pinned, a small model of
+    its class is run by the stock code and by fastbert, once per class. If both agree, one warning
+    names the function.
 
     Args:
         host: An encoder of transformers, such as a ``BertModel``; also an accelerated one.
+        accelerate: A function that makes fastbert run a model without a comparison, for the small
+            model. With None, an unknown function is a reason.
 
     Returns:
         The reason why the host must run its own code, or the modules that must be called.
@@ -114,9 +123,35 @@ def compare(host: nn.Module) -> Verdict:
     comparison = _Comparison(host)
     try:
         comparison.run()
+        _check_semantics(host, accelerate)
     except _Differs as difference:
         return Verdict(str(difference), comparison.called)
     return Verdict(None, comparison.called)
+
+
+# Class and unknown functions → the reason why fastbert does not compute the same, or None.
+_probed: dict[tuple[Any, ...], str | None] = {}
+
+
+def _check_semantics(host: nn.Module, accelerate: Callable[[nn.Module], Any] | None) -> None:
+    """Raise _Differs if the host reaches a function that may not compute what fastbert does."""
+    twin = twin_of(host)
+    assert isinstance(twin, Twin), twin
+    names = unknown(twin.kinds)
+    if not names:
+        return
+    text = f"{names[0]}: got code that is not among the tested versions of transformers"
+    if len(names) > 1:
+        text += f" (and {len(names) - 1} others)"
+    if accelerate is None:
+        raise _Differs(f"{text}, allowed: the pinned functions")
+    key = (type(twin.model), *names)
+    if key not in _probed:
+        _probed[key] = probe(host, accelerate)
+        if _probed[key] is None:
+            warnings.warn(f"fastbert: {text}; a small model agrees with fastbert", stacklevel=3)
+    if _probed[key] is not None:
+        raise _Differs(f"{text}; a small model differs from fastbert: {_probed[key]}")
 
 
 class Facts(NamedTuple):

@@ -123,7 +123,7 @@ class PlanCache:
         found = plan(layers, mode)
         if found.run is None or backends.EXTENSION is None:
             return found
-        snapshot = Snapshot(encoder, self.HOLDER, (gpu_times,))
+        snapshot = Snapshot(encoder, self.HOLDER, [vars(gpu_times)])
         facts = _Parameters(parameters, recorded)
         # A change by another thread since the first plan is in this plan, or the facts see it.
         found = plan(layers, mode)
