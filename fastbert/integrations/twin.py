@@ -72,6 +72,8 @@ ALLOWED = (
     Allowed("_require_grads_hooks", "root", "they are the handles of hooks that are compared"),
     Allowed("_output_capturing_hooks_installed", "root", "it says that hooks exist"),
     Allowed("attn_implementation", "root", "AlbertModel keeps a stale copy, which it never reads"),
+    Allowed("pooler", "root", "the pooler is called as the host calls it, if there is one"),
+    Allowed("pooler_activation", "root", "it is called as the host calls it"),
     Allowed("name_or_path", "root", "no computation reads it"),
     Allowed("warnings_issued", "root", "no computation reads it"),
     Allowed("gradient_checkpointing", "any", "it is honoured per layer"),

@@ -92,6 +92,12 @@ def accelerated(family: str, folder: Any) -> Any:
     return made
 
 
+def pooler_removed(family: str, folder: Any) -> Any:
+    made = families.build(family)
+    made.pooler = None
+    return made
+
+
 SITUATIONS: dict[str, Any] = {
     "eager": lambda family, folder: families.build(family),
     "loaded": loaded,
@@ -114,6 +120,7 @@ SITUATIONS: dict[str, Any] = {
     "pruned and restored": pruned_and_restored,
     "called for hidden states": called_for_hidden_states,
     "accelerated": accelerated,
+    "pooler removed": pooler_removed,
     "unread attribute": lambda f, folder: setattr(m := families.build(f), "colour", "red") or m,
     "unread child": lambda f, folder: setattr(m := families.build(f), "mine", nn.ReLU()) or m,
 }
