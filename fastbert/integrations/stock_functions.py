@@ -29,6 +29,8 @@ ENTRIES: dict[str, dict[str, tuple[str, str] | None]] = {
         "sdpa": ("transformers.masking_utils", "sdpa_mask"),
     },
 }
+# The methods by which a model looks up an entry of a table.
+LOOKUPS = frozenset(("get_interface", "get", "__getitem__", "__contains__"))
 # Code in these packages is compared with its file, and the names that it loads are followed.
 FOLLOWED = ("transformers.", "torch.nn.")
 COMPARED = ("transformers.", "torch.")
@@ -238,6 +240,7 @@ def _named_function_problem(title: str, name: str, value: FunctionType, module: 
 def _follow_table(record: Record, table: Any) -> None:
     """Compare the entries of a table of attention functions or masks."""
     title = type(table).__name__
+    _follow_lookups(record, table)
     for key, expected in ENTRIES[title].items():
         for space in (table._local_mapping, type(table)._global_mapping):
             record.entries.append(Entry(space, key, space.get(key, MISSING)))
@@ -252,3 +255,23 @@ def _follow_table(record: Record, table: Any) -> None:
             )
         else:
             record.reached.append(function_record(value))
+
+
+def _follow_lookups(record: Record, table: Any) -> None:
+    """Compare the methods that look up an entry of a table."""
+    title = type(table).__name__
+    for name in LOOKUPS:
+        record.entries.append(Entry(vars(table), name, vars(table).get(name, MISSING)))
+        if name in vars(table):
+            record.problem = record.problem or f"{title}.{name}: got an own one, allowed: none"
+    for base in type(table).__mro__:
+        if not within(base.__module__, COMPARED):
+            continue
+        record.reached.append(Record(base))
+        for name in LOOKUPS & vars(base).keys():
+            method = vars(base)[name]
+            if isinstance(method, FunctionType) and method.__code__.co_name == name:
+                record.reached.append(function_record(method, CODE))
+            else:
+                text = f"{title}.{name}: got {method!r}, allowed: the method in its file"
+                record.problem = record.problem or text

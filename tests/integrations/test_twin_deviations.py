@@ -14,6 +14,7 @@ from torch.nn.utils import parametrizations, parametrize, prune
 from transformers import activations, masking_utils, modeling_layers, modeling_utils
 from transformers.models.bert import modeling_bert
 from transformers.models.modernbert import modeling_modernbert
+from transformers.utils import generic
 
 from fastbert.integrations.twin import compare
 
@@ -448,6 +449,10 @@ PATCHES: dict[str, tuple[Any, str, Any]] = {
         masking_utils.create_bidirectional_sliding_window_mask,
     ),
     "chunking": (modeling_bert, "apply_chunking_to_forward", other),
+    "a table's lookup": (modeling_utils.AttentionInterface, "get_interface", other),
+    "one table's lookup": (modeling_utils.ALL_ATTENTION_FUNCTIONS, "get_interface", other),
+    "a mask table's lookup": (masking_utils.AttentionMaskInterface, "__getitem__", other),
+    "every table's lookup": (generic.GeneralInterface, "__getitem__", other),
     "a mask helper": (masking_utils, "bidirectional_mask_function", other),
     "linear": (F, "linear", other),
     "attention": (F, "scaled_dot_product_attention", other),
