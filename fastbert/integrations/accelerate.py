@@ -13,7 +13,7 @@ import functools
 import inspect
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -28,6 +28,7 @@ from fastbert.modules.batch_layout import BatchLayout
 from fastbert.modules.bert import Encoded
 from fastbert.modules.class_name import class_name
 from fastbert.modules.inputs import EncoderInput, enter
+from fastbert.modules.positions import rotation
 
 try:
     from transformers import PreTrainedModel, modeling_outputs
@@ -137,7 +138,12 @@ def accelerate(model: Model, *, strict: bool = True) -> Model:
     return model
 
 
-def _accelerate(model: Any) -> None:
+def _unchecked(model: Any) -> None:
+    """Accelerate a model without a comparison with the stock model, to probe unknown code."""
+    _accelerate(model, None)
+
+
+def _accelerate(model: Any, probing: Callable[[nn.Module], Any] | None = _unchecked) -> None:
     modules = _modules(model)
     found = [pair for module in modules.values() for pair in _encoders(module)]
     if not found:
@@ -158,7 +164,7 @@ def _accelerate(model: Any) -> None:
             changed.append((host, kind))
             # The facts of a binding include the class.
             host.__class__ = _fast_class(kind, stock)
-            host.__dict__[BOUND] = BoundEncoder(host)
+            host.__dict__[BOUND] = BoundEncoder(host, probing)
     except ValueError:
         for host, kind in changed:
             host.__class__ = kind
@@ -311,7 +317,7 @@ def _bound(host: Any) -> BoundEncoder:
     """
     bound = host.__dict__.get(BOUND)
     if bound is None or bound.host is not host:
-        bound = host.__dict__[BOUND] = BoundEncoder(host)
+        bound = host.__dict__[BOUND] = BoundEncoder(host, _unchecked)
     return bound
 
 
@@ -356,6 +362,9 @@ def _run(host: Any, bound: BoundEncoder, stock: str, given: dict[str, Any]) -> A
         if packed is not None:
             layout = dataclasses.replace(tokens.layout, shape=packed)
             tokens = tokens._replace(layout=layout)
+        if bound.frequencies:
+            turns = {b: rotation(tokens.positions, f) for b, f in bound.frequencies.items()}
+            tokens = tokens._replace(layout=dataclasses.replace(tokens.layout, rotations=turns))
         if embeds:
             tokens = tokens._replace(embedded=_embedded(bound, given, tokens))
         encoded = bound.model.encode_rows(

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -34,8 +34,10 @@ from fastbert.integrations.host_parts import (
     drops_of,
     layers_of,
     leaves_of,
+    rounded_frequencies,
 )
 from fastbert.integrations.row_wise import is_row_wise
+from fastbert.integrations.twin import Verdict as Comparison
 from fastbert.integrations.twin import compare, facts
 from fastbert.io import families
 from fastbert.modules import BertModel
@@ -128,6 +130,8 @@ class BoundEncoder:
     Args:
         host: The encoder of transformers. The bound encoder keeps a weak reference to it, so the
             host is freed with its last other reference.
+        probing: Function that accelerates a model without a comparison, for `twin.compare`. With
+            None, `host` itself is bound without a comparison.
 
     Attributes:
         model: The ``BertModel``.
@@ -137,14 +141,16 @@ class BoundEncoder:
         calls_embedding: Whether the host's embedding is called, because a part of it deviates.
         checkpoints: Whether gradient checkpointing is on in the host.
         asks_gradient: Whether a hook of transformers makes the embeddings require gradients.
+        frequencies: Rotary frequencies of each base, if the host has rounded them; otherwise empty.
 
     Raises:
         ValueError: If fastbert cannot compute the host. The message names the obstacle.
     """
 
-    def __init__(self, host: nn.Module) -> None:
+    def __init__(self, host: nn.Module, probing: Callable[[nn.Module], Any] | None = None) -> None:
         """Build the ``BertModel`` without memory of its own, and bind it to `host`."""
         self._host = weakref.ref(host)
+        self._probing = probing
         self.called: dict[str, str] = {}
         self.whole = self.calls_embedding = self.checkpoints = self.asks_gradient = False
         self.watch: Watch | None = None
@@ -152,6 +158,9 @@ class BoundEncoder:
         self._verdicts: dict[bool, Verdict] = {}
         self._in_effect: Verdict | None = None
         self.tables: list[tuple[str, Tensor]] = []
+        self.frequencies: dict[float, Tensor] = {}
+        # The buffers of the host, with the numbers of writes to them.
+        self._written: list[tuple[Tensor, int]] = []
 
         @torch._dynamo.assume_constant_result
         def bind_while_traced() -> str | None:
@@ -206,7 +215,7 @@ class BoundEncoder:
         if torch.compiler.is_compiling() or backends.EXTENSION is None:
             return self._bind_traced(host)
         verdict = self._verdicts.get(host.training)
-        if verdict is not None and verdict.facts.holds(host):
+        if verdict is not None and verdict.facts.holds(host) and self._is_unwritten():
             if verdict is not self._in_effect and verdict.problem is None:
                 self._bind_anew(host)
         else:
@@ -230,7 +239,10 @@ class BoundEncoder:
 
     def _bind_anew(self, host: nn.Module) -> str | None:
         self.watch, self.called = None, {}
-        reason, called = compare(host)
+        buffers = [b for b in host.buffers() if not b.is_inference()]
+        self._written = [(buffer, buffer._version) for buffer in buffers]
+        unchecked = Comparison(None, {})
+        reason, called = compare(host, self._probing) if self._probing else unchecked
         if reason is not None:
             return reason
         if not self._fits():
@@ -255,8 +267,13 @@ class BoundEncoder:
         )
         self._settle_dropout()
         self._find_tables()
+        self.frequencies = rounded_frequencies(host, self.model.config)
         self.watch = Watch.over(self.inside, self.leaves)
         return None
+
+    def _is_unwritten(self) -> bool:
+        """Return whether nothing was written to a buffer of the host since the last comparison."""
+        return all(buffer._version == version for buffer, version in self._written)
 
     def must_embed(self) -> bool:
         """Return whether the host's embedding must be called, because its hooks have an effect.

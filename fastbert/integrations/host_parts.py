@@ -8,11 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
+from fastbert.config import BertConfig
 from fastbert.io import families
 from fastbert.modules import BertModel
 from fastbert.modules.joined_linear import JoinedLinear
+from fastbert.modules.positions import frequencies
 
 # The host's module that embeds the tokens, in every family.
 EMBEDDING = "embeddings"
@@ -144,6 +147,28 @@ def containers_of(host: nn.Module, model: BertModel, leaves: list[Leaf]) -> Iter
             yield from walk(child, f"{before}{name}.")
 
     return walk(host, "")
+
+
+def rounded_frequencies(host: nn.Module, config: BertConfig) -> dict[float, Tensor]:
+    """Return the rotary frequencies in the buffers of a host, if they are rounded.
+
+    ``host.to(torch.bfloat16)`` rounds the buffers, and the way back keeps the rounding.
+
+    Returns:
+        The frequencies of each base, or an empty dictionary if no buffer is rounded.
+    """
+    bases = sorted(set(config.architecture.rotary_bases))
+    found: dict[float, Tensor] = {}
+    for name, buffer in host.named_buffers():
+        if not bases or not name.endswith("inv_freq") or "original_" in name:
+            continue
+        exact = {base: frequencies(base, config.head_dim, buffer.device) for base in bases}
+        found[min(bases, key=lambda base: float((exact[base] - buffer).abs().max()))] = buffer
+    rounded = any(
+        not torch.allclose(buffer.float(), exact[base], rtol=1e-6, atol=0.0)
+        for base, buffer in found.items()
+    )
+    return found if rounded else {}
 
 
 def _place(root: nn.Module, path: str) -> Place:

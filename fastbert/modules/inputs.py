@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fastbert.config import BertConfig
 from fastbert.modules.batch_layout import BatchLayout
-from fastbert.modules.positions import rotation
+from fastbert.modules.positions import frequencies, rotation
 from fastbert.ops.arguments import check_cu_seqlens, require_shape
 from fastbert.ops.varlen import any_outside, longest, sequence_positions, unpad_indices
 
@@ -113,7 +113,10 @@ def enter(
         layout = _with_places(layout)
     if choices.rotary_bases:
         bases = sorted(set(choices.rotary_bases))
-        turns = {base: rotation(positions, base, config.head_dim) for base in bases}
+        turns = {
+            base: rotation(positions, frequencies(base, config.head_dim, positions.device))
+            for base in bases
+        }
         layout = dataclasses.replace(layout, rotations=turns)
     return EncoderInput(
         None if input_ids is None else layout.rows(input_ids),

@@ -18,21 +18,34 @@ from fastbert.modules.operation import OperationModule
 Rotation = tuple[Tensor, Tensor]
 
 
-def rotation(positions: Tensor, base: float, head_dim: int) -> Rotation:
+def frequencies(base: float, head_dim: int, device: torch.device) -> Tensor:
+    """Compute the frequencies ``base ** (-2 i / D)`` for each i from 0 to ``D / 2 - 1``.
+
+    Args:
+        base: Base of the angles.
+        head_dim: Size D of a head.
+        device: Device of the result.
+
+    Returns:
+        The frequencies, fp32 of shape ``(D / 2,)``.
+    """
+    steps = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32)
+    return 1.0 / base ** (steps / head_dim)
+
+
+def rotation(positions: Tensor, frequency: Tensor) -> Rotation:
     """Compute the cosines and sines of the rotary angles, as ``ops.rotary`` takes them.
 
-    The angles are ``positions / base ** (2 i / D)`` for each i from 0 to ``D / 2 - 1``.
+    The angles are the products of the positions and the frequencies.
 
     Args:
         positions: Positions of shape ``(T,)``.
-        base: Base of the angles.
-        head_dim: Size D of a head.
+        frequency: Frequencies of shape ``(D / 2,)`` for heads of size D.
 
     Returns:
         Cosines and sines, each fp32 of shape ``(T, D / 2)``.
     """
-    steps = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32)
-    angles = positions[:, None].float() * (1.0 / base ** (steps / head_dim))
+    angles = positions[:, None].float() * frequency.float()
     return angles.cos(), angles.sin()
 
 

@@ -375,3 +375,26 @@ def test_the_first_padding_row_of_positions_has_no_gradient() -> None:
         assert (ids == 1).any()
         assert not grads[0][1].any(), family
         torch.testing.assert_close(grads[0], grads[1], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["modernbert", "nomic_bert"])
+def test_rotary_frequencies_that_were_rounded_stay_rounded(family) -> None:
+    stock = build(family, max_position_embeddings=400)
+    stock.bfloat16().float()
+    pair = sides(stock)
+    given = inputs("right", family, length=300)
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("error")
+        exists = given["attention_mask"].bool()
+        outs = [side(**given).last_hidden_state[exists] for side in (pair.fast, pair.stock)]
+    torch.testing.assert_close(*outs, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["position_ids", "token_type_ids"])
+def test_a_write_into_a_buffer_is_seen(name) -> None:
+    pair = sides(model())
+    with torch.no_grad():
+        pair.fast(**batch())
+    pair.each(lambda side: getattr(side.embeddings, name)[0, 2:].fill_(1))
+    pair.check(batch())
+    assert list(bound_encoders(pair.fast)[""].called) == ["embeddings"]

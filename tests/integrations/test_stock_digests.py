@@ -12,8 +12,8 @@ import pytest
 import stock_families as families
 import torch
 
-import fastbert
 from fastbert.integrations import stock_digests, twin
+from fastbert.integrations.accelerate import _unchecked
 from fastbert.integrations.probe import probe
 from fastbert.integrations.stock_digests import digest_of, unknown
 from fastbert.integrations.twin import compare
@@ -92,7 +92,7 @@ def test_an_unknown_function_is_probed_once_and_named_once(unknown_file) -> None
 
     def accelerate(model: Any) -> None:
         calls.append(model)
-        fastbert.accelerate(model)
+        _unchecked(model)
 
     host = families.build("bert")
     with pytest.warns(UserWarning, match=NAME):
@@ -105,9 +105,10 @@ def test_an_unknown_function_is_probed_once_and_named_once(unknown_file) -> None
 
 def scaled(model: Any) -> None:
     """Accelerate a model whose last linear layer computes something else."""
-    fastbert.accelerate(model)
+    _unchecked(model)
     linear = [module for module in model.modules() if type(module) is torch.nn.Linear][-1]
-    linear.register_forward_hook(lambda module, given, out: out * 1.001)
+    with torch.no_grad():
+        linear.weight.mul_(1.001)
 
 
 def test_a_probe_that_differs_is_a_reason(unknown_file) -> None:
@@ -121,7 +122,7 @@ def test_a_probe_that_differs_is_a_reason(unknown_file) -> None:
 def test_a_probe_agrees_and_keeps_the_random_numbers(family) -> None:
     host = families.build(family)
     before = torch.get_rng_state()
-    assert probe(host, fastbert.accelerate) is None
+    assert probe(host, _unchecked) is None
     assert torch.equal(torch.get_rng_state(), before)
 
 

@@ -92,7 +92,11 @@ CASES: list[tuple[dict[str, Any], type[Exception], str]] = [
         ValueError,
         r"mask: got shape \(4, 2, 19, 19\), allowed: .*\(4, 3, 19, 19\)",
     ),
-    ({"input_ids": IDS, "attention_mask": ones(LENGTH)}, ValueError, r"mask: got shape \(19,\)"),
+    (
+        {"input_ids": IDS, "attention_mask": ones(LENGTH - 1)},
+        ValueError,
+        r"mask: got shape \(18,\)",
+    ),
     (
         {"input_ids": IDS, "attention_mask": ones(BATCH, LENGTH, LENGTH).float()},
         ValueError,

@@ -15,7 +15,7 @@ import torch
 from quick_cases import first_of_each
 
 from fastbert import BertConfig, BertModel, ops
-from fastbert.modules import encoder as encoder_module
+from fastbert.modules import executors
 from fastbert.ops import backend as backends
 from fastbert.ops.layer_parts import Parts
 
@@ -117,7 +117,7 @@ def test_inference_has_the_same_bits(extension, mix):
     with torch.no_grad():
         expected = built(**batch(), output_hidden_states=True)
         assert not extension
-        with mock.patch.object(encoder_module, "choose_parts", return_value=mix):
+        with mock.patch.object(executors, "choose_parts", return_value=mix):
             got = built(**batch(), output_hidden_states=True)
             last = built(**batch())
     for state, wanted in zip(got.hidden_states, expected.hidden_states, strict=True):
@@ -135,7 +135,7 @@ def test_inference_has_the_same_bits(extension, mix):
 def test_training_has_the_same_bits(extension, mix):
     def step(parts: Parts) -> list[torch.Tensor]:
         built = model().train()
-        with mock.patch.object(encoder_module, "choose_parts", return_value=parts):
+        with mock.patch.object(executors, "choose_parts", return_value=parts):
             torch.manual_seed(1)
             out = built(**batch()).last_hidden_state
         out.sum().backward()

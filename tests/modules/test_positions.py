@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fastbert import ops
-from fastbert.modules.positions import DistanceBias, rotation
+from fastbert.modules.positions import DistanceBias, frequencies, rotation
 from fastbert.testing.compare import assert_close
 
 pytest.importorskip("transformers")
@@ -73,7 +73,7 @@ def rotate(x: Tensor, by: tuple[Tensor, Tensor]) -> Tensor:
 def test_rotation(base, size) -> None:
     positions = torch.cat([torch.arange(40), torch.tensor([511, 8191, 3])])
     x = torch.randn(len(positions), HEADS, size)
-    by = rotation(positions, base, size)
+    by = rotation(positions, frequencies(base, size, positions.device))
     assert by[0].dtype == torch.float32
     assert by[0].shape == (len(positions), size // 2)
     assert torch.equal(rotate(x, by), theirs(x, positions, base))
@@ -88,7 +88,7 @@ def test_rotation(base, size) -> None:
 def test_rotation_in_low_precision_rounds_once(dtype) -> None:
     positions = torch.arange(40)
     x = torch.randn(40, HEADS, 16).to(dtype)
-    by = rotation(positions, 1000.0, 16)
+    by = rotation(positions, frequencies(1000.0, 16, positions.device))
     actual = rotate(x, by)
     exact = rotate(x.double(), by)
     assert_close(str(dtype), actual, exact, exact.to(dtype))
@@ -97,7 +97,7 @@ def test_rotation_in_low_precision_rounds_once(dtype) -> None:
 def test_rotation_keeps_lengths_and_shows_distances_alone() -> None:
     x, y = torch.randn(2, 1, HEADS, 16, dtype=torch.float64).unbind()
     places = torch.arange(30)
-    by = rotation(places, 1000.0, 16)
+    by = rotation(places, frequencies(1000.0, 16, places.device))
     turned = rotate(x.expand(30, -1, -1), by), rotate(y.expand(30, -1, -1), by)
     torch.testing.assert_close(turned[0].norm(dim=-1), x.norm(dim=-1).expand(30, HEADS))
     logits = torch.einsum("qhd,khd->hqk", *turned)
@@ -105,6 +105,6 @@ def test_rotation_keeps_lengths_and_shows_distances_alone() -> None:
 
 
 def test_gradients_pass() -> None:
-    by = rotation(torch.arange(3), 10.0, 4)
+    by = rotation(torch.arange(3), frequencies(10.0, 4, torch.device("cpu")))
     x = torch.randn(3, 2, 4, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda x: rotate(x, by), x, check_undefined_grad=False)
