@@ -216,18 +216,20 @@ def topics(made: Any) -> Any:
 
 
 def gliner(given: Folders) -> Any:
-    from gliner import GLiNER, GLiNERConfig
+    from gliner import GLiNER
 
     torch.manual_seed(0)
-    config = GLiNERConfig(model_name=given.encoder, hidden_size=64, max_width=4, max_len=64)
+    config = {"model_name": given.encoder, "hidden_size": 64, "max_width": 4, "max_len": 64}
     return GLiNER.from_config(config, backbone_from_pretrained=True).eval()
 
 
-def entities(made: Any) -> list[float]:
-    found = made.inference(TEXTS[:3], ENTITIES, threshold=0.0)
-    spans = [(i, one["start"], one["end"], one["label"], one["score"])
-             for i, one_text in enumerate(found) for one in one_text]  # fmt: skip
-    return [span[-1] for span in sorted(spans)]
+def entity_logits(made: Any) -> list[Tensor]:
+    """Return the logits, because the chosen entities differ by a whole span at a tie."""
+    logits = []
+    handle = made.model.register_forward_hook(lambda *given: logits.append(given[-1].logits))
+    made.inference(TEXTS[:3], ENTITIES, threshold=0.0)
+    handle.remove()
+    return logits
 
 
 def infinity(given: Folders) -> Any:
@@ -298,7 +300,9 @@ WRAPPERS: dict[str, Wrapper] = {
         ("FlagEmbedding",), flag_reranker, lambda made: made.compute_score(PAIRS)
     ),
     "bertopic": Wrapper(("bertopic",), bertopic, topics),
-    "gliner": Wrapper(("gliner",), gliner, entities),
-    "infinity": Wrapper(("infinity-emb",), infinity, infinity_embeddings),
+    "gliner": Wrapper(("gliner",), gliner, entity_logits),
+    "infinity": Wrapper(
+        ("infinity-emb", "requests"), infinity, infinity_embeddings, pins=("numpy<2",)
+    ),
     "spacy-transformers": Wrapper(("spacy-transformers",), spacy, spacy_states),
 }
