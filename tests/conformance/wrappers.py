@@ -253,25 +253,7 @@ def infinity_embeddings(made: Any) -> Any:
     return asyncio.run(embed())
 
 
-def spacy(given: Folders) -> Any:
-    import spacy
-
-    made = spacy.blank("en")
-    model = {"@architectures": "spacy-transformers.TransformerModel.v3", "name": given.encoder}
-    pipe = made.add_pipe("transformer", config={"model": model})
-    pipe.model.initialize()
-    return pipe
-
-
-def spacy_states(made: Any) -> Any:
-    from spacy.lang.en import English
-
-    documents = [English()(text) for text in TEXTS]
-    return made.predict(documents).model_output.last_hidden_state
-
-
 PAIRS = [(text, other) for text in TEXTS[:3] for other in TEXTS[:3]]
-SENTENCE_TRANSFORMERS = ("sentence-transformers==6.2.0",)
 WRAPPERS: dict[str, Wrapper] = {
     "sentence-transformers": Wrapper((), sentence_transformer, lambda made: made.encode(TEXTS)),
     "sentence-transformers-pairs": Wrapper((), cross_encoder, lambda made: made.predict(PAIRS)),
@@ -304,5 +286,9 @@ WRAPPERS: dict[str, Wrapper] = {
     "infinity": Wrapper(
         ("infinity-emb", "requests"), infinity, infinity_embeddings, pins=("numpy<2",)
     ),
-    "spacy-transformers": Wrapper(("spacy-transformers",), spacy, spacy_states),
+}
+# Library → why it is not compared.
+NOT_COMPARED = {
+    "spacy-transformers": "version 1.4.0 requires transformers < 4.53.3, and fastbert.accelerate "
+    "requires transformers >= 5",
 }

