@@ -163,9 +163,9 @@ class BoundEncoder:
         self._written: list[tuple[Tensor, int]] = []
 
         @torch._dynamo.assume_constant_result
-        def bind_while_traced() -> str | None:
-            host = self.host
-            return None if host is None else self._bind_anew(host)
+        def bind_while_traced(me: Any = weakref.ref(self)) -> str | None:  # noqa: B008
+            bound = me()
+            return bound._bind_anew(bound.host)
 
         self._bind_while_traced = bind_while_traced
         self._build(host)

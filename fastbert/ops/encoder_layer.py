@@ -12,11 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fastbert.ops.layer_parts import Parts, launchers
 from fastbert.ops.layer_weights import OF_PRODUCTS, PARAMETERS
-from fastbert.ops.register import without_autocast
+from fastbert.ops.register import first_derivative, without_autocast
 
 # The number of fields of ``fastbert.kernels.layer.Inputs``.
 INPUTS = 6
@@ -109,6 +108,6 @@ class _EncoderLayer(torch.autograd.Function):
         return _forward(hidden, ctx, shape, parts, inputs, parameters)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         return (None, None, None, *_backward(dy, ctx))

@@ -203,12 +203,38 @@ def once_differentiable(name: str) -> None:
     """Make a second derivative through the backward operator ``fastbert::<name>`` a clear error."""
 
     def backward(ctx: Any, *gradients: Tensor | None) -> dict[str, Tensor | None]:
-        raise RuntimeError(
-            f"fastbert::{name} has no derivative: for a second derivative call the operation "
-            "in fastbert.reference"
-        )
+        raise RuntimeError(_no_second_derivative(f"fastbert::{name}"))
 
     differentiable(name, backward, lambda ctx, inputs, output: None)
+
+
+def _no_second_derivative(name: str) -> str:
+    return (
+        f"{name} has no derivative: for a second derivative, as a gradient penalty takes it, call "
+        "fastbert.restore on an accelerated model, or the operation in fastbert.reference"
+    )
+
+
+def first_derivative(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Make a second derivative through the backward function of a class a clear error.
+
+    Args:
+        backward: The ``backward`` of a subclass of ``torch.autograd.Function``.
+    """
+
+    @functools.wraps(backward)
+    def run(ctx: Any, *gradients: Tensor | None) -> Any:
+        with torch.no_grad():
+            found = backward(ctx, *gradients)
+        if not torch.is_grad_enabled():
+            return found
+        name = backward.__module__.rpartition(".")[2]
+        message = _no_second_derivative(f"fastbert.ops.{name}").encode()
+        fail = torch._C._functions.DelayedError(message, len(found))
+        # The result must depend on something, so that a second derivative reaches the error.
+        return fail(*(None if x is None else x.detach().requires_grad_() for x in found))
+
+    return run
 
 
 # A backward operator returns a tensor for each argument that can have a gradient. The tensor is

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fastbert.ops.layer_weights import PARAMETERS
+from fastbert.ops.register import first_derivative
 
 
 class Sequences(NamedTuple):
@@ -101,7 +101,7 @@ class _TrainedLayer(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         hidden, *rest = ctx.saved_tensors
         rows, rest = rest[:3], rest[3:]

@@ -149,7 +149,6 @@ STOCK: dict[str, tuple[Any, str]] = {
     "backward hook": (hook(SELF, "full_backward"), f"{SELF}.backward_hooks: got hook."),
     "backward pre-hook": (hook(SELF, "full_backward_pre"), f"{SELF}.backward_pre_hooks: got hook."),
     "layer's forward": (own_forward("encoder.layer.1"), "encoder.layer.1.forward: got own_forward"),
-    "host's forward": (own_forward(""), "forward: got own_forward"),
     "forward of another": (
         put("encoder.layer.1", "forward", lambda m: MethodType(modeling_bert.BertLayer.forward, 3)),
         "encoder.layer.1.forward: got BertLayer.forward",

@@ -243,7 +243,7 @@ def test_a_second_derivative_is_an_error():
     out = built(**inputs).last_hidden_state
     weight = built.encoder.layer[0].output.dense.weight
     (gradient,) = torch.autograd.grad(out.square().sum(), weight, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
+    with pytest.raises(RuntimeError, match="has no derivative"):
         gradient.sum().backward()
 
 
