@@ -211,12 +211,38 @@ def bound_encoders(model: Any) -> dict[str, BoundEncoder]:
         TypeError: If no module is found in `model`.
         ValueError: If encoders are in several attributes of `model`.
     """
-    named = [
-        (f"{path}.{name}".strip("."), module)
-        for path, outer in _modules(model).items()
-        for name, module in outer.named_modules()
-    ]
-    return {path: _bound(module) for path, module in named if _accelerated(module)}
+    return {path: _bound(module) for path, module in _accelerated_inside(model)}
+
+
+def obstacles(model: Any) -> dict[str, str | None]:
+    """Return the reasons why accelerated encoders in a model run their own code.
+
+    Args:
+        model: A module or an object that holds one, as in `accelerate`.
+
+    Returns:
+        The reason, or None if fastbert runs the encoder, for each accelerated module by its path as
+        in `bound_encoders`.
+
+    Raises:
+        TypeError: If no module is found in `model`.
+        ValueError: If encoders are in several attributes of `model`.
+    """
+    found: dict[str, str | None] = {}
+    for path, module in _accelerated_inside(model):
+        bound = _served(module)
+        found[path] = bound if isinstance(bound, str) else None
+        if "forward" in module.__dict__:
+            found[path] = "it has a forward of its own"
+    return found
+
+
+def _accelerated_inside(model: Any) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the accelerated modules in a model with their paths."""
+    for path, outer in _modules(model).items():
+        for name, module in outer.named_modules():
+            if _accelerated(module):
+                yield f"{path}.{name}".strip("."), module
 
 
 def _modules(model: Any) -> dict[str, nn.Module]:
@@ -269,20 +295,12 @@ def _fast_class(kind: Any, stock: Any) -> Any:
         # A wrapper that keeps this method may outlive `restore`.
         if _exporting() or not _accelerated(self):
             return stock.forward(self, *args, **kwargs)
-        problem: Any = "there are hooks on all modules" if _has_any_global_hook() else None
-        if "_is_replica" in self.__dict__:
-            problem = "it is a replica of DataParallel, without parameters of its own"
+        bound = _served(self)
         for name in given.keys() - taken:
             if given[name] is not None:
-                problem = f"{name}: got a {type(given[name]).__name__}, allowed: None"
-        if problem is None:
-            try:
-                bound = _bound(self)
-                problem = bound.bind()
-            except ValueError as error:
-                problem = error
-        if problem is not None:
-            _warn_once(stock.__name__, str(problem))
+                bound = f"{name}: got a {type(given[name]).__name__}, allowed: None"
+        if isinstance(bound, str):
+            _warn_once(stock.__name__, bound)
             return stock.forward(self, *args, **kwargs)
         return _run(self, bound, stock.__name__, given)
 
@@ -319,6 +337,20 @@ def _bound(host: Any) -> BoundEncoder:
     if bound is None or bound.host is not host:
         bound = host.__dict__[BOUND] = BoundEncoder(host, _unchecked)
     return bound
+
+
+def _served(host: Any) -> BoundEncoder | str:
+    """Return the encoder that serves a call of `host`, or the reason why stock code runs."""
+    if _has_any_global_hook():
+        return "there are hooks on all modules"
+    if "_is_replica" in host.__dict__:
+        return "it is a replica of DataParallel, without parameters of its own"
+    try:
+        bound = _bound(host)
+        problem = bound.bind()
+    except ValueError as error:
+        return str(error)
+    return bound if problem is None else problem
 
 
 def _exporting() -> bool:

@@ -20,7 +20,7 @@ errors of the yardstick are then the largest of all runs, never below the errors
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -35,6 +35,8 @@ RMS_FACTOR = 1.5
 # one lucky rounding would decide. The RMS rule then does not apply, and a is a bound of the
 # rounding errors instead of a sample.
 SAMPLE = 64
+# A result that exceeds a limit by this factor is beyond the luck of an order of terms.
+HOPELESS = 10.0
 
 
 @dataclass(frozen=True)
@@ -155,48 +157,138 @@ def compare(
         >>> compare("exp", yardstick + 1e-3, oracle, yardstick).passed
         False
     """
+    _check(factor, reason, oracle)
+    runs = _runs(yardstick)
+    judged = _Judged(name, actual, oracle, next(runs), factor, tested)
+    while not judged.verdict.passed:
+        plain = None if judged.verdict.problem else next(runs, None)
+        if plain is None:
+            break
+        judged.widen(plain)
+    return judged.verdict
+
+
+def compare_all(
+    actual: Mapping[str, Tensor],
+    oracle: Mapping[str, Tensor],
+    yardstick: Yardstick,
+    *,
+    factor: float = MAX_FACTOR,
+    reason: str | None = None,
+    tested: torch.dtype | None = None,
+) -> list[Comparison]:
+    """Judge several results of one computation by the rule of `compare`.
+
+    The runs of the yardstick are visited once for all results, so that a `Yardstick` that keeps no
+    results needs the memory of one run. A result is not judged again if an error is more than
+    ``HOPELESS`` times its limit after the first run with plain sums, because other orders of the
+    terms draw their errors from the same distribution.
+
+    Args:
+        actual: The results by name.
+        oracle: The exact results, of the same names.
+        yardstick: The results of the reference, a mapping of the same names.
+        factor: As in `compare`.
+        reason: As in `compare`.
+        tested: As in `compare`.
+
+    Returns:
+        The comparison of each result, in the order of `oracle`.
+
+    Raises:
+        ValueError: As in `compare`, or if a name is missing in `actual` or in the yardstick.
+    """
+    _check(factor, reason, *oracle.values())
+    for side in (actual, yardstick.library):
+        if side.keys() != oracle.keys():
+            raise ValueError(f"actual: got {sorted(side)}, allowed: {sorted(oracle)}")
+    judged = [
+        _Judged(name, actual[name], oracle[name], yardstick.library[name], factor, tested)
+        for name in oracle
+    ]
+    runs = yardstick.plain()
+    while open_ones := [each for each in judged if each.is_open]:
+        plain = next(runs, None)
+        if plain is None:
+            break
+        for each in open_ones:
+            each.widen(plain[each.verdict.name])
+    return [each.verdict for each in judged]
+
+
+class _Judged:
+    """A result and its present verdict, whose limits grow with each run of the yardstick."""
+
+    def __init__(
+        self,
+        name: str,
+        actual: Tensor,
+        oracle: Tensor,
+        library: Tensor,
+        factor: float,
+        tested: torch.dtype | None,
+    ) -> None:
+        self.name, self.dtype, self.factor = name, dtype_name(actual.dtype), factor
+        self.tested = actual.dtype if tested is None else tested
+        actual, self.oracle, library = (t.detach().cpu() for t in (actual, oracle, library))
+        self.runs = 1
+        problem = _problem(actual, self.oracle, library)
+        if problem is not None:
+            self.verdict = Comparison(name, self.dtype, problem=problem)
+            return
+        self.floor = _representation(self.oracle, self.tested)
+        self.errors = _errors(actual, self.oracle)
+        self.limits = _errors(library, self.oracle)
+        self.verdict = self._verdict()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the result failed so far and another run may change that."""
+        found = self.verdict
+        if found.passed or found.problem is not None:
+            return False
+        near = found.error <= HOPELESS * found.allowed
+        return self.runs == 1 or (near and found.rms_error <= HOPELESS * found.rms_allowed)
+
+    def widen(self, plain: Tensor) -> None:
+        """Judge again with a further run of the yardstick, unless the run is not finite."""
+        self.runs += 1
+        plain = plain.detach().cpu()
+        if bool(torch.isfinite(plain).all()):
+            more = _errors(plain, self.oracle)
+            self.limits = max(self.limits[0], more[0]), max(self.limits[1], more[1])
+            self.verdict = self._verdict()
+
+    def _verdict(self) -> Comparison:
+        return Comparison(
+            self.name,
+            self.dtype,
+            self.errors[0],
+            self.limits[0],
+            self.factor * self.limits[0] + rounding(self.oracle, self.tested),
+            self.errors[1],
+            self.limits[1],
+            RMS_FACTOR * max(self.limits[1], self.floor)
+            if self.oracle.numel() >= SAMPLE
+            else math.inf,
+        )
+
+
+def _check(factor: float, reason: str | None, *oracles: Tensor) -> None:
     if factor > 3.0 or (factor > MAX_FACTOR and not reason):
         raise ValueError(f"factor: got {factor}, allowed: 2, or at most 3 with a reason")
-    if oracle.dtype != torch.float64:
-        raise ValueError(f"oracle: got {oracle.dtype}, allowed: torch.float64")
-    dtype = dtype_name(actual.dtype)
-    actual, oracle = (t.detach().cpu() for t in (actual, oracle))
-    runs = _runs(yardstick)
-    best = next(runs)
-    problem = _problem(actual, oracle, best)
-    if problem is not None:
-        return Comparison(name, dtype, problem=problem)
-    tested = actual.dtype if tested is None else tested
-    floor = _representation(oracle, tested)
-    largest, rms = _errors(actual, oracle)
-    limits = _errors(best, oracle)
-    while True:
-        verdict = Comparison(
-            name,
-            dtype,
-            largest,
-            limits[0],
-            factor * limits[0] + rounding(oracle, tested),
-            rms,
-            limits[1],
-            RMS_FACTOR * max(limits[1], floor) if oracle.numel() >= SAMPLE else math.inf,
-        )
-        plain = None if verdict.passed else next(runs, None)
-        if plain is None:
-            return verdict
-        more = _errors(plain, oracle)
-        limits = max(limits[0], more[0]), max(limits[1], more[1])
+    for oracle in oracles:
+        if oracle.dtype != torch.float64:
+            raise ValueError(f"oracle: got {oracle.dtype}, allowed: torch.float64")
 
 
 def _runs(yardstick: Tensor | Yardstick) -> Iterator[Tensor]:
-    """Yield the run of torch, and then the runs with plain sums that are finite."""
+    """Yield the run of torch, and then the runs with plain sums."""
     if isinstance(yardstick, Tensor):
-        yield yardstick.detach().cpu()
+        yield yardstick
         return
-    yield yardstick.library.detach().cpu()
-    for plain in yardstick.plain():
-        if bool(torch.isfinite(plain).all()):
-            yield plain.detach().cpu()
+    yield yardstick.library
+    yield from yardstick.plain()
 
 
 def _errors(x: Tensor, oracle: Tensor) -> tuple[float, float]:

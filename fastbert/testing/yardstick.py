@@ -45,9 +45,11 @@ class Yardstick:
     Args:
         run: Computes a tensor, or a container of tensors, from scratch at every call. The state of
             torch's random numbers on the CPU is the same at every call.
+        keep: Whether the results with plain sums are kept. With False, a second call of `plain`
+            computes them again.
     """
 
-    def __init__(self, run: Callable[[], Any]) -> None:
+    def __init__(self, run: Callable[[], Any], *, keep: bool = True) -> None:
         """Run the reference by torch, and keep the state of torch's random numbers."""
         state = torch.get_rng_state()
 
@@ -58,7 +60,7 @@ class Yardstick:
                 torch.set_rng_state(state)
                 return run()
 
-        self._result = functools.cache(result)
+        self._result = functools.cache(result) if keep else result
         self.library: Any = self._result(None)
 
     def map(self, function: Callable[[Any], Any]) -> Yardstick:
@@ -76,7 +78,7 @@ class Yardstick:
         """Yield the yardstick of each element of the result."""
         return (self[index] for index in range(len(self.library)))
 
-    def plain(self) -> Iterator[Tensor]:
+    def plain(self) -> Iterator[Any]:
         """Yield the result with plain sums for each of the plain orders in turn."""
         return (self._result(order) for order in range(ORDERS))
 

@@ -1,0 +1,40 @@
+"""Make code that asks for fp32 compute in float64, so that a model in float64 is an exact oracle.
+
+Models compute a softmax, rotary positions or a loss in fp32 whatever the dtype of their parameters.
+In float64, such a step would round as the tested model does.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+
+class InFloat64(TorchFunctionMode):
+    """A context in which every request for fp32 is a request for float64.
+
+    Requests are dtypes among the arguments of a function of torch, and ``Tensor.float``.
+
+    Examples:
+        >>> import torch
+        >>> from fastbert.testing.in_float64 import InFloat64
+        >>> x = torch.ones(2, dtype=torch.float64)
+        >>> with InFloat64():
+        ...     x.float().dtype, torch.softmax(x, 0, dtype=torch.float32).dtype
+        (torch.float64, torch.float64)
+    """
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Call the function of torch with float64 in the place of fp32."""
+        if function is torch.Tensor.float:
+            function = torch.Tensor.double
+        wide = {name: _wide(value) for name, value in (kwargs or {}).items()}
+        return function(*map(_wide, args), **wide)
+
+
+def _wide(value: Any) -> Any:
+    return torch.float64 if value is torch.float32 else value
