@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         BertForTokenClassification,
         BertModel,
     )
+    from fastbert.parity import verify
     from fastbert.viewer import view
 
 __all__ = [
@@ -44,6 +45,7 @@ __all__ = [
     "quantize",
     "reference",
     "restore",
+    "verify",
     "view",
 ]
 
@@ -55,6 +57,8 @@ def __getattr__(name: str) -> Any:
         return getattr(importlib.import_module("fastbert.inference"), name)
     if name in ("accelerate", "restore"):
         return getattr(importlib.import_module("fastbert.integrations.accelerate"), name)
+    if name == "verify":
+        return importlib.import_module("fastbert.parity").verify
     if name == "view":
         return importlib.import_module("fastbert.viewer").view
     if name in __all__:

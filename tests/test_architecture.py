@@ -40,6 +40,7 @@ BELOW: dict[str, set[str]] = {
     "testing": {
         *("modules", "ops", "kernels", "config", "reference", "activations"),
     },
+    "parity": {"integrations", "testing", "io", "config", "ops", "json_file"},
     "bench": {
         *("testing", "inference", "integrations", "data", "modules", "ops", "config", "version"),
         "picture",
@@ -63,6 +64,7 @@ BELOW: dict[str, set[str]] = {
     "cli": {
         *(
             "viewer",
+            "parity",
             "analysis",
             "finetuning",
             "training",

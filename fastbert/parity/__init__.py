@@ -1,0 +1,9 @@
+"""Parity of a user's own model: the stock code against the accelerated code, by the tolerance rule.
+
+The room stands above ``integrations``, which accelerates, and ``testing``, which has the rule.
+"""
+
+from fastbert.parity.report import LeftOut, Report, Row
+from fastbert.parity.verification import findings, verify
+
+__all__ = ["LeftOut", "Report", "Row", "findings", "verify"]

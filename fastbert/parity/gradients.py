@@ -1,0 +1,89 @@
+"""The gradients of a drawn linear functional of an output, by kind of parameter."""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+FACTOR = 3.0
+REASON = "a rounding early in the backward pass affects every later gradient"
+# The gradient of a key's bias is 0 except for rounding, because a softmax does not change with a
+# shift. It is therefore judged together with the gradient of the query's bias.
+KEYS = {r"\bkey\b": "query", r"\bk_lin\b": "q_lin", r"\battn\.k\b": "attn.q"}
+
+
+def kinds(names: Iterable[str]) -> dict[str, list[str]]:
+    """Group the names of parameters, of which those of all layers are judged together.
+
+    Args:
+        names: Names of parameters.
+
+    Returns:
+        The names by kind, in which ``*`` is the number of a layer.
+
+    Examples:
+        >>> from fastbert.parity.gradients import kinds
+        >>> kinds(["layer.0.query.bias", "layer.0.key.bias", "layer.1.key.bias"])
+        {'layer.*.query.bias': ['layer.0.query.bias', 'layer.0.key.bias', 'layer.1.key.bias']}
+    """
+    found: dict[str, list[str]] = {}
+    for name in names:
+        kind = re.sub(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)", "*", name)
+        if kind.endswith("bias"):
+            for key, query in KEYS.items():
+                kind = re.sub(key, query, kind)
+        found.setdefault(kind, []).append(name)
+    return found
+
+
+def directions(exact: Mapping[str, Tensor], kept: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Draw the gradient of each field, which is the same for all dtypes and 0 where not compared.
+
+    Args:
+        exact: The fields in float64.
+        kept: Which elements of the fields are compared.
+
+    Returns:
+        Numbers that bf16 represents, on the devices of the fields.
+    """
+    drawn = {}
+    for name, x in exact.items():
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        numbers = torch.randn(x.shape, generator=generator).bfloat16().to(x)
+        drawn[name] = numbers * kept[name]
+    return drawn
+
+
+def gradients(
+    side: nn.Module, out: Mapping[str, Tensor], drawn: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Return the gradients of a functional of the fields with respect to the parameters.
+
+    Args:
+        side: The model.
+        out: The fields of its output, which carry gradients.
+        drawn: The gradient of each field; only fields with a gradient in `drawn` count.
+
+    Returns:
+        The gradient of each parameter that requires one and is reached.
+    """
+    named = {name: p for name, p in side.named_parameters() if p.requires_grad}
+    found = torch.autograd.grad(
+        [out[name] for name in drawn],
+        list(named.values()),
+        [numbers.to(out[name].dtype) for name, numbers in drawn.items()],
+        allow_unused=True,
+    )
+    pairs = zip(named, found, strict=True)
+    return {name: (g.to_dense() if g.is_sparse else g) for name, g in pairs if g is not None}
+
+
+def joined(found: Mapping[str, Tensor], groups: Mapping[str, list[str]]) -> dict[str, Tensor]:
+    """Return the gradients of each kind of parameter as one flat tensor."""
+    return {
+        kind: torch.cat([found[name].flatten() for name in names]) for kind, names in groups.items()
+    }

@@ -1,0 +1,155 @@
+"""The fields of an output, and which of their elements an accelerated model means to reproduce.
+
+In an accelerated encoder, hidden states at padding are 0 on purpose. An element of an output that
+changes when a stock encoder gives such zeros reads padding, and two models cannot agree on it.
+Every other element must agree.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+# Two results in float64 that differ by less than this share of the largest element are equal: the
+# order of sums may differ between two runs.
+NOISE = 1e-10
+
+
+def fields(output: Any, given: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the floating-point fields of an output by name, each as one flat tensor.
+
+    Args:
+        output: A tensor, or mappings, dataclasses, tuples and lists of tensors.
+        given: The batch, whose tensors an output may repeat; these are left out.
+
+    Returns:
+        Tensors of one dimension. A tuple in a mapping, such as ``hidden_states``, is one field.
+    """
+    inputs = {id(value) for value in given.values()}
+    found: dict[str, list[Tensor]] = {}
+    for name, tensor in _tensors("", output):
+        if tensor.is_floating_point() and id(tensor) not in inputs:
+            found.setdefault(name or "output", []).append(tensor.flatten())
+    return {name: torch.cat(parts) for name, parts in found.items()}
+
+
+def _tensors(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield every tensor in `value` with the name of its field."""
+    if isinstance(value, Tensor):
+        yield name, value
+    elif isinstance(value, Mapping):
+        for key, part in value.items():
+            yield from _tensors(f"{name}.{key}" if name else str(key), part)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        parts = {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
+        yield from _tensors(name, parts)
+    elif isinstance(value, (tuple, list)):
+        for number, part in enumerate(value):
+            yield from _tensors(name or f"output[{number}]", part)
+
+
+def unchanged(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return which elements of each field are equal in two results in float64.
+
+    Args:
+        before: The fields of a result.
+        after: The same fields of another result.
+
+    Returns:
+        Bool tensors of the shapes of the fields.
+    """
+    found = {}
+    for name, x in before.items():
+        scale = x.abs().max() if x.numel() else 0.0
+        # NaN equals nothing, so that an element that is not finite counts as changed.
+        found[name] = (x - after[name]).abs() <= NOISE * scale
+    return found
+
+
+class ZeroedPadding:
+    """A context in which stock encoders give zeros at padding, as accelerated encoders do.
+
+    The attribute ``seen`` is whether an encoder got padding in the context.
+
+    Args:
+        module: A stock module.
+        encoders: Names of the encoders in `module`.
+    """
+
+    def __init__(self, module: nn.Module, encoders: Iterable[str]) -> None:
+        """Prepare the context."""
+        self.encoders = [module.get_submodule(name) for name in encoders]
+        self.masks: dict[int, Tensor | None] = {}
+        self.seen = False
+        self._hooks = contextlib.ExitStack()
+
+    def __enter__(self) -> ZeroedPadding:
+        """Add the hooks."""
+        for number, encoder in enumerate(self.encoders):
+            take = functools.partial(self._take, number)
+            zero = functools.partial(self._zero, number)
+            handles = [
+                encoder.register_forward_pre_hook(take, with_kwargs=True),
+                encoder.register_forward_hook(zero),
+            ]
+            pooler = getattr(encoder, "pooler", None)
+            if isinstance(pooler, nn.Module):
+                of_pooler = functools.partial(self._zero_pooler, number)
+                handles.append(pooler.register_forward_pre_hook(of_pooler))
+            for handle in handles:
+                self._hooks.callback(handle.remove)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        """Remove the hooks."""
+        self._hooks.close()
+
+    def _take(self, number: int, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Note the mask of a call."""
+        mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
+        if mask is not None and mask.dim() != 2:
+            raise ValueError(
+                f"attention_mask: got {mask.dim()} dimensions, allowed: 2, because with others the "
+                "padding of a batch is not known"
+            )
+        exists = None if mask is None else mask.bool()
+        self.masks[number] = None if exists is None or bool(exists.all()) else exists
+        self.seen |= self.masks[number] is not None
+
+    def _zero(self, number: int, module: nn.Module, args: Any, output: Any) -> Any:
+        exists = self.masks.pop(number)
+        if exists is None:
+            return None
+        if isinstance(output, tuple):
+            return tuple(_zeroed(part, exists) for part in output)
+        for name, part in list(output.items()):
+            output[name] = _zeroed(part, exists)
+        return output
+
+    def _zero_pooler(self, number: int, module: nn.Module, args: Any) -> Any:
+        exists = self.masks[number]
+        if exists is None:
+            return None
+        states, *others = args
+        # The pooler reads all states, or those of the first position.
+        exists = exists if states.dim() == 3 else exists[:, 0]
+        return (states.masked_fill(~exists[..., None], 0.0), *others)
+
+
+def _zeroed(value: Any, exists: Tensor) -> Any:
+    """Return states or attention weights with zeros at padding; other values stay."""
+    if isinstance(value, (tuple, list)):
+        return type(value)(_zeroed(part, exists) for part in value)
+    if not isinstance(value, Tensor):
+        return value
+    if value.dim() == 4:  # Weights of shape (B, heads, L, L); a query is a row.
+        return value.masked_fill(~exists[:, None, :, None], 0.0)
+    if value.dim() == 3:
+        return value.masked_fill(~exists[..., None], 0.0)
+    return value

@@ -1,0 +1,168 @@
+"""Verify a user's own model: stock code against accelerated code on the user's own machine."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from fastbert.integrations.accelerate import obstacles
+from fastbert.parity import batches
+from fastbert.parity.comparison import OPTIONS, Pass
+from fastbert.parity.report import LeftOut, Report, Row
+from fastbert.parity.subject import Subject, sides_of
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+def verify(
+    model: Any,
+    batch: Mapping[str, Any] | None = None,
+    *,
+    texts: Sequence[Any] | None = None,
+    tokenizer: Any = None,
+    dtypes: Iterable[str] = ("float32", "bfloat16"),
+    seed: int = 0,
+) -> Report:
+    """Compare a model as `accelerate` runs it with the same model in stock code.
+
+    Copies of the model run in eval mode, which has no dropout, on the device of the model: in
+    inference, in inference with hidden states and attention weights, and with gradients. The
+    reference is the stock copy in float64 with eager attention. Every floating-point field of the
+    output and every gradient is judged by the tolerance rule: at most twice the error of the stock
+    copy in the same dtype. The model, its gradients, its mode and the state of torch's random
+    numbers do not change.
+
+    Args:
+        model: Whatever `accelerate` takes: a model of transformers with any head or with none, a
+            ``SentenceTransformer``, a ``CrossEncoder``, a pipeline, or a module of your own around
+            an encoder. It may be accelerated already.
+        batch: The keyword arguments of the model, padded, as a mapping of names to tensors. With
+            labels, the loss is compared, too. Without `batch` and `texts`, batches of random tokens
+            are generated: full, padded right, padded left, and of one token.
+        texts: Texts, or pairs of texts, that the model's tokenizer reads 16 at a time.
+        tokenizer: The tokenizer of `texts`, if the model has none.
+        dtypes: Names of the dtypes: "float32", "bfloat16" and "float16".
+        seed: Seed of the generated batches.
+
+    Returns:
+        The report: ``rows``, ``passed``, ``to_json()`` and a table as ``str``.
+
+    Raises:
+        TypeError: If an argument is of another type.
+        ValueError: If the model cannot be copied or accelerated, if the stock model cannot be
+            called with the batch, or if an argument is not allowed. The message names the argument.
+
+    Examples:
+        ```python
+        report = fastbert.verify(model, texts=["A cat.", "The dog ran home."])
+        print(report)
+        assert report.passed
+        ```
+    """
+    rows: list[Row] = []
+    left_out: list[LeftOut] = []
+    with Console(stderr=True).status("verify") as status:
+        found = findings(
+            model, batch, texts=texts, tokenizer=tokenizer, dtypes=dtypes, seed=seed,
+            notify=lambda text: status.update(f"verify {text}"),
+        )  # fmt: skip
+        for each in found:
+            if isinstance(each, Row):
+                rows.append(each)
+            else:
+                left_out.append(each)
+    return Report(type(model).__name__, tuple(rows), tuple(left_out))
+
+
+def findings(
+    model: Any,
+    batch: Mapping[str, Any] | None = None,
+    *,
+    texts: Sequence[Any] | None = None,
+    tokenizer: Any = None,
+    dtypes: Iterable[str] = ("float32", "bfloat16"),
+    seed: int = 0,
+    notify: Callable[[str], None] = lambda text: None,
+) -> Iterator[Row | LeftOut]:
+    """Yield what `verify` finds, as soon as it is known.
+
+    Args:
+        model: As in `verify`.
+        batch: As in `verify`.
+        texts: As in `verify`.
+        tokenizer: As in `verify`.
+        dtypes: As in `verify`.
+        seed: As in `verify`.
+        notify: Is told the dtype, the batch and the mode before each comparison.
+
+    Yields:
+        Rows, and what is left out.
+
+    Raises:
+        TypeError: As in `verify`.
+        ValueError: As in `verify`.
+    """
+    chosen = _chosen(dtypes)
+    if batch is not None and texts is not None:
+        raise ValueError("texts: got texts with a batch, allowed: one of the two")
+    if tokenizer is not None and texts is None:
+        raise ValueError("tokenizer: got a tokenizer without texts, allowed: the two together")
+    subject = Subject.of(model, tokenizer)
+    own = None if batch is None else batches.given(batch)
+    for name in chosen:
+        yield from _in_one_dtype(subject, own, texts, name, seed, notify)
+
+
+def _chosen(dtypes: Iterable[str]) -> list[str]:
+    names = [dtypes] if isinstance(dtypes, str) else list(dtypes)
+    for name in names:
+        if name not in DTYPES:
+            raise ValueError(f"dtypes: got {name!r}, allowed: {', '.join(DTYPES)}")
+    if not names:
+        raise ValueError(f"dtypes: got none, allowed: some of {', '.join(DTYPES)}")
+    return names
+
+
+def _in_one_dtype(
+    subject: Subject,
+    own: batches.Batch | None,
+    texts: Sequence[Any] | None,
+    name: str,
+    seed: int,
+    notify: Callable[[str], None],
+) -> Iterator[Row | LeftOut]:
+    """Yield the findings of one dtype, whose copies are freed at the end."""
+    dtype = DTYPES[name]
+    notify(f"{name}: copying {subject.name}")
+    # A generator runs in the context of its caller, so each step has its own.
+    with torch.inference_mode(False), torch.enable_grad():
+        sides = sides_of(subject.module, dtype)
+        serving = obstacles(sides.fast)
+        hosts = [sides.fast.get_submodule(encoder) for encoder in serving]
+        if own is not None:
+            chosen: Iterable[batches.Batch] = [own]
+        elif texts is not None:
+            chosen = list(batches.of_texts(subject, texts, hosts))
+        else:
+            chosen = list(batches.generated(subject, hosts, seed))
+    nan = float("nan")
+    for encoder, reason in serving.items():
+        if reason is not None:
+            path = encoder or subject.name
+            told = f"{path} runs its own code, padded: {reason}"
+            yield Row("all", name, "serving", path, nan, nan, False, told)
+    for batch in chosen:
+        step = Pass(subject, sides, list(serving), batch, dtype)
+        modes = {"inference": functools.partial(step.inference, "inference", {})}
+        if subject.has_options:
+            modes["all outputs"] = functools.partial(step.inference, "all outputs", OPTIONS)
+        modes["gradients"] = functools.partial(step.gradients)
+        for mode, run in modes.items():
+            notify(f"{name}: {batch.name}, {mode}")
+            with torch.inference_mode(False), torch.enable_grad():
+                found = list(run())
+            yield from found
