@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import functools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -21,14 +23,26 @@ from fastbert.testing.yardstick import Yardstick
 READS_PADDING = (
     "it reads hidden states at padding, which are 0 in an accelerated encoder on purpose"
 )
+INFERENCE, ALL_OUTPUTS, GRADIENTS = "inference", "all outputs", "gradients"
 OPTIONS = {"output_hidden_states": True, "output_attentions": True}
 
+Found = Mapping[str, Tensor]
 
-class Exact(NamedTuple):
-    """The oracle's fields, and which of their elements are compared."""
 
-    fields: dict[str, Tensor]
-    kept: dict[str, Tensor]
+class Measured(NamedTuple):
+    """What the three copies return for a batch, by field or by kind of parameter.
+
+    Attributes:
+        fast: The results of the accelerated copy.
+        oracle: The results of the copy in float64.
+        stock: Computes the results of the stock copy.
+        found: What was found on the way: fields that one of the copies lacks or that are left out.
+    """
+
+    fast: Found
+    oracle: Found
+    stock: Callable[[], Found]
+    found: list[Row | LeftOut]
 
 
 class Pass:
@@ -46,74 +60,124 @@ class Pass:
         self,
         subject: Subject,
         sides: Sides,
-        encoders: list[str],
+        encoders: Iterable[str],
         batch: Batch,
         dtype: torch.dtype,
     ) -> None:
         """Convert the batch to the tested dtype and to float64."""
-        self.subject, self.sides, self.encoders, self.dtype = subject, sides, encoders, dtype
-        self.name = batch.name
+        self.subject, self.sides, self.encoders = subject, sides, list(encoders)
+        self.name, self.dtype = batch.name, dtype
         self.values = moved(batch.values, subject.device, dtype)
         self.wide = moved(self.values, subject.device, torch.float64)
 
-    def inference(self, mode: str, options: dict[str, Any]) -> Iterator[Row | LeftOut]:
-        """Yield what the copies say of the batch without gradients.
+    def findings(self, mode: str, others: Callable[[], list[Pass]]) -> list[Row | LeftOut]:
+        """Compare the copies in one mode.
+
+        A batch can be so small that the yardstick is exact by luck. A result that fails narrowly is
+        therefore judged again by the same rule, jointly with the results of other batches, as
+        `fastbert.testing.parity.check_case` does.
 
         Args:
-            mode: Name of the mode in the rows.
-            options: Further keyword arguments of the call.
+            mode: ``INFERENCE``, ``ALL_OUTPUTS`` or ``GRADIENTS``.
+            others: Returns passes of other batches of the same kind.
+
+        Returns:
+            A row for each result, and what is left out.
+
+        Raises:
+            ValueError: If the stock model cannot be called with the batch.
         """
+        measured = self._measured(mode)
+        if not isinstance(measured, Measured):
+            return [measured]
+        results = self._judged(mode, [measured])
+        again = [r.name for r in results if not r.passed and r.problem is None and r.is_close]
+        more = [other._measured(mode) for other in others()] if again else []
+        joint = [measured, *(each for each in more if isinstance(each, Measured))]
+        if len(joint) > 1:
+            names = [name for name in again if all(name in each.oracle for each in joint)]
+            parts = [_only(each, names) for each in joint]
+            judged = {result.name: result for result in self._judged(mode, parts)}
+            results = [judged.get(result.name, result) for result in results]
+        return [*measured.found, *(self._row(mode, result) for result in results)]
+
+    def _judged(self, mode: str, parts: list[Measured]) -> list[Comparison]:
+        """Judge the joint results of several batches."""
+        allowance = {"factor": FACTOR, "reason": REASON} if mode == GRADIENTS else {}
+        with torch.set_grad_enabled(mode == GRADIENTS):
+            stock = Yardstick(lambda: _together([each.stock() for each in parts]), keep=False)
+            fast, oracle = (_together([each[side] for each in parts]) for side in (0, 1))
+            return compare_all(fast, oracle, stock, tested=self.dtype, **allowance)
+
+    def _measured(self, mode: str) -> Measured | Row | LeftOut:
+        """Run the copies, and return their results or the reason why there are none."""
+        if mode == GRADIENTS:
+            return self._gradients()
+        options = OPTIONS if mode == ALL_OUTPUTS else {}
         with torch.no_grad():
             try:
-                exact = self._exact(options)
-                yardstick = self._yardstick(lambda: self._stock(options), exact)
+                exact, kept = self._exact(options)
+                self._stock(options)
             except Exception as error:
-                if not options:
-                    raise self._not_callable(error) from error
-                yield self._left_out(mode, "all", f"the stock model raises {_told(error)}")
-                return
-            yield from self._unread(mode, exact)
+                told = _told(error)
+                if mode == ALL_OUTPUTS:
+                    return self._left_out(mode, "all", f"the stock model raises {told}")
+                names, dtype = ", ".join(self.values), dtype_name(self.dtype)
+                raise ValueError(
+                    f"batch: the stock {self.subject.name} cannot be called with {names} in "
+                    f"{dtype}: {told}"
+                ) from error
             try:
                 fast = self._fast(options)
             except Exception as error:
-                yield self._raised(mode, error)
-                return
-            yield from self._judged(mode, fast, exact, yardstick)
+                return self._failed(mode, "call", f"the accelerated model raises {_told(error)}")
+        found: list[Row | LeftOut] = list(self._differences(mode, fast, exact))
+        found += [
+            self._left_out(mode, name, READS_PADDING) for name in kept if not bool(kept[name].any())
+        ]
+        shared = [
+            name
+            for name, x in exact.items()
+            if name in fast and fast[name].shape == x.shape and bool(kept[name].any())
+        ]
+        chosen = functools.partial(_chosen, kept={name: kept[name] for name in shared})
+        return Measured(chosen(fast), chosen(exact), lambda: chosen(self._stock(options)), found)
 
-    def gradients(self) -> Iterator[Row | LeftOut]:
-        """Yield what the copies say of the gradients of the parameters."""
-        mode = "gradients"
+    def _gradients(self) -> Measured | Row | LeftOut:
         if not any(p.requires_grad for p in self.sides.fast.parameters()):
-            yield self._left_out(mode, "all", "no parameter requires a gradient")
-            return
-        exact = self._exact({})
-        drawn = directions(exact.fields, exact.kept)
-        drawn = {n: d for n, d in drawn.items() if exact.fields[n].requires_grad and bool(d.any())}
+            return self._left_out(GRADIENTS, "all", "no parameter requires a gradient")
+        exact, kept = self._exact({})
+        drawn = directions(exact, kept)
+        drawn = {n: d for n, d in drawn.items() if exact[n].requires_grad and bool(d.any())}
         if not drawn:
-            yield self._left_out(mode, "all", "no compared field depends on a trained parameter")
-            return
-        oracle = gradients(self.sides.oracle, exact.fields, drawn)
-        groups = kinds(oracle)
-        del exact
-        stock = Yardstick(
-            lambda: joined(gradients(self.sides.stock, self._stock({}), drawn), groups), keep=False
-        )
+            return self._left_out(GRADIENTS, "all", "no compared field depends on a parameter")
+        oracle = gradients(self.sides.oracle, exact, drawn)
         try:
             fast = gradients(self.sides.fast, self._fast({}), drawn)
         except Exception as error:
-            yield self._raised(mode, error)
-            return
-        for name in sorted(fast.keys() ^ oracle.keys()):
-            which = "the accelerated" if name in fast else "the stock"
-            yield self._failed(mode, name, f"only {which} model has a gradient of {name}")
-        if fast.keys() >= oracle.keys():
-            sides = joined(fast, groups), joined(oracle, groups), stock
-            for result in compare_all(*sides, factor=FACTOR, reason=REASON, tested=self.dtype):
-                yield self._row(mode, result)
+            return self._failed(GRADIENTS, "call", f"the accelerated model raises {_told(error)}")
+        found = list(self._differences(GRADIENTS, fast, oracle))
+        groups = kinds(name for name in oracle if name in fast)
 
-    # Running the sides
+        def stock() -> Found:
+            return joined(gradients(self.sides.stock, self._stock({}), drawn), groups)
 
-    def _exact(self, options: dict[str, Any]) -> Exact:
+        return Measured(joined(fast, groups), joined(oracle, groups), stock, list(found))
+
+    def _differences(self, mode: str, fast: Found, oracle: Found) -> Iterator[Row]:
+        """Yield a failed row for each result that only one model has, or of another size."""
+        for name in sorted(fast.keys() | oracle.keys()):
+            if name not in oracle or name not in fast:
+                which = "the accelerated" if name in fast else "the stock"
+                yield self._failed(mode, name, f"{name}: only {which} model has it")
+            elif fast[name].shape != oracle[name].shape:
+                sizes = f"{fast[name].numel()} elements, and stock {oracle[name].numel()}"
+                yield self._failed(mode, name, f"{name}: the accelerated model gives {sizes}")
+
+    # Running the copies
+
+    def _exact(self, options: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Return the oracle's fields, and which of their elements do not read padding."""
         side = self.sides.oracle
 
         def run() -> dict[str, Tensor]:
@@ -124,7 +188,7 @@ class Pass:
         with torch.no_grad(), ZeroedPadding(side, self.encoders) as zeroed:
             after = run()
         whole = {name: torch.ones_like(x, dtype=torch.bool) for name, x in exact.items()}
-        return Exact(exact, unchanged(exact, after) if zeroed.seen else whole)
+        return exact, unchanged(exact, after) if zeroed.seen else whole
 
     def _stock(self, options: dict[str, Any]) -> dict[str, Tensor]:
         return self._run(self.sides.stock, self.values, options)
@@ -135,47 +199,15 @@ class Pass:
     def _run(
         self, side: nn.Module, values: Mapping[str, Any], options: dict[str, Any]
     ) -> dict[str, Tensor]:
-        """Call a side; all calls of a batch draw the same random numbers."""
-        devices = [self.subject.device] if self.subject.device.type == "cuda" else []
-        with (
-            torch.random.fork_rng(devices),
-            torch.autocast(self.subject.device.type, enabled=False),
-        ):
+        """Call a copy; all calls of a batch draw the same random numbers."""
+        device = self.subject.device
+        devices = [device] if device.type == "cuda" else []
+        with torch.random.fork_rng(devices), torch.autocast(device.type, enabled=False):
             torch.manual_seed(0)
             values = {n: v.clone() if isinstance(v, Tensor) else v for n, v in values.items()}
             return fields(self.subject.call(side, values, **options), values)
 
-    def _yardstick(self, run: Callable[[], dict[str, Tensor]], exact: Exact) -> Yardstick:
-        def kept() -> dict[str, Tensor]:
-            return _kept(run(), exact.kept)
-
-        return Yardstick(kept, keep=False)
-
-    # Rows
-
-    def _judged(
-        self, mode: str, fast: dict[str, Tensor], exact: Exact, yardstick: Yardstick
-    ) -> Iterator[Row]:
-        oracle = {n: x for n, x in _kept(exact.fields, exact.kept).items() if x.numel()}
-        for name in sorted(fast.keys() ^ exact.fields.keys()):
-            which = "the accelerated" if name in fast else "the stock"
-            yield self._failed(mode, name, f"only {which} model returns {name}")
-        oracle = {name: x for name, x in oracle.items() if name in fast}
-        wrong = [n for n in oracle if fast[n].shape != exact.kept[n].shape]
-        for name in wrong:
-            shapes = tuple(fast[name].shape), tuple(exact.kept[name].shape)
-            yield self._failed(mode, name, f"{name} has {shapes[0]} elements, stock {shapes[1]}")
-            del oracle[name]
-        actual = {name: fast[name][exact.kept[name]] for name in oracle}
-        nearby = yardstick.map(lambda found: {name: found[name] for name in oracle})
-        for result in compare_all(actual, oracle, nearby, tested=self.dtype):
-            yield self._row(mode, result)
-
-    def _unread(self, mode: str, exact: Exact) -> Iterator[LeftOut]:
-        """Yield the fields of which nothing, or not every sequence, is compared."""
-        for name, kept in exact.kept.items():
-            if not bool(kept.any()):
-                yield self._left_out(mode, name, READS_PADDING)
+    # What is found
 
     def _row(self, mode: str, result: Comparison) -> Row:
         return Row(
@@ -184,25 +216,32 @@ class Pass:
         )  # fmt: skip
 
     def _failed(self, mode: str, field: str, detail: str) -> Row:
-        nan = float("nan")
-        return Row(self.name, dtype_name(self.dtype), mode, field, nan, nan, False, detail)
-
-    def _raised(self, mode: str, error: Exception) -> Row:
-        return self._failed(mode, "call", f"the accelerated model raises {_told(error)}")
+        return Row(
+            self.name, dtype_name(self.dtype), mode, field, math.nan, math.nan, False, detail
+        )
 
     def _left_out(self, mode: str, field: str, reason: str) -> LeftOut:
         return LeftOut(self.name, dtype_name(self.dtype), mode, field, reason)
 
-    def _not_callable(self, error: Exception) -> ValueError:
-        names = ", ".join(self.values)
-        return ValueError(
-            f"batch: the stock {self.subject.name} cannot be called with {names} in "
-            f"{dtype_name(self.dtype)}: {_told(error)}"
-        )
+
+def _chosen(found: Found, kept: Found) -> Found:
+    return {name: found[name][elements] for name, elements in kept.items()}
 
 
-def _kept(found: Mapping[str, Tensor], kept: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: x[kept[name]] for name, x in found.items()}
+def _only(measured: Measured, names: list[str]) -> Measured:
+    """Return the results of a few names."""
+
+    def few(found: Found) -> Found:
+        return {name: found[name] for name in names}
+
+    return Measured(
+        few(measured.fast), few(measured.oracle), lambda: few(measured.stock()), measured.found
+    )
+
+
+def _together(parts: list[Found]) -> Found:
+    """Return the results of several batches, each name as one tensor."""
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
 def _told(error: Exception) -> str:

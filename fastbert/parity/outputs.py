@@ -75,7 +75,8 @@ def unchanged(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> dict
 class ZeroedPadding:
     """A context in which stock encoders give zeros at padding, as accelerated encoders do.
 
-    The attribute ``seen`` is whether an encoder got padding in the context.
+    The encoders get a ``forward`` of their own in the context, because some callers call
+    ``forward`` and run no hooks. The attribute ``seen`` is whether an encoder got padding.
 
     Args:
         module: A stock module.
@@ -85,61 +86,70 @@ class ZeroedPadding:
     def __init__(self, module: nn.Module, encoders: Iterable[str]) -> None:
         """Prepare the context."""
         self.encoders = [module.get_submodule(name) for name in encoders]
-        self.masks: dict[int, Tensor | None] = {}
         self.seen = False
-        self._hooks = contextlib.ExitStack()
+        self._undo = contextlib.ExitStack()
 
     def __enter__(self) -> ZeroedPadding:
-        """Add the hooks."""
-        for number, encoder in enumerate(self.encoders):
-            take = functools.partial(self._take, number)
-            zero = functools.partial(self._zero, number)
-            handles = [
-                encoder.register_forward_pre_hook(take, with_kwargs=True),
-                encoder.register_forward_hook(zero),
-            ]
-            pooler = getattr(encoder, "pooler", None)
-            if isinstance(pooler, nn.Module):
-                of_pooler = functools.partial(self._zero_pooler, number)
-                handles.append(pooler.register_forward_pre_hook(of_pooler))
-            for handle in handles:
-                self._hooks.callback(handle.remove)
+        """Replace the ``forward`` of each encoder."""
+        for encoder in self.encoders:
+            own = encoder.__dict__.get("forward")
+            encoder.__dict__["forward"] = self._zeroing(encoder, encoder.forward)
+            self._undo.callback(_give_back, encoder, own)
         return self
 
     def __exit__(self, *_: Any) -> None:
-        """Remove the hooks."""
-        self._hooks.close()
+        """Undo the changes."""
+        self._undo.close()
 
-    def _take(self, number: int, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Note the mask of a call."""
-        mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
-        if mask is not None and mask.dim() != 2:
-            raise ValueError(
-                f"attention_mask: got {mask.dim()} dimensions, allowed: 2, because with others the "
-                "padding of a batch is not known"
-            )
-        exists = None if mask is None else mask.bool()
-        self.masks[number] = None if exists is None or bool(exists.all()) else exists
-        self.seen |= self.masks[number] is not None
+    def _zeroing(self, encoder: nn.Module, stock: Any) -> Any:
+        @functools.wraps(stock)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
+            if mask is None:
+                return stock(*args, **kwargs)
+            if mask.dim() != 2:
+                raise ValueError(
+                    f"attention_mask: got {mask.dim()} dimensions, allowed: 2, because with others "
+                    "the padding of a batch is not known"
+                )
+            exists = mask.bool()
+            self.seen |= not bool(exists.all())
+            with _zeros_for_pooler(encoder, exists):
+                output = stock(*args, **kwargs)
+            if isinstance(output, tuple):
+                return tuple(_zeroed(part, exists) for part in output)
+            for name, part in list(output.items()):
+                output[name] = _zeroed(part, exists)
+            return output
 
-    def _zero(self, number: int, module: nn.Module, args: Any, output: Any) -> Any:
-        exists = self.masks.pop(number)
-        if exists is None:
-            return None
-        if isinstance(output, tuple):
-            return tuple(_zeroed(part, exists) for part in output)
-        for name, part in list(output.items()):
-            output[name] = _zeroed(part, exists)
-        return output
+        return forward
 
-    def _zero_pooler(self, number: int, module: nn.Module, args: Any) -> Any:
-        exists = self.masks[number]
-        if exists is None:
-            return None
+
+def _give_back(encoder: nn.Module, own: Any) -> None:
+    del encoder.__dict__["forward"]
+    if own is not None:
+        encoder.__dict__["forward"] = own
+
+
+@contextlib.contextmanager
+def _zeros_for_pooler(encoder: nn.Module, exists: Tensor) -> Iterator[None]:
+    """Let the pooler of an encoder read zeros at padding inside the block."""
+    pooler = getattr(encoder, "pooler", None)
+    if not isinstance(pooler, nn.Module):
+        yield
+        return
+
+    def zero(module: nn.Module, args: Any) -> Any:
         states, *others = args
         # The pooler reads all states, or those of the first position.
-        exists = exists if states.dim() == 3 else exists[:, 0]
-        return (states.masked_fill(~exists[..., None], 0.0), *others)
+        read = exists if states.dim() == 3 else exists[:, 0]
+        return (states.masked_fill(~read[..., None], 0.0), *others)
+
+    handle = pooler.register_forward_pre_hook(zero)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def _zeroed(value: Any, exists: Tensor) -> Any:

@@ -81,6 +81,12 @@ class Comparison:
         within = self.error <= self.allowed and self.rms_error <= self.rms_allowed
         return self.problem is None and within
 
+    @property
+    def is_close(self) -> bool:
+        """Whether both errors are within ``HOPELESS`` times their limits, so that luck may count."""
+        within = self.error <= HOPELESS * self.allowed
+        return within and self.rms_error <= HOPELESS * self.rms_allowed
+
     def __str__(self) -> str:
         """State the errors, their limits and the verdict on one line."""
         verdict = "ok" if self.passed else f"FAILED{f' ({self.problem})' if self.problem else ''}"
@@ -247,8 +253,7 @@ class _Judged:
         found = self.verdict
         if found.passed or found.problem is not None:
             return False
-        near = found.error <= HOPELESS * found.allowed
-        return self.runs == 1 or (near and found.rms_error <= HOPELESS * found.rms_allowed)
+        return self.runs == 1 or found.is_close
 
     def widen(self, plain: Tensor) -> None:
         """Judge again with a further run of the yardstick, unless the run is not finite."""
