@@ -109,12 +109,12 @@ def generated(subject: Subject, encoders: Iterable[nn.Module], seed: int) -> Ite
             )
     configs = [_config(encoder) for encoder in encoders]
     longest = min(LENGTH, *(config.max_length for config in configs))
-    shorter = (longest, max(1, longest // 3), max(1, longest // 2), 1)
+    shorter = tuple(max(1, longest // n) for n in (1, 3, 2, 9, 5, 13, 7)) + (1,)
     for name, lengths, side in (
-        ("full", (longest,) * 2, "right"),
+        ("full", (longest,) * 4, "right"),
         ("padded right", shorter, "right"),
         ("padded left", shorter, "left"),
-        ("one token", (1, 1), "right"),
+        ("one token", (1,) * 8, "right"),
     ):
         generator = torch.Generator().manual_seed(seed)
         values = _tokens(subject, configs, lengths, side, generator)

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from fastbert.ops.backend import dtype_name
 from fastbert.parity.batches import Batch
 from fastbert.parity.gradients import FACTOR, REASON, directions, gradients, joined, kinds
-from fastbert.parity.outputs import ZeroedPadding, fields, unchanged
+from fastbert.parity.outputs import DisturbedPadding, fields, unchanged
 from fastbert.parity.report import LeftOut, Row
 from fastbert.parity.subject import Sides, Subject, moved
-from fastbert.testing.compare import Comparison, compare_all
+from fastbert.testing.compare import MAX_FACTOR, Comparison, compare_all
 from fastbert.testing.in_float64 import InFloat64
 from fastbert.testing.yardstick import Yardstick
 
@@ -103,11 +103,12 @@ class Pass:
 
     def _judged(self, mode: str, parts: list[Measured]) -> list[Comparison]:
         """Judge the joint results of several batches."""
-        allowance = {"factor": FACTOR, "reason": REASON} if mode == GRADIENTS else {}
+        factor, reason = (FACTOR, REASON) if mode == GRADIENTS else (MAX_FACTOR, None)
         with torch.set_grad_enabled(mode == GRADIENTS):
             stock = Yardstick(lambda: _together([each.stock() for each in parts]), keep=False)
-            fast, oracle = (_together([each[side] for each in parts]) for side in (0, 1))
-            return compare_all(fast, oracle, stock, tested=self.dtype, **allowance)
+            fast = _together([each.fast for each in parts])
+            oracle = _together([each.oracle for each in parts])
+            return compare_all(fast, oracle, stock, factor=factor, reason=reason, tested=self.dtype)
 
     def _measured(self, mode: str) -> Measured | Row | LeftOut:
         """Run the copies, and return their results or the reason why there are none."""
@@ -185,10 +186,10 @@ class Pass:
                 return self._run(side, self.wide, options)
 
         exact = run()
-        with torch.no_grad(), ZeroedPadding(side, self.encoders) as zeroed:
+        with torch.no_grad(), DisturbedPadding(side, self.encoders) as disturbed:
             after = run()
         whole = {name: torch.ones_like(x, dtype=torch.bool) for name, x in exact.items()}
-        return exact, unchanged(exact, after) if zeroed.seen else whole
+        return exact, unchanged(exact, after) if disturbed.seen else whole
 
     def _stock(self, options: dict[str, Any]) -> dict[str, Tensor]:
         return self._run(self.sides.stock, self.values, options)

@@ -1,8 +1,8 @@
 """The fields of an output, and which of their elements an accelerated model means to reproduce.
 
 In an accelerated encoder, hidden states at padding are 0 on purpose. An element of an output that
-changes when a stock encoder gives such zeros reads padding, and two models cannot agree on it.
-Every other element must agree.
+changes when a stock encoder gives other hidden states at padding reads padding, and the two models
+cannot agree on it. Every other element must agree, and so must its gradients.
 """
 
 from __future__ import annotations
@@ -72,8 +72,11 @@ def unchanged(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> dict
     return found
 
 
-class ZeroedPadding:
-    """A context in which stock encoders give zeros at padding, as accelerated encoders do.
+class DisturbedPadding:
+    """A context in which stock encoders give random numbers at padding.
+
+    Zeros would not do: a hidden state that is 0 by itself would seem not to be read, while its
+    gradient flows.
 
     The encoders get a ``forward`` of their own in the context, because some callers call
     ``forward`` and run no hooks. The attribute ``seen`` is whether an encoder got padding.
@@ -89,11 +92,11 @@ class ZeroedPadding:
         self.seen = False
         self._undo = contextlib.ExitStack()
 
-    def __enter__(self) -> ZeroedPadding:
+    def __enter__(self) -> DisturbedPadding:
         """Replace the ``forward`` of each encoder."""
         for encoder in self.encoders:
             own = encoder.__dict__.get("forward")
-            encoder.__dict__["forward"] = self._zeroing(encoder, encoder.forward)
+            encoder.__dict__["forward"] = self._disturbing(encoder, encoder.forward)
             self._undo.callback(_give_back, encoder, own)
         return self
 
@@ -101,7 +104,7 @@ class ZeroedPadding:
         """Undo the changes."""
         self._undo.close()
 
-    def _zeroing(self, encoder: nn.Module, stock: Any) -> Any:
+    def _disturbing(self, encoder: nn.Module, stock: Any) -> Any:
         @functools.wraps(stock)
         def forward(*args: Any, **kwargs: Any) -> Any:
             mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
@@ -114,12 +117,12 @@ class ZeroedPadding:
                 )
             exists = mask.bool()
             self.seen |= not bool(exists.all())
-            with _zeros_for_pooler(encoder, exists):
+            with _disturbed_pooler(encoder, exists):
                 output = stock(*args, **kwargs)
             if isinstance(output, tuple):
-                return tuple(_zeroed(part, exists) for part in output)
+                return tuple(_disturbed(part, exists) for part in output)
             for name, part in list(output.items()):
-                output[name] = _zeroed(part, exists)
+                output[name] = _disturbed(part, exists)
             return output
 
         return forward
@@ -132,34 +135,34 @@ def _give_back(encoder: nn.Module, own: Any) -> None:
 
 
 @contextlib.contextmanager
-def _zeros_for_pooler(encoder: nn.Module, exists: Tensor) -> Iterator[None]:
-    """Let the pooler of an encoder read zeros at padding inside the block."""
+def _disturbed_pooler(encoder: nn.Module, exists: Tensor) -> Iterator[None]:
+    """Let the pooler of an encoder read random numbers at padding inside the block."""
     pooler = getattr(encoder, "pooler", None)
     if not isinstance(pooler, nn.Module):
         yield
         return
 
-    def zero(module: nn.Module, args: Any) -> Any:
+    def disturb(module: nn.Module, args: Any) -> Any:
         states, *others = args
         # The pooler reads all states, or those of the first position.
         read = exists if states.dim() == 3 else exists[:, 0]
-        return (states.masked_fill(~read[..., None], 0.0), *others)
+        return (states.where(read[..., None], torch.randn_like(states)), *others)
 
-    handle = pooler.register_forward_pre_hook(zero)
+    handle = pooler.register_forward_pre_hook(disturb)
     try:
         yield
     finally:
         handle.remove()
 
 
-def _zeroed(value: Any, exists: Tensor) -> Any:
-    """Return states or attention weights with zeros at padding; other values stay."""
+def _disturbed(value: Any, exists: Tensor) -> Any:
+    """Return states or attention weights with random numbers at padding; other values stay."""
     if isinstance(value, (tuple, list)):
-        return type(value)(_zeroed(part, exists) for part in value)
+        return type(value)(_disturbed(part, exists) for part in value)
     if not isinstance(value, Tensor):
         return value
     if value.dim() == 4:  # Weights of shape (B, heads, L, L); a query is a row.
-        return value.masked_fill(~exists[:, None, :, None], 0.0)
+        return value.where(exists[:, None, :, None], torch.randn_like(value))
     if value.dim() == 3:
-        return value.masked_fill(~exists[..., None], 0.0)
+        return value.where(exists[..., None], torch.randn_like(value))
     return value

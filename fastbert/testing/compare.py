@@ -83,7 +83,7 @@ class Comparison:
 
     @property
     def is_close(self) -> bool:
-        """Whether both errors are within ``HOPELESS`` times their limits, so that luck may count."""
+        """Whether both errors are within ``HOPELESS`` times their limits, where luck counts."""
         within = self.error <= HOPELESS * self.allowed
         return within and self.rms_error <= HOPELESS * self.rms_allowed
 
