@@ -36,7 +36,9 @@ BELOW: dict[str, set[str]] = {
     "modules": {"ops", "config", "io", "activations"},
     "graphs": {"modules", "ops"},
     "inference": {"graphs", "modules", "data", "io"},
-    "integrations": {"inference", "modules", "io", "config", "ops", "reference", "testing"},
+    "integrations": {
+        *("inference", "modules", "io", "config", "json_file", "ops", "reference", "testing"),
+    },
     "testing": {
         *("modules", "ops", "kernels", "config", "reference", "activations"),
     },

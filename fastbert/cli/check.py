@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -10,6 +11,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from fastbert.cli.check_compiled import check_compiled
 from fastbert.cli.check_emulated import check_emulated
+from fastbert.cli.check_model import check_model, refuse_together
 from fastbert.cli.common import BACKENDS, DTYPES, err, new_table, one_of, out, print_json_rows
 
 if TYPE_CHECKING:
@@ -17,6 +19,29 @@ if TYPE_CHECKING:
 
 
 def check(
+    ctx: typer.Context,
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="MODEL", help="Folder (or hub id) of a model that is checked instead."
+        ),
+    ] = None,
+    texts: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="TEXTS",
+            help="A .txt with one text per line, a .jsonl, a .csv, a .tsv or a .parquet; by "
+            "default the batches are generated.",
+        ),
+    ] = None,
+    field: Annotated[
+        str,
+        typer.Option(help="Field of the .jsonl, or column of another file, that has the text."),
+    ] = "text",
+    pair_field: Annotated[
+        str | None,
+        typer.Option(help="Field or column with the second text of each pair."),
+    ] = None,
     op: Annotated[
         str | None,
         typer.Option(help="Check only this operation, such as attention; bert is the whole model."),
@@ -84,6 +109,9 @@ def check(
 ) -> None:
     """Compare the outputs and gradients of each operation with the float64 reference.
 
+    With MODEL, the command compares this model in stock code with the same
+    model accelerated, in fp32 and bf16, in inference and by gradients.
+
     The error is the largest error of a tensor against float64. The yardstick is
     the same figure for plain PyTorch in the tested dtype. The ratio is the
     error divided by the yardstick; the tolerance rule limits it.
@@ -93,6 +121,13 @@ def check(
     with --emulate, for triton and cuda. The exit status is 1 if a tensor
     fails, or if the PTX machine finds a fault such as a race.
     """
+    refuse_together(ctx, model, texts)
+    if model is not None:
+        one_of("--dtype", dtype, DTYPES)
+        fields = (field,) if pair_field is None else (field, pair_field)
+        if not check_model(model, texts, fields, dtype, seed, as_json=as_json):
+            raise typer.Exit(1)
+        return
     if aot and emulate is not None:
         raise ValueError(f"--emulate: got {emulate!r} with --aot, allowed: one of the two options")
     if aot:

@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastbert import json_file
 from fastbert.config import BertConfig
+from fastbert.io import sentence_transformers_folder
 
 
 def installed() -> bool:
@@ -100,6 +102,60 @@ def tokenizer(checkpoint: Path) -> Any:
     import transformers
 
     return transformers.AutoTokenizer.from_pretrained(checkpoint)
+
+
+def whole_model(folder: Path) -> tuple[Any, Any]:
+    """Load a folder with its head, as the library that wrote the folder does.
+
+    Args:
+        folder: Folder of transformers or of sentence-transformers.
+
+    Returns:
+        The model in eval mode, and its tokenizer. The tokenizer is None for a model of
+        sentence-transformers, which has one itself, and for a folder without one.
+
+    Raises:
+        ValueError: If the library cannot load the folder.
+        ImportError: If the library is not installed.
+        OSError: If a file cannot be read.
+    """
+    try:
+        with quiet():
+            if sentence_transformers_folder.is_one(folder):
+                return _sentence_model(folder), None
+            return _model_with_head(folder), _tokenizer_or_none(folder)
+    except (OSError, ImportError):
+        raise
+    except Exception as error:
+        # A damaged folder makes the libraries raise any kind of error.
+        raise ValueError(f"MODEL: {folder} cannot be loaded: {error}") from error
+
+
+def _sentence_model(folder: Path) -> Any:
+    import sentence_transformers
+
+    settings = folder / sentence_transformers_folder.SETTINGS
+    kind = json_file.read(settings).get("model_type") if settings.exists() else None
+    known = getattr(sentence_transformers, kind or "SentenceTransformer", None)
+    if not isinstance(known, type):
+        raise ValueError(f"model_type: got {kind!r}, allowed: a class of sentence-transformers")
+    return known(str(folder), device="cpu").eval()
+
+
+def _model_with_head(folder: Path) -> Any:
+    import transformers
+
+    names = transformers.AutoConfig.from_pretrained(folder).architectures or []
+    kinds = [getattr(transformers, name, None) for name in names]
+    kind = next((each for each in kinds if each is not None), transformers.AutoModel)
+    return kind.from_pretrained(folder).eval()
+
+
+def _tokenizer_or_none(folder: Path) -> Any:
+    has_one = any(
+        (folder / name).exists() for name in ("tokenizer.json", "vocab.txt", "vocab.json")
+    )
+    return tokenizer(folder) if has_one else None
 
 
 @contextmanager

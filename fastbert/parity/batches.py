@@ -109,7 +109,7 @@ def generated(subject: Subject, encoders: Iterable[nn.Module], seed: int) -> Ite
             )
     configs = [_config(encoder) for encoder in encoders]
     longest = min(LENGTH, *(config.max_length for config in configs))
-    shorter = tuple(max(1, longest // n) for n in (1, 3, 2, 9, 5, 13, 7)) + (1,)
+    shorter = tuple(max(1, longest // part) for part in (1, 3, 2, 9, 5, 13, 7, longest))
     for name, lengths, side in (
         ("full", (longest,) * 4, "right"),
         ("padded right", shorter, "right"),
