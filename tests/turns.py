@@ -76,8 +76,8 @@ ROOMS = {
         ("test-processors", "conformance-transformers", "soak"),
     ),
     "integrations": Room(
-        ("fastbert/integrations",),
-        ("tests/integrations",),
+        ("fastbert/integrations", "fastbert/parity"),
+        ("tests/integrations", "tests/parity"),
         ("conformance-transformers", "conformance-peers", "newest"),
     ),
     "training": Room(("fastbert/training",), ("tests/training",), ("fuzz",)),

@@ -128,7 +128,8 @@ class Report(NamedTuple):
 def summary_cells(rows: Sequence[Row]) -> list[tuple[str, ...]]:
     """Return the cells of a line for each field, mode and dtype, with its worst row.
 
-    The worst row has the largest share of its limit; a row that failed precedes all others.
+    The gradients have one line for each dtype, which names the worst kind of parameter. The worst
+    row has the largest share of its limit; a row that failed precedes all others.
 
     Args:
         rows: The rows.
@@ -138,13 +139,17 @@ def summary_cells(rows: Sequence[Row]) -> list[tuple[str, ...]]:
     """
     groups: dict[tuple[str, str, str], list[Row]] = {}
     for row in rows:
-        groups.setdefault((row.dtype, row.mode, row.field), []).append(row)
+        field = "" if row.mode == "gradients" else row.field
+        groups.setdefault((row.dtype, row.mode, field), []).append(row)
     lines: list[tuple[str, ...]] = []
-    for (dtype, mode, field), group in groups.items():
+    for (dtype, mode, _), group in groups.items():
         worst = max(group, key=_badness)
-        verdict = "ok" if worst.passed else "FAILED"
+        kinds = len({row.field for row in group})
+        field = worst.field if mode != "gradients" else f"worst of {kinds}: {worst.field}"
+        batches = str(len({row.batch for row in group}))
         figures = (f"{worst.error:.1e}", f"{worst.allowed:.1e}")
-        lines.append((field, mode, dtype, str(len(group)), worst.batch, *figures, verdict))
+        verdict = "ok" if worst.passed else "FAILED"
+        lines.append((field, mode, dtype, batches, worst.batch, *figures, verdict))
     return lines
 
 
