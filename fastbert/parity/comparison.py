@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from fastbert.ops.backend import dtype_name
 from fastbert.parity.batches import Batch
 from fastbert.parity.gradients import FACTOR, REASON, directions, gradients, joined, kinds
-from fastbert.parity.outputs import DisturbedPadding, fields, unchanged
+from fastbert.parity.outputs import ChangedPadding, fields, random_parameters, unchanged
 from fastbert.parity.report import LeftOut, Row
 from fastbert.parity.subject import Sides, Subject, moved
 from fastbert.testing.compare import MAX_FACTOR, Comparison, compare_all
@@ -67,6 +68,8 @@ class Pass:
         """Convert the batch to the tested dtype and to float64."""
         self.subject, self.sides, self.encoders = subject, sides, list(encoders)
         self.name, self.dtype = batch.name, dtype
+        # By whether hidden states and attention weights are asked for.
+        self.kept: dict[bool, Found] = {}
         self.values = moved(batch.values, subject.device, dtype)
         self.wide = moved(self.values, subject.device, torch.float64)
 
@@ -188,7 +191,7 @@ class Pass:
 
     # Running the copies
 
-    def _exact(self, options: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    def _exact(self, options: dict[str, Any]) -> tuple[Found, Found]:
         """Return the oracle's fields, and which of their elements do not read padding."""
         side = self.sides.oracle
 
@@ -196,11 +199,24 @@ class Pass:
             with InFloat64():
                 return self._run(side, self.wide, options)
 
-        exact = run()
-        with torch.no_grad(), DisturbedPadding(side, self.encoders) as disturbed:
-            after = run()
-        whole = {name: torch.ones_like(x, dtype=torch.bool) for name, x in exact.items()}
-        return exact, unchanged(exact, after) if disturbed.seen else whole
+        exact, asked = run(), bool(options)
+        if asked not in self.kept:
+            with torch.no_grad(), self._same_numbers():
+                self.kept[asked] = self._not_reading_padding(exact, run)
+        return exact, self.kept[asked]
+
+    def _not_reading_padding(self, exact: Found, run: Callable[[], Found]) -> Found:
+        """Return which elements do not read padding, whatever the parameters and the states are."""
+        with ChangedPadding(self.sides.oracle, self.encoders, torch.zeros_like) as changed:
+            zeroed = run()
+        if not changed.seen:
+            return {name: torch.ones_like(x, dtype=torch.bool) for name, x in exact.items()}
+        with random_parameters(self.sides.oracle):
+            drawn = run()
+            with ChangedPadding(self.sides.oracle, self.encoders, torch.randn_like):
+                disturbed = run()
+        now, ever = unchanged(exact, zeroed), unchanged(drawn, disturbed)
+        return {name: now[name] & ever[name] for name in exact}
 
     def _stock(self, options: dict[str, Any]) -> dict[str, Tensor]:
         return self._run(self.sides.stock, self.values, options)
@@ -212,12 +228,17 @@ class Pass:
         self, side: nn.Module, values: Mapping[str, Any], options: dict[str, Any]
     ) -> dict[str, Tensor]:
         """Call a copy; all calls of a batch draw the same random numbers."""
-        device = self.subject.device
-        devices = [device] if device.type == "cuda" else []
-        with torch.random.fork_rng(devices), torch.autocast(device.type, enabled=False):
-            torch.manual_seed(0)
+        with self._same_numbers(), torch.autocast(self.subject.device.type, enabled=False):
             values = {n: v.clone() if isinstance(v, Tensor) else v for n, v in values.items()}
             return fields(self.subject.call(side, values, **options), values)
+
+    @contextlib.contextmanager
+    def _same_numbers(self) -> Iterator[None]:
+        """Draw the same random numbers in every block, and leave the state outside as it is."""
+        device = self.subject.device
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            torch.manual_seed(0)
+            yield
 
     # What is found
 

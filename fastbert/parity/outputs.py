@@ -3,6 +3,10 @@
 In an accelerated encoder, hidden states at padding are 0 on purpose. An element of an output that
 changes when a stock encoder gives other hidden states at padding reads padding, and the two models
 cannot agree on it. Every other element must agree, and so must its gradients.
+
+Zeros at padding alone do not tell: a hidden state or a parameter that is 0 by chance would hide
+what is read, while its gradient flows. Random numbers alone do not tell either: a maximum over
+positions may read padding for one state and not for another.
 """
 
 from __future__ import annotations
@@ -10,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -72,11 +76,22 @@ def unchanged(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> dict
     return found
 
 
-class DisturbedPadding:
-    """A context in which stock encoders give random numbers at padding.
+@contextlib.contextmanager
+def random_parameters(module: nn.Module) -> Iterator[None]:
+    """Add random numbers to all parameters of a module inside the block."""
+    before = [(parameter, parameter.data) for parameter in module.parameters()]
+    for parameter, own in before:
+        scale = own.square().mean().sqrt() if own.numel() else 0.0
+        parameter.data = own + (0.1 * scale + 1e-3) * torch.randn_like(own)
+    try:
+        yield
+    finally:
+        for parameter, own in before:
+            parameter.data = own
 
-    Zeros would not do: a hidden state that is 0 by itself would seem not to be read, while its
-    gradient flows.
+
+class ChangedPadding:
+    """A context in which stock encoders give other numbers at padding.
 
     The encoders get a ``forward`` of their own in the context, because some callers call
     ``forward`` and run no hooks. The attribute ``seen`` is whether an encoder got padding.
@@ -84,19 +99,22 @@ class DisturbedPadding:
     Args:
         module: A stock module.
         encoders: Names of the encoders in `module`.
+        numbers: Makes the numbers from a tensor of the same shape.
     """
 
-    def __init__(self, module: nn.Module, encoders: Iterable[str]) -> None:
+    def __init__(
+        self, module: nn.Module, encoders: Iterable[str], numbers: Callable[[Tensor], Tensor]
+    ) -> None:
         """Prepare the context."""
         self.encoders = [module.get_submodule(name) for name in encoders]
-        self.seen = False
+        self.numbers, self.seen = numbers, False
         self._undo = contextlib.ExitStack()
 
-    def __enter__(self) -> DisturbedPadding:
+    def __enter__(self) -> ChangedPadding:
         """Replace the ``forward`` of each encoder."""
         for encoder in self.encoders:
             own = encoder.__dict__.get("forward")
-            encoder.__dict__["forward"] = self._disturbing(encoder, encoder.forward)
+            encoder.__dict__["forward"] = self._changing(encoder, encoder.forward)
             self._undo.callback(_give_back, encoder, own)
         return self
 
@@ -104,7 +122,7 @@ class DisturbedPadding:
         """Undo the changes."""
         self._undo.close()
 
-    def _disturbing(self, encoder: nn.Module, stock: Any) -> Any:
+    def _changing(self, encoder: nn.Module, stock: Any) -> Any:
         @functools.wraps(stock)
         def forward(*args: Any, **kwargs: Any) -> Any:
             mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
@@ -117,12 +135,12 @@ class DisturbedPadding:
                 )
             exists = mask.bool()
             self.seen |= not bool(exists.all())
-            with _disturbed_pooler(encoder, exists):
+            with _changed_pooler(encoder, exists, self.numbers):
                 output = stock(*args, **kwargs)
             if isinstance(output, tuple):
-                return tuple(_disturbed(part, exists) for part in output)
+                return tuple(_changed(part, exists, self.numbers) for part in output)
             for name, part in list(output.items()):
-                output[name] = _disturbed(part, exists)
+                output[name] = _changed(part, exists, self.numbers)
             return output
 
         return forward
@@ -135,34 +153,36 @@ def _give_back(encoder: nn.Module, own: Any) -> None:
 
 
 @contextlib.contextmanager
-def _disturbed_pooler(encoder: nn.Module, exists: Tensor) -> Iterator[None]:
-    """Let the pooler of an encoder read random numbers at padding inside the block."""
+def _changed_pooler(
+    encoder: nn.Module, exists: Tensor, numbers: Callable[[Tensor], Tensor]
+) -> Iterator[None]:
+    """Let the pooler of an encoder read other numbers at padding inside the block."""
     pooler = getattr(encoder, "pooler", None)
     if not isinstance(pooler, nn.Module):
         yield
         return
 
-    def disturb(module: nn.Module, args: Any) -> Any:
+    def change(module: nn.Module, args: Any) -> Any:
         states, *others = args
         # The pooler reads all states, or those of the first position.
         read = exists if states.dim() == 3 else exists[:, 0]
-        return (states.where(read[..., None], torch.randn_like(states)), *others)
+        return (states.where(read[..., None], numbers(states)), *others)
 
-    handle = pooler.register_forward_pre_hook(disturb)
+    handle = pooler.register_forward_pre_hook(change)
     try:
         yield
     finally:
         handle.remove()
 
 
-def _disturbed(value: Any, exists: Tensor) -> Any:
-    """Return states or attention weights with random numbers at padding; other values stay."""
+def _changed(value: Any, exists: Tensor, numbers: Callable[[Tensor], Tensor]) -> Any:
+    """Return states or attention weights with other numbers at padding; other values stay."""
     if isinstance(value, (tuple, list)):
-        return type(value)(_disturbed(part, exists) for part in value)
+        return type(value)(_changed(part, exists, numbers) for part in value)
     if not isinstance(value, Tensor):
         return value
     if value.dim() == 4:  # Weights of shape (B, heads, L, L); a query is a row.
-        return value.where(exists[:, None, :, None], torch.randn_like(value))
+        return value.where(exists[:, None, :, None], numbers(value))
     if value.dim() == 3:
-        return value.where(exists[..., None], torch.randn_like(value))
+        return value.where(exists[..., None], numbers(value))
     return value

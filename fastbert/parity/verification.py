@@ -153,6 +153,8 @@ def _in_one_dtype(
             path = encoder or subject.name
             told = f"{path} runs its own code, padded: {reason}"
             yield Row("all", name, "serving", path, math.nan, math.nan, False, told)
+    if all(reason is not None for reason in serving.values()):
+        return  # Stock code would be compared with itself.
 
     def pass_of(batch: batches.Batch) -> Pass:
         return Pass(subject, sides, serving, batch, DTYPES[name])
@@ -167,10 +169,11 @@ def _in_one_dtype(
         return [pass_of(other) for other in more if other.name == batch.name]
 
     for batch in chosen:
+        step = pass_of(batch)
         for mode in MODES if subject.has_options else (INFERENCE, GRADIENTS):
             notify(f"{name}: {batch.name}, {mode}")
             with _plain_context():
-                found = pass_of(batch).findings(mode, functools.partial(others, batch))
+                found = step.findings(mode, functools.partial(others, batch))
             yield from found
 
 
