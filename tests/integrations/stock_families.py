@@ -7,18 +7,15 @@ from __future__ import annotations
 
 import copy
 import operator
-import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers.models.modernbert import modeling_modernbert
-from transformers.models.nomic_bert import modeling_nomic_bert
 
+from fastbert.parity.gradients import FACTOR, REASON, kinds
 from fastbert.testing.compare import assert_close
+from fastbert.testing.in_float64 import InFloat64
 from fastbert.testing.yardstick import Yardstick, each
 
 SIZES: dict[str, Any] = {
@@ -175,29 +172,11 @@ def in_dtype(model: nn.Module, dtype: torch.dtype) -> Any:
     return changed
 
 
-@contextmanager
-def all_in_float64() -> Iterator[None]:
-    """Let ModernBERT compute its rotary embeddings and its softmax in float64.
-
-    The functions of ModernBERT compute in fp32 even for float64, and give NaN for rows that attend
-    only to padding. The functions of NomicBERT are the same, but compute in the dtype of the input.
-    """
-    names = ("apply_rotary_pos_emb", "eager_attention_forward")
-    before = {name: getattr(modeling_modernbert, name) for name in names}
-    for name in names:
-        setattr(modeling_modernbert, name, getattr(modeling_nomic_bert, name))
-    try:
-        yield
-    finally:
-        for name, function in before.items():
-            setattr(modeling_modernbert, name, function)
-
-
 def call(side: nn.Module, batch: dict[str, Any], **options: Any) -> Any:
     """Call ``side(**batch)``; a model in float64 computes everything in float64."""
     if next(side.parameters()).dtype != torch.float64:
         return side(**batch, **options)
-    with all_in_float64():
+    with InFloat64():
         return side(**batch, **options)
 
 
@@ -221,8 +200,6 @@ def run_with_gradients(
 
 # Comparing
 
-REASON = "a rounding early in the backward pass affects every later gradient"
-
 
 def assert_outputs_close(actual: Outputs, oracle: Outputs, yardstick: Outputs | Yardstick) -> None:
     """Compare all outputs; an output that the oracle lacks must be None."""
@@ -238,27 +215,16 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-# The gradient of a key's bias is 0 except for rounding, because a softmax does not change with a
-# shift. It is therefore judged together with the gradient of the query's bias.
-KEYS = {"key.bias": "query.bias", "k_lin.bias": "q_lin.bias", "attn.k.bias": "attn.q.bias"}
-
-
 def assert_gradients_close(
     actual: dict[str, Tensor], oracle: dict[str, Tensor], yardstick: dict[str, Tensor] | Yardstick
 ) -> None:
     """Compare the gradients, for each parameter name together over all layers."""
     nearby = yardstick.library if isinstance(yardstick, Yardstick) else yardstick
     assert actual.keys() == oracle.keys() == nearby.keys()
-    kinds: dict[str, list[str]] = {}
-    for name in oracle:
-        kind = re.sub(r"\d+", "*", name)
-        for key, query in KEYS.items():
-            kind = re.sub(rf"{re.escape(key)}$", query, kind)
-        kinds.setdefault(kind, []).append(name)
-    for kind, names in kinds.items():
+    for kind, names in kinds(oracle).items():
 
         def joined(side: dict[str, Tensor], names: list[str] = names) -> Tensor:
             return torch.cat([side[name].flatten() for name in names])
 
         sides = each(joined, actual, oracle, yardstick)
-        assert_close(f"gradient of {kind}", *sides, factor=3.0, reason=REASON)
+        assert_close(f"gradient of {kind}", *sides, factor=FACTOR, reason=REASON)
