@@ -57,7 +57,7 @@ def test_names_and_dtypes_are_checked() -> None:
         compare_all({"z": y["y"]}, {"y": ORACLE}, yardstick)
     with pytest.raises(ValueError, match=r"oracle: got torch\.float32"):
         compare_all(y, y, yardstick)
-    with pytest.raises(ValueError, match="factor: got 3.0"):
+    with pytest.raises(ValueError, match=r"factor: got 3\.0"):
         compare_all(y, {"y": ORACLE}, yardstick, factor=3.0)
 
 
