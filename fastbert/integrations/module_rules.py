@@ -25,13 +25,17 @@ def is_embedding(path: str) -> bool:
     return path == EMBEDDINGS or path.startswith(f"{EMBEDDINGS}.")
 
 
-def kind_problem(kind: type, expected: type, code: stock_code.Code) -> str | None:
+def kind_problem(
+    kind: type, expected: type, code: stock_code.Code, *, root: bool = False
+) -> str | None:
     """Return why the class `kind` is not `expected` or a subclass that changes nothing.
 
     Args:
         kind: Class of the host's module.
         expected: Class of the twin's module.
         code: The code of `expected`.
+        root: Whether the module is the host itself. Its own ``forward`` runs, and reaches fastbert
+            only through the ``forward`` of `expected`.
     """
     dropouts = (nn.Dropout, nn.Identity)
     if kind is expected or (kind in dropouts and expected in dropouts):
@@ -40,6 +44,7 @@ def kind_problem(kind: type, expected: type, code: stock_code.Code) -> str | Non
     if not issubclass(kind, expected) or expected in (nn.ModuleList, *LEAVES):
         return f"got a {title}, allowed: {expected.__name__}"
     names = (code.own | stock_code.IMPLICIT) - {"__init__", "__module__", "__doc__"}
+    names -= {"forward"} if root else set()
     for base in kind.__mro__:
         if base in expected.__mro__ or "fastbert_restores" in vars(base):
             continue

@@ -231,11 +231,11 @@ class _Comparison:
         self, path: str, host: nn.Module, twin: nn.Module, code: stock_code.Code
     ) -> Iterator[tuple[str, str]]:
         """Yield the differences of one module: the attribute and the words about it."""
-        problem = kind_problem(type(host), type(twin), code)
+        problem = kind_problem(type(host), type(twin), code, root=not path)
         if problem is not None:
             for name in ("in_features", "out_features"):
                 got, allowed = getattr(host, name, None), getattr(twin, name, None)
-                if got is not None and got != allowed:
+                if type(twin) is nn.Linear and got is not None and got != allowed:
                     raise _Differs(f"{path}.{name}: got {got}, allowed: {allowed}")
             yield "", problem
             # Nothing else of a module of another class can be compared.
