@@ -297,7 +297,7 @@ def test_a_host_that_runs_its_own_code_is_told() -> None:
     report = fastbert.verify(made, batch(), **GIVEN)
     (row,) = report.rows
     assert row[:4] == ("all", "float32", "serving", "bert")
-    assert "encoder.layer.0 has forward hooks" in row.detail
+    assert "encoder.layer.0.forward_hooks: got" in row.detail
     assert not report.passed
 
 
