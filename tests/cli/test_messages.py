@@ -12,7 +12,10 @@ import pytest
 from fastbert.cli.arguments import name_as_typed, typed_names
 
 # Python decodes and encodes by the locale with these settings, as it does in other locales than C.
-PLAIN_C = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+# Python itself cannot import from a path beyond ASCII in the locale C without its UTF-8 mode.
+PLAIN_C = {"LC_ALL": "C"}
+if sys.prefix.isascii():
+    PLAIN_C |= {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 NAMES = {
     "batch_size": "--batch-size",
     "data": "DATA",

@@ -40,7 +40,7 @@ class Record:
         self._dicts = tuple(x for d in dicts for x in (d, tuple(d), tuple(d.values())))
 
     def holds(self) -> bool:
-        return self._unchanged(self._dicts, self._tags, (), ())
+        return self._unchanged(self._dicts, self._tags, (), (), ())
 
 
 @pytest.mark.parametrize("made", [dict, OrderedDict, of_owner])

@@ -16,7 +16,6 @@ import torch
 import transformers
 from stock_families import (
     FAMILIES,
-    all_in_float64,
     assert_gradients_close,
     assert_outputs_close,
     build,
@@ -34,6 +33,7 @@ import fastbert
 from fastbert import BertConfig, BertModel
 from fastbert.integrations.accelerate import bound_encoders
 from fastbert.integrations.row_wise import is_row_wise
+from fastbert.testing.in_float64 import InFloat64
 from fastbert.testing.yardstick import Yardstick
 
 Change = Callable[[nn.Module], None]
@@ -164,7 +164,7 @@ def compare(pair: Sides, given: dict[str, Tensor]) -> None:
         return out.detached(), gradients(side)
 
     fast = result(pair.fast)
-    with all_in_float64():
+    with InFloat64():
         oracle = result(pair.oracle)
     yardstick = Yardstick(lambda: result(pair.stock))
     assert_outputs_close(fast[0], oracle[0], yardstick[0])
