@@ -133,6 +133,7 @@ CHANGES: dict[str, Change] = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("padding", ["right", "left", "none"])
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("family", FAMILIES)

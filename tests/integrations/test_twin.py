@@ -135,6 +135,7 @@ CASES = [
 ]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(("family", "situation"), CASES)
 def test_a_host_as_people_have_it_is_served(family, situation, tmp_path) -> None:
     host = SITUATIONS[situation](family, tmp_path)

@@ -17,6 +17,7 @@ from unittest import mock
 import pytest
 import stock_families as families
 import torch
+from quick_cases import long_case
 from torch import Tensor, nn
 
 from fastbert.integrations import stock_code
@@ -147,7 +148,7 @@ def outputs(host: Any, family: str) -> Tensor | str:
     return states[batch["attention_mask"].bool()]
 
 
-@pytest.mark.parametrize("seed", range(SEEDS))
+@pytest.mark.parametrize("seed", [*range(8), *map(long_case, range(8, SEEDS))])
 def test_a_random_change_of_a_host_is_named_or_changes_nothing(seed) -> None:
     draw = random.Random(seed)
     family = FAMILIES[seed % len(FAMILIES)]
@@ -207,7 +208,7 @@ def reached_functions(family: str) -> list[tuple[Any, str]]:
     return [found[key] for key in sorted(found, key=str)]
 
 
-@pytest.mark.parametrize("family", ["bert", "mpnet", "modernbert"])
+@pytest.mark.parametrize("family", ["bert", *map(long_case, ["mpnet", "modernbert"])])
 def test_every_function_that_the_code_of_a_host_reaches_is_watched(family) -> None:
     """Each function is replaced in turn."""
     host = build(family)

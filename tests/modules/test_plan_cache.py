@@ -159,6 +159,7 @@ def plan_now(model: BertModel, mode: str, hidden: Tensor) -> tuple[Any, Any]:
         return used, model.encoder.plan(hidden)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", ALL)
 def test_a_plan_is_as_good_as_new_after_a_change(name, mode):
