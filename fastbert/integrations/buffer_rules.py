@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastbert.modules.positions import frequencies
+
 
 def buffer_problem(name: str, buffer: Tensor | None, twin: nn.Module, config: Any) -> str | None:
     """Return how a buffer of the host differs from what the stock code puts into it, or None.
@@ -64,7 +66,7 @@ def _frequency_problem(name: str, buffer: Tensor, expected: Tensor, config: Any)
     kind = name.removesuffix("inv_freq").removesuffix("original_").removesuffix("_")
     base = float((rotary[kind] if kind else rotary)["rope_theta"])
     dim = 2 * len(buffer)
-    exact = 1.0 / (base ** (torch.arange(0, dim, 2, dtype=torch.float) / dim))
+    exact = frequencies(base, dim, torch.device("cpu"))
     found = buffer.detach().float().cpu()
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         if torch.allclose(found, exact.to(dtype).float(), rtol=1e-6, atol=0.0):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fastbert.modules.plan import Mode, Plan, plan
-from fastbert.modules.snapshot import Snapshot
+from fastbert.modules.snapshot import NotCopied, Snapshot
 from fastbert.ops import backend as backends
 from fastbert.ops import gpu_times
 from fastbert.ops.int8_linear import layout
@@ -65,13 +65,11 @@ class _Guarded(NamedTuple):
         return self.int8_layout is None or self.int8_layout == layout()
 
 
-class PlanCache:
+class PlanCache(NotCopied):
     """The plans of one encoder.
 
     A plan without an executor is made for each call. The walk stops early in most of these cases,
     and modules that keep a state of every call would change the facts at every call.
-
-    Copies and pickles of the encoder get an empty object, because a copy has other modules.
     """
 
     # The attribute of the encoder that holds this object.
@@ -84,14 +82,6 @@ class PlanCache:
     def clear(self) -> None:
         """Forget the plans, which hold the parameters of the encoder."""
         self._guarded = {}
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> PlanCache:
-        """Return an empty object."""
-        return PlanCache()
-
-    def __reduce__(self) -> Any:
-        """Pickle an empty object."""
-        return (PlanCache, ())
 
     def plan(self, encoder: Any, hidden: Tensor) -> Plan:
         """Return the plan of a call.

@@ -23,7 +23,7 @@ from fastbert.modules.linear import Linear
 from fastbert.modules.plain import deviation
 from fastbert.modules.plan import Mode, plan
 from fastbert.modules.plan_cache import PlanCache
-from fastbert.modules.snapshot import Snapshot
+from fastbert.modules.snapshot import NotCopied, Snapshot
 from fastbert.ops import backend as backends
 from fastbert.ops.register import is_watched
 
@@ -45,11 +45,8 @@ class Found(NamedTuple):
     pooled: Tensor | None
 
 
-class PreparedCall:
-    """The prepared call of one `BertModel`, which is made at the first call and when facts change.
-
-    Copies and pickles of the model get an empty object, because a copy has other modules.
-    """
+class PreparedCall(NotCopied):
+    """The prepared call of a `BertModel`, which is made at the first call and when facts change."""
 
     # The attribute of the model that holds this object.
     HOLDER = "_prepared"
@@ -61,14 +58,6 @@ class PreparedCall:
     def clear(self) -> None:
         """Forget the prepared call, which holds the parameters of the model."""
         self._prepared = None
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> PreparedCall:
-        """Return an empty object."""
-        return PreparedCall()
-
-    def __reduce__(self) -> Any:
-        """Pickle an empty object."""
-        return (PreparedCall, ())
 
     def run(self, model: Any, ids: Any, mask: Any, token_types: Any) -> Found | None:
         """Run the whole encoder as one call, if the model and the arguments allow it.

@@ -100,6 +100,21 @@ class Snapshot:
         return {name: value for name, value in vars(root).items() if name != self._holder}
 
 
+class NotCopied:
+    """An object that a module holds about itself.
+
+    Copies and pickles of the module get an empty object, because a copy has other modules.
+    """
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Return an empty object."""
+        return type(self)()
+
+    def __reduce__(self) -> Any:
+        """Pickle an empty object."""
+        return (type(self), ())
+
+
 def _dicts(module: nn.Module) -> Iterator[dict[str, Any]]:
     """Yield the attributes of a module and its dictionaries of parameters, hooks and so on."""
     own = vars(module)
