@@ -295,10 +295,12 @@ def _fast_class(kind: Any, stock: Any) -> Any:
         # A wrapper that keeps this method may outlive `restore`.
         if _exporting() or not _accelerated(self):
             return stock.forward(self, *args, **kwargs)
-        bound = _served(self)
-        for name in given.keys() - taken:
-            if given[name] is not None:
-                bound = f"{name}: got a {type(given[name]).__name__}, allowed: None"
+        unknown = [name for name in given.keys() - taken if given[name] is not None]
+        bound: BoundEncoder | str
+        if unknown:
+            bound = f"{unknown[0]}: got a {type(given[unknown[0]]).__name__}, allowed: None"
+        else:
+            bound = _served(self)
         if isinstance(bound, str):
             _warn_once(stock.__name__, bound)
             return stock.forward(self, *args, **kwargs)
