@@ -128,12 +128,22 @@ inline void check_dropout(double p, const OptionalTensor& seed, const at::Tensor
   TORCH_CHECK_VALUE(seed->numel() == 1, "seed: got shape ", seed->sizes(), ", allowed: (1,)");
 }
 
+// Returns x or, if it is wider, the residual, which sets the dtype of the sum and of its gradient.
+inline const at::Tensor& wider_of(const at::Tensor& x, const OptionalTensor& residual) {
+  return residual && residual->scalar_type() == at::kFloat ? *residual : x;
+}
+
+// With `wide`, a residual in fp32 may be added to x in any dtype.
 inline void check_layer_norm(const at::Tensor& x, const at::Tensor& weight,
                              const OptionalTensor& residual, const OptionalTensor& x_bias,
-                             const OptionalTensor& seed, double dropout_p) {
+                             const OptionalTensor& seed, double dropout_p, bool wide) {
   check_matrix("x", x);
   check_parameter("weight", weight, x);
-  if (residual) check_same("residual", *residual, x);
+  if (residual && wide && residual->scalar_type() == at::kFloat) {
+    check_floats("residual", *residual, x, {x.size(0), x.size(1)});
+  } else if (residual) {
+    check_same("residual", *residual, x);
+  }
   if (x_bias) check_parameter("x_bias", *x_bias, x);
   check_dropout(dropout_p, seed, x);
 }
@@ -141,8 +151,8 @@ inline void check_layer_norm(const at::Tensor& x, const at::Tensor& weight,
 inline void check_layer_norm_forward(const at::Tensor& x, const at::Tensor& weight,
                                      const OptionalTensor& bias, const OptionalTensor& residual,
                                      const OptionalTensor& x_bias, const OptionalTensor& seed,
-                                     double dropout_p, double eps) {
-  check_layer_norm(x, weight, residual, x_bias, seed, dropout_p);
+                                     double dropout_p, double eps, bool wide = false) {
+  check_layer_norm(x, weight, residual, x_bias, seed, dropout_p, wide);
   if (bias) check_parameter("bias", *bias, x);
   check_eps(eps);
 }
@@ -151,9 +161,9 @@ inline void check_layer_norm_backward(const at::Tensor& dy, const at::Tensor& x,
                                       const at::Tensor& weight, const at::Tensor& mean,
                                       const at::Tensor& rstd, const OptionalTensor& residual,
                                       const OptionalTensor& x_bias, const OptionalTensor& seed,
-                                      double dropout_p) {
-  check_layer_norm(x, weight, residual, x_bias, seed, dropout_p);
-  check_same("dy", dy, x);
+                                      double dropout_p, bool wide = false) {
+  check_layer_norm(x, weight, residual, x_bias, seed, dropout_p, wide);
+  check_same("dy", dy, wider_of(x, residual));
   check_statistic("mean", mean, x);
   check_statistic("rstd", rstd, x);
 }

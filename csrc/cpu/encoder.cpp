@@ -7,15 +7,17 @@
 #include <vector>
 
 #include "attention/operands.h"
+#include "layer_parameters.h"
 #include "operators.h"
 #include "recycling.h"
+#include "rows/sums.h"
 
 namespace fastbert::cpu {
 namespace {
 
 // The place of an int8 linear layer's scale, before its column sums, among the scales of a layer.
 constexpr size_t kQkvScale = 0, kProjectionScale = 2, kInnerScale = 4, kOuterScale = 6;
-constexpr size_t kParameters = 12, kScales = 8;  // of a layer whose linear layers have one weight
+constexpr size_t kScales = 8;  // of a layer
 
 // The division of the rows into sequences, and the settings that every layer shares.
 struct Stack {
@@ -30,36 +32,20 @@ struct Stack {
   at::ScalarType dtype;  // of the products; hidden states keep their own dtype
 };
 
-bool is_gated(const std::string& activation) {
-  return activation == "geglu" || activation == "swiglu";
-}
-
 // The number of parameters of a layer.
 size_t parameters_of(const Stack& s) {
-  return kParameters + 2 * (size_t)(s.projections + s.inner_projections - 2);
+  return LayerParameters::count(s.projections, s.inner_projections);
 }
 
-// The tensors of a layer: the weights of each linear layer and then as many biases; the weight and
-// the bias of each norm. A tensor without elements is absent.
-struct Layer {
+struct Layer : LayerParameters {
   size_t number;
-  const at::Tensor *qkv, *projection, *first_norm, *inner, *outer, *second_norm;
   const at::Tensor* scales;  // null if the weights are floating
 
   Layer(size_t i, at::TensorList parameters, at::TensorList all_scales, const Stack& s)
-      : number(i),
-        qkv(&parameters[i * parameters_of(s)]),
-        projection(qkv + 2 * s.projections),
-        first_norm(projection + 2),
-        inner(first_norm + 2),
-        outer(inner + 2 * s.inner_projections),
-        second_norm(outer + 2),
+      : LayerParameters(&parameters[i * parameters_of(s)], s.projections, s.inner_projections),
+        number(i),
         scales(all_scales.empty() ? nullptr : &all_scales[i * kScales]) {}
 };
-
-OptionalTensor present(const at::Tensor& t) {
-  return t.numel() == 0 ? std::nullopt : OptionalTensor(t);
-}
 
 void check(const at::Tensor& hidden, at::TensorList parameters, at::TensorList scales,
            const Stack& s) {
@@ -118,7 +104,8 @@ at::Tensor attention(const at::Tensor& qkv, const Layer& layer, const Stack& s) 
   const double scale = 1.0 / std::sqrt((double)head_dim);
   if (!s.rotations.empty()) {
     const at::Tensor* rotation = &s.rotations[2 * layer.number];
-    rotate_in_place(qkv.view({rows, 3 * s.heads, head_dim}), rotation[0], rotation[1], 2 * s.heads);
+    rotate_in_place(qkv.view({rows, 3 * s.heads, head_dim}), rotation[0], rotation[1], 2 * s.heads,
+                    false);
   }
   const int64_t window = s.windows.empty() ? -1 : s.windows[layer.number];
   OptionalTensor bias;
@@ -181,9 +168,12 @@ at::Tensor product_and_norm(const at::Tensor& x, const at::Tensor* p, const at::
   return normalised(y, residual, norm, s);
 }
 
-// Returns x Wᵀ + bias + residual.
+// Returns x Wᵀ + bias + residual in the dtype of the residual.
 at::Tensor product_and_sum(const at::Tensor& x, const at::Tensor* p, const at::Tensor& residual) {
-  return std::get<0>(linear(x, p[0], present(p[1]), residual, "none", false));
+  if (x.scalar_type() == residual.scalar_type()) {
+    return std::get<0>(linear(x, p[0], present(p[1]), residual, "none", false));
+  }
+  return sum_of(residual, std::get<0>(linear(x, p[0], present(p[1]), std::nullopt, "none", false)));
 }
 
 // Hidden states keep their dtype from layer to layer, which is fp32 under autocast. Products

@@ -1,6 +1,10 @@
-// One layer of an encoder in training, in fp32: its forward, which also returns what its backward
-// reads, and its backward. Each is one parallel region, because between two operators that Python
-// calls, one thread sleeps while the other runs Python.
+// One layer of an encoder in training: its forward, which also returns what its backward reads, and
+// its backward. Each is one parallel region, because between two operators that Python calls, one
+// thread sleeps while the other runs Python.
+//
+// Rows between the layers, parameters and their gradients are in fp32. Under autocast, products and
+// attention have another dtype: the products round their operands, and the results of products and
+// of attention have this dtype, as those of the operators one by one.
 //
 // A call may choose the queries. Then it returns the chosen rows only, and the other rows serve as
 // keys and values.
@@ -11,64 +15,95 @@
 
 #include "attention/operands.h"
 #include "isa/dispatch.h"
+#include "layer_parameters.h"
 #include "operands.h"
 #include "operators.h"
+#include "rows/sums.h"
 
 namespace fastbert::cpu {
 namespace {
 
-// The parameters of a trained layer, in the order of fastbert/ops/encoder.py.
-struct LayerParameters {
-  static constexpr size_t kCount = 12;
-  const at::Tensor &qkv, &qkv_bias, &projection, &projection_bias, &first_norm, &first_norm_bias;
-  const at::Tensor &inner, &inner_bias, &outer, &outer_bias, &second_norm, &second_norm_bias;
-
-  explicit LayerParameters(at::TensorList p)
-      : qkv(p[0]),
-        qkv_bias(p[1]),
-        projection(p[2]),
-        projection_bias(p[3]),
-        first_norm(p[4]),
-        first_norm_bias(p[5]),
-        inner(p[6]),
-        inner_bias(p[7]),
-        outer(p[8]),
-        outer_bias(p[9]),
-        second_norm(p[10]),
-        second_norm_bias(p[11]) {}
-};
-
-// What the forward keeps for the backward. The last two exist only if queries were chosen.
+// What the forward keeps for the backward. A tensor that a layer has not is empty.
 enum Kept : size_t {
-  kKeys,      // rows of the projections of keys and values, after the queries if all are queries
-  kAttended,  // the output of attention
-  kProjected,
+  kKeys,       // rows of the projections of keys and values, after the queries if all are queries
+  kAttended,   // the output of attention
+  kProjected,  // if the norm is after attention
   kFirstMean,
   kFirstScale,
-  kMiddle,  // after the first norm
+  kMiddle,  // the input of the feed-forward, without the norm before it
   kInner,   // before the activation
-  kOuter,
+  kOuter,   // if the norm is after the feed-forward
   kSecondMean,
   kSecondScale,
-  kQueries,  // rows of the projection of the queries
+  kQueries,  // rows of the projection of the queries, if queries were chosen
   kRead,     // the chosen rows of the layer's input
+  kFirst,    // the input of attention, if a norm is before attention
+  kSecond,   // the input of the feed-forward, if a norm is before the feed-forward
+  kCount,
 };
-
-size_t kept_of(const OptionalTensor& chosen) { return chosen ? kRead + 1 : kQueries; }
 
 // The division of the rows into sequences and the settings of a trained layer.
 struct LayerSettings {
   const OptionalTensor &chosen, &cu_seqlens_q, &cu_seqlens_k;
-  at::TensorList seeds;
-  at::ArrayRef<double> dropouts;  // of attention, of its projection, and of the feed-forward
-  int64_t max_seqlen_q, max_seqlen_k, batch, heads;
+  at::TensorList seeds, rotation;  // cosines and sines, or nothing
+  at::ArrayRef<double> dropouts;   // of attention, of its projection, and of the feed-forward
+  int64_t max_seqlen_q, max_seqlen_k, batch, heads, projections, inner_projections;
+  int64_t window;  // the largest distance of a key, -1 without a limit
+  bool pre_norm;
   double eps;
   const std::string& activation;
+  at::ScalarType dtype;  // of products and attention
 
   OptionalTensor seed(size_t i) const {
     return dropouts[i] == 0.0 ? std::nullopt : OptionalTensor(seeds[i]);
   }
+
+  LayerParameters parameters(at::TensorList given) const {
+    return {given.data(), projections, inner_projections};
+  }
 };
+
+// A linear layer whose weights are side by side along its outputs, or its gradients. An absent bias
+// is empty.
+struct Linear {
+  std::vector<at::Tensor> weights, biases;
+
+  Linear(const at::Tensor* first, int64_t count)
+      : weights(first, first + count), biases(first + count, first + 2 * count) {}
+
+  // Returns the part with the outputs from `begin` to `end`, whole weights or rows of one weight.
+  Linear rows(int64_t begin, int64_t end) const {
+    Linear part(nullptr, 0);
+    for (size_t i = 0; i < weights.size(); ++i) {
+      const int64_t length = weights[i].size(0);
+      const int64_t from = std::max<int64_t>(begin, 0), to = std::min(end, length);
+      if (from < to) {
+        part.weights.push_back(weights[i].narrow(0, from, to - from));
+        part.biases.push_back(present(biases[i]) ? biases[i].narrow(0, from, to - from)
+                                                 : biases[i]);
+      }
+      begin -= length, end -= length;
+    }
+    return part;
+  }
+
+  // Returns empty tensors like these.
+  Linear empty_like() const {
+    Linear made(nullptr, 0);
+    for (size_t i = 0; i < weights.size(); ++i) {
+      made.weights.push_back(empty(weights[i].sizes(), weights[i].options()));
+      made.biases.push_back(empty(biases[i].sizes(), biases[i].options()));
+    }
+    return made;
+  }
+
+  void append_to(std::vector<at::Tensor>& list) const {
+    list.insert(list.end(), weights.begin(), weights.end());
+    list.insert(list.end(), biases.begin(), biases.end());
+  }
+};
+
+// Checks
 
 void check_seeds(const LayerSettings& s) {
   TORCH_CHECK_VALUE(s.dropouts.size() == 3, "dropouts: got ", s.dropouts.size(),
@@ -104,11 +139,68 @@ void check_sequences(const at::Tensor& hidden, const LayerSettings& s) {
   }
   if (!s.chosen) return;
   TORCH_CHECK_VALUE(s.cu_seqlens_q, "chosen: got rows without cu_seqlens_q, allowed: None");
+  TORCH_CHECK_VALUE(s.rotation.empty() && !s.pre_norm,
+                    "chosen: got rows with a rotation or pre_norm, allowed: None");
   const int64_t* row = s.chosen->const_data_ptr<int64_t>();
   for (int64_t i = 0; i < s.chosen->numel(); ++i) {
     TORCH_CHECK_VALUE(row[i] > (i == 0 ? -1 : row[i - 1]) && row[i] < rows, "chosen: got ", row[i],
                       " at ", i, ", allowed: increasing numbers from 0 to ", rows - 1);
   }
+}
+
+// Checks weights (·, columns), which have `outputs` rows together unless that is -1, and their
+// biases. Returns the number of rows.
+int64_t check_linear(const at::Tensor* first, int64_t count, int64_t columns, int64_t outputs,
+                     const at::Tensor& hidden) {
+  int64_t rows = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    const at::Tensor &weight = first[i], &bias = first[count + i];
+    TORCH_CHECK_VALUE(weight.dim() == 2 && weight.size(0) >= 1,
+                      "parameters: got a weight of shape ", weight.sizes(), ", allowed: (·, ",
+                      columns, ")");
+    check_floats("parameters", weight, hidden, {weight.size(0), columns});
+    if (present(bias)) check_floats("parameters", bias, hidden, {weight.size(0)});
+    rows += weight.size(0);
+  }
+  TORCH_CHECK_VALUE(outputs < 0 || rows == outputs, "parameters: got weights with ", rows,
+                    " rows, allowed: ", outputs);
+  return rows;
+}
+
+void check_norm(const at::Tensor* norm, const at::Tensor& hidden, bool required) {
+  if (!required && !present(norm[0])) return;
+  check_floats("parameters", norm[0], hidden, {hidden.size(1)});
+  if (present(norm[1])) check_floats("parameters", norm[1], hidden, {hidden.size(1)});
+}
+
+// Returns the number of columns between the two products of the feed-forward.
+int64_t columns_between(at::TensorList parameters, const LayerSettings& s) {
+  return s.parameters(parameters).outer->size(1);
+}
+
+void check_parameters(const at::Tensor& hidden, at::TensorList parameters, const LayerSettings& s) {
+  const int64_t size = hidden.size(1);
+  TORCH_CHECK_VALUE(s.projections == 1 || s.projections == 3, "projections: got ", s.projections,
+                    ", allowed: 1 or 3");
+  TORCH_CHECK_VALUE(s.inner_projections == 1 || s.inner_projections == 2, "inner_projections: got ",
+                    s.inner_projections, ", allowed: 1 or 2");
+  const size_t count = LayerParameters::count(s.projections, s.inner_projections);
+  TORCH_CHECK_VALUE(parameters.size() == count, "parameters: got ", parameters.size(),
+                    " tensors, allowed: ", count);
+  const LayerParameters p = s.parameters(parameters);
+  check_linear(p.qkv, s.projections, size, 3 * size, hidden);
+  if (s.projections == 3) {
+    for (int i = 0; i < 3; ++i) check_floats("parameters", p.qkv[i], hidden, {size, size});
+  }
+  check_linear(p.projection, 1, size, size, hidden);
+  check_norm(p.first_norm, hidden, !s.pre_norm);
+  const int64_t inner = check_linear(p.inner, s.inner_projections, size, -1, hidden);
+  const bool gated = is_gated(s.activation);
+  TORCH_CHECK_VALUE(gated ? inner % 2 == 0 : s.inner_projections == 1, "inner_projections: got ",
+                    s.inner_projections, " and ", inner, " rows with the activation '",
+                    s.activation, "', allowed: 1, or an even number of rows if it is gated");
+  check_linear(p.outer, 1, gated ? inner / 2 : inner, size, hidden);
+  check_norm(p.second_norm, hidden, true);
 }
 
 void check_layer(const at::Tensor& hidden, at::TensorList parameters, const LayerSettings& s) {
@@ -117,22 +209,17 @@ void check_layer(const at::Tensor& hidden, at::TensorList parameters, const Laye
   const int64_t size = hidden.size(1);
   TORCH_CHECK_VALUE(s.heads >= 1 && size % s.heads == 0, "heads: got ", s.heads,
                     ", allowed: a divisor of ", size, ", the number of columns of hidden");
-  TORCH_CHECK_VALUE(parameters.size() == LayerParameters::kCount && parameters[6].dim() == 2 &&
-                        parameters[6].size(0) >= 1,
-                    "parameters: got ", parameters.size(),
-                    " tensors, allowed: ", LayerParameters::kCount, ", number 6 a matrix");
-  const int64_t inner = parameters[6].size(0);
-  check_floats("parameters", parameters[0], hidden, {3 * size, size});
-  check_floats("parameters", parameters[1], hidden, {3 * size});
-  check_floats("parameters", parameters[2], hidden, {size, size});
-  check_floats("parameters", parameters[6], hidden, {inner, size});
-  check_floats("parameters", parameters[7], hidden, {inner});
-  check_floats("parameters", parameters[8], hidden, {size, inner});
-  for (const int i : {3, 4, 5, 9, 10, 11})
-    check_floats("parameters", parameters[i], hidden, {size});
+  check_parameters(hidden, parameters, s);
   check_eps(s.eps);
-  activation_of(s.activation, {Activation::gelu, Activation::gelu_tanh, Activation::relu});
+  activation_of(s.activation, {Activation::gelu, Activation::gelu_tanh, Activation::relu,
+                               Activation::geglu, Activation::swiglu});
+  check_result_dtype(s.dtype);
+  TORCH_CHECK_VALUE(s.rotation.empty() || s.rotation.size() == 2, "rotation: got ",
+                    s.rotation.size(), " tensors, allowed: 2, or none");
   check_seeds(s);
+  TORCH_CHECK_VALUE(!s.pre_norm || (s.dropouts[1] == 0.0 && s.dropouts[2] == 0.0),
+                    "pre_norm: got True with dropouts ", s.dropouts,
+                    ", allowed: 0 for the last two");
   check_sequences(hidden, s);
 }
 
@@ -145,6 +232,72 @@ OptionalTensor copied(const OptionalTensor& chosen) {
                     ", allowed: (N,) on the CPU");
   return private_copy(*chosen, at::kLong);
 }
+
+// Products
+
+// Returns x Wᵀ + bias in the dtype of products.
+at::Tensor product_with_bias(const at::Tensor& x, const Linear& l, const LayerSettings& s) {
+  if (l.weights.size() == 1) {
+    return std::get<0>(linear_in(s.dtype, x, l.weights[0], present(l.biases[0]), "none", false));
+  }
+  const bool biased = present(l.biases[0]).has_value();
+  return parts_in(s.dtype, x, l.weights, biased ? at::TensorList(l.biases) : at::TensorList());
+}
+
+// Returns x Wᵀ in the dtype of products; the norm after the product adds the bias.
+at::Tensor product_without_bias(const at::Tensor& x, const at::Tensor& weight,
+                                const LayerSettings& s) {
+  return std::get<0>(linear_in(s.dtype, x, weight, std::nullopt, "none", false));
+}
+
+// Returns a b + addend in `dtype`, with operands that are rounded to the dtype of products.
+at::Tensor product_of(const at::Tensor& a, const at::Tensor& b, const OptionalTensor& addend,
+                      at::ScalarType dtype, const LayerSettings& s) {
+  auto out = empty({a.size(0), b.size(1)}, a.options().dtype(dtype));
+  matmul_into(out, s.dtype, a, b, addend);
+  return out;
+}
+
+// Returns the gradient of the input of a product, dy W, in the dtype of products.
+at::Tensor gradient_of_rows(const at::Tensor& dy, const at::Tensor& weight,
+                            const LayerSettings& s) {
+  return product_of(dy, weight, std::nullopt, s.dtype, s);
+}
+
+// Returns dy W + addend in fp32. The products with the parts of W are added in order.
+at::Tensor gradient_of_rows(const at::Tensor& dy, const Linear& l, const OptionalTensor& addend,
+                            const LayerSettings& s) {
+  at::Tensor sum;
+  int64_t column = 0;
+  for (const at::Tensor& weight : l.weights) {
+    const auto part = dy.narrow(1, column, weight.size(0));
+    if (column == 0) {
+      sum = product_of(part, weight, addend, at::kFloat, s);
+    } else {
+      matmul_into(sum, s.dtype, part, weight, sum);
+    }
+    column += weight.size(0);
+  }
+  return sum;
+}
+
+// Writes dyᵀ x to the gradients of the weights, and to those of the biases the sums of the rows of
+// dy, unless `sums` has them.
+void write_gradients(const Linear& gradients, const at::Tensor& dy, const at::Tensor& x,
+                     const OptionalTensor& sums, const LayerSettings& s) {
+  int64_t column = 0;
+  for (size_t i = 0; i < gradients.weights.size(); ++i) {
+    const int64_t length = gradients.weights[i].size(0);
+    const auto part = dy.narrow(1, column, length);
+    matmul_into(gradients.weights[i], s.dtype, part.t(), x, std::nullopt);
+    if (present(gradients.biases[i])) {
+      gradients.biases[i].copy_(sums ? sums->narrow(0, column, length) : sum_rows(part));
+    }
+    column += length;
+  }
+}
+
+// Attention
 
 // Returns the part of rows (T, parts · H) that belongs to one projection: (T, heads, head_dim) of
 // packed sequences, otherwise (batch, heads, length, head_dim).
@@ -166,124 +319,269 @@ std::array<at::Tensor, 3> split_heads(const at::Tensor& queries, const at::Tenso
   return {heads_of(keys, 0, size, s), heads_of(keys, 1, size, s), heads_of(keys, 2, size, s)};
 }
 
-at::Tensor product_with_bias(const at::Tensor& x, const at::Tensor& weight,
-                             const OptionalTensor& bias) {
-  return std::get<0>(linear(x, weight, bias, std::nullopt, "none", false));
+// Rotates the queries and keys of rows (T, 3 H) in place.
+void rotate(const at::Tensor& rows, bool inverse, const LayerSettings& s) {
+  if (s.rotation.empty()) return;
+  const auto heads = rows.unflatten(1, {3 * s.heads, rows.size(1) / (3 * s.heads)});
+  rotate_in_place(heads, s.rotation[0], s.rotation[1], 2 * s.heads, inverse);
 }
 
 double scale_of(int64_t size, const LayerSettings& s) {
   return 1.0 / std::sqrt((double)(size / s.heads));
 }
 
-void run_forward(const at::Tensor& hidden, const LayerParameters& p, const LayerSettings& s,
-                 std::vector<at::Tensor>& found) {
-  const int64_t size = hidden.size(1);
-  at::Tensor *kept = &found[1], residual = hidden;
+// Keeps the projections of `rows` and the output of attention. The queries are projections of
+// `read`, the chosen rows.
+void attend(const at::Tensor& rows, const at::Tensor& read, const LayerParameters& p,
+            const LayerSettings& s, at::Tensor* kept) {
+  const int64_t size = rows.size(1);
+  const Linear qkv(p.qkv, s.projections);
   if (s.chosen) {
-    residual = kept[kRead] = hidden.index_select(0, *s.chosen);
-    kept[kQueries] =
-        product_with_bias(residual, p.qkv.narrow(0, 0, size), p.qkv_bias.narrow(0, 0, size));
-    kept[kKeys] = product_with_bias(hidden, p.qkv.narrow(0, size, 2 * size),
-                                    p.qkv_bias.narrow(0, size, 2 * size));
+    kept[kQueries] = product_with_bias(read, qkv.rows(0, size), s);
+    kept[kKeys] = product_with_bias(rows, qkv.rows(size, 3 * size), s);
   } else {
-    kept[kKeys] = product_with_bias(hidden, p.qkv, p.qkv_bias);
+    kept[kKeys] = product_with_bias(rows, qkv, s);
+    rotate(kept[kKeys], false, s);
   }
-  const auto [q, k, v] = split_heads(kept[s.chosen ? kQueries : kKeys], kept[kKeys], size, s);
+  const auto [q, k, v] = split_heads(kept[kQueries], kept[kKeys], size, s);
   auto out = std::get<0>(attention_forward(
       q, k, v, std::nullopt, std::nullopt, s.cu_seqlens_q, s.cu_seqlens_k, s.seed(0),
-      s.max_seqlen_q, s.max_seqlen_k, s.dropouts[0], scale_of(size, s), -1, -1));
+      s.max_seqlen_q, s.max_seqlen_k, s.dropouts[0], scale_of(size, s), s.window, s.window));
   if (!s.cu_seqlens_q) out = out.transpose(1, 2);
-  kept[kAttended] = out.reshape({residual.size(0), size});
-  kept[kProjected] = product_with_bias(kept[kAttended], p.projection, std::nullopt);
-  std::tie(kept[kMiddle], kept[kFirstMean], kept[kFirstScale]) =
-      layer_norm_forward(kept[kProjected], p.first_norm, p.first_norm_bias, residual,
-                         p.projection_bias, s.seed(1), s.dropouts[1], s.eps);
-  at::Tensor activated;
-  std::tie(activated, kept[kInner]) =
-      linear(kept[kMiddle], p.inner, p.inner_bias, std::nullopt, s.activation, true);
-  kept[kOuter] = product_with_bias(activated, p.outer, std::nullopt);
-  std::tie(found[0], kept[kSecondMean], kept[kSecondScale]) =
-      layer_norm_forward(kept[kOuter], p.second_norm, p.second_norm_bias, kept[kMiddle],
-                         p.outer_bias, s.seed(2), s.dropouts[2], s.eps);
+  kept[kAttended] = out.reshape({read.size(0), size});
 }
 
-at::Tensor gradient_of_weight(const at::Tensor& dy, const at::Tensor& x) {
-  return matmul(dy.t(), x, std::nullopt, at::kFloat);
-}
-
-// Returns the gradients of hidden and of the parameters, in their order.
-std::vector<at::Tensor> run_backward(const at::Tensor& dy, const at::Tensor& hidden,
-                                     const LayerParameters& p, at::TensorList kept,
-                                     const LayerSettings& s) {
-  const int64_t size = hidden.size(1);
-  const auto norm_gradients = [&](const at::Tensor& dy_of, Kept x, Kept mean, Kept rstd,
-                                  const at::Tensor& weight, const at::Tensor& residual,
-                                  const at::Tensor& x_bias, size_t dropout) {
-    auto found = layer_norm_backward(dy_of, kept[x], weight, kept[mean], kept[rstd], residual,
-                                     x_bias, s.seed(dropout), true, s.dropouts[dropout]);
-    // Without dropout, the gradient of x is that of the sum.
-    if (s.dropouts[dropout] == 0.0) std::get<1>(found) = std::get<0>(found);
-    return found;
-  };
-  const auto [dmiddle_sum, douter, dsecond, dsecond_bias, douter_bias] = norm_gradients(
-      dy, kOuter, kSecondMean, kSecondScale, p.second_norm, kept[kMiddle], p.outer_bias, 2);
-  const auto [dinner, dinner_bias, activated] =
-      activation_backward(matmul(douter, p.outer, std::nullopt, at::kFloat), kept[kInner],
-                          std::nullopt, s.activation, true, true);
-  const auto dmiddle = matmul(dinner, p.inner, dmiddle_sum, at::kFloat);
-  const auto dinner_weight = gradient_of_weight(dinner, kept[kMiddle]);
-  const auto douter_weight = gradient_of_weight(douter, activated);
-  const auto& residual = s.chosen ? kept[kRead] : hidden;
-  const auto [dresidual, dprojected, dfirst, dfirst_bias, dprojection_bias] = norm_gradients(
-      dmiddle, kProjected, kFirstMean, kFirstScale, p.first_norm, residual, p.projection_bias, 1);
-  const auto dattended = matmul(dprojected, p.projection, std::nullopt, at::kFloat);
-  const auto dprojection = gradient_of_weight(dprojected, kept[kAttended]);
-  const auto dkeys = empty(kept[kKeys].sizes(), hidden.options());
-  const auto dqueries = s.chosen ? empty(kept[kQueries].sizes(), hidden.options()) : dkeys;
-  const auto [q, k, v] = split_heads(kept[s.chosen ? kQueries : kKeys], kept[kKeys], size, s);
+// Takes the gradient of the output of attention and `dread`, a gradient of the rows that are read,
+// in fp32. Returns the gradient of the rows, and writes those of the projections.
+at::Tensor attend_backward(const at::Tensor& dattended, const OptionalTensor& dread,
+                           const at::Tensor& rows, const LayerParameters& p, at::TensorList kept,
+                           const Linear& gradients, const LayerSettings& s) {
+  const int64_t size = rows.size(1);
+  const Linear qkv(p.qkv, s.projections);
+  const auto dkeys = empty(kept[kKeys].sizes(), kept[kKeys].options());
+  const auto dqueries = s.chosen ? empty(kept[kQueries].sizes(), dkeys.options()) : dkeys;
+  const auto [q, k, v] = split_heads(kept[kQueries], kept[kKeys], size, s);
   const auto [dq, dk, dv] = split_heads(dqueries, dkeys, size, s);
   attention_backward(dq, dk, dv, std::nullopt, heads_of(dattended, 0, size, s), q, k, v,
                      std::nullopt, std::nullopt, s.cu_seqlens_q, s.cu_seqlens_k, s.seed(0),
-                     s.max_seqlen_q, s.max_seqlen_k, s.dropouts[0], scale_of(size, s), -1, -1);
-  at::Tensor dhidden, dqkv, dqkv_bias;
-  if (s.chosen) {
-    const auto dread = matmul(dqueries, p.qkv.narrow(0, 0, size), dresidual, at::kFloat);
-    dhidden = matmul(dkeys, p.qkv.narrow(0, size, 2 * size),
-                     scatter_rows(dread, *s.chosen, hidden.size(0)), at::kFloat);
-    dqkv = empty(p.qkv.sizes(), p.qkv.options());
-    matmul_into(dqkv.narrow(0, 0, size), dqueries.t(), kept[kRead], std::nullopt);
-    matmul_into(dqkv.narrow(0, size, 2 * size), dkeys.t(), hidden, std::nullopt);
-    dqkv_bias = empty({3 * size}, p.qkv.options());
-    dqkv_bias.narrow(0, 0, size).copy_(sum_rows(dqueries));
-    dqkv_bias.narrow(0, size, 2 * size).copy_(sum_rows(dkeys));
-  } else {
-    dhidden = matmul(dkeys, p.qkv, dresidual, at::kFloat);
-    dqkv = gradient_of_weight(dkeys, hidden);
-    dqkv_bias = sum_rows(dkeys);
+                     s.max_seqlen_q, s.max_seqlen_k, s.dropouts[0], scale_of(size, s), s.window,
+                     s.window);
+  if (!s.chosen) {
+    rotate(dkeys, true, s);
+    write_gradients(gradients, dkeys, rows, std::nullopt, s);
+    return gradient_of_rows(dkeys, qkv, dread, s);
   }
-  return {dhidden,     dqkv,        dqkv_bias,     dprojection, dprojection_bias,
-          dfirst,      dfirst_bias, dinner_weight, dinner_bias, douter_weight,
-          douter_bias, dsecond,     dsecond_bias};
+  write_gradients(gradients.rows(0, size), dqueries, kept[kRead], std::nullopt, s);
+  write_gradients(gradients.rows(size, 3 * size), dkeys, rows, std::nullopt, s);
+  const auto dchosen = gradient_of_rows(dqueries, qkv.rows(0, size), dread, s);
+  return gradient_of_rows(dkeys, qkv.rows(size, 3 * size),
+                          scatter_rows(dchosen, *s.chosen, rows.size(0)), s);
 }
 
-void check_kept(const at::Tensor& dy, const at::Tensor& hidden, at::TensorList kept, int64_t inner,
-                const LayerSettings& s) {
+// The feed-forward
+
+// Keeps the first product, and returns its activation.
+at::Tensor activate(const at::Tensor& rows, const LayerParameters& p, const LayerSettings& s,
+                    at::Tensor* kept) {
+  if (is_gated(s.activation)) {
+    kept[kInner] = product_with_bias(rows, Linear(p.inner, s.inner_projections), s);
+    return activation_forward(kept[kInner], std::nullopt, s.activation);
+  }
+  auto [activated, inner] =
+      linear_in(s.dtype, rows, p.inner[0], present(p.inner[1]), s.activation, true);
+  kept[kInner] = inner;
+  return activated;
+}
+
+// Takes the gradient of the second product and `drows`, a gradient of the input in fp32. Returns
+// the gradient of the input, and writes those of both weights and of the first bias.
+at::Tensor feed_backward(const at::Tensor& dy, const OptionalTensor& drows, const at::Tensor& rows,
+                         const LayerParameters& p, at::TensorList kept, const Linear& dinner,
+                         const Linear& douter, const LayerSettings& s) {
+  const auto [dh, sums, activated] = activation_backward(
+      gradient_of_rows(dy, p.outer[0], s), kept[kInner], std::nullopt, s.activation, true, true);
+  write_gradients(dinner, dh, rows, sums, s);
+  matmul_into(douter.weights[0], s.dtype, dy.t(), activated, std::nullopt);
+  return gradient_of_rows(dh, Linear(p.inner, s.inner_projections), drows, s);
+}
+
+// The layer
+
+// The gradients of the parameters of a layer.
+struct Gradients {
+  Linear qkv, projection, inner, outer;
+  at::Tensor first_norm[2], second_norm[2];
+
+  Gradients(const LayerParameters& p, const LayerSettings& s)
+      : qkv(Linear(p.qkv, s.projections).empty_like()),
+        projection(Linear(p.projection, 1).empty_like()),
+        inner(Linear(p.inner, s.inner_projections).empty_like()),
+        outer(Linear(p.outer, 1).empty_like()) {
+    for (const int i : {0, 1}) {
+      first_norm[i] = empty({0}, p.first_norm[i].options());
+    }
+  }
+
+  // Returns the gradient of hidden and these, in the order of the parameters.
+  std::vector<at::Tensor> listed(const at::Tensor& dhidden) const {
+    std::vector<at::Tensor> list = {dhidden};
+    qkv.append_to(list);
+    projection.append_to(list);
+    list.insert(list.end(), first_norm, first_norm + 2);
+    inner.append_to(list);
+    outer.append_to(list);
+    list.insert(list.end(), second_norm, second_norm + 2);
+    return list;
+  }
+};
+
+void forward_post_norm(const at::Tensor& hidden, const LayerParameters& p, const LayerSettings& s,
+                       std::vector<at::Tensor>& found) {
+  at::Tensor *kept = &found[1], read = hidden;
+  if (s.chosen) read = kept[kRead] = hidden.index_select(0, *s.chosen);
+  attend(hidden, read, p, s, kept);
+  kept[kProjected] = product_without_bias(kept[kAttended], p.projection[0], s);
+  std::tie(kept[kMiddle], kept[kFirstMean], kept[kFirstScale]) =
+      layer_norm_forward(kept[kProjected], p.first_norm[0], present(p.first_norm[1]), read,
+                         present(p.projection[1]), s.seed(1), s.dropouts[1], s.eps);
+  const auto activated = activate(kept[kMiddle], p, s, kept);
+  kept[kOuter] = product_without_bias(activated, p.outer[0], s);
+  std::tie(found[0], kept[kSecondMean], kept[kSecondScale]) =
+      layer_norm_forward(kept[kOuter], p.second_norm[0], present(p.second_norm[1]), kept[kMiddle],
+                         present(p.outer[1]), s.seed(2), s.dropouts[2], s.eps);
+}
+
+at::Tensor backward_post_norm(const at::Tensor& dy, const at::Tensor& hidden,
+                              const LayerParameters& p, at::TensorList kept, Gradients& g,
+                              const LayerSettings& s) {
+  // Returns the gradients of the residual and of the product, which are the same without dropout.
+  const auto norm_backward = [&](const at::Tensor& dy_of, Kept x, Kept mean, Kept rstd,
+                                 const at::Tensor* norm, const at::Tensor& residual,
+                                 const at::Tensor& bias, size_t dropout, at::Tensor* dnorm,
+                                 at::Tensor& dbias) {
+    at::Tensor dsum, dx;
+    std::tie(dsum, dx, dnorm[0], dnorm[1], dbias) = layer_norm_backward(
+        dy_of, kept[x], norm[0], kept[mean], kept[rstd], residual, present(bias), s.seed(dropout),
+        present(norm[1]).has_value(), s.dropouts[dropout]);
+    return std::pair(dsum, s.dropouts[dropout] == 0.0 ? dsum : dx);
+  };
+  const auto [dmiddle_sum, dfed] =
+      norm_backward(dy, kOuter, kSecondMean, kSecondScale, p.second_norm, kept[kMiddle], p.outer[1],
+                    2, g.second_norm, g.outer.biases[0]);
+  const auto dmiddle =
+      feed_backward(dfed, dmiddle_sum, kept[kMiddle], p, kept, g.inner, g.outer, s);
+  const auto& read = s.chosen ? kept[kRead] : hidden;
+  const auto [dread, dprojected] =
+      norm_backward(dmiddle, kProjected, kFirstMean, kFirstScale, p.first_norm, read,
+                    p.projection[1], 1, g.first_norm, g.projection.biases[0]);
+  matmul_into(g.projection.weights[0], s.dtype, dprojected.t(), kept[kAttended], std::nullopt);
+  return attend_backward(gradient_of_rows(dprojected, p.projection[0], s), dread, hidden, p, kept,
+                         g.qkv, s);
+}
+
+// The same with norms before attention, unless it is absent, and before the feed-forward.
+void forward_pre_norm(const at::Tensor& hidden, const LayerParameters& p, const LayerSettings& s,
+                      std::vector<at::Tensor>& found) {
+  at::Tensor *kept = &found[1], rows = hidden;
+  const auto norm = [&](const at::Tensor& x, const at::Tensor* parameters, Kept y, Kept mean,
+                        Kept rstd) {
+    std::tie(kept[y], kept[mean], kept[rstd]) =
+        layer_norm_forward(x, parameters[0], present(parameters[1]), std::nullopt, std::nullopt,
+                           std::nullopt, 0.0, s.eps);
+    return kept[y];
+  };
+  const auto product_and_sum = [&](const at::Tensor& x, const at::Tensor* l,
+                                   const at::Tensor& residual) {
+    return sum_of(residual, std::get<0>(linear_in(s.dtype, x, l[0], present(l[1]), "none", false)));
+  };
+  if (present(p.first_norm[0])) rows = norm(hidden, p.first_norm, kFirst, kFirstMean, kFirstScale);
+  attend(rows, rows, p, s, kept);
+  kept[kMiddle] = product_and_sum(kept[kAttended], p.projection, hidden);
+  const auto second = norm(kept[kMiddle], p.second_norm, kSecond, kSecondMean, kSecondScale);
+  found[0] = product_and_sum(activate(second, p, s, kept), p.outer, kept[kMiddle]);
+}
+
+at::Tensor backward_pre_norm(const at::Tensor& dy_in, const at::Tensor& hidden,
+                             const LayerParameters& p, at::TensorList kept, Gradients& g,
+                             const LayerSettings& s) {
+  // Takes the gradient of the result of a norm, which a product rounds. Returns the gradient of the
+  // norm's input and of the residual connection around the norm.
+  const auto norm_backward = [&](const at::Tensor& dy, const at::Tensor& x, Kept mean, Kept rstd,
+                                 const at::Tensor* norm, const at::Tensor& dresidual,
+                                 at::Tensor* dnorm) {
+    at::Tensor dsum;
+    std::tie(dsum, std::ignore, dnorm[0], dnorm[1], std::ignore) = layer_norm_backward(
+        rounded_to(dy, s.dtype), x, norm[0], kept[mean], kept[rstd], std::nullopt, std::nullopt,
+        std::nullopt, present(norm[1]).has_value(), 0.0);
+    return sum_of(dresidual, dsum);
+  };
+  const auto write_bias = [&](const Linear& gradient, const at::Tensor& dy) {
+    if (present(gradient.biases[0])) gradient.biases[0].copy_(sum_rows(dy));
+  };
+  const auto dy = dy_in.contiguous(), dfed = rounded_to(dy, s.dtype);
+  write_bias(g.outer, dfed);
+  const auto dsecond =
+      feed_backward(dfed, std::nullopt, kept[kSecond], p, kept, g.inner, g.outer, s);
+  const auto dmiddle = norm_backward(dsecond, kept[kMiddle], kSecondMean, kSecondScale,
+                                     p.second_norm, dy, g.second_norm);
+  const auto dprojected = rounded_to(dmiddle, s.dtype);
+  write_gradients(g.projection, dprojected, kept[kAttended], std::nullopt, s);
+  const auto dattended = gradient_of_rows(dprojected, p.projection[0], s);
+  const bool first = present(p.first_norm[0]).has_value();
+  const auto& rows = first ? kept[kFirst] : hidden;
+  const auto dfirst = attend_backward(dattended, std::nullopt, rows, p, kept, g.qkv, s);
+  return first ? norm_backward(dfirst, hidden, kFirstMean, kFirstScale, p.first_norm, dmiddle,
+                               g.first_norm)
+               : sum_of(dmiddle, rounded_to(dfirst, s.dtype));
+}
+
+// Returns the shapes of the kept tensors by their place; (0,) for those that the layer has not.
+struct KeptForm {
+  std::vector<int64_t> shape;
+  at::ScalarType dtype;
+};
+
+std::array<KeptForm, kCount> kept_forms(const at::Tensor& hidden, at::TensorList parameters,
+                                        const LayerSettings& s) {
   const int64_t total = hidden.size(0), size = hidden.size(1);
   const int64_t rows = s.chosen ? s.chosen->numel() : total;
-  check_floats("dy", dy, hidden, {rows, size});
-  TORCH_CHECK_VALUE(kept.size() == kept_of(s.chosen), "kept: got ", kept.size(),
-                    " tensors, allowed: ", kept_of(s.chosen));
-  check_floats("kept", kept[kKeys], hidden, {total, (s.chosen ? 2 : 3) * size});
-  check_floats("kept", kept[kInner], hidden, {rows, inner});
-  for (const Kept i : {kAttended, kProjected, kMiddle, kOuter}) {
-    check_floats("kept", kept[i], hidden, {rows, size});
-  }
-  if (s.chosen) {
-    check_floats("kept", kept[kQueries], hidden, {rows, size});
-    check_floats("kept", kept[kRead], hidden, {rows, size});
-  }
-  for (const Kept i : {kFirstMean, kFirstScale, kSecondMean, kSecondScale}) {
-    check_floats("kept", kept[i], hidden, {rows});
+  const int64_t inner = columns_between(parameters, s) * (is_gated(s.activation) ? 2 : 1);
+  const bool first = !s.pre_norm || present(s.parameters(parameters).first_norm[0]);
+  std::array<KeptForm, kCount> forms;
+  const auto set = [&](Kept i, bool exists, std::vector<int64_t> shape, at::ScalarType dtype) {
+    forms[i] = {exists ? std::move(shape) : std::vector<int64_t>{0}, dtype};
+  };
+  set(kKeys, true, {total, (s.chosen ? 2 : 3) * size}, s.dtype);
+  set(kAttended, true, {rows, size}, s.dtype);
+  set(kProjected, !s.pre_norm, {rows, size}, s.dtype);
+  set(kFirstMean, first, {rows}, at::kFloat);
+  set(kFirstScale, first, {rows}, at::kFloat);
+  set(kMiddle, true, {rows, size}, at::kFloat);
+  set(kInner, true, {rows, inner}, s.dtype);
+  set(kOuter, !s.pre_norm, {rows, size}, s.dtype);
+  set(kSecondMean, true, {rows}, at::kFloat);
+  set(kSecondScale, true, {rows}, at::kFloat);
+  set(kQueries, s.chosen.has_value(), {rows, size}, s.dtype);
+  set(kRead, s.chosen.has_value(), {rows, size}, at::kFloat);
+  set(kFirst, s.pre_norm && first, {rows, size}, at::kFloat);
+  set(kSecond, s.pre_norm, {rows, size}, at::kFloat);
+  return forms;
+}
+
+void check_kept(const at::Tensor& dy, const at::Tensor& hidden, at::TensorList parameters,
+                at::TensorList kept, const LayerSettings& s) {
+  const int64_t rows = s.chosen ? s.chosen->numel() : hidden.size(0);
+  check_floats("dy", dy, hidden, {rows, hidden.size(1)});
+  TORCH_CHECK_VALUE(kept.size() == kCount, "kept: got ", kept.size(),
+                    " tensors, allowed: ", (int64_t)kCount);
+  const auto forms = kept_forms(hidden, parameters, s);
+  for (size_t i = 0; i < kCount; ++i) {
+    check_device("kept", kept[i], hidden);
+    TORCH_CHECK_VALUE(kept[i].sizes() == at::IntArrayRef(forms[i].shape), "kept: got shape ",
+                      kept[i].sizes(), " at ", i, ", allowed: ", text_of(forms[i].shape));
+    TORCH_CHECK_TYPE(kept[i].numel() == 0 || kept[i].scalar_type() == forms[i].dtype,
+                     "kept: got dtype ", kept[i].scalar_type(), " at ", i,
+                     ", allowed: ", forms[i].dtype);
   }
 }
 
@@ -291,13 +589,13 @@ void check_kept(const at::Tensor& dy, const at::Tensor& hidden, at::TensorList k
 
 at::Tensor sum_rows(const at::Tensor& x_in) {
   check_matrix("x", x_in);
-  check_floats("x", x_in, x_in, {x_in.size(0), x_in.size(1)});
   const auto x = fastbert::with_unit_columns(x_in);
   const int64_t rows = x.size(0), columns = x.size(1);
-  auto sum = empty({columns}, x.options());
+  auto sum = empty({columns}, x.options().dtype(at::kFloat));
   const int64_t starts[] = {0, rows}, target = 0;
-  const SegmentSums params = {Format::f32, columns, x.const_data_ptr<float>(), x.stride(0), nullptr,
-                              starts,      &target, sum.mutable_data_ptr(),    columns};
+  const SegmentSums params = {
+      format_of(x), Format::f32, columns, x.const_data_ptr(),     x.stride(0),
+      nullptr,      starts,      &target, sum.mutable_data_ptr(), columns};
   const Kernels& k = kernels();
   parallel_for((columns + kStripColumns - 1) / kStripColumns, grain_rows(kStripColumns * rows + 1),
                [&](int64_t begin, int64_t end) { k.sum_segments(params, begin, end); });
@@ -308,36 +606,50 @@ std::vector<at::Tensor> layer_forward(const at::Tensor& hidden, at::TensorList p
                                       const OptionalTensor& chosen_in,
                                       const OptionalTensor& cu_seqlens_q,
                                       const OptionalTensor& cu_seqlens_k, at::TensorList seeds,
-                                      at::ArrayRef<double> dropouts, int64_t max_seqlen_q,
-                                      int64_t max_seqlen_k, int64_t batch, int64_t heads,
-                                      double eps, const std::string& activation) {
+                                      at::TensorList rotation, at::ArrayRef<double> dropouts,
+                                      int64_t max_seqlen_q, int64_t max_seqlen_k, int64_t batch,
+                                      int64_t heads, int64_t projections, int64_t inner_projections,
+                                      int64_t window, bool pre_norm, double eps,
+                                      const std::string& activation, at::ScalarType dtype) {
   const OptionalTensor chosen = copied(chosen_in);
-  const LayerSettings s = {chosen,       cu_seqlens_q, cu_seqlens_k, seeds, dropouts,  max_seqlen_q,
-                           max_seqlen_k, batch,        heads,        eps,   activation};
+  const LayerSettings s = {
+      chosen,       cu_seqlens_q, cu_seqlens_k, seeds,      rotation,    dropouts,
+      max_seqlen_q, max_seqlen_k, batch,        heads,      projections, inner_projections,
+      window,       pre_norm,     eps,          activation, dtype};
   check_layer(hidden, parameters, s);
-  std::vector<at::Tensor> found(1 + kept_of(chosen));
-  const auto run = [&] { run_forward(hidden, LayerParameters(parameters), s, found); };
+  std::vector<at::Tensor> found(1 + kCount);
+  for (size_t i = 1; i <= kCount; ++i) found[i] = empty({0}, hidden.options());
+  const auto run = [&] {
+    const LayerParameters p = s.parameters(parameters);
+    pre_norm ? forward_pre_norm(hidden, p, s, found) : forward_post_norm(hidden, p, s, found);
+  };
   worth_a_team(hidden.size(0), parameters) ? together(run) : run();
   return found;
 }
 
-std::vector<at::Tensor> layer_backward(const at::Tensor& dy, const at::Tensor& hidden,
-                                       at::TensorList parameters, at::TensorList kept,
-                                       const OptionalTensor& chosen_in,
-                                       const OptionalTensor& cu_seqlens_q,
-                                       const OptionalTensor& cu_seqlens_k, at::TensorList seeds,
-                                       at::ArrayRef<double> dropouts, int64_t max_seqlen_q,
-                                       int64_t max_seqlen_k, int64_t batch, int64_t heads,
-                                       double eps, const std::string& activation) {
+std::vector<at::Tensor> layer_backward(
+    const at::Tensor& dy, const at::Tensor& hidden, at::TensorList parameters, at::TensorList kept,
+    const OptionalTensor& chosen_in, const OptionalTensor& cu_seqlens_q,
+    const OptionalTensor& cu_seqlens_k, at::TensorList seeds, at::TensorList rotation,
+    at::ArrayRef<double> dropouts, int64_t max_seqlen_q, int64_t max_seqlen_k, int64_t batch,
+    int64_t heads, int64_t projections, int64_t inner_projections, int64_t window, bool pre_norm,
+    double eps, const std::string& activation, at::ScalarType dtype) {
   const OptionalTensor chosen = copied(chosen_in);
-  const LayerSettings s = {chosen,       cu_seqlens_q, cu_seqlens_k, seeds, dropouts,  max_seqlen_q,
-                           max_seqlen_k, batch,        heads,        eps,   activation};
+  const LayerSettings s = {
+      chosen,       cu_seqlens_q, cu_seqlens_k, seeds,      rotation,    dropouts,
+      max_seqlen_q, max_seqlen_k, batch,        heads,      projections, inner_projections,
+      window,       pre_norm,     eps,          activation, dtype};
   check_layer(hidden, parameters, s);
-  check_kept(dy, hidden, kept, parameters[6].size(0), s);
-  std::vector<at::Tensor> found;
-  const auto run = [&] { found = run_backward(dy, hidden, LayerParameters(parameters), kept, s); };
+  check_kept(dy, hidden, parameters, kept, s);
+  const LayerParameters p = s.parameters(parameters);
+  Gradients gradients(p, s);
+  at::Tensor dhidden;
+  const auto run = [&] {
+    dhidden = pre_norm ? backward_pre_norm(dy, hidden, p, kept, gradients, s)
+                       : backward_post_norm(dy, hidden, p, kept, gradients, s);
+  };
   worth_a_team(hidden.size(0), parameters) ? together(run) : run();
-  return found;
+  return gradients.listed(dhidden);
 }
 
 }  // namespace fastbert::cpu

@@ -15,8 +15,8 @@
 
 namespace fastbert::cpu {
 
-inline Format format_of(const at::Tensor& t) {
-  switch (t.scalar_type()) {
+inline Format format_of(at::ScalarType dtype) {
+  switch (dtype) {
     case at::kBFloat16:
       return Format::bf16;
     case at::kHalf:
@@ -25,6 +25,8 @@ inline Format format_of(const at::Tensor& t) {
       return Format::f32;
   }
 }
+
+inline Format format_of(const at::Tensor& t) { return format_of(t.scalar_type()); }
 
 inline ConstMatrix matrix(const at::Tensor& t) { return {t.const_data_ptr(), t.stride(0)}; }
 

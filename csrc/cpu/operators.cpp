@@ -97,13 +97,16 @@ TORCH_LIBRARY(fastbert_C, m) {
   m.def("sum_rows(Tensor x) -> Tensor");
   m.def(
       "layer_forward(Tensor hidden, Tensor[] parameters, Tensor? chosen, Tensor? cu_seqlens_q, "
-      "Tensor? cu_seqlens_k, Tensor[] seeds, float[] dropouts, int max_seqlen_q, int max_seqlen_k, "
-      "int batch, int heads, float eps, str activation) -> Tensor[]");
+      "Tensor? cu_seqlens_k, Tensor[] seeds, Tensor[] rotation, float[] dropouts, "
+      "int max_seqlen_q, int max_seqlen_k, int batch, int heads, int projections, "
+      "int inner_projections, int window, bool pre_norm, float eps, str activation, "
+      "ScalarType dtype) -> Tensor[]");
   m.def(
       "layer_backward(Tensor dy, Tensor hidden, Tensor[] parameters, Tensor[] kept, "
       "Tensor? chosen, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor[] seeds, "
-      "float[] dropouts, int max_seqlen_q, int max_seqlen_k, int batch, int heads, float eps, "
-      "str activation) -> Tensor[]");
+      "Tensor[] rotation, float[] dropouts, int max_seqlen_q, int max_seqlen_k, int batch, "
+      "int heads, int projections, int inner_projections, int window, bool pre_norm, float eps, "
+      "str activation, ScalarType dtype) -> Tensor[]");
   m.def("use_huge_pages(Tensor[] weights) -> ()");
   m.def("any_outside(Tensor index, int size, int? ignored) -> bool");
   m.def("unpad_indices(Tensor mask) -> (Tensor indices, Tensor cu_seqlens, int max_seqlen)");

@@ -21,11 +21,21 @@ std::tuple<at::Tensor, at::Tensor> linear(const at::Tensor& x, const at::Tensor&
                                           const OptionalTensor& residual,
                                           const std::string& activation, bool save);
 
+// The same without a residual and without checks, for x in `dtype` or fp32. The operands are
+// rounded to `dtype`, which is the dtype of the results.
+std::tuple<at::Tensor, at::Tensor> linear_in(at::ScalarType dtype, const at::Tensor& x,
+                                             const at::Tensor& weight, const OptionalTensor& bias,
+                                             const std::string& activation, bool save);
+
 // Returns activation(x Wᵀ + b), where W and b are the weights and the biases one after another
 // along the outputs. The weights are read as they are stored: nothing is copied or kept, so every
 // write to them is seen. `biases` is empty or as long as `weights`.
 at::Tensor linear_of_parts(const at::Tensor& x, at::TensorList weights, at::TensorList biases,
                            const std::string& activation);
+
+// The same without an activation and without checks, in `dtype` as `linear_in`.
+at::Tensor parts_in(at::ScalarType dtype, const at::Tensor& x, at::TensorList weights,
+                    at::TensorList biases);
 
 // Returns LN(x Wᵀ + bias + residual) in the dtype of the residual: the dtype of x, or fp32.
 at::Tensor linear_layer_norm(const at::Tensor& x, const at::Tensor& weight,
@@ -59,18 +69,21 @@ std::tuple<int64_t, int64_t> int8_layout();
 at::Tensor matmul(const at::Tensor& a, const at::Tensor& b, const OptionalTensor& addend,
                   at::ScalarType dtype);
 
-// Writes a b + addend to `out` (M, N), whose columns are contiguous, without checks. The addend has
-// the dtype of `out`, may be `out` itself, and may be absent.
-void matmul_into(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b,
-                 const OptionalTensor& addend);
+// Writes a b + addend to `out` (M, N), whose columns are contiguous, without checks. The operands
+// are in `dtype` or fp32 and are rounded to `dtype`. The addend has the dtype of `out`, may be
+// `out` itself, and may be absent.
+void matmul_into(const at::Tensor& out, at::ScalarType dtype, const at::Tensor& a,
+                 const at::Tensor& b, const OptionalTensor& addend);
 
+// Returns y, mean and rstd. The residual has the dtype of x or fp32, and y that of the residual.
 std::tuple<at::Tensor, at::Tensor, at::Tensor> layer_norm_forward(
     const at::Tensor& x, const at::Tensor& weight, const OptionalTensor& bias,
     const OptionalTensor& residual, const OptionalTensor& x_bias, const OptionalTensor& seed,
     double dropout_p, double eps);
 
-// Returns the gradients of the sum, x, weight, bias and x_bias. The gradient of x is empty without
-// dropout. The gradient of an absent bias is empty.
+// Returns the gradients of the sum, x, weight, bias and x_bias. The gradient of the sum has the
+// dtype of the residual. The gradient of x is empty without dropout, and that of an absent bias
+// too.
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> layer_norm_backward(
     const at::Tensor& dy, const at::Tensor& x, const at::Tensor& weight, const at::Tensor& mean,
     const at::Tensor& rstd, const OptionalTensor& residual, const OptionalTensor& x_bias,
@@ -91,7 +104,7 @@ at::Tensor rotary(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& 
 
 // The same in the memory of x, which is contiguous.
 void rotate_in_place(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin,
-                     int64_t heads);
+                     int64_t heads, bool inverse);
 
 // Returns softmax(q kᵀ scale + bias) v and, in fp32, the log-sum-exp of each row of logits. q (B,
 // H, Lq, D), k and v (B, H, Lk, D) with any strides; or packed (T, H, D) with int32 cu_seqlens (B +
@@ -189,30 +202,32 @@ std::vector<at::Tensor> encoder(at::Tensor hidden, at::TensorList parameters, at
                                 bool pre_norm, double eps, const std::string& activation,
                                 at::ScalarType dtype, bool all_states);
 
-// Returns the sum (N,) of the rows of x (M, N), in fp32.
+// Returns the sum (N,) of the rows of x (M, N) in fp32.
 at::Tensor sum_rows(const at::Tensor& x);
 
-// Runs one layer in training, in fp32. Returns the rows after the layer, and what the backward
-// reads. `chosen` holds the indices of the rows that are queries, in order; then the result has
-// these rows only. `seeds` and `dropouts` belong to attention, its projection and the feed-forward;
-// without dropout, there are no seeds.
+// Runs one layer in training. Rows and parameters are in fp32, and the operands of products and of
+// attention are rounded to `dtype`. Returns the rows after the layer, and what the backward reads.
+// `chosen` holds the indices of the rows that are queries, in order; then the result has these rows
+// only. `seeds` and `dropouts` belong to attention, its projection and the feed-forward; without
+// dropout, there are no seeds. `rotation` holds cosines and sines, or nothing.
 std::vector<at::Tensor> layer_forward(const at::Tensor& hidden, at::TensorList parameters,
                                       const OptionalTensor& chosen,
                                       const OptionalTensor& cu_seqlens_q,
                                       const OptionalTensor& cu_seqlens_k, at::TensorList seeds,
-                                      at::ArrayRef<double> dropouts, int64_t max_seqlen_q,
-                                      int64_t max_seqlen_k, int64_t batch, int64_t heads,
-                                      double eps, const std::string& activation);
+                                      at::TensorList rotation, at::ArrayRef<double> dropouts,
+                                      int64_t max_seqlen_q, int64_t max_seqlen_k, int64_t batch,
+                                      int64_t heads, int64_t projections, int64_t inner_projections,
+                                      int64_t window, bool pre_norm, double eps,
+                                      const std::string& activation, at::ScalarType dtype);
 
-// Returns the gradients of hidden and of the parameters.
-std::vector<at::Tensor> layer_backward(const at::Tensor& dy, const at::Tensor& hidden,
-                                       at::TensorList parameters, at::TensorList kept,
-                                       const OptionalTensor& chosen,
-                                       const OptionalTensor& cu_seqlens_q,
-                                       const OptionalTensor& cu_seqlens_k, at::TensorList seeds,
-                                       at::ArrayRef<double> dropouts, int64_t max_seqlen_q,
-                                       int64_t max_seqlen_k, int64_t batch, int64_t heads,
-                                       double eps, const std::string& activation);
+// Returns the gradients of hidden and of the parameters; that of an absent parameter is empty.
+std::vector<at::Tensor> layer_backward(
+    const at::Tensor& dy, const at::Tensor& hidden, at::TensorList parameters, at::TensorList kept,
+    const OptionalTensor& chosen, const OptionalTensor& cu_seqlens_q,
+    const OptionalTensor& cu_seqlens_k, at::TensorList seeds, at::TensorList rotation,
+    at::ArrayRef<double> dropouts, int64_t max_seqlen_q, int64_t max_seqlen_k, int64_t batch,
+    int64_t heads, int64_t projections, int64_t inner_projections, int64_t window, bool pre_norm,
+    double eps, const std::string& activation, at::ScalarType dtype);
 
 // Returns whether the layers with these parameters do enough work for a team of threads.
 bool worth_a_team(int64_t rows, at::TensorList parameters);

@@ -123,9 +123,9 @@ class BertEncoder(nn.Module):
 
         hidden = after(0, hidden)
         recompute = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
-        if not (weighed or recompute or torch.compiler.is_compiling()):
+        if not (weighed or torch.compiler.is_compiling()):
             between = any(0 < number < len(layers) for number in stated)
-            call = Call(hidden, layout, after, between, seeds, chosen)
+            call = Call(hidden, layout, after, between, seeds, chosen, recompute)
             run = self.plan(hidden).run
             if run is not None and run.refuses(call) is None:
                 return run.run(call), states, attentions

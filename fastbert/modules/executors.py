@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from fastbert import ops
 from fastbert.modules.batch_layout import BatchLayout
@@ -69,6 +70,8 @@ class Call(NamedTuple):
         between: Whether `after` must see the rows after every layer, not only after the last one.
         seeds: Dropout seeds of each layer, or None.
         chosen: The rows that the last layer computes; None computes all rows.
+        recompute: Whether the backward pass computes the activations of a layer again instead of
+            keeping them.
     """
 
     hidden: Tensor
@@ -77,6 +80,7 @@ class Call(NamedTuple):
     between: bool = False
     seeds: Sequence[LayerSeeds] | None = None
     chosen: ChosenRows | None = None
+    recompute: bool = False
 
 
 class Executor:
@@ -202,7 +206,11 @@ class _Training(Executor):
     def run(self, call: Call) -> Tensor:
         hidden, run_layer = call.hidden, self._layer(call)
         for i in range(len(self.layers)):
-            hidden = call.after(i + 1, run_layer(i, hidden))
+            if call.recompute:
+                rows = checkpoint(run_layer, i, hidden, use_reentrant=False)
+            else:
+                rows = run_layer(i, hidden)
+            hidden = call.after(i + 1, rows)
         return hidden
 
     def _layer(self, call: Call) -> Callable[[int, Tensor], Tensor]:
@@ -238,14 +246,23 @@ class CpuTraining(_Training):
             )
 
         def run(i: int, rows: Tensor) -> Tensor:
-            first, second, third = settings.dropouts[i]
+            first, second, third = settings.dropouts[i][:3]
             numbers = LayerSettings(
-                (first, second, third), settings.heads, settings.eps, settings.activation
+                (first, second, third),
+                settings.heads,
+                self.projections,
+                self.inner_projections,
+                settings.windows[i] if settings.windows else -1,
+                settings.pre_norm,
+                settings.eps,
+                settings.activation,
+                settings.dtype,
             )
             dropping = call.seeds is not None and any(settings.dropouts[i])
             seeds = call.seeds[i][:3] if call.seeds is not None and dropping else ()
             sequences = of_last if i == last else every
-            return trained_layer(rows, self.layers[i], sequences, seeds, numbers)
+            rotation = layout.rotations[settings.bases[i]] if settings.bases else ()
+            return trained_layer(rows, self.layers[i], sequences, seeds, rotation, numbers)
 
         return run
 

@@ -29,7 +29,6 @@ from fastbert.modules.layer import PreNormLayer
 from fastbert.modules.layer_modules import (
     ASKING,
     ATTENTION,
-    DROPPING,
     INNER,
     INT8_ASKING,
     LEAVES,
@@ -41,7 +40,6 @@ from fastbert.modules.layer_modules import (
     may_choose_rows,
     walk,
 )
-from fastbert.modules.linear import Linear
 from fastbert.modules.plain import has_backward_hooks
 from fastbert.modules.quantized_linear import QuantizedLinear
 from fastbert.ops.backend import LOW_PRECISION, ORDER, Request
@@ -173,12 +171,17 @@ _Found = tuple[type[Executor], list[LayerWeights], Settings, str]
 
 
 def _training(found: list[Modules], mode: Mode) -> _Found:
-    _require((beyond := _beyond_bert(found)) is None, str(beyond))
     hooked = has_backward_hooks([module for modules in found for module in modules.values()])
     _require(not hooked, "a module has backward hooks")
     kinds = {type(modules[path]) for modules in found for path in LINEARS}
-    _require(kinds <= {Linear, nn.Linear}, "a linear layer is int8 or joined")
-    weights = [_weights(modules, None) for modules in found]
+    _require(QuantizedLinear not in kinds, "a linear layer is int8")
+    on_cpu = mode.device == "cpu"
+    # Only the CPU's function takes these layers.
+    _require(on_cpu or JoinedLinear not in kinds, "a linear layer is joined")
+    _require_uniform_parts(found)
+    beyond = _beyond_bert(found)
+    absent = _absent() if on_cpu else None
+    weights = [_weights(modules, absent) for modules in found]
     parameters = [tensor for layer in weights for tensor in layer.flat()]
     _require_parameters(parameters)
     dtype = mode.dtype if mode.autocast is None else mode.autocast
@@ -191,18 +194,19 @@ def _training(found: list[Modules], mode: Mode) -> _Found:
     inner = any(m[OUTPUT].training and m[OUTPUT].dropout_p > 0.0 for m in found)
     _require(not inner, "there is dropout inside the feed-forward")
     settings, reason = _agreed(found, ASKING, mode, dtype, OPERATIONS)
-    dropouts = tuple(
-        tuple(m[path].dropout_p if m[path].training else 0.0 for path in (ATTENTION, *NORMS))
-        for m in found
-    )
-    settings = settings._replace(dropouts=dropouts)
+    settings = settings._replace(dropouts=tuple(map(_dropouts, found)))
     if settings.backend == "triton":
+        _require(beyond is None, str(beyond))
+        _require(JoinedLinear not in kinds, "a linear layer is joined")
+        _require(all(p.numel() > 0 for p in parameters), "a parameter is missing")
         return GpuTraining, weights, settings, reason
-    _require(mode.autocast is None, "autocast on the CPU")
+    dropped = settings.pre_norm and any(any(of_layer[1:]) for of_layer in settings.dropouts)
+    _require(not dropped, "there is dropout, and the layer norms are before attention")
     dtypes = {mode.dtype, *(p.dtype for p in parameters)}
     _require(dtypes == {torch.float32}, f"rows and parameters are {dtypes}, not fp32")
     _require(all(p.is_cpu for p in parameters), "a parameter is not on the CPU")
-    _require(all(p.requires_grad for p in parameters), "a parameter is frozen")
+    frozen = any(p.numel() > 0 and not p.requires_grad for p in parameters)
+    _require(not frozen, "a parameter is frozen")
     return CpuTraining, weights, settings, reason
 
 
@@ -220,8 +224,7 @@ def _inference(found: list[Modules], mode: Mode) -> _Found:
     )
     training = int8 and any(modules[path].training for modules in found for path in LINEARS)
     _require(not training, "a quantised layer is in training mode")
-    stored = {(_parts_of(modules[QKV]), _parts_of(modules[INNER])) for modules in found}
-    _require(len(stored) == 1, "the layers differ in the number of projections")
+    _require_uniform_parts(found)
     beyond = _beyond_bert(found)
     _require(beyond is None or on_cpu, str(beyond))
     _require(beyond is None or not int8, f"a linear layer is int8, and {beyond}")
@@ -239,10 +242,6 @@ def _inference(found: list[Modules], mode: Mode) -> _Found:
     held = "rows" if int8 else "weights"
     _require(dtypes <= allowed, f"{held} are {dtypes}, the products {dtype}")
     _require(not any(map(_drops, found)), "there is dropout in training")
-    pre_norm = type(found[0][""]) is PreNormLayer
-    _require(
-        not pre_norm or dtype == mode.dtype, "autocast, and the layer norms are before attention"
-    )
     settings, reason = _agreed(
         found,
         INT8_ASKING if int8 else ASKING,
@@ -260,15 +259,31 @@ def _inference(found: list[Modules], mode: Mode) -> _Found:
 
 def _drops(modules: Modules) -> bool:
     """Return whether a layer drops elements in the mode in which its modules are."""
-    layer = modules[""]
-    dropping = [modules[path] for path in DROPPING if type(modules[path]) is not nn.Identity]
-    found = [module.dropout_p for module in dropping if module.training]
-    if type(layer) is PreNormLayer and layer.training:
-        found += (layer.dropout_p, layer.output_dropout_p)
-    return any(probability > 0.0 for probability in found)
+    output = modules[OUTPUT]
+    return any(_dropouts(modules)) or (output.training and output.dropout_p > 0.0)
 
 
 # What the layers have in common
+
+
+def _dropouts(modules: Modules) -> tuple[float, ...]:
+    """Return the probabilities of dropout: of the attention weights, and before both sums.
+
+    A layer with norms before attention has dropouts of its own, and those of its norms follow.
+    """
+    layer, attention = modules[""], modules[ATTENTION]
+    first = attention.dropout_p if attention.training else 0.0
+    norms = [modules[path] for path in NORMS if type(modules[path]) is not nn.Identity]
+    of_norms = [norm.dropout_p if norm.training else 0.0 for norm in norms]
+    if type(layer) is not PreNormLayer:
+        return (first, *of_norms)
+    sums = (layer.dropout_p, layer.output_dropout_p) if layer.training else (0.0, 0.0)
+    return (first, *sums, *of_norms)
+
+
+def _require_uniform_parts(found: list[Modules]) -> None:
+    stored = {(_parts_of(modules[QKV]), _parts_of(modules[INNER])) for modules in found}
+    _require(len(stored) == 1, "the layers differ in the number of projections")
 
 
 def _beyond_bert(found: list[Modules]) -> str | None:

@@ -9,12 +9,12 @@ bits.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate, chain, pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fastbert.ops.layer_weights import PARAMETERS
 from fastbert.ops.register import first_derivative
 
 
@@ -47,14 +47,26 @@ class LayerSettings(NamedTuple):
         dropouts: Probabilities of the dropouts of attention, of its output projection and of the
             feed-forward.
         heads: Number of attention heads.
+        projections: Number of weights whose results, side by side, are q, k and v: 1 or 3.
+        inner_projections: Number of weights of the first product of the feed-forward: 1, or 2 if
+            the activation is gated.
+        window: Largest distance of a key; -1 without a limit.
+        pre_norm: Whether the layer norms are before attention and feed-forward. The last two
+            dropouts are then 0.
         eps: Term that is added to the variance in the layer norms.
-        activation: Name of the activation, which is not gated.
+        activation: Name of the activation.
+        dtype: Dtype of the products and of attention: fp32, or the dtype of autocast.
     """
 
     dropouts: tuple[float, float, float]
     heads: int
+    projections: int
+    inner_projections: int
+    window: int
+    pre_norm: bool
     eps: float
     activation: str
+    dtype: torch.dtype
 
 
 def trained_layer(
@@ -62,6 +74,7 @@ def trained_layer(
     parameters: Sequence[Tensor],
     sequences: Sequences,
     seeds: Sequence[Tensor],
+    rotation: Sequence[Tensor],
     settings: LayerSettings,
 ) -> Tensor:
     """Run a layer on rows, with a gradient.
@@ -70,15 +83,17 @@ def trained_layer(
 
     Args:
         hidden: Rows of shape ``(T, H)`` in fp32.
-        parameters: The parameters of the layer in fp32, in the order of ``ops.encoder``.
+        parameters: The parameters of the layer in fp32, in the order of ``ops.encoder``. A tensor
+            without elements is absent.
         sequences: Division of the rows.
         seeds: Seeds of the three dropouts, int64 of shape ``(1,)``; none without dropout.
+        rotation: Cosines and sines of shape ``(T, D / 2)`` by which q and k are rotated, or none.
         settings: The numbers of the layer.
 
     Returns:
         The rows after the layer, of the shape of `hidden`; ``(N, H)`` with chosen rows.
     """
-    return _TrainedLayer.apply(sequences, tuple(seeds), settings, hidden, *parameters)
+    return _TrainedLayer.apply(sequences, seeds, rotation, settings, hidden, *parameters)
 
 
 class _TrainedLayer(torch.autograd.Function):
@@ -86,29 +101,33 @@ class _TrainedLayer(torch.autograd.Function):
     def forward(
         ctx: Any,
         sequences: Sequences,
-        seeds: tuple[Tensor, ...],
+        seeds: Sequence[Tensor],
+        rotation: Sequence[Tensor],
         settings: LayerSettings,
         hidden: Tensor,
         *parameters: Tensor,
     ) -> Tensor:
         y, *kept = torch.ops.fastbert_C.layer_forward(
-            hidden, parameters, *sequences[:3], seeds, settings.dropouts, *sequences[3:],
-            *settings[1:],
+            hidden, parameters, *sequences[:3], seeds, rotation, settings.dropouts,
+            *sequences[3:], *settings[1:],
         )  # fmt: skip
         ctx.numbers, ctx.settings = sequences[3:], settings
-        ctx.save_for_backward(hidden, *sequences[:3], *parameters, *kept, *seeds)
-        ctx.kept = len(kept)
+        groups = (parameters, kept, sequences[:3], seeds, rotation)
+        ctx.ends = list(accumulate(map(len, groups), initial=1))
+        ctx.save_for_backward(hidden, *chain(*groups))
         return y
 
     @staticmethod
     @first_derivative
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, *rest = ctx.saved_tensors
-        rows, rest = rest[:3], rest[3:]
-        parameters, rest = rest[:PARAMETERS], rest[PARAMETERS:]
-        kept, seeds = rest[: ctx.kept], rest[ctx.kept :]
+        saved = ctx.saved_tensors
+        parameters, kept, rows, seeds, rotation = (
+            saved[begin:end] for begin, end in pairwise(ctx.ends)
+        )
         gradients = torch.ops.fastbert_C.layer_backward(
-            dy, hidden, parameters, kept, *rows, seeds, ctx.settings.dropouts, *ctx.numbers,
-            *ctx.settings[1:],
+            dy, saved[0], parameters, kept, *rows, seeds, rotation, ctx.settings.dropouts,
+            *ctx.numbers, *ctx.settings[1:],
         )  # fmt: skip
-        return None, None, None, *gradients
+        needed = ctx.needs_input_grad[4:]
+        found = [g if needs else None for g, needs in zip(gradients, needed, strict=True)]
+        return None, None, None, None, *found

@@ -10,6 +10,8 @@ import torch
 from fastbert.ops.int8_linear import pack
 
 T, H, HEADS, INNER = 6, 8, 2, 12
+# The dtypes of the products of a layer in training.
+PRODUCTS = (torch.float32, torch.bfloat16)
 SEED = 0x0123456789ABCDEF
 
 Call = dict[str, Any]
@@ -266,23 +268,42 @@ def _encoder(calls: dict[str, list[Call]]) -> None:
 
 
 def _layer(ops: Any, calls: dict[str, list[Call]]) -> None:
-    """Add a layer in training: dense sequences, and chosen queries of packed ones with dropout."""
-    calls["sum_rows"] = [{"x": torch.randn(T, H)}]
-    rest = {"heads": HEADS, "eps": 1e-12, "activation": "gelu", "batch": 2, "max_seqlen_k": 3}
-    layer = calls["encoder"][0]["parameters"][:12]
-    both = {"hidden": torch.randn(T, H), "parameters": layer} | rest
-    dense = {
+    """Add a layer in training.
+
+    It has dense sequences; chosen queries of packed ones with dropout and q, k and v in parts; or
+    norms before attention, whose first one is absent, and a rotation, a window and a gate.
+    """
+    calls["sum_rows"] = [{"x": torch.randn(T, H).to(dtype)} for dtype in PRODUCTS]
+    _, _, parted, rotated = calls["encoder"]
+    every = {
+        "hidden": torch.randn(T, H), "parameters": calls["encoder"][0]["parameters"][:12],
+        "rotation": [], "batch": 2, "max_seqlen_k": 3, "heads": HEADS, "projections": 1,
+        "inner_projections": 1, "window": -1, "pre_norm": False, "eps": 1e-12,
+        "activation": "gelu",
+    }  # fmt: skip
+    dense = every | {
         "chosen": None, "cu_seqlens_q": None, "cu_seqlens_k": None, "seeds": [],
         "dropouts": [0.0, 0.0, 0.0], "max_seqlen_q": 3,
     }  # fmt: skip
-    chosen = {
+    chosen = every | {
+        "parameters": parted["parameters"][:16], "projections": 3,
         "chosen": torch.tensor([0, 2, 3]),
         "cu_seqlens_q": torch.tensor([0, 1, 3], dtype=torch.int32),
         "cu_seqlens_k": torch.tensor([0, 2, 5], dtype=torch.int32),
         "seeds": [torch.tensor([SEED + i]) for i in range(3)], "dropouts": [0.25, 0.5, 0.125],
         "max_seqlen_q": 2,
     }  # fmt: skip
-    calls["layer_forward"] = [both | dense, both | chosen]
+    before = dense | {
+        "rotation": rotated["rotations"][:2], "window": 1, "dtype": torch.float32,
+        **{name: rotated[name] for name in ("inner_projections", "pre_norm", "activation")},
+    }  # fmt: skip
+    parameters = list(rotated["parameters"][: len(rotated["parameters"]) // 2])
+    # The first norm and a bias are absent.
+    for i in (1, 4, 5):
+        parameters[i] = torch.empty(0)
+    calls["layer_forward"] = [
+        own | {"dtype": dtype} for dtype in PRODUCTS for own in (dense, chosen)
+    ] + [before | {"parameters": parameters}]
     calls["layer_backward"] = []
     for call in calls["layer_forward"]:
         y, *kept = ops.layer_forward(**call)

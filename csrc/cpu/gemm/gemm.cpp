@@ -42,9 +42,13 @@ struct RightOperand {
                x.stride(1),  x.size(0), x.size(1),          bytes.mutable_data_ptr()};
   }
 
-  // For products whose weights are on the left as they are stored.
-  RightOperand(const Kernels& k, const at::Tensor& x)
-      : RightOperand(k, x, k.right_format(format_of(x))) {}
+  // For products in `dtype` whose weights are on the left as they are stored. Wider rows are
+  // rounded while they are packed.
+  RightOperand(const Kernels& k, const at::Tensor& x, at::ScalarType dtype)
+      : RightOperand(
+            k, x, x.scalar_type() == dtype ? k.right_format(format_of(dtype)) : format_of(dtype)) {}
+
+  RightOperand(const Kernels& k, const at::Tensor& x) : RightOperand(k, x, x.scalar_type()) {}
 
   // For x (rows, columns) in `format`, which another product will write.
   RightOperand(const Kernels& k, int64_t rows, int64_t columns, Format format) {
@@ -118,12 +122,12 @@ void run(const Kernels& k, const Packing& x, const std::vector<Gemm>& products) 
   run({packing_of(k, x), products_of(k, products, threads)}, threads);
 }
 
-// Describes the product x Wᵀ + bias + residual. The caller sets the operands, the output and
-// further steps.
-Gemm product(const at::Tensor& x, int64_t n, const OptionalTensor& bias,
+// Describes the product x Wᵀ + bias + residual in `dtype`. The caller sets the operands, the output
+// and further steps.
+Gemm product(const at::Tensor& x, at::ScalarType dtype, int64_t n, const OptionalTensor& bias,
              const OptionalTensor& residual) {
   Gemm g = {};
-  g.rounded = g.pre_activation_format = g.out_format = format_of(x);
+  g.rounded = g.pre_activation_format = g.out_format = format_of(dtype);
   g.m = x.size(0);
   g.n = g.out_row = n;
   g.k = x.size(1);
@@ -143,9 +147,9 @@ void set_operands(Gemm& g, const at::Tensor& a, const RightOperand& right) {
 }
 
 // Describes the product of `x` with a weight on the left.
-Gemm product(const at::Tensor& x, const RightOperand& right, const at::Tensor& weight,
-             const OptionalTensor& bias, const OptionalTensor& residual) {
-  Gemm g = product(x, weight.size(0), bias, residual);
+Gemm product(const at::Tensor& x, at::ScalarType dtype, const RightOperand& right,
+             const at::Tensor& weight, const OptionalTensor& bias, const OptionalTensor& residual) {
+  Gemm g = product(x, dtype, weight.size(0), bias, residual);
   g.turned = true;
   set_operands(g, weight, right);
   return g;
@@ -153,9 +157,9 @@ Gemm product(const at::Tensor& x, const RightOperand& right, const at::Tensor& w
 
 // Returns whether a product of fp32 packs its weight instead of x: with many rows, if the packed
 // weight, of at most 1 MiB, stays in the second-level cache while the rows pass.
-bool packs_weight(const at::Tensor& x, const at::Tensor& weight) {
+bool packs_weight(const at::Tensor& x, const at::Tensor& weight, at::ScalarType dtype) {
   constexpr int64_t kManyRows = 512, kMostElements = 1 << 18;
-  return x.scalar_type() == at::kFloat && x.size(0) >= kManyRows && weight.numel() <= kMostElements;
+  return dtype == at::kFloat && x.size(0) >= kManyRows && weight.numel() <= kMostElements;
 }
 
 // The product of x with a weight, which is summed with a residual and normalised.
@@ -179,7 +183,7 @@ class NormedProduct {
     norm_bias_ = as_float(OptionalTensor(norm_bias));
     residual_ = fastbert::with_unit_columns(residual);
     y = empty({m_, n_}, residual.options());
-    gemm_ = product(x, n_, bias_, residual_);
+    gemm_ = product(x, x.scalar_type(), n_, bias_, residual_);
     gemm_.turned = true;
     gemm_.out_format = Format::f32;
     norm_ = {format_of(y),        n_, nullptr, floats(norm_weight_), floats(norm_bias_), (float)eps,
@@ -274,32 +278,73 @@ std::vector<OptionalTensor> biases_of(at::TensorList biases, at::TensorList weig
   return made;
 }
 
-}  // namespace
-
-std::tuple<at::Tensor, at::Tensor> linear(const at::Tensor& x, const at::Tensor& weight,
-                                          const OptionalTensor& bias_in,
-                                          const OptionalTensor& residual_in,
-                                          const std::string& activation, bool save) {
-  check_matrix("x", x);
-  check_weight(weight, x);
+// The product of `linear` in `dtype`, for arguments that were checked.
+std::tuple<at::Tensor, at::Tensor> product_in(at::ScalarType dtype, const at::Tensor& x,
+                                              const at::Tensor& weight,
+                                              const OptionalTensor& bias_in,
+                                              const OptionalTensor& residual_in,
+                                              const std::string& activation, bool save) {
   const int64_t m = x.size(0), n = weight.size(0);
-  if (bias_in) check_vector("bias", *bias_in, x, n);
-  if (residual_in) check_summand("residual", *residual_in, x, m, n, x.scalar_type());
   const auto bias = as_float(bias_in), residual = with_unit_columns(residual_in);
   const Activation function = epilogue_activation(activation);
-  auto y = empty({m, n}, x.options());
-  auto h = save ? empty({m, n}, x.options()) : empty({0}, x.options());
+  const auto options = x.options().dtype(dtype);
+  auto y = empty({m, n}, options), h = save ? empty({m, n}, options) : empty({0}, options);
   if (m == 0) return {y, h};
   const Kernels& k = kernels();
-  const bool packs = packs_weight(x, weight);
-  const RightOperand right = packs ? RightOperand(k, weight, Format::f32) : RightOperand(k, x);
-  Gemm g = packs ? product(x, n, bias, residual) : product(x, right, weight, bias, residual);
+  const bool packs = packs_weight(x, weight, dtype);
+  const RightOperand right =
+      packs ? RightOperand(k, weight, Format::f32) : RightOperand(k, x, dtype);
+  Gemm g = packs ? product(x, dtype, n, bias, residual)
+                 : product(x, dtype, right, weight, bias, residual);
   if (packs) set_operands(g, x, right);
   g.activation = function;
   g.pre_activation = save ? h.mutable_data_ptr() : nullptr;
   g.out = y.mutable_data_ptr();
   run(k, right.packing, {g});
   return {y, h};
+}
+
+// The product of `linear_of_parts` in `dtype`, with n outputs, for arguments that were checked.
+at::Tensor parts_product_in(at::ScalarType dtype, const at::Tensor& x, at::TensorList weights,
+                            int64_t n, const std::vector<OptionalTensor>& biases,
+                            Activation function) {
+  const int64_t m = x.size(0);
+  auto y = empty({m, n}, x.options().dtype(dtype));
+  if (m == 0) return y;
+  const Kernels& k = kernels();
+  const RightOperand right(k, x, dtype);
+  char* out = (char*)y.mutable_data_ptr();
+  std::vector<Gemm> products;
+  for (size_t i = 0; i < weights.size(); ++i) {
+    Gemm g = product(x, dtype, right, weights[i], biases[i], std::nullopt);
+    g.activation = function;
+    g.out = out;
+    g.out_row = n;
+    out += g.n * y.element_size();
+    products.push_back(g);
+  }
+  run(k, right.packing, products);
+  return y;
+}
+
+}  // namespace
+
+std::tuple<at::Tensor, at::Tensor> linear(const at::Tensor& x, const at::Tensor& weight,
+                                          const OptionalTensor& bias,
+                                          const OptionalTensor& residual,
+                                          const std::string& activation, bool save) {
+  check_matrix("x", x);
+  check_weight(weight, x);
+  const int64_t m = x.size(0), n = weight.size(0);
+  if (bias) check_vector("bias", *bias, x, n);
+  if (residual) check_summand("residual", *residual, x, m, n, x.scalar_type());
+  return product_in(x.scalar_type(), x, weight, bias, residual, activation, save);
+}
+
+std::tuple<at::Tensor, at::Tensor> linear_in(at::ScalarType dtype, const at::Tensor& x,
+                                             const at::Tensor& weight, const OptionalTensor& bias,
+                                             const std::string& activation, bool save) {
+  return product_in(dtype, x, weight, bias, std::nullopt, activation, save);
 }
 
 at::Tensor linear_of_parts(const at::Tensor& x, at::TensorList weights, at::TensorList biases_in,
@@ -311,25 +356,15 @@ at::Tensor linear_of_parts(const at::Tensor& x, at::TensorList weights, at::Tens
     check_weight(weight, x, "weights");
     n += weight.size(0);
   }
-  const auto biases = biases_of(biases_in, weights, x);
-  const Activation function = epilogue_activation(activation);
-  const int64_t m = x.size(0);
-  auto y = empty({m, n}, x.options());
-  if (m == 0) return y;
-  const Kernels& k = kernels();
-  const RightOperand right(k, x);
-  char* out = (char*)y.mutable_data_ptr();
-  std::vector<Gemm> products;
-  for (size_t i = 0; i < weights.size(); ++i) {
-    Gemm g = product(x, right, weights[i], biases[i], std::nullopt);
-    g.activation = function;
-    g.out = out;
-    g.out_row = n;
-    out += g.n * y.element_size();
-    products.push_back(g);
-  }
-  run(k, right.packing, products);
-  return y;
+  return parts_product_in(x.scalar_type(), x, weights, n, biases_of(biases_in, weights, x),
+                          epilogue_activation(activation));
+}
+
+at::Tensor parts_in(at::ScalarType dtype, const at::Tensor& x, at::TensorList weights,
+                    at::TensorList biases) {
+  int64_t n = 0;
+  for (const at::Tensor& weight : weights) n += weight.size(0);
+  return parts_product_in(dtype, x, weights, n, biases_of(biases, weights, x), Activation::none);
 }
 
 at::Tensor linear_layer_norm(const at::Tensor& x, const at::Tensor& weight,
@@ -367,7 +402,7 @@ at::Tensor feed_forward_layer_norm(const at::Tensor& x, const at::Tensor& inner,
   if (m == 0) return normed.y;
   const Kernels& k = kernels();
   const RightOperand right(k, x), activations(k, m, n, k.right_format(format_of(x)));
-  Gemm g = product(x, right, inner, inner_bias, std::nullopt);
+  Gemm g = product(x, x.scalar_type(), right, inner, inner_bias, std::nullopt);
   g.activation = function;
   g.next = activations.packing.packed;
   g.next_format = activations.packing.to;
@@ -378,14 +413,15 @@ at::Tensor feed_forward_layer_norm(const at::Tensor& x, const at::Tensor& inner,
   return normed.y;
 }
 
-void matmul_into(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b,
-                 const OptionalTensor& addend) {
+void matmul_into(const at::Tensor& out, at::ScalarType dtype, const at::Tensor& a,
+                 const at::Tensor& b, const OptionalTensor& addend) {
   const int64_t m = out.size(0), n = out.size(1);
   if (m == 0 || n == 0) return;
   const Kernels& k = kernels();
   const bool turned = b.stride(0) == 1;
-  const RightOperand right = turned ? RightOperand(k, a) : RightOperand(k, b.t(), format_of(a));
-  Gemm g = product(a, n, std::nullopt, addend);
+  const RightOperand right =
+      turned ? RightOperand(k, a, dtype) : RightOperand(k, b.t(), format_of(dtype));
+  Gemm g = product(a, dtype, n, std::nullopt, addend);
   g.turned = turned;
   set_operands(g, turned ? b.t() : a, right);
   g.out_format = format_of(out);
@@ -408,7 +444,7 @@ at::Tensor matmul(const at::Tensor& a, const at::Tensor& b, const OptionalTensor
   const int64_t m = a.size(0), n = b.size(1);
   if (addend_in) check_summand("addend", *addend_in, a, m, n, dtype);
   auto out = empty({m, n}, a.options().dtype(dtype));
-  matmul_into(out, a, b, with_unit_columns(addend_in));
+  matmul_into(out, a.scalar_type(), a, b, with_unit_columns(addend_in));
   return out;
 }
 

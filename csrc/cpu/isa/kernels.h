@@ -43,7 +43,7 @@ struct Dropout {
 
 // y = LN(residual + dropout(x + x_bias)) over rows of `columns` elements; y is contiguous.
 struct LayerNormForward {
-  Format format;
+  Format format, x_format;  // of y and the residual, and of x, which may be narrower than fp32
   int64_t columns;
   ConstMatrix x, residual;
   const float *weight, *bias, *x_bias;
@@ -66,7 +66,7 @@ struct RowNorm {
 // rows adds to its own partial sums: `columns` doubles for dweight, as many for dbias with
 // `has_bias`, and as many for dx_bias with x_bias.
 struct LayerNormBackward {
-  Format format;
+  Format format, x_format;  // of dy, the residual and dsum, and of x and dx
   int64_t columns;
   ConstMatrix dy, x, residual;
   const float *weight, *x_bias, *mean, *rstd;
@@ -146,9 +146,9 @@ struct EmbeddingBackward {
 // kStripColumns columns of one segment.
 constexpr int64_t kStripColumns = 128;
 struct SegmentSums {
-  Format format;  // of out
+  Format format, out_format;  // of the rows and of out
   int64_t columns;
-  const float* rows;
+  const void* rows;
   int64_t stride;
   const int64_t *order, *starts, *targets;
   void* out;

@@ -186,9 +186,10 @@ class Backward {
     for_each_part(given.count, kBlockRows, [&](int64_t row, int64_t rows) {
       const auto dlogits = gradient(first, row, logits_of(given, row, rows, classes));
       const auto into = dhidden.narrow(0, row, rows);
-      matmul_into(into, dlogits, classes, into);
+      matmul_into(into, dlogits.scalar_type(), dlogits, classes, into);
       const auto before = row == 0 ? std::nullopt : OptionalTensor(sum);
-      matmul_into(sum, dlogits.t(), given.hidden.narrow(0, row, rows), before);
+      matmul_into(sum, dlogits.scalar_type(), dlogits.t(), given.hidden.narrow(0, row, rows),
+                  before);
     });
     if (!direct) result.copy_(sum);
   }
@@ -229,8 +230,8 @@ class Backward {
     const int64_t starts[] = {0, rows}, target = 0;
     auto sum = empty({columns}, dlogits.options());
     const SegmentSums params = {
-        Format::f32, columns, dlogits.const_data_ptr<float>(), columns, nullptr,
-        starts,      &target, sum.mutable_data_ptr(),          columns};
+        Format::f32, Format::f32, columns, dlogits.const_data_ptr(), columns,
+        nullptr,     starts,      &target, sum.mutable_data_ptr(),   columns};
     parallel_for((columns + kStripColumns - 1) / kStripColumns, grain_rows(kStripColumns * rows),
                  [&](int64_t begin, int64_t end) { k.sum_segments(params, begin, end); });
     dbias.narrow(0, first, columns).add_(sum);

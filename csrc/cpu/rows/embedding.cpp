@@ -93,8 +93,8 @@ at::Tensor table_gradient(const Kernels& k, const at::Tensor& dsum, const at::Te
   starts.push_back(tokens);
   for (int64_t i = 0; i < tokens; ++i) order[places[numbers[i]]++] = i;
   const SegmentSums params = {
-      format_of(table), columns,        dsum.const_data_ptr<float>(), columns, order.data(),
-      starts.data(),    targets.data(), gradient.mutable_data_ptr(),  columns};
+      format_of(dsum), format_of(table), columns,        dsum.const_data_ptr(),       columns,
+      order.data(),    starts.data(),    targets.data(), gradient.mutable_data_ptr(), columns};
   const int64_t strips = (columns + kStripColumns - 1) / kStripColumns;
   char* out = (char*)gradient.mutable_data_ptr();
   const int64_t bytes = columns * (int64_t)table.element_size();

@@ -120,7 +120,7 @@ void embedding_backward(const EmbeddingBackward& p, int64_t begin, int64_t end, 
 
 // Computes kVectors registers of one sum, from column n on. A group of rows is summed in fp32, and
 // the groups are added in double precision.
-template <class Format, int kVectors>
+template <class From, class To, int kVectors>
 FASTBERT_INLINE void sum_segment(const SegmentSums& p, int64_t segment, int64_t n, int count) {
   DoubleVec low[kVectors] = {}, high[kVectors] = {};
   const int64_t end = p.starts[segment + 1];
@@ -128,26 +128,27 @@ FASTBERT_INLINE void sum_segment(const SegmentSums& p, int64_t segment, int64_t 
     const int64_t group_end = end - i < kGroupRows ? end : i + kGroupRows;
     Vec total[kVectors] = {};
     for (; i < group_end; ++i) {
-      const float* row = p.rows + (p.order ? p.order[i] : i) * p.stride + n;
-      for (int j = 0; j < kVectors; ++j) total[j] += load(row + j * kLanes, count);
+      const int64_t place = (p.order ? p.order[i] : i) * p.stride + n;
+      const auto* row = (const typename From::Storage*)p.rows + place;
+      for (int j = 0; j < kVectors; ++j) total[j] += From::load(row + j * kLanes, count);
     }
     for (int j = 0; j < kVectors; ++j) {
       low[j] += widen(total[j], 0);
       high[j] += widen(total[j], 1);
     }
   }
-  auto* out = (typename Format::Storage*)p.out + p.targets[segment] * p.out_stride + n;
+  auto* out = (typename To::Storage*)p.out + p.targets[segment] * p.out_stride + n;
   for (int j = 0; j < kVectors; ++j) {
     Vec v;
     for (int half = 0; half < 2; ++half) {
       const FloatHalf narrow = __builtin_convertvector(half ? high[j] : low[j], FloatHalf);
       __builtin_memcpy((char*)&v + half * sizeof(narrow), &narrow, sizeof(narrow));
     }
-    Format::store(out + j * kLanes, v, count);
+    To::store(out + j * kLanes, v, count);
   }
 }
 
-template <class Format>
+template <class From, class To>
 void sum_segments_of(const SegmentSums& params, int64_t begin, int64_t end) {
   const SegmentSums p = params;
   const int64_t strips = (p.columns + kStripColumns - 1) / kStripColumns;
@@ -155,14 +156,17 @@ void sum_segments_of(const SegmentSums& params, int64_t begin, int64_t end) {
     const int64_t segment = unit / strips;
     int64_t n = unit % strips * kStripColumns;
     const int64_t last = n + kStripColumns < p.columns ? n + kStripColumns : p.columns;
-    for (; n + 4 * kLanes <= last; n += 4 * kLanes) sum_segment<Format, 4>(p, segment, n, kLanes);
-    for (; n + kLanes <= last; n += kLanes) sum_segment<Format, 1>(p, segment, n, kLanes);
-    if (n < last) sum_segment<Format, 1>(p, segment, n, (int)(last - n));
+    for (; n + 4 * kLanes <= last; n += 4 * kLanes) sum_segment<From, To, 4>(p, segment, n, kLanes);
+    for (; n + kLanes <= last; n += kLanes) sum_segment<From, To, 1>(p, segment, n, kLanes);
+    if (n < last) sum_segment<From, To, 1>(p, segment, n, (int)(last - n));
   }
 }
 
 void sum_segments(const SegmentSums& p, int64_t begin, int64_t end) {
-  with_format(p.format, [&](auto format) { sum_segments_of<decltype(format)>(p, begin, end); });
+  with_format(p.format, [&](auto from) {
+    with_format(p.out_format,
+                [&](auto to) { sum_segments_of<decltype(from), decltype(to)>(p, begin, end); });
+  });
 }
 
 }  // namespace fastbert::cpu::FASTBERT_LEVEL

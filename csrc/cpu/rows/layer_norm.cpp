@@ -11,16 +11,18 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> layer_norm_forward(
     const at::Tensor& x_in, const at::Tensor& weight_in, const OptionalTensor& bias_in,
     const OptionalTensor& residual_in, const OptionalTensor& x_bias_in, const OptionalTensor& seed,
     double dropout_p, double eps) {
-  check_layer_norm_forward(x_in, weight_in, bias_in, residual_in, x_bias_in, seed, dropout_p, eps);
+  check_layer_norm_forward(x_in, weight_in, bias_in, residual_in, x_bias_in, seed, dropout_p, eps,
+                           true);
   const auto x = fastbert::with_unit_columns(x_in);
   const auto residual = with_unit_columns(residual_in);
   const auto weight = as_float(weight_in);
   const auto bias = as_float(bias_in), x_bias = as_float(x_bias_in);
   const int64_t rows = x.size(0), columns = x.size(1);
-  auto y = empty({rows, columns}, x.options());
+  auto y = empty({rows, columns}, wider_of(x, residual).options());
   auto mean = empty({rows}, x.options().dtype(at::kFloat)), rstd = empty_like(mean);
 
-  const LayerNormForward params = {format_of(x),
+  const LayerNormForward params = {format_of(y),
+                                   format_of(x),
                                    columns,
                                    matrix(x),
                                    matrix(residual),
@@ -44,17 +46,18 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> layer_nor
     const at::Tensor& mean_in, const at::Tensor& rstd_in, const OptionalTensor& residual_in,
     const OptionalTensor& x_bias_in, const OptionalTensor& seed, bool has_bias, double dropout_p) {
   check_layer_norm_backward(dy_in, x_in, weight_in, mean_in, rstd_in, residual_in, x_bias_in, seed,
-                            dropout_p);
+                            dropout_p, true);
   const auto dy = fastbert::with_unit_columns(dy_in), x = fastbert::with_unit_columns(x_in);
   const auto residual = with_unit_columns(residual_in);
   const auto weight = as_float(weight_in);
   const auto x_bias = as_float(x_bias_in);
   const auto mean = mean_in.contiguous(), rstd = rstd_in.contiguous();
   const int64_t rows = x.size(0), columns = x.size(1);
-  auto dsum = empty({rows, columns}, x.options());
-  auto dx = dropout_p > 0.0 ? empty_like(dsum) : empty({0}, x.options());
+  auto dsum = empty({rows, columns}, dy.options());
+  auto dx = empty({dropout_p > 0.0 ? rows : 0, columns}, x.options());
 
-  const LayerNormBackward params = {format_of(x),
+  const LayerNormBackward params = {format_of(dsum),
+                                    format_of(x),
                                     columns,
                                     matrix(dy),
                                     matrix(x),

@@ -51,20 +51,23 @@ FASTBERT_INLINE const Storage* row_of(const ConstMatrix& matrix, int64_t row) {
 // for each value, so that the loops of the first two have no branch.
 enum class Summands { x, x_and_residual, any };
 
-// Computes residual + dropout(x + x_bias) of one row, from element n on. P is a params struct.
+// Computes residual + dropout(x + x_bias) of one row, from element n on. P is a params struct, and
+// XFormat the format of x, which is narrower than that of the residual under autocast.
 // Kernels work on local copies of their params. A store could alias the originals, and the compiler
 // would then read them again for every register.
-template <class Format, Summands kSummands, class P>
+template <class Format, class XFormat, Summands kSummands, class P>
 struct RowSum {
   using Storage = typename Format::Storage;
+  using XStorage = typename XFormat::Storage;
 
   const P& p;
-  const Storage *x, *residual;
+  const XStorage* x;
+  const Storage* residual;
   const uint32_t* mask;
 
   FASTBERT_INLINE RowSum(const P& params, int64_t row, uint32_t* mask_memory)
       : p(params),
-        x(row_of<Storage>(params.x, row)),
+        x(row_of<XStorage>(params.x, row)),
         residual(row_of<Storage>(params.residual, row)),
         mask(mask_memory) {
     if constexpr (kSummands == Summands::any) {
@@ -73,7 +76,7 @@ struct RowSum {
   }
 
   FASTBERT_INLINE Vec operator()(int64_t n, int count) const {
-    Vec v = Format::load(x + n, count);
+    Vec v = XFormat::load(x + n, count);
     if constexpr (kSummands == Summands::any) {
       if (p.x_bias) v += load(p.x_bias + n, count);
       if (p.dropout.enabled) v = drop(v, mask + n, p.dropout.scale, count);
@@ -86,10 +89,10 @@ struct RowSum {
 
 // Calls visit(n, u, count, v) for every register v of the row and returns the row in fp32. The row
 // is in `scratch`, or in x if it needs no sum and no conversion.
-template <class Format, Summands kSummands, class P, class Visit>
-FASTBERT_INLINE const float* fp32_row(const RowSum<Format, kSummands, P>& row_sum, int64_t columns,
-                                      float* scratch, Visit visit) {
-  constexpr bool kInPlace = kSummands == Summands::x && sizeof(typename Format::Storage) == 4;
+template <class Format, class XFormat, Summands kSummands, class P, class Visit>
+FASTBERT_INLINE const float* fp32_row(const RowSum<Format, XFormat, kSummands, P>& row_sum,
+                                      int64_t columns, float* scratch, Visit visit) {
+  constexpr bool kInPlace = kSummands == Summands::x && sizeof(typename XFormat::Storage) == 4;
   for_each_summand(columns, [&](int64_t n, int u, int count) __attribute__((always_inline)) {
     const Vec v = row_sum(n, count);
     if (!kInPlace) store(scratch + n, v, count);
@@ -124,14 +127,14 @@ FASTBERT_INLINE void keep_moments(const P& p, int64_t row, const Moments& m) {
   p.rstd[row] = m.rstd;
 }
 
-template <class Format, Summands kSummands>
+template <class Format, class XFormat, Summands kSummands>
 void layer_norm_forward_rows(const LayerNormForward& params, int64_t begin, int64_t end,
                              float* scratch) {
   const LayerNormForward p = params;
   using Storage = typename Format::Storage;
   uint32_t* mask = scratch_mask(scratch, p.columns);
   for (int64_t row = begin; row < end; ++row) {
-    const RowSum<Format, kSummands, LayerNormForward> row_sum(p, row, mask);
+    const RowSum<Format, XFormat, kSummands, LayerNormForward> row_sum(p, row, mask);
     Vec totals[kSums] = {};
     const float* sum = fp32_row(row_sum, p.columns, scratch,
                                 [&](int64_t, int u, int, Vec v)
@@ -167,26 +170,29 @@ void normalise(const RowNorm& params, int64_t begin, int64_t end) {
 
 // The operands and results of one row of the backward pass. `finish` stores the gradient of the sum
 // and, under dropout, of x, and returns the gradient of x.
-template <class Format, Summands kSummands>
+template <class Format, class XFormat, Summands kSummands>
 struct LayerNormRow {
   using P = LayerNormBackward;
   using Storage = typename Format::Storage;
+  using XStorage = typename XFormat::Storage;
   static constexpr bool kHasXBias = kSummands == Summands::any;
 
   const Storage* dy;
-  Storage *dsum, *dx;
+  Storage* dsum;
+  XStorage* dx;
   const uint32_t* mask;
   float scale;
 
-  static FASTBERT_INLINE RowSum<Format, kSummands, P> sum(const P& p, int64_t row, uint32_t* mask) {
-    return RowSum<Format, kSummands, P>(p, row, mask);
+  static FASTBERT_INLINE RowSum<Format, XFormat, kSummands, P> sum(const P& p, int64_t row,
+                                                                   uint32_t* mask) {
+    return RowSum<Format, XFormat, kSummands, P>(p, row, mask);
   }
 
   FASTBERT_INLINE void begin(const P& p, int64_t row, uint32_t* mask_memory) {
     const bool dropped = kSummands == Summands::any && p.dropout.enabled;
     dy = row_of<Storage>(p.dy, row);
     dsum = (Storage*)p.dsum + row * p.columns;
-    dx = dropped ? (Storage*)p.dx + row * p.columns : nullptr;
+    dx = dropped ? (XStorage*)p.dx + row * p.columns : nullptr;
     mask = mask_memory;
     scale = p.dropout.scale;
   }
@@ -197,7 +203,7 @@ struct LayerNormRow {
     Format::store(dsum + n, d, count);
     if (kSummands != Summands::any || !dx) return d;
     d = drop(d, mask + n, scale, count);
-    Format::store(dx + n, d, count);
+    XFormat::store(dx + n, d, count);
     return d;
   }
 };
@@ -302,7 +308,8 @@ void layer_norm_backward_rows(const typename Row::P& params, int64_t length, int
       });
 }
 
-// Calls body(format, summands) with constants for the format and the operands of the params.
+// Calls body(format, x_format, summands) with constants for the formats and the operands of the
+// params. Rows of which x is narrower than the residual have any operands.
 template <Summands kSummands>
 struct SummandsConstant {
   static constexpr Summands value = kSummands;
@@ -310,28 +317,34 @@ struct SummandsConstant {
 
 template <class Format, class P, class Body>
 FASTBERT_INLINE void with_summands(const P& p, Body body) {
-  if (p.x_bias || p.dropout.enabled) return body(Format{}, SummandsConstant<Summands::any>{});
-  if (p.residual.data) return body(Format{}, SummandsConstant<Summands::x_and_residual>{});
-  return body(Format{}, SummandsConstant<Summands::x>{});
+  const Format f;
+  if (p.x_bias || p.dropout.enabled) return body(f, f, SummandsConstant<Summands::any>{});
+  if (p.residual.data) return body(f, f, SummandsConstant<Summands::x_and_residual>{});
+  return body(f, f, SummandsConstant<Summands::x>{});
 }
 
 template <class P, class Body>
 FASTBERT_INLINE void with_row_types(const P& p, Body body) {
+  if (p.x_format != p.format) {
+    constexpr SummandsConstant<Summands::any> kAny{};
+    return p.x_format == Format::bf16 ? body(F32{}, BF16{}, kAny) : body(F32{}, F16{}, kAny);
+  }
   with_format(p.format, [&](auto format) __attribute__((always_inline)) {
     with_summands<decltype(format)>(p, body);
   });
 }
 
 void layer_norm_forward(const LayerNormForward& p, int64_t begin, int64_t end, float* scratch) {
-  with_row_types(p, [&](auto format, auto summands) {
-    layer_norm_forward_rows<decltype(format), summands.value>(p, begin, end, scratch);
+  with_row_types(p, [&](auto format, auto x_format, auto summands) {
+    layer_norm_forward_rows<decltype(format), decltype(x_format), summands.value>(p, begin, end,
+                                                                                  scratch);
   });
 }
 
 void layer_norm_backward(const LayerNormBackward& p, int64_t begin, int64_t end, float* scratch,
                          double* partial) {
-  with_row_types(p, [&](auto format, auto summands) {
-    using Row = LayerNormRow<decltype(format), summands.value>;
+  with_row_types(p, [&](auto format, auto x_format, auto summands) {
+    using Row = LayerNormRow<decltype(format), decltype(x_format), summands.value>;
     const int64_t length = (1 + p.has_bias + (p.x_bias != nullptr)) * p.columns;
     layer_norm_backward_rows<Row>(p, length, begin, end, scratch, partial);
   });

@@ -22,7 +22,7 @@ void rms_norm_forward_rows(const RmsNormForward& params, int64_t begin, int64_t 
   const RmsNormForward p = params;  // RowSum explains the local copy.
   using Storage = typename Format::Storage;
   for (int64_t row = begin; row < end; ++row) {
-    const RowSum<Format, kSummands, RmsNormForward> row_sum(p, row, nullptr);
+    const RowSum<Format, Format, kSummands, RmsNormForward> row_sum(p, row, nullptr);
     Vec squares[kSums] = {};
     const float* sum = fp32_row(row_sum, p.columns, scratch,
                                 [&](int64_t, int u, int, Vec v) __attribute__((always_inline)) {
@@ -49,7 +49,7 @@ FASTBERT_INLINE void rms_norm_backward_block(const RmsNormBackward& p, int64_t f
   const Storage* dy[kRows];
   float gh_mean[kRows];
   for (int i = 0; i < kRows; ++i) {
-    const RowSum<Format, kSummands, RmsNormBackward> row_sum(p, first + i, nullptr);
+    const RowSum<Format, Format, kSummands, RmsNormBackward> row_sum(p, first + i, nullptr);
     const float rstd = p.rstd[first + i];
     dy[i] = row_of<Storage>(p.dy, first + i);
     h[i] = scratch + i * scratch_stride(p.columns);

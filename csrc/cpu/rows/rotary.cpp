@@ -51,9 +51,9 @@ at::Tensor rotary(const at::Tensor& x_in, const at::Tensor& cos, const at::Tenso
 }
 
 void rotate_in_place(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin,
-                     int64_t heads) {
+                     int64_t heads, bool inverse) {
   check(x, cos, sin, heads);
-  rotate(x, cos, sin, heads, false, x);
+  rotate(x, cos, sin, heads, inverse, x);
 }
 
 }  // namespace fastbert::cpu

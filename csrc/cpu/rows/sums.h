@@ -1,0 +1,59 @@
+// Sums and roundings of rows between two operators. Memory bounds these loops at every instruction
+// set, so they are compiled once.
+
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/util/BFloat16.h>
+#include <c10/util/Half.h>
+
+#include "../operands.h"
+
+namespace fastbert::cpu {
+
+// Calls body(zero) with a zero of the type of the elements.
+template <class Body>
+void with_type(at::ScalarType dtype, Body body) {
+  switch (dtype) {
+    case at::kBFloat16:
+      return body(c10::BFloat16());
+    case at::kHalf:
+      return body(c10::Half());
+    default:
+      return body(0.0f);
+  }
+}
+
+// Returns residual + rows in fp32, for a residual in fp32 and contiguous rows in any dtype.
+inline at::Tensor sum_of(const at::Tensor& residual_in, const at::Tensor& rows) {
+  const auto residual = residual_in.contiguous();
+  auto sum = empty(residual.sizes(), residual.options());
+  const float* a = residual.const_data_ptr<float>();
+  float* out = sum.mutable_data_ptr<float>();
+  with_type(rows.scalar_type(), [&](auto zero) {
+    const auto* b = static_cast<const decltype(zero)*>(rows.const_data_ptr());
+    parallel_for(sum.numel(), kGrain, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) out[i] = a[i] + static_cast<float>(b[i]);
+    });
+  });
+  return sum;
+}
+
+// Returns contiguous fp32 rows with every element rounded to `dtype`; the rows themselves if that
+// is fp32.
+inline at::Tensor rounded_to(const at::Tensor& rows, at::ScalarType dtype) {
+  if (dtype == at::kFloat) return rows;
+  auto made = empty(rows.sizes(), rows.options());
+  const float* from = rows.const_data_ptr<float>();
+  float* out = made.mutable_data_ptr<float>();
+  with_type(dtype, [&](auto zero) {
+    parallel_for(made.numel(), kGrain, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) {
+        out[i] = static_cast<float>(static_cast<decltype(zero)>(from[i]));
+      }
+    });
+  });
+  return made;
+}
+
+}  // namespace fastbert::cpu
