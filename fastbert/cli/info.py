@@ -42,8 +42,9 @@ def info(
 ) -> None:
     """Show versions, the machine, the extension, and the backend of each operation.
 
-    With MODEL, the command shows the configuration of the model and the backends
-    of its operations instead. The command reads config.json and no weights.
+    With MODEL, the command shows the configuration of the model, the backends of
+    its operations, and whether fastbert.accelerate serves a model of transformers
+    with this configuration. The command reads config.json and no weights.
     """
     content = collect() if model is None else collect_model(model)
     if as_json:
@@ -65,6 +66,7 @@ def collect_model(path_or_hub_id: str) -> dict[str, Any]:
     import torch
 
     from fastbert import modules
+    from fastbert.integrations import stock_models
     from fastbert.io import checkpoint
 
     config, architectures = checkpoint.read_settings(path_or_hub_id)
@@ -81,6 +83,9 @@ def collect_model(path_or_hub_id: str) -> dict[str, Any]:
             rows.append({"op": op, "device": device, "dtype": dtype, **choice._asdict()})
     choices = config.architecture
     windows = [window for window in choices.windows if window >= 0]
+    why_not = stock_models.why_not_accelerated(
+        checkpoint.encoder_folder(checkpoint.find(path_or_hub_id))
+    )
     return {
         "model": {
             "family": config.model_type,
@@ -95,6 +100,7 @@ def collect_model(path_or_hub_id: str) -> dict[str, Any]:
             "windows": f"{len(windows)} layers see {windows[0]} tokens on each side"
             if windows
             else None,
+            "fastbert.accelerate": "serves it" if why_not is None else f"not served: {why_not}",
         },
         "backends": rows,
     }

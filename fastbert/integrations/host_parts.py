@@ -155,12 +155,13 @@ def rounded_frequencies(host: nn.Module, config: BertConfig) -> dict[float, Tens
     ``host.to(torch.bfloat16)`` rounds the buffers, and the way back keeps the rounding.
 
     Returns:
-        The frequencies of each base, or an empty dictionary if no buffer is rounded.
+        The frequencies of each base, or an empty dictionary if no buffer is rounded. The buffers
+        of a host on the device meta have no values, and are written before the host runs.
     """
     bases = sorted(set(config.architecture.rotary_bases))
     found: dict[float, Tensor] = {}
     for name, buffer in host.named_buffers():
-        if not bases or not name.endswith("inv_freq") or "original_" in name:
+        if not bases or not name.endswith("inv_freq") or "original_" in name or buffer.is_meta:
             continue
         exact = {base: frequencies(base, config.head_dim, buffer.device) for base in bases}
         found[min(bases, key=lambda base: float((exact[base] - buffer).abs().max()))] = buffer

@@ -143,12 +143,49 @@ def _sentence_model(folder: Path) -> Any:
 
 
 def _model_with_head(folder: Path) -> Any:
+    return _class_of(_config_of(folder)).from_pretrained(folder).eval()
+
+
+def _config_of(folder: Path) -> Any:
     import transformers
 
-    names = transformers.AutoConfig.from_pretrained(folder).architectures or []
-    kinds = [getattr(transformers, name, None) for name in names]
-    kind = next((each for each in kinds if each is not None), transformers.AutoModel)
-    return kind.from_pretrained(folder).eval()
+    return transformers.AutoConfig.from_pretrained(folder)
+
+
+def _class_of(config: Any) -> Any:
+    """Return the class of transformers that a config names, otherwise the class ``AutoModel``."""
+    import transformers
+
+    kinds = [getattr(transformers, name, None) for name in config.architectures or []]
+    return next((each for each in kinds if each is not None), transformers.AutoModel)
+
+
+def why_not_accelerated(folder: Path) -> str | None:
+    """Return why ``fastbert.accelerate`` leaves a model of this config to the code of transformers.
+
+    The model is built on the device meta, without weights.
+
+    Args:
+        folder: Folder with the ``config.json`` of the model.
+
+    Returns:
+        The reason, or None if fastbert runs the encoder of the model.
+    """
+    if not installed():
+        return "transformers is not installed"
+    import transformers
+
+    from fastbert.integrations.accelerate import accelerate, obstacles
+
+    try:
+        with quiet(), torch.device("meta"):
+            config = _config_of(folder)
+            kind = _class_of(config)
+            named = issubclass(kind, transformers.PreTrainedModel)
+            model = kind(config) if named else kind.from_config(config)
+        return next(filter(None, obstacles(accelerate(model.eval())).values()), None)
+    except (ValueError, ImportError, OSError, KeyError) as error:
+        return str(error).removeprefix("accelerate: ")
 
 
 def _tokenizer_or_none(folder: Path) -> Any:

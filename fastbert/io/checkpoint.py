@@ -154,7 +154,7 @@ def read(path_or_hub_id: str | os.PathLike[str]) -> Stored:
         ValueError: If the checkpoint is damaged. The message names the file and the reason.
         OSError: If a killed save cannot be finished.
     """
-    folder = _encoder_folder(find(path_or_hub_id))
+    folder = encoder_folder(find(path_or_hub_id))
     return commit.consistent(
         folder, lambda: Stored(folder, _read_content(folder), read_tensors(folder))
     )
@@ -174,7 +174,7 @@ def read_settings(path_or_hub_id: str | os.PathLike[str]) -> tuple[BertConfig, l
         ValueError: If ``config.json`` is damaged.
         OSError: If a killed save cannot be finished.
     """
-    folder = _encoder_folder(find(path_or_hub_id))
+    folder = encoder_folder(find(path_or_hub_id))
     content = commit.consistent(folder, lambda: _read_content(folder))
     stored = Stored(folder, content, {})
     return stored.config({}), stored.architectures()
@@ -225,7 +225,7 @@ def find(path_or_hub_id: str | os.PathLike[str]) -> Path:
         ) from error
 
 
-def _encoder_folder(folder: Path) -> Path:
+def encoder_folder(folder: Path) -> Path:
     """Return the folder of the encoder in a sentence-transformers folder, or `folder` itself."""
     if (folder / CONFIG).exists() or not sentence_transformers_folder.is_one(folder):
         return folder

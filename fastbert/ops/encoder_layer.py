@@ -105,9 +105,13 @@ class _EncoderLayer(torch.autograd.Function):
         hidden: Tensor,
         *parameters: Tensor,
     ) -> Tensor:
+        ctx.set_materialize_grads(False)
         return _forward(hidden, ctx, shape, parts, inputs, parameters)
 
     @staticmethod
     @first_derivative
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
+        if dy is None:
+            # No parameter has a gradient, as after the operations one by one.
+            return (None,) * len(ctx.needs_input_grad)
         return (None, None, None, *_backward(dy, ctx))

@@ -115,11 +115,15 @@ class _TrainedLayer(torch.autograd.Function):
         groups = (parameters, kept, sequences[:3], seeds, rotation)
         ctx.ends = list(accumulate(map(len, groups), initial=1))
         ctx.save_for_backward(hidden, *chain(*groups))
+        ctx.set_materialize_grads(False)
         return y
 
     @staticmethod
     @first_derivative
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
+        if dy is None:
+            # No parameter has a gradient, as after the operations one by one.
+            return (None,) * len(ctx.needs_input_grad)
         saved = ctx.saved_tensors
         parameters, kept, rows, seeds, rotation = (
             saved[begin:end] for begin, end in pairwise(ctx.ends)

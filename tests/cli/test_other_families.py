@@ -12,10 +12,12 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
+import fastbert
 from fastbert.testing.compare import assert_close
 from fastbert.testing.yardstick import Yardstick
 
 transformers = pytest.importorskip("transformers")
+modeling_bert = pytest.importorskip("transformers.models.bert.modeling_bert")
 
 TEXTS = ["the dog ran to the garden", "", "anna likes the cat on the tree and a bird", "birds"]
 SPECIAL = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
@@ -144,6 +146,7 @@ def test_info(run, folders) -> None:
     table = run("info", folders["MaskedLM"]).stdout
     assert "feed_forward" in table
     assert "roberta" in table
+    assert content["model"]["fastbert.accelerate"] == "serves it"
 
 
 def test_info_of_a_model_says_why(run, refused, tmp_path) -> None:
@@ -154,4 +157,22 @@ def test_info_of_a_model_says_why(run, refused, tmp_path) -> None:
     rows = [row for row in content["backends"] if row["op"] == "encoder"]
     assert {row["reason"] for row in rows} == {"all layers in one call"}
     assert sum(row["op"] == "rotary" for row in content["backends"]) == 3
+    assert content["model"]["fastbert.accelerate"] == "serves it"
     assert "there is no config.json" in refused("info", tmp_path.parent)
+
+
+def test_info_of_a_model_names_what_accelerate_does_not_serve(run, monkeypatch, tmp_path) -> None:
+    transformers.BertConfig(num_hidden_layers=2).save_pretrained(tmp_path)
+
+    class Scaled(modeling_bert.BertSelfOutput):
+        def forward(self, *given):
+            return 2 * super().forward(*given)
+
+    monkeypatch.setattr(modeling_bert, "BertSelfOutput", Scaled)
+    told = json.loads(run("info", tmp_path, "--json").stdout)["model"]["fastbert.accelerate"]
+    assert told.startswith("not served: ")
+    assert "Scaled.forward" in told
+    # The command names the reason that a warning of the accelerated model names.
+    model = transformers.BertModel(transformers.BertConfig.from_pretrained(tmp_path))
+    with pytest.raises(ValueError, match=r"Scaled\.forward"):
+        fastbert.accelerate(model)

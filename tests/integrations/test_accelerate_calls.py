@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from quick_cases import long_case
 from stock_families import FAMILIES, build, inputs
 from tiny_hosts import agree, batch, config, model, rows_computed, sides, values
 from torch import Tensor, nn
@@ -152,7 +153,9 @@ def test_two_threads_accelerate_one_model_once() -> None:
         assert type(made) is kind
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", [name if name in ("bert", "modernbert") else long_case(name) for name in FAMILIES]
+)
 def test_a_model_is_freed_with_its_last_reference(family) -> None:
     made = fastbert.accelerate(build(family))
     with torch.no_grad():

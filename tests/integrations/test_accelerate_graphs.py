@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import warnings
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from quick_cases import long_case
 from tiny_hosts import REASON, agree, batch, gradients, model, rows_computed, sides, values
 from torch import Tensor
 
@@ -125,6 +127,33 @@ def no_operator_of_ours(program: torch.export.ExportedProgram) -> None:
     targets = [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
     assert targets
     assert not [target for target in targets if "fastbert" in target]
+
+
+@pytest.mark.parametrize(
+    ("batches", "lengths"),
+    [
+        ((1, 2, 3), range(3, 12, 3)),
+        long_case((1, 2, 3, 5, 8), range(3, 63, 3)),
+    ],
+    ids=["few sizes", "100 sizes"],
+)
+def test_two_recompilations_serve_all_batch_sizes_and_lengths(batches, lengths) -> None:
+    """One is for the second length, the other one for the second batch size."""
+    pair = sides(model())
+    # A third recompilation of any function would raise an error.
+    limit = torch._dynamo.config.patch(recompile_limit=3, fail_on_recompile_limit_hit=True)
+    whole = torch.compile(pair.fast, backend="eager")
+    with torch.no_grad(), limit:
+        for size, length in itertools.product(batches, lengths):
+            given = batch((length, *[1 + 7 * i % length for i in range(1, size)]))
+            exist, found = given["attention_mask"].bool(), whole(**given)
+            expected = pair.fast(**given)
+            for name in ("last_hidden_state", "pooler_output"):
+                torch.testing.assert_close(found[name], expected[name], rtol=1e-5, atol=1e-5)
+            stock = Yardstick(lambda given=given: values(pair.stock, given))
+            if size == batches[-1] and length == lengths[-1]:
+                agree(values(whole, given), values(pair.oracle, given), stock)
+            assert found.last_hidden_state.shape[:2] == exist.shape
 
 
 @pytest.mark.parametrize("strict", [False, True])

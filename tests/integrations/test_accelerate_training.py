@@ -32,6 +32,7 @@ from fastbert.data import (
     PackedCollatorForSequenceClassification,
     PackedCollatorForTokenClassification,
 )
+from fastbert.modules import executors
 from fastbert.modules import layer as layers
 from fastbert.testing.yardstick import Yardstick, each
 
@@ -190,15 +191,16 @@ def test_autocast(pair) -> None:
 
 @pytest.fixture
 def forwards(monkeypatch) -> list[int]:
-    """Record an entry for each forward pass of a layer of fastbert."""
+    """Record an entry for each forward pass of a layer of fastbert that is trained."""
     seen: list[int] = []
-    real = layers.BertLayer.forward
+    for room, name in ((layers.BertLayer, "forward"), (executors, "trained_layer")):
+        real = getattr(room, name)
 
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        seen.append(1)
-        return real(self, *args, **kwargs)
+        def forward(*args: Any, real: Any = real, **kwargs: Any) -> Any:
+            seen.append(1)
+            return real(*args, **kwargs)
 
-    monkeypatch.setattr(layers.BertLayer, "forward", forward)
+        monkeypatch.setattr(room, name, forward)
     return seen
 
 

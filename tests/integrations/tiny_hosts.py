@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import fastbert
 from fastbert import ops
+from fastbert.modules import executors
 from fastbert.testing.compare import assert_close
 from fastbert.testing.yardstick import Yardstick, run_sides
 
@@ -142,14 +143,14 @@ def rows_computed() -> Iterator[list[int]]:
     """Record the number of rows that each layer, or one call of all layers, computes."""
     rows: list[int] = []
 
-    def spy(name: str) -> Any:
-        real = getattr(ops, name)
+    def spy(room: Any, name: str) -> Any:
+        real = getattr(room, name)
 
         def run(x: Tensor, *args: Any, **kwargs: Any) -> Any:
             rows.append(x.shape[0])
             return real(x, *args, **kwargs)
 
-        return mock.patch.object(ops, name, run)
+        return mock.patch.object(room, name, run)
 
-    with spy("encoder"), spy("feed_forward"):
+    with spy(ops, "encoder"), spy(ops, "feed_forward"), spy(executors, "trained_layer"):
         yield rows
