@@ -152,7 +152,7 @@ void check_sequences(const at::Tensor& hidden, const LayerSettings& s) {
 // biases. Returns the number of rows.
 int64_t check_linear(const at::Tensor* first, int64_t count, int64_t columns, int64_t outputs,
                      const at::Tensor& hidden) {
-  int64_t rows = 0;
+  int64_t rows = 0, biased = 0;
   for (int64_t i = 0; i < count; ++i) {
     const at::Tensor &weight = first[i], &bias = first[count + i];
     TORCH_CHECK_VALUE(weight.dim() == 2 && weight.size(0) >= 1,
@@ -160,8 +160,10 @@ int64_t check_linear(const at::Tensor* first, int64_t count, int64_t columns, in
                       columns, ")");
     check_floats("parameters", weight, hidden, {weight.size(0), columns});
     if (present(bias)) check_floats("parameters", bias, hidden, {weight.size(0)});
-    rows += weight.size(0);
+    rows += weight.size(0), biased += present(bias).has_value();
   }
+  TORCH_CHECK_VALUE(biased == 0 || biased == count, "parameters: got ", biased, " biases of ",
+                    count, " weights, allowed: a bias of each weight, or none");
   TORCH_CHECK_VALUE(outputs < 0 || rows == outputs, "parameters: got weights with ", rows,
                     " rows, allowed: ", outputs);
   return rows;
@@ -214,8 +216,13 @@ void check_layer(const at::Tensor& hidden, at::TensorList parameters, const Laye
   activation_of(s.activation, {Activation::gelu, Activation::gelu_tanh, Activation::relu,
                                Activation::geglu, Activation::swiglu});
   check_result_dtype(s.dtype);
+  TORCH_CHECK_VALUE(s.window >= -1, "window: got ", s.window,
+                    ", allowed: at least -1, where -1 sets no limit");
   TORCH_CHECK_VALUE(s.rotation.empty() || s.rotation.size() == 2, "rotation: got ",
                     s.rotation.size(), " tensors, allowed: 2, or none");
+  for (const at::Tensor& angles : s.rotation) {
+    check_floats("rotation", angles, hidden, {hidden.size(0), size / s.heads / 2});
+  }
   check_seeds(s);
   TORCH_CHECK_VALUE(!s.pre_norm || (s.dropouts[1] == 0.0 && s.dropouts[2] == 0.0),
                     "pre_norm: got True with dropouts ", s.dropouts,
@@ -579,9 +586,8 @@ void check_kept(const at::Tensor& dy, const at::Tensor& hidden, at::TensorList p
     check_device("kept", kept[i], hidden);
     TORCH_CHECK_VALUE(kept[i].sizes() == at::IntArrayRef(forms[i].shape), "kept: got shape ",
                       kept[i].sizes(), " at ", i, ", allowed: ", text_of(forms[i].shape));
-    TORCH_CHECK_TYPE(kept[i].numel() == 0 || kept[i].scalar_type() == forms[i].dtype,
-                     "kept: got dtype ", kept[i].scalar_type(), " at ", i,
-                     ", allowed: ", forms[i].dtype);
+    TORCH_CHECK_TYPE(kept[i].scalar_type() == forms[i].dtype, "kept: got dtype ",
+                     kept[i].scalar_type(), " at ", i, ", allowed: ", forms[i].dtype);
   }
 }
 
@@ -618,7 +624,10 @@ std::vector<at::Tensor> layer_forward(const at::Tensor& hidden, at::TensorList p
       window,       pre_norm,     eps,          activation, dtype};
   check_layer(hidden, parameters, s);
   std::vector<at::Tensor> found(1 + kCount);
-  for (size_t i = 1; i <= kCount; ++i) found[i] = empty({0}, hidden.options());
+  const auto forms = kept_forms(hidden, parameters, s);
+  for (size_t i = 0; i < kCount; ++i) {
+    found[1 + i] = empty({0}, hidden.options().dtype(forms[i].dtype));
+  }
   const auto run = [&] {
     const LayerParameters p = s.parameters(parameters);
     pre_norm ? forward_pre_norm(hidden, p, s, found) : forward_post_norm(hidden, p, s, found);

@@ -66,9 +66,14 @@ def other_tensors(t: Tensor) -> Iterator[tuple[str, Callable[[], Any]]]:
     if t.dim() > 1:
         yield "rank 1", lambda: t.flatten()
     for d in range(t.dim()):
+        if t.shape[d] == 0:
+            continue
         yield f"size 0 of dimension {d}", lambda d=d: t.narrow(d, 0, 0)
         yield f"size - 1 of dimension {d}", lambda d=d: t.narrow(d, 0, t.shape[d] - 1)
         yield f"size + 1 of dimension {d}", lambda d=d: torch.cat([t, t.narrow(d, 0, 1)], d)
+    if t.numel() == 0:
+        # A tensor without elements stands for an absent parameter.
+        return
     yield "empty", lambda: t.new_zeros(0)
     yield "meta", lambda: t.to("meta")
     if t.dim():
@@ -89,6 +94,8 @@ def other_tensors(t: Tensor) -> Iterator[tuple[str, Callable[[], Any]]]:
 
 def other_layouts(t: Tensor) -> Iterator[tuple[str, Callable[[], Tensor]]]:
     """Yield tensors with the same numbers at other places in memory."""
+    if t.numel() == 0:
+        return
     yield "offset", lambda: torch.cat([t.new_zeros(1), t.flatten()])[1:].view(t.shape)
     yield "inference", lambda: _inference(t)
     if t.is_floating_point():
