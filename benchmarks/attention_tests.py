@@ -24,8 +24,8 @@ from fastbert import json_file
 from fastbert.analysis import attention_tests as tests
 from fastbert.analysis import fitting
 from fastbert.analysis.fitting import Distance, FitOptions, Starts
-from fastbert.bench.machine import describe
 from fastbert.bench.quantized_accuracy import model_folder
+from fastbert.machine import describe
 
 Results = dict[str, Any]
 

@@ -13,8 +13,8 @@ import torch
 from rich.console import Console
 
 from fastbert import BertConfig, BertModel, json_file
-from fastbert.bench.machine import describe
 from fastbert.finetuning import ClassifyOptions, finetune
+from fastbert.machine import describe
 from fastbert.training.log import read_log
 
 PARTS = ("train", "validation", "test")

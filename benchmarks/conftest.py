@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fastbert.bench.machine import describe
+from fastbert.machine import describe
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -30,8 +30,8 @@ from fastbert.analysis import (
 )
 from fastbert.analysis.grammar import sentences
 from fastbert.analysis.probe import ProbeScore, linear_distances
-from fastbert.bench.machine import describe
 from fastbert.bench.quantized_accuracy import model_folder
+from fastbert.machine import describe
 
 
 def probe(encoder: ContextEncoder, train: int, test: int, rank: int, epochs: int) -> dict[str, Any]:

@@ -26,11 +26,11 @@ from torch import Tensor, nn
 
 from benchmarks.docstrings import documents, installed
 from fastbert import BertConfig, BertForPreTraining, json_file
-from fastbert.bench.machine import describe
 from fastbert.data import PreparedBatches, PreparedCorpus, PreparedExamples
 from fastbert.data.masking import IGNORED
 from fastbert.integrations import stock_models
 from fastbert.jobs.prepare import PrepareOptions, prepare
+from fastbert.machine import describe
 from fastbert.training.log import PANELS
 from fastbert.training.optimizer import make_optimizer
 

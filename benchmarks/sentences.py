@@ -28,9 +28,9 @@ import fastbert
 from benchmarks.cpu.export import to_onnx, to_openvino
 from benchmarks.cpu.runtimes import BF16, FP32, onnx_session, openvino_options
 from fastbert import json_file
-from fastbert.bench.machine import describe
 from fastbert.bench.quantized_accuracy import model_folder, real_sentences
 from fastbert.bench.timing import alternate
+from fastbert.machine import describe
 
 PAUSE_S = 0.05
 # Largest difference of an element of two embeddings of length 1; bf16 makes a few thousandths.

@@ -25,8 +25,8 @@ from benchmarks.cpu.remote import Remote
 from benchmarks.cpu.training import NAMES
 from fastbert import json_file
 from fastbert.bench.encoder import BASE, MINILM, EncoderShape, half_padded
-from fastbert.bench.machine import describe
 from fastbert.config import BertConfig
+from fastbert.machine import describe
 
 MODELS = {"BERT-base": BASE, "MiniLM-L6": MINILM}
 LENGTHS = half_padded(8, 128)

@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 
-from fastbert.bench import machine
+from fastbert import machine
 
 CONTENDERS = ("fastbert", "BertViz")
 WORDS = 2000

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.viewer import BROWSER, page_of
-from fastbert.bench import machine
+from fastbert import machine
 
 FRAMES = 120
 # A frame that comes within 20 ms is in time for 60 frames per second.

@@ -43,25 +43,31 @@ BELOW: dict[str, set[str]] = {
         *("modules", "ops", "kernels", "config", "reference", "activations"),
     },
     "parity": {"integrations", "testing", "io", "config", "ops", "json_file"},
+    "machine": {"ops", "version"},
+    "gpus": set(),
+    "flops": {"config"},
     "bench": {
-        *("testing", "inference", "integrations", "data", "modules", "ops", "config", "version"),
-        "picture",
+        *("testing", "inference", "integrations", "data", "modules", "ops", "config", "machine"),
+        *("gpus", "flops", "picture"),
     },
     "training": {
-        *("bench", "testing", "integrations", "graphs", "data", "modules", "io", "ops", "config"),
+        *("graphs", "data", "modules", "io", "ops", "config", "gpus", "flops"),
         *("json_file", "atomic_file", "checksum", "folder_lock", "file_size", "picture"),
     },
     "jobs": {
-        *("bench", "integrations", "inference", "data", "modules", "io", "config", "json_file"),
+        *("integrations", "inference", "data", "modules", "io", "config", "json_file", "machine"),
         *("atomic_file", "checksum", "folder_lock", "version", "picture", "text_file"),
+    },
+    "demo": {
+        *("training", "bench", "testing", "integrations", "data", "modules", "machine"),
     },
     "viewer": {"integrations", "data", "modules", "io", "config", "atomic_file"},
     "finetuning": {
         *("training", "jobs", "inference", "data", "modules", "io", "ops", "config", "json_file"),
-        *("atomic_file", "picture", "text_file"),
+        *("picture", "text_file"),
     },
     "analysis": {
-        *("jobs", "inference", "data", "modules", "io", "json_file", "atomic_file", "text_file"),
+        *("jobs", "data", "modules", "io", "atomic_file", "text_file"),
     },
     "cli": {
         *(
@@ -71,15 +77,37 @@ BELOW: dict[str, set[str]] = {
             "finetuning",
             "training",
             "jobs",
+            "demo",
             "bench",
             "testing",
             "integrations",
-            "data",
             "modules",
         ),
-        *("io", "ops", "config", "json_file", "atomic_file", "version"),
+        *("io", "ops", "config", "json_file", "atomic_file", "version", "machine"),
     },
 }
+
+
+def storeys(below: Mapping[str, set[str]]) -> list[list[str]]:
+    """The rooms by storey, from the top down; a room stands above all rooms that it imports."""
+    level: dict[str, int] = {}
+
+    def of(name: str) -> int:
+        if name not in level:
+            level[name] = 1 + max(map(of, below[name]), default=0)
+        return level[name]
+
+    highest = max(map(of, below))
+    return [sorted(r for r in level if level[r] == n) for n in range(highest, 0, -1)]
+
+
+def drawn() -> str:
+    """The table of rooms and arrows in ``docs/design.md``."""
+    rows = ["| room | may import |", "|---|---|"]
+    for rooms in storeys(BELOW):
+        for name in rooms:
+            rows.append(f"| `{name}` | {', '.join(f'`{r}`' for r in sorted(BELOW[name]))} |")
+    return "\n".join(rows) + "\n"
 
 
 def sources(root: Path) -> dict[str, Path]:
@@ -185,6 +213,18 @@ def test_no_room_imports_a_room_above_it():
 def test_the_rooms_stand_one_above_the_other():
     assert circles(BELOW) == []
     assert {name for below in BELOW.values() for name in below} <= set(BELOW)
+
+
+def test_the_page_draws_every_room_and_arrow():
+    assert drawn() in (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+
+
+def test_no_arrow_is_allowed_that_no_import_takes():
+    taken = {
+        (room(module), room(other)) for module, others in imports(ROOT).items() for other in others
+    }
+    allowed = {(name, other) for name, below in BELOW.items() for other in below}
+    assert sorted(allowed - taken) == []
 
 
 def test_every_room_is_known():

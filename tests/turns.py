@@ -80,7 +80,9 @@ ROOMS = {
         ("tests/integrations", "tests/parity"),
         ("conformance-transformers", "conformance-peers", "newest"),
     ),
-    "training": Room(("fastbert/training",), ("tests/training",), ("fuzz",)),
+    "training": Room(
+        ("fastbert/training", "fastbert/demo"), ("tests/training", "tests/demo"), ("fuzz",)
+    ),
     "data": Room(
         ("fastbert/data", "fastbert/finetuning"), ("tests/data", "tests/finetuning"), ("fuzz",)
     ),

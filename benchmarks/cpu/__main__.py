@@ -24,7 +24,7 @@ from benchmarks.cpu.ceilings import Ceilings, measure
 from benchmarks.cpu.contest import TOO_LONG_S, CpuRow, Setting, padded_flops
 from benchmarks.cpu.runtimes import BF16, RUNTIMES
 from fastbert.bench.contest import to_dict
-from fastbert.bench.machine import cpu_cores, describe
+from fastbert.machine import cpu_cores, describe
 
 SECTIONS = report.ORDER
 # Seconds for the turns of one match, of one training contest, and of the breakdown of one shape.

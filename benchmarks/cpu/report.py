@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cpu import accuracy, breakdown, tiles
-from fastbert.bench.machine import Machine
 from fastbert.bench.plots import plot_matches
+from fastbert.machine import Machine
 
 PAGE = "cpu.md"
 CONTESTS = ("bert-base", "minilm", "training")

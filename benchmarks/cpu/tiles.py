@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fastbert.bench.machine import Machine
+from fastbert.machine import Machine
 
 SCHEDULES = ("in_turn", "overlapped", "fetched")
 NO_TILES = "the level in use has no AMX tiles"

@@ -26,9 +26,9 @@ from benchmarks.gpu.contest import Deadline, GpuRow, Setting, is_variant, play_a
 from benchmarks.gpu.match import Match
 from fastbert.bench.contest import to_dict
 from fastbert.bench.limits import H200, Limits, limits_of
-from fastbert.bench.machine import Machine, describe
 from fastbert.bench.plots import plot_matches
 from fastbert.bench.timing import copy_rate, product_rate
+from fastbert.machine import Machine, describe
 
 Build = Callable[[Any, str], Iterator[Match]]
 # Section → builder of its matches, full size, toy size, and seconds for the turns of one match.

@@ -39,6 +39,7 @@ NOT_ON_A_GPU = {
     "tests/cli": "the commands; the section check runs the one that uses a GPU",
     "tests/csrc": "C++ for the CPU; tests/ops runs the CUDA kernels",
     "tests/data": "text and batches",
+    "tests/demo": "the demo in miniature; the section check compares what it compares",
     "tests/docs": "the documentation",
     "tests/fuzz": "damaged files",
     "tests/finetuning": "data, figures and small runs on the CPU",

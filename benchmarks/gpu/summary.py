@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks.gpu.contest import GpuRow, line
 from fastbert.bench.contest import fastest
 from fastbert.bench.limits import CROSS_ENTROPY_MEMORY, VARLEN_OVERHEAD
-from fastbert.bench.machine import describe
+from fastbert.machine import describe
 
 NAME = "summary.json"
 # Series and label → the rows of one match.

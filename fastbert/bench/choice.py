@@ -25,8 +25,8 @@ from typing import Any
 import torch
 
 from fastbert.bench import predict
-from fastbert.bench.gpus import A100, B200, GPUS, H200, L4, Gpu
 from fastbert.bench.limits import BACKWARD, FORWARD
+from fastbert.gpus import A100, B200, GPUS, H200, L4, Gpu
 from fastbert.ops.gpu_times import MEASURED, PREDICTED, SIXTEEN_BITS, TABLE, Point
 from fastbert.testing.ptx.sample import Launched
 

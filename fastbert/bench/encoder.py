@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from fastbert.bench.timing import alternate
 from fastbert.config import BertConfig
+from fastbert.flops import flops_of_layers
 from fastbert.integrations import stock_models
 from fastbert.ops import backend as backends
 from fastbert.ops.backend import dtype_name
@@ -47,11 +48,8 @@ class EncoderShape:
 
     @property
     def flops(self) -> float:
-        """FLOPs of the matrix products on real tokens: 2 T (4H² + 2HI) + 4 H Σ L² per layer."""
-        c = self.config
-        linear = 2 * self.tokens * (4 * c.hidden_size**2 + 2 * c.hidden_size * c.intermediate_size)
-        attention = 4 * c.hidden_size * sum(length**2 for length in self.lengths)
-        return float(c.num_hidden_layers * (linear + attention))
+        """FLOPs of the products of the layers on real tokens."""
+        return flops_of_layers(self.config, self.lengths)
 
 
 @dataclass(frozen=True)

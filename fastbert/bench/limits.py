@@ -1,8 +1,8 @@
 """The limits of a GPU, the least work of each operation, and fastbert's goals on GPU and CPU.
 
 A figure is compared with two bounds. The first bound is computed from the rates of a known GPU
-(``KNOWN``): those of its datasheet, of a large copy and of a large product. The second bound is
-computed from a copy and a product in the run itself. ``GOALS`` has the figures to reach.
+(``fastbert.gpus``): those of its datasheet, of a large copy and of a large product. The second
+bound is computed from a copy and a product in the run itself. ``GOALS`` has the figures to reach.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fastbert.bench import gpus
+from fastbert import gpus
 from fastbert.testing.cases import TABLE_OF, Case
 
 # Share of the tokens that have a masked-LM label, as in the registry of cases.
@@ -48,14 +48,12 @@ H100 = Limits(
     H200.measured_bytes * gpus.H100.memory / gpus.H200.memory,
     gpus.H100.exponentials,
 )
-# By the name that CUDA reports. Other parts, such as "NVIDIA H100 PCIe" or "NVIDIA GH200 480GB",
-# have other rates.
-KNOWN = {"NVIDIA H200": H200, "NVIDIA H100 80GB HBM3": H100}
 
 
 def limits_of(gpu: str | None) -> Limits | None:
     """Return the limits of a GPU by the name that CUDA reports, or None if they are not known."""
-    return KNOWN.get(gpu or "")
+    known = gpus.BY_CUDA_NAME.get(gpu or "")
+    return next((limits for limits in (H200, H100) if known and limits.name == known.name), None)
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from typing import Any
 
 from fastbert.bench.encoder import EncoderRow
 from fastbert.bench.limits import FORWARD
-from fastbert.bench.machine import Machine
 from fastbert.bench.operations import OpRow
+from fastbert.machine import Machine
 from fastbert.picture import literal, picture
 
 OURS, THEIRS = "#2a6fbb", "#b0b0b0"

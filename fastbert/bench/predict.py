@@ -31,9 +31,9 @@ from typing import Any
 
 import torch
 
-from fastbert.bench.gpus import GPUS, H200, LANES, Gpu
 from fastbert.bench.limits import BACKWARD, FORWARD, GOALS, Goal, attention_goal, work
 from fastbert.bench.limits import H200 as H200_LIMITS
+from fastbert.gpus import GPUS, H200, LANES, Gpu
 from fastbert.ops import backend as backends
 from fastbert.testing import parity
 from fastbert.testing.cases import TABLE_OF, Case

@@ -14,8 +14,8 @@ from fastbert.cli.common import err, new_table, one_of, out, print_json
 
 if TYPE_CHECKING:
     from fastbert.bench.encoder import EncoderRow
-    from fastbert.bench.machine import Machine
     from fastbert.bench.operations import OpRow
+    from fastbert.machine import Machine
 
 ENCODER = "encoder"
 
@@ -124,9 +124,9 @@ def measure(names: list[str], *, quick: bool) -> tuple[Machine, list[OpRow], lis
         quick: Whether small shapes are timed.
     """
     from fastbert.bench.encoder import bench_encoder
-    from fastbert.bench.machine import describe
     from fastbert.bench.operations import bench_ops
     from fastbert.integrations import stock_models
+    from fastbert.machine import describe
     from fastbert.testing.cases import TABLE_OF
 
     for name in names:

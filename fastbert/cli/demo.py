@@ -11,7 +11,7 @@ from fastbert import json_file
 from fastbert.cli.common import err, new_table, out, print_json
 
 if TYPE_CHECKING:
-    from fastbert.training.report import DemoReport
+    from fastbert.demo.report import DemoReport
 
 
 def demo(
@@ -35,7 +35,7 @@ def demo(
     The exit status is 1 if a target is missed. The results of an earlier demo
     in the folder are replaced.
     """
-    from fastbert.training.demo import run_demo
+    from fastbert.demo.demo import run_demo
 
     report = run_demo(output, corpus=corpus, seed=seed, console=err)
     if as_json:

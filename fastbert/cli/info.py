@@ -118,7 +118,7 @@ def collect() -> dict[str, Any]:
     """Return everything that ``fastbert info`` shows, as plain data."""
     import torch
 
-    from fastbert.bench.machine import describe
+    from fastbert.machine import describe
 
     machine = describe()
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -159,7 +159,7 @@ def fingerprint(folders: tuple[Path, ...], texts: Digested, **options: Any) -> d
         The digests of the folders and the texts, the options, the machine and the versions of the
         packages.
     """
-    from fastbert.bench.machine import describe
+    from fastbert.machine import describe
 
     machine = describe()
     versions = {name: machine.versions.get(name) for name in ("torch", "triton", "tokenizers")}

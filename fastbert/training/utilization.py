@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from fastbert.bench.encoder import EncoderShape
-from fastbert.bench.limits import limits_of
+from fastbert import gpus
 from fastbert.config import BertConfig
+from fastbert.flops import flops_of_layers
 from fastbert.training.evaluate import IGNORED, Batch
 
 # The backward pass of a product is two products of the same size.
@@ -22,8 +22,8 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
     """
     if device.type != "cuda" or precision != "bf16":
         return None
-    limits = limits_of(torch.cuda.get_device_name(device))
-    return None if limits is None else limits.flops
+    gpu = gpus.BY_CUDA_NAME.get(torch.cuda.get_device_name(device))
+    return None if gpu is None else gpu.flops
 
 
 def model_flops(config: BertConfig, batch: Batch) -> float:
@@ -41,7 +41,7 @@ def model_flops(config: BertConfig, batch: Batch) -> float:
         lengths = batch["cu_seqlens"].diff().tolist()
     else:
         lengths = batch["attention_mask"].sum(dim=1).tolist()
-    layers = EncoderShape("", config, tuple(lengths)).flops
+    layers = flops_of_layers(config, lengths)
     width = config.hidden_size
     labelled = int((batch["labels"] != IGNORED).sum())
     heads = 2 * labelled * width * (width + config.vocab_size) + 2 * len(lengths) * width**2

@@ -13,10 +13,10 @@ from fastbert import reference
 from fastbert.bench import encoder, operations, peers
 from fastbert.bench.encoder import EncoderShape, bench_encoder, half_padded
 from fastbert.bench.limits import BOTH, FORWARD
-from fastbert.bench.machine import describe
 from fastbert.bench.plots import plot_bench
 from fastbert.bench.timing import ROTATION_BYTES, alternate, input_sets, summarize
 from fastbert.integrations import stock_models
+from fastbert.machine import describe
 from fastbert.testing.compare import assert_close
 from fastbert.testing.yardstick import Yardstick, run_sides
 

@@ -29,8 +29,8 @@ from fastbert.bench import quantized_accuracy
 from fastbert.bench.contest import verdict
 from fastbert.bench.encoder import BASE, SMALL, EncoderShape
 from fastbert.bench.limits import Target
-from fastbert.bench.machine import describe
 from fastbert.bench.timing import Timing, alternate
+from fastbert.machine import describe
 
 MACHINE = Ceilings(
     2,

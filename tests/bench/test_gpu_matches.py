@@ -21,10 +21,10 @@ from benchmarks.gpu.judge import Judge, sample
 from benchmarks.gpu.match import Contender, Match
 from fastbert.bench import limits, peers
 from fastbert.bench.attention_peers import Prepared, of_function
-from fastbert.bench.machine import Machine, describe
 from fastbert.bench.operations import other_values, rotated_inputs
 from fastbert.bench.plots import plot_matches
 from fastbert.bench.timing import Timing
+from fastbert.machine import Machine, describe
 from fastbert.testing.cases import Case
 
 ONCE = Setting("toy", 0.0, print, "cpu", limits.H200, limits.H200)

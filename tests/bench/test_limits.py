@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fastbert.bench.gpus import GPUS
 from fastbert.bench.limits import (
     BACKWARD,
     FORWARD,
@@ -18,6 +17,7 @@ from fastbert.bench.limits import (
     limits_of,
     work,
 )
+from fastbert.gpus import GPUS
 from fastbert.testing.cases import Case
 
 BF16 = torch.bfloat16

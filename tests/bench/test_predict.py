@@ -9,9 +9,9 @@ import shutil
 import pytest
 import torch
 
-from fastbert.bench.gpus import A100, B200, H100, H200, L4
 from fastbert.bench.limits import BACKWARD, FORWARD, work
 from fastbert.bench.predict import bound, busy, cases, code_for, markdown, predict
+from fastbert.gpus import A100, B200, H100, H200, L4
 from fastbert.testing.cases import Case
 from fastbert.testing.ptx.sample import Launched
 

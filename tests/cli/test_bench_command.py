@@ -7,7 +7,7 @@ import json
 import pytest
 
 from fastbert.bench import encoder, operations, predict
-from fastbert.bench.gpus import GPUS
+from fastbert.gpus import GPUS
 from fastbert.testing.ptx.sample import Launched
 
 QUICK = ("bench", "--quick", "--op")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fastbert.training.report import Target
+from fastbert.demo.report import Target
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ def demo(request, monkeypatch):
         target = Target("held-out accuracy", "71.0%", "at least 85%", request.param)
         return FakeReport(request.param, Path(folder) / "report.md", [target])
 
-    monkeypatch.setattr("fastbert.training.demo.run_demo", run_demo)
+    monkeypatch.setattr("fastbert.demo.demo.run_demo", run_demo)
     return request.param, calls
 
 

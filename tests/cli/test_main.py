@@ -80,7 +80,7 @@ def test_an_output_without_all_characters_is_no_error(encoding):
 
 
 def test_a_bug_keeps_its_traceback(run, monkeypatch):
-    monkeypatch.setattr("fastbert.bench.machine.describe", lambda: 1 / 0)
+    monkeypatch.setattr("fastbert.machine.describe", lambda: 1 / 0)
     result = run("info")
     assert result.exit_code == 1
     assert isinstance(result.exception, ZeroDivisionError)

@@ -10,10 +10,10 @@ from rich.console import Console
 
 from fastbert.bench.encoder import EncoderShape
 from fastbert.config import BertConfig
+from fastbert.demo import demo
+from fastbert.demo.demo import DemoSize, run_demo
+from fastbert.demo.report import TITLE
 from fastbert.jobs.fill_mask import predict
-from fastbert.training import demo
-from fastbert.training.demo import DemoSize, run_demo
-from fastbert.training.report import TITLE
 
 MINIATURE = DemoSize(
     documents=60,

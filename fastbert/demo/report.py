@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastbert.bench import machine
+from fastbert import machine
 from fastbert.bench.plots import plot_bench
 
 if TYPE_CHECKING:
     from fastbert.bench.encoder import EncoderRow
+    from fastbert.demo.reopen import Reopened
     from fastbert.testing.parity import ParityRow
     from fastbert.training.examples import Example
     from fastbert.training.loop import TrainResult
-    from fastbert.training.reopen import Reopened
 
 # A later demo recognizes the folder of an earlier demo by this first line of its report.
 TITLE = "# fastbert demo"

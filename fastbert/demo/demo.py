@@ -24,6 +24,8 @@ from fastbert.bench.encoder import (
     half_padded,
 )
 from fastbert.data import read_documents, stories
+from fastbert.demo.reopen import Pair, Reopened, compare_with_transformers
+from fastbert.demo.report import TITLE, DemoReport, Target, write_report
 from fastbert.testing import parity
 from fastbert.testing.model_parity import check_model
 from fastbert.training.checkpoint import CHECKPOINT
@@ -31,8 +33,6 @@ from fastbert.training.examples import Example, predict_words
 from fastbert.training.loop import TrainResult, pretrain
 from fastbert.training.options import PretrainOptions
 from fastbert.training.preparation import Documents, split_documents
-from fastbert.training.reopen import Pair, Reopened, compare_with_transformers
-from fastbert.training.report import TITLE, DemoReport, Target, write_report
 
 # A model that is trained on the built-in corpus must reach these figures on held-out stories.
 MLM_TIMES_BASELINE = 3.0
