@@ -28,11 +28,11 @@ from fastbert.demo.reopen import Pair, Reopened, compare_with_transformers
 from fastbert.demo.report import TITLE, DemoReport, Target, write_report
 from fastbert.testing import parity
 from fastbert.testing.model_parity import check_model
-from fastbert.training.checkpoint import CHECKPOINT
 from fastbert.training.examples import Example, predict_words
-from fastbert.training.loop import TrainResult, pretrain
+from fastbert.training.model_folder import CHECKPOINT
 from fastbert.training.options import PretrainOptions
 from fastbert.training.preparation import Documents, split_documents
+from fastbert.training.pretraining import TrainResult, pretrain
 
 # A model that is trained on the built-in corpus must reach these figures on held-out stories.
 MLM_TIMES_BASELINE = 3.0

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from fastbert.demo.reopen import Reopened
     from fastbert.testing.parity import ParityRow
     from fastbert.training.examples import Example
-    from fastbert.training.loop import TrainResult
+    from fastbert.training.pretraining import TrainResult
 
 # A later demo recognizes the folder of an earlier demo by this first line of its report.
 TITLE = "# fastbert demo"

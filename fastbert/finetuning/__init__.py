@@ -2,7 +2,7 @@
 
 from fastbert.finetuning.answer import AnswerOptions
 from fastbert.finetuning.classify import ClassifyOptions
-from fastbert.finetuning.loop import FinetuneResult, finetune
+from fastbert.finetuning.finetuning import FinetuneResult, finetune
 from fastbert.finetuning.options import FinetuneOptions
 from fastbert.finetuning.predict import Prediction, predict
 from fastbert.finetuning.tag import TagOptions

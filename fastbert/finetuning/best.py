@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fastbert.training import state
+from fastbert.training import checkpoints
 
 # Which model of a run the user receives.
 KEPT = ("best", "last")
@@ -65,7 +65,7 @@ class BestEvaluation:
         self.found, self.misses = evaluation, 0
         if self._keeps_weights:
             # A tensor on the CPU would change with the next step.
-            present = state.weights_of(self._model)
+            present = checkpoints.weights_of(self._model)
             self.weights = {name: tensor.clone() for name, tensor in present.items()}
         return True
 
@@ -79,13 +79,13 @@ class BestEvaluation:
         """Return the tensors that a checkpoint needs, by the stem of their file."""
         return {} if self.weights is None else {"best": self.weights}
 
-    def restore(self, found: state.Checkpoint) -> None:
+    def restore(self, found: checkpoints.Checkpoint) -> None:
         """Continue with the best evaluation of a checkpoint.
 
         Raises:
             ValueError: If the checkpoint does not fit. The message names the file.
         """
-        with found.reading(state.STATE):
+        with found.reading(checkpoints.STATE):
             # Checkpoints were once without the best evaluation.
             content = found.content.get("best")
             if content is None:
@@ -100,11 +100,11 @@ class BestEvaluation:
             self.found = Evaluation(figure, value, content["epoch"], content["step"])
         if self._keeps_weights:
             with found.fitting("best") as weights:
-                own = state.weights_of(self._model)
+                own = checkpoints.weights_of(self._model)
                 if weights.keys() != own.keys():
                     raise ValueError("got other names than the model has")
                 for name, tensor in own.items():
-                    state.check_like(name, weights[name], tensor)
+                    checkpoints.check_like(name, weights[name], tensor)
                 self.weights = weights
 
     def model(self) -> Any:
@@ -114,17 +114,17 @@ class BestEvaluation:
         # The new model draws weights, which must not move the numbers of dropout.
         with torch.random.fork_rng(devices=[]):
             model = type(self._model)(self._model.config)
-        state.restore_weights(model, self.weights)
+        checkpoints.restore_weights(model, self.weights)
         return model
 
     def apply(self) -> None:
         """Give the model the best weights, if they are kept."""
         if self.weights is not None:
-            state.restore_weights(self._model, self.weights)
+            checkpoints.restore_weights(self._model, self.weights)
 
 
 def _count(content: dict[str, Any], name: str, least: int) -> int:
     value = content[name]
-    if type(value) is not int or not least <= value < state.MOST:
+    if type(value) is not int or not least <= value < checkpoints.MOST:
         raise ValueError(f"best: {name}: got {value!r:.100}, allowed: an integer >= {least}")
     return value

@@ -20,12 +20,12 @@ from fastbert.modules.batch_layout import BatchLayout
 from fastbert.modules.chosen_rows import ChosenRows, ends_of
 from fastbert.modules.dropout import NO_SEEDS, LayerSeeds
 from fastbert.ops.backend import Request
-from fastbert.ops.encoder_layer import encoder_layer
+from fastbert.ops.cpu_layer import LayerSettings, Sequences, cpu_layer
+from fastbert.ops.gpu_layer import gpu_layer
 from fastbert.ops.gpu_times import length_class, rows_class
 from fastbert.ops.layer_parts import Parts, choose_parts
 from fastbert.ops.layer_weights import LayerWeights
 from fastbert.ops.register import PLAIN, is_watched
-from fastbert.ops.trained_layer import LayerSettings, Sequences, trained_layer
 
 
 class Settings(NamedTuple):
@@ -262,7 +262,7 @@ class CpuTraining(_Training):
             seeds = call.seeds[i][:3] if call.seeds is not None and dropping else ()
             sequences = of_last if i == last else every
             rotation = layout.rotations[settings.bases[i]] if settings.bases else ()
-            return trained_layer(rows, self.layers[i], sequences, seeds, rotation, numbers)
+            return cpu_layer(rows, self.layers[i], sequences, seeds, rotation, numbers)
 
         return run
 
@@ -294,7 +294,7 @@ class GpuTraining(_Training):
             own = NO_SEEDS if call.seeds is None else call.seeds[i]
             inputs = (layout.cu_seqlens, mask, bias, *own[:3])
             shape = (*numbers, *settings.dropouts[i])
-            return encoder_layer(rows, self.layers[i], inputs, shape, parts)
+            return gpu_layer(rows, self.layers[i], inputs, shape, parts)
 
         return run
 

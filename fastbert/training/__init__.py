@@ -2,8 +2,8 @@
 
 from fastbert.training.evaluate import evaluate
 from fastbert.training.graphs import GraphedStep, StepResult, graphed_step
-from fastbert.training.loop import TrainResult, pretrain
 from fastbert.training.options import PretrainOptions
+from fastbert.training.pretraining import TrainResult, pretrain
 
 __all__ = [
     "GraphedStep",

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
-from fastbert.training import state
+from fastbert.training import checkpoints
 
 
 class WeightAverage:
@@ -37,7 +37,7 @@ class WeightAverage:
         """Move the average after a step, counted from 1."""
         decay = min(self._decay, (1 + step) / (10 + step))
         for name, mean in self._means.items():
-            state.local(mean).lerp_(state.local(self._weights[name]), 1 - decay)
+            checkpoints.local(mean).lerp_(checkpoints.local(self._weights[name]), 1 - decay)
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
@@ -51,17 +51,17 @@ class WeightAverage:
     @torch.no_grad()
     def _exchange(self) -> None:
         for name, mean in self._means.items():
-            here, there = state.local(self._weights[name]), state.local(mean)
+            here, there = checkpoints.local(self._weights[name]), checkpoints.local(mean)
             weight = here.clone()
             here.copy_(there)
             there.copy_(weight)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the average by the names of the weights, on the CPU."""
-        return {name: state.whole(mean) for name, mean in self._means.items()}
+        return {name: checkpoints.whole(mean) for name, mean in self._means.items()}
 
     def restore(self, saved: Mapping[str, Tensor]) -> None:
         """Continue with an average that `tensors` returned."""
         for name, mean in self._means.items():
-            state.check_like(name, saved[name], mean)
-            mean.copy_(state.shared_like(saved[name], mean))
+            checkpoints.check_like(name, saved[name], mean)
+            mean.copy_(checkpoints.shared_like(saved[name], mean))

@@ -1,242 +1,385 @@
-"""Pre-training with masked-LM and next-sentence losses (Devlin et al. 2019, section 3.1)."""
+"""The steps of a training run, with their log, evaluations, saves and interruptions.
+
+Pre-training and fine-tuning share this loop. They differ in the update, the figures of a row of the
+log, the evaluation, and the state that a checkpoint needs.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+import math
+import signal
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
 from rich.console import Console
+from torch import Tensor
 
-from fastbert.data.prepared.corpus import PreparedCorpus
-from fastbert.training import meeting, resume, state
-from fastbert.training.checkpoint import CHECKPOINT, refuse_existing
-from fastbert.training.log import CURVES, LOG, panels_of
-from fastbert.training.meeting import start_processes
-from fastbert.training.options import PretrainOptions
-from fastbert.training.preparation import fingerprint, gather_documents, prepare
-from fastbert.training.pretraining import TASK, PretrainingRun
-from fastbert.training.progress import describe
-from fastbert.training.run import open_record
-from fastbert.training.signals import StopSignals
-from fastbert.training.trackers import Tracker, require_tracker
-from fastbert.training.verification import verify
+from fastbert.io import commit
+from fastbert.training import checkpoints
+from fastbert.training.attempts import Attempts
+from fastbert.training.divergence import Divergence
+from fastbert.training.log import LOG, LogRow, RunLog, rows_until
+from fastbert.training.model_folder import CHECKPOINT, has_weights_of, save_checkpoint
+from fastbert.training.progress import TrainingProgress
+from fastbert.training.record import Record
+from fastbert.training.schedules import continue_schedule
+from fastbert.training.signals import StopSignals, stopped_by
+from fastbert.training.trackers import Tracker
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
 
-@dataclass(frozen=True)
-class TrainResult:
-    """The results of a pre-training run.
-
-    Attributes:
-        checkpoint: Folder of the model.
-        log: Path of ``log.jsonl``.
-        curves: Path of ``curves.png``.
-        steps: Number of steps.
-        epochs: Number of epochs that were begun.
-        parameters: Number of parameters of the model.
-        tokens: Number of tokens of all steps and processes, without padding.
-        seconds: Duration of the steps in seconds, without evaluations.
-        evaluation: Figures of the last evaluation; None if no documents were held out.
-    """
-
-    checkpoint: Path
-    log: Path
-    curves: Path
-    steps: int
-    epochs: int
-    parameters: int
-    tokens: int
-    seconds: float
-    evaluation: dict[str, float] | None
+class RunOptions(Protocol):
+    """The options that the loop reads."""
 
     @property
-    def tokens_per_second(self) -> float:
-        """Mean number of tokens per second."""
-        return self.tokens / self.seconds
+    def folder(self) -> Path:
+        """Folder of the run."""
+
+    @property
+    def log_every(self) -> int:
+        """Number of steps between two rows of the log."""
+
+    @property
+    def save_every(self) -> int | None:
+        """Number of steps between two checkpoints."""
+
+    @property
+    def save_minutes(self) -> float | None:
+        """Largest number of minutes between two checkpoints."""
+
+    @property
+    def keep_checkpoints(self) -> int:
+        """Number of checkpoints that stay."""
+
+    def decisive(self) -> dict[str, Any]:
+        """Return the options that decide about the results, as plain data."""
 
 
-def pretrain(
-    options: PretrainOptions,
+class Run(ABC):
+    """The state that the steps of a run share.
+
+    Attributes:
+        task: Name of the task, by which a checkpoint is known.
+        options: Options of the run.
+        accelerator: The processes of the run.
+        model: The model.
+        own_optimizer: The optimizer.
+        schedule: The schedule of the learning rate.
+        tokenizer: The tokenizer, which a checkpoint contains.
+        first: Whether this process writes the files of the run.
+        total: Number of steps.
+        step: Number of steps that were made.
+        saved: Step of the last checkpoint; 0 means that there is none.
+        seconds: Duration of the steps in seconds, without evaluations.
+    """
+
+    task: str
+    options: RunOptions
+    model: Any
+    own_optimizer: torch.optim.Optimizer
+    schedule: torch.optim.lr_scheduler.LambdaLR
+    tokenizer: checkpoints.StoredTokenizer
+    total: int
+
+    def __init__(self, options: RunOptions, accelerator: Accelerator) -> None:
+        """Start before the first step."""
+        self.options, self.accelerator = options, accelerator
+        self.device = device = accelerator.device
+        self.first = accelerator.is_main_process
+        self.step = self.saved = 0
+        self.seconds = 0.0
+        # When the steps since the last row of the log began, and how long a part of them took that
+        # was before a resumption.
+        self.started = self.before = 0.0
+        # When the last checkpoint was written, or the steps began.
+        self.saved_at = 0.0
+        self.divergence = Divergence(device)
+
+    @abstractmethod
+    def update(self, batch: Any) -> Tensor:
+        """Make one update, and return the gradient's norm before clipping."""
+
+    def train_step(self, batch: Any) -> float:
+        """Make one update; return the gradient's norm before clipping if the step is logged."""
+        norm = self.update(batch)
+        return float(norm) if self.is_due(self.options.log_every) else math.nan
+
+    def train_mode(self) -> None:
+        """Switch the model to training mode."""
+        self.model.train()
+
+    @abstractmethod
+    def refuse_divergence(self) -> None:
+        """Raise RuntimeError if a step was not finite; the weights are those before the update."""
+
+    @abstractmethod
+    def row(self, norm: float) -> LogRow:
+        """Return the row of the log for this step, and reset the sums."""
+
+    @abstractmethod
+    def evaluates(self) -> bool:
+        """Return whether an evaluation follows the current step."""
+
+    @abstractmethod
+    def evaluate(self, record: Record) -> None:
+        """Evaluate the model after the current step, and record the figures."""
+
+    def has_ended(self) -> bool:
+        """Return whether no step is left to make."""
+        return self.step == self.total
+
+    @abstractmethod
+    def content(self) -> dict[str, Any]:
+        """Return the plain data that a checkpoint needs."""
+
+    @abstractmethod
+    def tensors(self) -> dict[str, Mapping[str, Tensor]]:
+        """Return the tensors that a checkpoint needs, by the stem of their file."""
+
+    def is_due(self, every: int | None) -> bool:
+        """Return whether the current step (from 1) ends an interval of `every` steps or the run."""
+        step = self.step + 1
+        return step == self.total or (every is not None and step % every == 0)
+
+    def saves(self) -> bool:
+        """Return whether a checkpoint follows the current step."""
+        return self.is_due(self.options.save_every)
+
+    def is_late(self) -> bool:
+        """Return whether the last checkpoint of any process is older than `save_minutes`."""
+        minutes = self.options.save_minutes
+        if minutes is None:
+            return False
+        return bool(self.largest(time.monotonic() - self.saved_at >= 60 * minutes))
+
+    def export(self, tensors: Mapping[str, Mapping[str, Tensor]]) -> Any:
+        """Return the model that the user receives.
+
+        Args:
+            tensors: The tensors of the checkpoint of the same step.
+        """
+        return self.model
+
+    def largest(self, number: int) -> int:
+        """Return the largest of the numbers that the processes of the run give."""
+        if self.accelerator.num_processes == 1:
+            return number
+        own = torch.tensor([int(number)], device=self.device)
+        return int(self.accelerator.gather(own).max())
+
+    def meet(self) -> None:
+        """Wait until all processes of the run are here."""
+        self.accelerator.wait_for_everyone()
+
+    def gathered(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return tensors of all processes on the CPU, with a row for each process.
+
+        Args:
+            own: Tensors of this process, with the same names and shapes in all processes.
+        """
+        rows = {
+            name: self.accelerator.gather(tensor[None].to(self.device))
+            for name, tensor in own.items()
+        }
+        return {name: tensor.cpu() for name, tensor in rows.items()}
+
+    def random_state(self) -> dict[str, Tensor]:
+        """Return the states of the random numbers of this process."""
+        found = {"cpu": torch.get_rng_state()}
+        if self.device.type != "cpu":
+            module = torch.get_device_module(self.device)
+            found["device"] = module.get_rng_state(self.device)
+        return found
+
+    def restore_random(self, saved: Mapping[str, Tensor]) -> None:
+        """Continue with the random numbers of a checkpoint of as many processes.
+
+        Args:
+            saved: The states that `random_state` returned, with a row for each process.
+        """
+        own = {name: saved[name][self.accelerator.process_index] for name in self.random_state()}
+        for name, current in self.random_state().items():
+            checkpoints.check_like(name, own[name], current)
+        # torch crashes with a state that is a row of a tensor.
+        torch.set_rng_state(own["cpu"].clone())
+        if self.device.type != "cpu":
+            module = torch.get_device_module(self.device)
+            module.set_rng_state(own["device"].clone(), self.device)
+
+    def replace_random(self, seed: int) -> None:
+        """Draw other random numbers than the run of another number of processes."""
+        own = self.accelerator.process_index
+        torch.manual_seed((seed + own + (self.step << 20)) % 2**63)
+
+    def lap(self) -> float:
+        """Return the seconds since the last row of the log, and add them to the duration."""
+        seconds = time.perf_counter() - self.started
+        self.seconds += seconds
+        return seconds
+
+    def train(self, batches: Iterable[Any], record: Record, signals: StopSignals) -> int:
+        """Make the remaining steps.
+
+        Args:
+            batches: The batches from the current step on, one per step.
+            record: Receives the rows of the log.
+            signals: The signals that stop the run after a step.
+
+        Returns:
+            The number of the signal that stopped the run, or 0.
+        """
+        if self.has_ended():
+            self._complete(record.attempt)
+            return 0
+        self.train_mode()
+        self.started, self.saved_at = time.perf_counter() - self.before, time.monotonic()
+        for batch in batches:
+            norm = self.train_step(batch)
+            logged = self.is_due(self.options.log_every)
+            # Elsewhere, the look at a gradient would wait for the device in every step.
+            if self.device.type == "cpu" or logged:
+                self.refuse_divergence()
+            if logged:
+                self._report(norm, record)
+            self.schedule.step()
+            record.progress.step()
+            stop = self.largest(signals.received)
+            if self.evaluates() and not stop:
+                pause = time.perf_counter()
+                self.evaluate(record)
+                self.started += time.perf_counter() - pause
+            if self.saves() or stop or self.is_late():
+                self.save(record.attempt)
+            self.step += 1
+            if stop or self.has_ended():
+                return stop
+        raise AssertionError("the batches end before the steps")
+
+    def _report(self, norm: float, record: Record) -> None:
+        row = self.row(norm)
+        record.write(row)
+        left = self.seconds / (self.step + 1) * (self.total - self.step - 1)
+        record.progress.report(row, left)
+        self.started = time.perf_counter()
+
+    def save(self, attempt: Attempts) -> None:
+        """Write the model, and a checkpoint from which the run resumes after this step."""
+        self.refuse_divergence()
+        tensors = self.tensors()
+        if self.first and attempt("the checkpoint", lambda: self._write_state(tensors)):
+            self.saved = self.step + 1
+            attempt("the model", lambda: self._write_model(self.export(tensors)))
+        self.saved_at = time.monotonic()
+        self.meet()
+
+    def _complete(self, attempt: Attempts) -> None:
+        """Write the model of a finished run that ended between its checkpoint and its model."""
+        tensors = self.tensors()
+        if self.first:
+            model = self.export(tensors)
+            if not has_weights_of(self.options.folder / CHECKPOINT, model):
+                attempt("the model", lambda: self._write_model(model))
+
+    def _write_state(self, tensors: dict[str, Mapping[str, Tensor]]) -> None:
+        options = self.options
+        content = {
+            "task": self.task,
+            "seconds": self.seconds,
+            "before": time.perf_counter() - self.started,
+            "options": options.decisive(),
+            **self.content(),
+        }
+        keep = options.keep_checkpoints
+        checkpoints.save(options.folder, self.step + 1, content, tensors, self.tokenizer, keep)
+
+    def _write_model(self, model: Any) -> None:
+        save_checkpoint(self.options.folder / CHECKPOINT, model, self.tokenizer)
+
+    def restore(self, found: checkpoints.Checkpoint) -> None:
+        """Continue where a checkpoint was written."""
+        content = found.content
+        if content["step"] > self.total:
+            raise ValueError(
+                f"{found.folder / checkpoints.STATE}: step: got {content['step']}, "
+                f"allowed: at most the {self.total} steps of the run"
+            )
+        self.step = self.saved = content["step"]
+        self.seconds, self.before = content["seconds"], content["before"]
+        with found.fitting("weights") as weights:
+            checkpoints.restore_weights(self.model, weights)
+        with found.fitting("optimizer") as moments:
+            checkpoints.restore_moments(self.own_optimizer, moments)
+        continue_schedule(self.schedule, self.step)
+
+    @contextlib.contextmanager
+    def recorded(self, record: Record) -> Iterator[None]:
+        """Close the record at the end of the block; an interruption is told to the user."""
+        try:
+            yield
+        except (KeyboardInterrupt, SystemExit):
+            kept = record.kept(self.saved)
+            record.progress.note(
+                f"interrupted in step {self.step + 1} of {self.total}; kept: {kept}"
+            )
+            raise
+        finally:
+            record.close()
+
+    def end_if_stopped(self, stop: int, record: Record) -> None:
+        """Raise the exception of a signal that stopped the run, unless `stop` is 0."""
+        if stop:
+            name, kept = signal.Signals(stop).name, record.kept(self.saved)
+            record.progress.note(
+                f"stopped by {name} after step {self.step} of {self.total}; kept: {kept}"
+            )
+            raise stopped_by(stop)
+
+
+def open_record(
+    run: Run,
+    console: Console,
+    signals: StopSignals,
     *,
-    documents: Iterable[list[str]] | None = None,
-    console: Console | None = None,
-) -> TrainResult:
-    """Pre-train a BERT with masked-LM and next-sentence losses (Devlin et al. 2019, section 3.1).
-
-    The run uses one process, or all processes that ``torchrun`` or ``accelerate launch`` starts,
-    with copies (DDP) or shards (FSDP2) of the model. Every process takes ``options.accumulate``
-    batches of up to ``options.tokens_per_batch`` tokens per step. On the CPU, the same seed gives
-    the same log, except for times.
-
-    The folder ``options.output`` receives four results.
-
-    - ``log.jsonl`` has one JSON object per line. The event ``"train"`` has means since the last
-      such event, and the event ``"evaluation"`` has figures on held-out documents.
-    - ``curves.png`` shows the losses and accuracies.
-    - ``model/`` has the weights or their moving average, the configuration and the tokenizer in the
-      layout of Hugging Face. It is always either complete or absent.
-    - ``checkpoints/`` has the last checkpoints from which the run can be resumed.
-
-    If the folder has a checkpoint of a run with the same options and the same text, the run
-    continues after that step. Its final weights are the same bits as those of a run that was never
-    stopped, on the same machine and with as many processes; the number of `workers` may differ. A
-    run may also continue with another number of processes, if a step has as many batches as before.
-    A checkpoint that is damaged is reported, and the one before it is used. One run at a time
-    writes into a folder.
-
-    After SIGTERM or SIGINT (Ctrl-C), the run finishes its step, writes a checkpoint and raises
-    SystemExit with status 143, or KeyboardInterrupt. A second signal, at least one second after the
-    first, ends the run at once, without another checkpoint.
-
-    A gradient that is not finite stops the run before the update, and the last checkpoint stays.
-
-    If a file cannot be written, the run shows the error, continues, and tries again at the next
-    save. The earlier checkpoint stays complete.
+    resumed: bool,
+    describe: Callable[[LogRow], str],
+    panels: Mapping[str, str],
+    tracker: Tracker | None = None,
+) -> Record:
+    """Create the folder of a run, open its log, and prepare its messages.
 
     Args:
-        options: Options of the run.
-        documents: Documents, each a list of sentences, instead of ``options.corpus``.
-        console: Where progress is shown; None shows it on the standard output.
+        run: The run, at the step where it begins.
+        console: Where progress is shown.
+        signals: The signals that stop the run.
+        resumed: Whether the log has rows of steps before the current one.
+        describe: Formats a training row of the log in one line.
+        panels: The title of each panel of the curves by the name of its figure.
+        tracker: Receives the rows of the log too, if there is one.
 
     Returns:
-        Paths and figures of the run.
+        The record.
 
     Raises:
-        ValueError: If the corpus or the output folder is not usable, if another run is writing into
-            the folder, or if an earlier run in the folder has other options; nothing has been
-            written then.
-        ImportError: If accelerate, matplotlib or the tracker is not installed.
-        RuntimeError: If a loss or a gradient is not finite.
-        OSError: If the last checkpoint, the log or the curves could not be written.
+        OSError: If the folder or the log cannot be written.
     """
-    console = console or Console()
-    refuse_existing(options.folder, overwrite=options.overwrite)
-    require_tracker(options.tracker)
-    accelerator = start_processes("pre-training", options.folder, tracker=options.tracker)
-    if not accelerator.is_main_process:
-        console = Console(quiet=True)
-    with resume.alone(options.folder, accelerator):
-        return _pretrain(options, documents, console, accelerator)
-
-
-def _pretrain(
-    options: PretrainOptions,
-    documents: Iterable[list[str]] | None,
-    console: Console,
-    accelerator: Accelerator,
-) -> TrainResult:
-    """Pre-train a BERT in a folder that no other run writes to."""
-
-    def say(text: str) -> None:
-        console.print(text, highlight=False, markup=False, soft_wrap=True)
-
-    gathered = gather_documents(options, documents)
-    if isinstance(gathered, PreparedCorpus):
-        verify(gathered, accelerator, console)
-    text = fingerprint(gathered)
-    anew = resume.starts_anew(options.folder, options.overwrite, accelerator)
-    found = None if anew else _resumable(options, text, accelerator, say)
-    tokenizer = None if found is None else found.tokenizer()
-    batches_per_step = accelerator.num_processes * options.accumulate
-    prepared = prepare(options, gathered, say, tokenizer, batches_per_step)
-    run = PretrainingRun(options, prepared, text, accelerator)
-    parameters = sum(p.numel() for p in run.model.parameters())
-    console.print(
-        f"model: {parameters:,} parameters on {accelerator.device}, {run.total:,} steps of up to "
-        f"{options.tokens_per_batch:,} tokens on {accelerator.num_processes} process(es)"
-        + (f", {options.accumulate} batches each" if options.accumulate > 1 else ""),
-        highlight=False,
-        soft_wrap=True,
-    )
-    if run.peak is None:
-        say(
-            "model FLOPs utilization is left out: the peak of this processor in "
-            f"{options.precision} is not known"
-        )
-    if found is not None:
-        run.restore(found)
-        say(f"resumed after step {run.step:,} of {run.total:,}, from {found.folder}")
-        earlier = found.content["processes"]
-        if earlier != accelerator.num_processes:
-            say(f"the checkpoint is of {earlier} process(es), so dropout draws other masks")
-    tracker = None
-    if run.first and options.tracker is not None:
-        settings = options.decisive()
-        tracker = Tracker(
-            options.tracker, accelerator, options.folder, step=run.step, settings=settings
-        )
-    signals = StopSignals()
-    record = open_record(
-        run,
-        console,
-        signals,
-        resumed=found is not None,
-        describe=describe,
-        panels=panels_of(options.objective),
-        tracker=tracker,
-    )
-    if run.first and anew:
-        state.forget(options.folder)
+    folder = run.options.folder
+    folder.mkdir(parents=True, exist_ok=True)
     if run.first:
-        meeting.begin(options.folder)
-    # The processes that prepare batches ignore signals; they end when the batches are closed.
-    with (
-        run.recorded(record),
-        record.progress,
-        signals,
-        contextlib.closing(run.batches()) as batches,
-    ):
-        stop = run.train(batches, record, signals) or signals.received
-    run.end_if_stopped(stop, record)
-    record.attempt.check(record.kept(run.saved))
-    return TrainResult(
-        checkpoint=options.folder / CHECKPOINT,
-        log=options.folder / LOG,
-        curves=options.folder / CURVES,
-        steps=run.step,
-        epochs=run.epoch + 1,
-        parameters=parameters,
-        tokens=run.tokens,
-        seconds=run.seconds,
-        evaluation=run.evaluation,
-    )
+        commit.discard_dead(folder)
+    progress = TrainingProgress(console, run.total, run.step, describe)
 
+    def tell(failure: str) -> None:
+        step = min(run.step + 1, run.total)
+        end = "" if step == run.total or signals.received else "; training continues"
+        progress.note(f"step {step}: {failure}{end}")
 
-def _resumable(
-    options: PretrainOptions,
-    text: str,
-    accelerator: Accelerator,
-    say: Callable[[str], None],
-) -> state.Checkpoint | None:
-    """Return the checkpoint that the run continues, or None.
-
-    Raises:
-        ValueError: If the checkpoint is of a run with other options, or another text or number of
-            batches per step.
-    """
-    found = resume.find(options.folder, say, accelerator)
-    if found is None:
-        return None
-    name, batches = "text of the corpus, by its SHA-256", "processes × accumulate"
-    given = {
-        "task": TASK,
-        batches: accelerator.num_processes * options.accumulate,
-        name: text,
-        **options.decisive(),
-    }
-    content = found.content
-    # Older checkpoints are without a task, and without options that had their default then.
-    earlier = {
-        "task": content.get("task", TASK),
-        batches: content.get("processes", 1) * content.get("accumulate", 1),
-        name: content.get("documents"),
-        **PretrainOptions(options.output).decisive(),
-        **content["options"],
-    }
-    resume.refuse_another_run(options.folder, given, earlier)
-    return found
+    rows = rows_until(folder / LOG, run.step) if run.first and resumed else []
+    log = RunLog(folder / LOG, rows) if run.first else None
+    return Record(folder, log, progress, Attempts(tell), panels, tracker)

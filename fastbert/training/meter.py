@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fastbert.training import state
+from fastbert.training import checkpoints
 from fastbert.training.evaluate import IGNORED, Batch
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class Meter:
 
     def restore(self, sums: Tensor) -> None:
         """Continue with sums that `state` returned."""
-        state.check_like("sums", sums, self._sums)
+        checkpoints.check_like("sums", sums, self._sums)
         self._sums.copy_(sums)
 
     def _merge(self) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from fastbert.training import state
+from fastbert.training import checkpoints
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -77,7 +77,7 @@ class Shards:
 
     def clip(self, norm: float) -> Tensor:
         """Limit the L2 norm of the gradient, and return the norm before that."""
-        return state.whole_here(nn.utils.clip_grad_norm_(self.model.parameters(), norm))
+        return checkpoints.whole_here(nn.utils.clip_grad_norm_(self.model.parameters(), norm))
 
     def rest(self) -> None:
         """Give back memory that a forward pass without a backward pass holds."""

@@ -1,357 +1,242 @@
-"""The steps of a pre-training run: batches, updates, evaluations and checkpoints."""
+"""Pre-training with masked-LM and next-sentence losses (Devlin et al. 2019, section 3.1)."""
 
 from __future__ import annotations
 
 import contextlib
-import itertools
-import math
-from collections.abc import Generator, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-from torch.utils.data import DataLoader
+from rich.console import Console
 
-from fastbert.modules import BertForMaskedLM, BertForPreTraining
-from fastbert.training import state
-from fastbert.training.average import WeightAverage
-from fastbert.training.divergence import Diverged
-from fastbert.training.evaluate import Batch, MaskedPredictions, evaluate, to_device
-from fastbert.training.graphs import GraphedStep, graphed_step
-from fastbert.training.log import LogRow
-from fastbert.training.meter import Meter
-from fastbert.training.optimizer import make_optimizer
+from fastbert.data.prepared.corpus import PreparedCorpus
+from fastbert.training import checkpoints, meeting, resume
+from fastbert.training.log import CURVES, LOG, panels_of
+from fastbert.training.loop import open_record
+from fastbert.training.meeting import start_processes
+from fastbert.training.model_folder import CHECKPOINT, refuse_existing
 from fastbert.training.options import PretrainOptions
-from fastbert.training.parallel import Copies, Shards, check_shards
-from fastbert.training.preparation import Batches as Source
-from fastbert.training.preparation import Prepared
-from fastbert.training.progress import describe_evaluation
-from fastbert.training.record import Record
-from fastbert.training.run import Run
-from fastbert.training.signals import leave_to_parent
-from fastbert.training.utilization import model_flops, peak_flops
+from fastbert.training.preparation import fingerprint, gather_documents, prepare
+from fastbert.training.pretraining_run import TASK, PretrainingRun
+from fastbert.training.progress import describe
+from fastbert.training.signals import StopSignals
+from fastbert.training.trackers import Tracker, require_tracker
+from fastbert.training.verification import verify
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-TASK = "pre-training"
-# The batches of one step on one process.
-Batches = list[Batch]
+
+@dataclass(frozen=True)
+class TrainResult:
+    """The results of a pre-training run.
+
+    Attributes:
+        checkpoint: Folder of the model.
+        log: Path of ``log.jsonl``.
+        curves: Path of ``curves.png``.
+        steps: Number of steps.
+        epochs: Number of epochs that were begun.
+        parameters: Number of parameters of the model.
+        tokens: Number of tokens of all steps and processes, without padding.
+        seconds: Duration of the steps in seconds, without evaluations.
+        evaluation: Figures of the last evaluation; None if no documents were held out.
+    """
+
+    checkpoint: Path
+    log: Path
+    curves: Path
+    steps: int
+    epochs: int
+    parameters: int
+    tokens: int
+    seconds: float
+    evaluation: dict[str, float] | None
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Mean number of tokens per second."""
+        return self.tokens / self.seconds
 
 
-def _check_graphs(accelerator: Accelerator) -> None:
-    """Raise ValueError unless CUDA graphs can contain the steps of a run."""
-    kind, processes = accelerator.device.type, accelerator.num_processes
-    if kind != "cuda" or processes > 1:
-        raise ValueError(
-            f"cuda_graphs: got True with {processes} process(es) on {kind}, allowed: one process "
-            "on a CUDA device, because several processes exchange gradients inside the backward"
+def pretrain(
+    options: PretrainOptions,
+    *,
+    documents: Iterable[list[str]] | None = None,
+    console: Console | None = None,
+) -> TrainResult:
+    """Pre-train a BERT with masked-LM and next-sentence losses (Devlin et al. 2019, section 3.1).
+
+    The run uses one process, or all processes that ``torchrun`` or ``accelerate launch`` starts,
+    with copies (DDP) or shards (FSDP2) of the model. Every process takes ``options.accumulate``
+    batches of up to ``options.tokens_per_batch`` tokens per step. On the CPU, the same seed gives
+    the same log, except for times.
+
+    The folder ``options.output`` receives four results.
+
+    - ``log.jsonl`` has one JSON object per line. The event ``"train"`` has means since the last
+      such event, and the event ``"evaluation"`` has figures on held-out documents.
+    - ``curves.png`` shows the losses and accuracies.
+    - ``model/`` has the weights or their moving average, the configuration and the tokenizer in the
+      layout of Hugging Face. It is always either complete or absent.
+    - ``checkpoints/`` has the last checkpoints from which the run can be resumed.
+
+    If the folder has a checkpoint of a run with the same options and the same text, the run
+    continues after that step. Its final weights are the same bits as those of a run that was never
+    stopped, on the same machine and with as many processes; the number of `workers` may differ. A
+    run may also continue with another number of processes, if a step has as many batches as before.
+    A checkpoint that is damaged is reported, and the one before it is used. One run at a time
+    writes into a folder.
+
+    After SIGTERM or SIGINT (Ctrl-C), the run finishes its step, writes a checkpoint and raises
+    SystemExit with status 143, or KeyboardInterrupt. A second signal, at least one second after the
+    first, ends the run at once, without another checkpoint.
+
+    A gradient that is not finite stops the run before the update, and the last checkpoint stays.
+
+    If a file cannot be written, the run shows the error, continues, and tries again at the next
+    save. The earlier checkpoint stays complete.
+
+    Args:
+        options: Options of the run.
+        documents: Documents, each a list of sentences, instead of ``options.corpus``.
+        console: Where progress is shown; None shows it on the standard output.
+
+    Returns:
+        Paths and figures of the run.
+
+    Raises:
+        ValueError: If the corpus or the output folder is not usable, if another run is writing into
+            the folder, or if an earlier run in the folder has other options; nothing has been
+            written then.
+        ImportError: If accelerate, matplotlib or the tracker is not installed.
+        RuntimeError: If a loss or a gradient is not finite.
+        OSError: If the last checkpoint, the log or the curves could not be written.
+    """
+    console = console or Console()
+    refuse_existing(options.folder, overwrite=options.overwrite)
+    require_tracker(options.tracker)
+    accelerator = start_processes("pre-training", options.folder, tracker=options.tracker)
+    if not accelerator.is_main_process:
+        console = Console(quiet=True)
+    with resume.alone(options.folder, accelerator):
+        return _pretrain(options, documents, console, accelerator)
+
+
+def _pretrain(
+    options: PretrainOptions,
+    documents: Iterable[list[str]] | None,
+    console: Console,
+    accelerator: Accelerator,
+) -> TrainResult:
+    """Pre-train a BERT in a folder that no other run writes to."""
+
+    def say(text: str) -> None:
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    gathered = gather_documents(options, documents)
+    if isinstance(gathered, PreparedCorpus):
+        verify(gathered, accelerator, console)
+    text = fingerprint(gathered)
+    anew = resume.starts_anew(options.folder, options.overwrite, accelerator)
+    found = None if anew else _resumable(options, text, accelerator, say)
+    tokenizer = None if found is None else found.tokenizer()
+    batches_per_step = accelerator.num_processes * options.accumulate
+    prepared = prepare(options, gathered, say, tokenizer, batches_per_step)
+    run = PretrainingRun(options, prepared, text, accelerator)
+    parameters = sum(p.numel() for p in run.model.parameters())
+    console.print(
+        f"model: {parameters:,} parameters on {accelerator.device}, {run.total:,} steps of up to "
+        f"{options.tokens_per_batch:,} tokens on {accelerator.num_processes} process(es)"
+        + (f", {options.accumulate} batches each" if options.accumulate > 1 else ""),
+        highlight=False,
+        soft_wrap=True,
+    )
+    if run.peak is None:
+        say(
+            "model FLOPs utilization is left out: the peak of this processor in "
+            f"{options.precision} is not known"
         )
-
-
-class PretrainingRun(Run):
-    """The state that the steps of a pre-training run share."""
-
-    task = TASK
-    options: PretrainOptions
-
-    def __init__(
-        self, options: PretrainOptions, prepared: Prepared, text: str, accelerator: Accelerator
-    ) -> None:
-        """Build the model and the optimizer.
-
-        Args:
-            options: Options of the run.
-            prepared: The tokenizer and the batches.
-            text: SHA-256 of the text of the corpus.
-            accelerator: The processes of the run.
-
-        Raises:
-            ValueError: If there are too few batches for a step, or if the processes cannot use
-                CUDA graphs or shards that the options ask for.
-        """
-        super().__init__(options, accelerator)
-        self.prepared, self.tokenizer, self.text = prepared, prepared.tokenizer, text
-        if options.cuda_graphs:
-            _check_graphs(accelerator)
-        if options.shard:
-            check_shards(accelerator)
-        self.batches_per_step = accelerator.num_processes * options.accumulate
-        self.total = self._count_steps()
-        torch.manual_seed(options.seed)
-        tokenizer = prepared.tokenizer
-        config = options.model_config(tokenizer.vocab_size, tokenizer.pad_id)
-        kind = BertForMaskedLM if options.objective == "none" else BertForPreTraining
-        self.model: BertForPreTraining | BertForMaskedLM = kind(config, backend=options.backend)
-        if options.gradient_checkpointing:
-            self.model.gradient_checkpointing_enable()
-        self.parallel = (Shards if options.shard else Copies)(accelerator, self.model)
-        self.own_optimizer, self.schedule = make_optimizer(
-            self.model,
-            kind=options.optimizer,
-            schedule=options.schedule,
-            learning_rate=options.learning_rate,
-            weight_decay=options.weight_decay,
-            warmup=options.warmup,
-            total_steps=self.total,
-            graphed_on=accelerator.device if options.cuda_graphs else None,
+    if found is not None:
+        run.restore(found)
+        say(f"resumed after step {run.step:,} of {run.total:,}, from {found.folder}")
+        earlier = found.content["processes"]
+        if earlier != accelerator.num_processes:
+            say(f"the checkpoint is of {earlier} process(es), so dropout draws other masks")
+    tracker = None
+    if run.first and options.tracker is not None:
+        settings = options.decisive()
+        tracker = Tracker(
+            options.tracker, accelerator, options.folder, step=run.step, settings=settings
         )
-        self.average = None if options.ema is None else WeightAverage(self.model, options.ema)
-        # All processes have the same weights, but each process draws its own dropout masks.
-        torch.manual_seed(options.seed + accelerator.process_index)
-        # `position` counts the batches of the epoch that this process has taken.
-        self.epoch = self.position = self.tokens = 0
-        self.meter = Meter(accelerator.device)
-        # The FLOP/s of the device, if known, and the FLOPs since the last row of the log.
-        self.peak, self.flops = peak_flops(accelerator.device, options.precision), 0.0
-        # Counts correct predictions in the steps that are logged.
-        self.predictions: MaskedPredictions | None = None
-        self.graphed = self._graphed() if options.cuda_graphs else None
-        self.evaluation: dict[str, float] | None = None
-
-    def _count_steps(self) -> int:
-        # Every epoch draws new pairs, so epochs can differ by a batch. The first epoch decides the
-        # number of steps.
-        options, batches = self.options, len(self.prepared.train.epoch(0))
-        if batches < self.batches_per_step:
-            raise ValueError(
-                f"corpus: {batches} batches for steps of {options.accumulate} on each of "
-                f"{self.accelerator.num_processes} processes, allowed: at least one step "
-                "(more text, or a smaller tokens_per_batch)"
-            )
-        return options.steps or (options.epochs or 1) * (batches // self.batches_per_step)
-
-    def _graphed(self) -> GraphedStep:
-        budget = self.options.tokens_per_batch
-        return graphed_step(
-            self.model,
-            self.own_optimizer,
-            clip_norm=self.options.clip_norm,
-            observe=self.observe,
-            max_tokens=budget,
-            max_batch=budget,
-        )
-
-    def batches(self) -> Generator[Batches]:
-        """Yield the batches of each step of this process, epoch after epoch.
-
-        Together, the processes take the batches in the order of the epoch. An epoch ends with its
-        last whole step.
-        """
-        processes, own = self.accelerator.num_processes, self.accelerator.process_index
-        while True:
-            source, begin, end = self.phase()
-            if self.step == begin and self.position:
-                # A phase begins with an epoch.
-                self.epoch, self.position = self.epoch + 1, 0
-            epoch = source.epoch(self.epoch)
-            left = len(epoch) // self.batches_per_step - self.position // self.options.accumulate
-            used = self.position * processes + min(left, end - self.step) * self.batches_per_step
-            indices = range(own + self.position * processes, used, processes)
-            loader = DataLoader(
-                epoch,
-                batch_size=None,
-                sampler=indices,
-                num_workers=self.options.workers,
-                worker_init_fn=leave_to_parent,
-                # A loader draws a number when an epoch begins. Without its own generator, it would
-                # move on that of dropout, once more often in a resumed run.
-                generator=torch.Generator(),
-            )
-            yield from _groups(loader, self.options.accumulate)
-            self.epoch += 1
-            self.position = 0
-
-    def phase(self) -> tuple[Source, int, int]:
-        """Return the batches of the phase of the current step, and the phase's steps' range."""
-        short, prepared = round(self.total * self.options.short_steps), self.prepared
-        if prepared.short is not None and self.step < short:
-            return prepared.short, 0, short
-        return prepared.train, short, self.total
-
-    def train_mode(self) -> None:
-        """Switch the model to training mode."""
-        self.parallel.model.train()
-
-    def train_step(self, batch: Batches) -> float:
-        """Make one update; return the gradient's norm before clipping if the step is logged."""
-        logged = self.is_due(self.options.log_every)
-        for part in batch:
-            self.meter.count(part)
-            if self.peak is not None:
-                self.flops += model_flops(self.model.config, part)
-        watch = MaskedPredictions(self.model) if logged else contextlib.nullcontext()
-        with watch as self.predictions:
-            norm = self.update(batch) if self.graphed is None else self.replay(batch[0])
-        if self.average is not None:
-            self.average.update(self.step + 1)
-        self.position += len(batch)
-        return float(norm) if logged else math.nan
-
-    def update(self, batch: Batches) -> Tensor:
-        """Make one update, and return the gradient's norm before clipping."""
-        for number, part in enumerate(batch, 1):
-            # Only the last backward pass exchanges gradients between the processes.
-            last = number == len(batch)
-            with contextlib.nullcontext() if last else self.parallel.local_gradients():
-                self._add_gradient(to_device(part, self.device), len(batch))
-        norm = self.parallel.clip(self.options.clip_norm)
-        self.divergence.watch(norm, self.own_optimizer, (self.epoch, self.position))
-        self.own_optimizer.step()
-        self.own_optimizer.zero_grad(set_to_none=True)
-        return norm
-
-    def _add_gradient(self, batch: Batch, share: int) -> None:
-        """Add the gradient of one of `share` batches of a step."""
-        with self.autocast():
-            output = self.parallel.model(**batch)
-        # Shards of weights are whole between the forward and the backward pass only.
-        self.observe(output, batch)
-        loss = output.loss
-        (loss if share == 1 else loss / share).backward()
-
-    def replay(self, batch: Batch) -> Tensor:
-        """Make one update with a CUDA graph, and return the gradient's norm before clipping.
-
-        The hook of `MaskedPredictions` lets a logged step run without a graph.
-        """
-        assert self.graphed is not None
-        with self.autocast():
-            norm = self.graphed(**batch).gradient_norm
-        assert norm is not None
-        return norm
-
-    def observe(self, output: Any, batch: Batch) -> None:
-        """Add the output of a step to the sums of the log, before the update."""
-        self.meter.add(output, batch)
-        if self.predictions is not None:
-            hits = self.predictions.hits(batch["labels"])
-            self.meter.add_masked(hits, batch["labels"])
-
-    def autocast(self) -> torch.autocast:
-        """Return the context of a forward pass in the precision of the run."""
-        kind = self.device.type
-        return torch.autocast(kind, torch.bfloat16, enabled=self.options.precision == "bf16")
-
-    def refuse_divergence(self) -> None:
-        """Raise RuntimeError if a gradient was not finite; the weights are those before it."""
-        place = self.divergence.place()
-        if place is not None:
-            epoch, batch = place
-            last = batch + self.options.accumulate - 1
-            named = f"batch {batch}" if last == batch else f"batches {batch} to {last}"
-            raise self._diverged(f"the gradient of {named} of epoch {epoch} is not finite")
-
-    def _diverged(self, what: str) -> Diverged:
-        return Diverged(
-            f"{what} at step {self.step + 1}: training diverged; lower learning_rate "
-            f"({self.options.learning_rate}) or raise warmup ({self.options.warmup})"
-        )
-
-    def row(self, norm: float) -> LogRow:
-        """Return the row of the log for this step; raise RuntimeError if a loss is not finite."""
-        means = self.meter.read(self.accelerator)
-        losses = {name: means[name] for name in ("mlm_loss", "nsp_loss") if name in means}
-        for name, loss in losses.items():
-            if not math.isfinite(loss):
-                raise self._diverged(f"{name} is {loss}")
-        tokens, seconds = means.pop("tokens"), self.lap()
-        self.tokens += int(tokens)
-        reached = {}
-        if self.peak is not None:
-            reached["utilization"] = self.flops / seconds / self.peak
-            self.flops = 0.0
-        return {
-            "event": "train",
-            "step": self.step + 1,
-            "epoch": self.epoch,
-            "loss": sum(losses.values()),
-            **means,
-            "learning_rate": float(self.schedule.get_last_lr()[0]),
-            "gradient_norm": norm,
-            "tokens_per_second": tokens / seconds,
-            **reached,
-        }
-
-    def evaluates(self) -> bool:
-        """Return whether an evaluation follows the current step."""
-        return bool(self.prepared.held_out) and self.is_due(self.options.eval_every)
-
-    def evaluate(self, record: Record) -> None:
-        """Evaluate the model on the held-out documents, and record the figures."""
-        averaged = contextlib.nullcontext() if self.average is None else self.average.applied()
-        with averaged, self.autocast():
-            self.evaluation = evaluate(self.model, self.prepared.held_out)
-            self.parallel.rest()
-        record.write({"event": "evaluation", "step": self.step + 1, **self.evaluation})
-        record.progress.note(
-            f"step {self.step + 1}: held-out {describe_evaluation(self.evaluation)}"
-        )
-
-    def content(self) -> dict[str, Any]:
-        """Return the place in the data, the figures, and the facts that must not change."""
-        return {
-            "epoch": self.epoch,
-            "position": self.position,
-            "tokens": self.tokens,
-            "evaluation": self.evaluation,
-            "flops": self.flops,
-            "processes": self.accelerator.num_processes,
-            "accumulate": self.options.accumulate,
-            "documents": self.text,
-        }
-
-    def tensors(self) -> dict[str, Mapping[str, Tensor]]:
-        """Return the weights, the optimizer's state, and the states of all processes."""
-        processes = self.gathered({**self.random_state(), "sums": self.meter.state()})
-        if not (self.first or self.options.shard):
-            return {}
-        tensors: dict[str, Mapping[str, Tensor]] = {
-            "weights": state.weights_of(self.model),
-            "optimizer": state.moments_of(self.own_optimizer),
-            "processes": processes,
-        }
-        if self.average is not None:
-            tensors["average"] = self.average.tensors()
-        return tensors
-
-    def export(
-        self, tensors: Mapping[str, Mapping[str, Tensor]]
-    ) -> BertForPreTraining | BertForMaskedLM:
-        """Return a model with the whole weights, or with their average."""
-        if self.average is None and not self.options.shard:
-            return self.model
-        # The new model draws weights, which must not move the numbers of dropout.
-        with torch.random.fork_rng(devices=[]):
-            model = type(self.model)(self.model.config)
-        state.restore_weights(model, {**tensors["weights"], **tensors.get("average", {})})
-        return model
-
-    def restore(self, found: state.Checkpoint) -> None:
-        """Continue where a checkpoint was written."""
-        super().restore(found)
-        content = found.content
-        if self.average is not None:
-            with found.fitting("average") as average:
-                self.average.restore(average)
-        with found.reading(state.STATE):
-            taken = content["position"] * content["processes"]
-            self.epoch, self.position = content["epoch"], taken // self.accelerator.num_processes
-            self.tokens, self.evaluation = content["tokens"], content["evaluation"]
-            # Checkpoints were once without FLOPs.
-            self.flops = content.get("flops", 0.0)
-        with found.fitting("processes") as saved:
-            if content["processes"] == self.accelerator.num_processes:
-                self.meter.restore(saved["sums"][self.accelerator.process_index])
-                self.restore_random(saved)
-                return
-            self.replace_random(self.options.seed)
-            if self.first:
-                self.meter.restore(saved["sums"].sum(dim=0))
+    signals = StopSignals()
+    record = open_record(
+        run,
+        console,
+        signals,
+        resumed=found is not None,
+        describe=describe,
+        panels=panels_of(options.objective),
+        tracker=tracker,
+    )
+    if run.first and anew:
+        checkpoints.forget(options.folder)
+    if run.first:
+        meeting.begin(options.folder)
+    # The processes that prepare batches ignore signals; they end when the batches are closed.
+    with (
+        run.recorded(record),
+        record.progress,
+        signals,
+        contextlib.closing(run.batches()) as batches,
+    ):
+        stop = run.train(batches, record, signals) or signals.received
+    run.end_if_stopped(stop, record)
+    record.attempt.check(record.kept(run.saved))
+    return TrainResult(
+        checkpoint=options.folder / CHECKPOINT,
+        log=options.folder / LOG,
+        curves=options.folder / CURVES,
+        steps=run.step,
+        epochs=run.epoch + 1,
+        parameters=parameters,
+        tokens=run.tokens,
+        seconds=run.seconds,
+        evaluation=run.evaluation,
+    )
 
 
-def _groups(batches: Iterable[Batch], size: int) -> Iterator[Batches]:
-    """Yield the batches in lists of `size` batches, which divides their number."""
-    iterator = iter(batches)
-    while group := list(itertools.islice(iterator, size)):
-        yield group
+def _resumable(
+    options: PretrainOptions,
+    text: str,
+    accelerator: Accelerator,
+    say: Callable[[str], None],
+) -> checkpoints.Checkpoint | None:
+    """Return the checkpoint that the run continues, or None.
+
+    Raises:
+        ValueError: If the checkpoint is of a run with other options, or another text or number of
+            batches per step.
+    """
+    found = resume.find(options.folder, say, accelerator)
+    if found is None:
+        return None
+    name, batches = "text of the corpus, by its SHA-256", "processes × accumulate"
+    given = {
+        "task": TASK,
+        batches: accelerator.num_processes * options.accumulate,
+        name: text,
+        **options.decisive(),
+    }
+    content = found.content
+    # Older checkpoints are without a task, and without options that had their default then.
+    earlier = {
+        "task": content.get("task", TASK),
+        batches: content.get("processes", 1) * content.get("accumulate", 1),
+        name: content.get("documents"),
+        **PretrainOptions(options.output).decisive(),
+        **content["options"],
+    }
+    resume.refuse_another_run(options.folder, given, earlier)
+    return found

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fastbert import folder_lock
-from fastbert.training import meeting, state
+from fastbert.training import checkpoints, meeting
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -57,7 +57,7 @@ def alone(output: Path, accelerator: Accelerator) -> Iterator[None]:
 
 def find(
     output: Path, say: Callable[[str], None], accelerator: Accelerator
-) -> state.Checkpoint | None:
+) -> checkpoints.Checkpoint | None:
     """Return the newest sound checkpoint; the first process looks for it, and all return it.
 
     Args:
@@ -68,10 +68,10 @@ def find(
     Raises:
         ValueError: If all checkpoints are damaged.
     """
-    found = state.newest(output, say) if accelerator.is_main_process else None
+    found = checkpoints.newest(output, say) if accelerator.is_main_process else None
     number = _of_the_first(0 if found is None else found.content["step"], accelerator)
     if number and found is None:
-        found = state.read(state.folder_of(output, number))
+        found = checkpoints.read(checkpoints.folder_of(output, number))
     return found
 
 

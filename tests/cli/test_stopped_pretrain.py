@@ -32,14 +32,14 @@ main()
 # A limit of the file size at a step acts like a full disk.
 FULL = """
 import json, os, resource
-from fastbert.training import pretraining
-limits, step = json.loads(os.environ["LIMITS"]), pretraining.PretrainingRun.train_step
+from fastbert.training import pretraining_run
+limits, step = json.loads(os.environ["LIMITS"]), pretraining_run.PretrainingRun.train_step
 def limited(self, batch):
     limit = limits.get(str(self.step + 1))
     if limit is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
     return step(self, batch)
-pretraining.PretrainingRun.train_step = limited
+pretraining_run.PretrainingRun.train_step = limited
 from fastbert.cli import main
 main()
 """

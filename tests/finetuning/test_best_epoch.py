@@ -9,10 +9,10 @@ import pytest
 import torch
 from finetuning_problems import reviews, run, write_rows
 
-from fastbert.finetuning.run import FinetuningRun
+from fastbert.finetuning.finetuning_run import FinetuningRun
 from fastbert.finetuning.task import Judgement
 from fastbert.modules import BertForSequenceClassification
-from fastbert.training import state
+from fastbert.training import checkpoints
 from fastbert.training.log import read_log
 
 # The accuracy that each evaluation of a run is given; the third one is the best.
@@ -64,11 +64,11 @@ def cut(monkeypatch, options, step):
 
 
 def model_of(folder: Path) -> dict[str, torch.Tensor]:
-    return state.weights_of(BertForSequenceClassification.from_pretrained(folder / "model"))
+    return checkpoints.weights_of(BertForSequenceClassification.from_pretrained(folder / "model"))
 
 
 def weights_after(folder: Path, step: int) -> dict[str, torch.Tensor]:
-    return state.read(state.folder_of(folder, step)).tensors("weights")
+    return checkpoints.read(checkpoints.folder_of(folder, step)).tensors("weights")
 
 
 def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
@@ -138,9 +138,9 @@ def test_cuts_anywhere_change_no_bit(
         assert same(model_of(options.folder), model_of(tmp_path / "whole"))
         assert (result.best, result.steps) == (whole.best, whole.steps)
         assert result.figures == whole.figures
-        last = state.newest(options.folder, pytest.fail)
+        last = checkpoints.newest(options.folder, pytest.fail)
         for name in ("weights", "optimizer", "random"):
-            expected = state.newest(tmp_path / "whole", pytest.fail).tensors(name)
+            expected = checkpoints.newest(tmp_path / "whole", pytest.fail).tensors(name)
             assert same(last.tensors(name), expected)
         rows = [read_log(folder / "log.jsonl") for folder in (options.folder, tmp_path / "whole")]
         assert len(rows[0]) == len(rows[1])
@@ -152,7 +152,7 @@ def test_an_interrupted_run_leaves_the_best_model_so_far(
     options = classify(data, **{**SETTINGS, "save_every": 2})
     cut(monkeypatch, options, 33)
     # The checkpoint of step 32 continues the run; the model is that of step 18.
-    assert state.newest(options.folder, pytest.fail).content["step"] == 32
+    assert checkpoints.newest(options.folder, pytest.fail).content["step"] == 32
     assert same(model_of(options.folder), weights_after(options.folder, 18))
 
 
@@ -178,7 +178,7 @@ def test_a_checkpoint_without_the_weights_of_its_best_epoch_is_refused(
 ):
     options = classify(data, **{**SETTINGS, "keep_checkpoints": 1})
     run(options)
-    path = state.folder_of(options.folder, 48) / "best.safetensors"
+    path = checkpoints.folder_of(options.folder, 48) / "best.safetensors"
     path.unlink()
     with pytest.raises(ValueError, match=r"all checkpoints of .* are damaged"):
         run(options)
@@ -189,12 +189,12 @@ def test_a_run_before_these_options_is_resumed_with_the_last_epoch(
 ):
     options = classify(data, keep_epoch="last", **SETTINGS)
     cut(monkeypatch, options, 9)
-    folder = state.newest(options.folder, pytest.fail).folder
+    folder = checkpoints.newest(options.folder, pytest.fail).folder
     content = json.loads((folder / "state.json").read_text(encoding="utf-8"))
     for name in ("keep_epoch", "patience", "eval_every"):
         del content["options"][name]
     del content["best"], content["checksum"]
-    content["checksum"] = state._checksum_of(content)
+    content["checksum"] = checkpoints._checksum_of(content)
     (folder / "state.json").write_text(json.dumps(content))
     with pytest.raises(ValueError, match=r"^keep_epoch: got 'best', but the run in .* has 'last'"):
         run(classify(data, **SETTINGS))
@@ -233,5 +233,5 @@ def test_a_stop_inside_an_epoch_has_a_checkpoint(scripted, classify, data):
     assert result.steps == 20
     assert "stopped early in epoch 4: 2 evaluations without a better accuracy" in text
     assert "kept: the model in epoch 2 of 8 (step 12), the best by accuracy, 0.75" in text
-    assert state.newest(options.folder, pytest.fail).content["step"] == 20
+    assert checkpoints.newest(options.folder, pytest.fail).content["step"] == 20
     assert "resumed after step 20 of 48" in run(options)[1]

@@ -14,9 +14,9 @@ from sklearn.utils.class_weight import compute_class_weight
 
 from fastbert.finetuning import ClassifyOptions, TagOptions, evaluate
 from fastbert.finetuning.class_weights import ClassWeights, parse_class_weights
+from fastbert.finetuning.finetuning_run import FinetuningRun
 from fastbert.finetuning.model import Source
 from fastbert.finetuning.preparation import encode, read_parts
-from fastbert.finetuning.run import FinetuningRun
 from fastbert.training.log import read_log
 
 

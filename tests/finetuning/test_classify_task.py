@@ -17,7 +17,7 @@ from scipy import stats
 from sklearn import metrics as sk
 
 from fastbert.finetuning import predict
-from fastbert.finetuning.run import FinetuningRun
+from fastbert.finetuning.finetuning_run import FinetuningRun
 from fastbert.modules import BertForSequenceClassification
 from fastbert.training.log import read_log
 

@@ -16,9 +16,9 @@ import safetensors.torch
 import torch
 from finetuning_problems import reviews, run, write_rows
 
-from fastbert.finetuning.run import FinetuningRun
+from fastbert.finetuning.finetuning_run import FinetuningRun
 from fastbert.io import safetensors_file
-from fastbert.training import state
+from fastbert.training import checkpoints
 from fastbert.training.log import read_log
 
 # 6 steps per epoch, so that steps 4 and 8 are inside an epoch.
@@ -49,7 +49,7 @@ def cut(monkeypatch, options, step):
 
 def final(folder: Path):
     """Return all tensors of the last checkpoint and of the model, and the log without times."""
-    newest = state.newest(folder, pytest.fail)
+    newest = checkpoints.newest(folder, pytest.fail)
     tensors = {
         f"{part}.{name}": tensor
         for part in ("weights", "optimizer", "random")
@@ -162,7 +162,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(
     run(classify(data, output=tmp_path / "whole", **SETTINGS))
     options = classify(data, **SETTINGS)
     run(options)
-    broken = state.folder_of(options.folder, 12) / name
+    broken = checkpoints.folder_of(options.folder, 12) / name
     damage(broken)
     _, text = run(options)
     assert f"damaged checkpoint, an earlier one is tried: {broken}: its checksum" in text
@@ -222,7 +222,7 @@ def test_a_signal_ends_the_run_with_a_checkpoint_and_its_status(pretrained, data
     text = process.communicate(timeout=300)[0]
     assert process.returncode == 128 + signal.SIGTERM, text
     assert "Traceback" not in text
-    step = state.newest(output, pytest.fail).content["step"]
+    step = checkpoints.newest(output, pytest.fail).content["step"]
     kept = "kept: log.jsonl, curves.png, the checkpoint of st"
     assert f"stopped by SIGTERM after step {step} of 1100000; {kept}" in text
     assert {path.name for path in output.iterdir()} == {
@@ -243,13 +243,13 @@ def test_a_loss_that_is_not_finite_changes_no_weight_and_names_the_batch(
             # Infinite logits give an infinite loss.
             with torch.no_grad():
                 self.model.classifier.bias.fill_(float("inf"))
-            weights.update(state.weights_of(self.model))
+            weights.update(checkpoints.weights_of(self.model))
             weights.update({n: t.clone() for n, t in weights.items()})
         try:
             return original(self, features)
         finally:
             if self.step == 7:
-                after = state.weights_of(self.model)
+                after = checkpoints.weights_of(self.model)
                 assert all(torch.equal(after[name], weights[name]) for name in weights)
 
     monkeypatch.setattr(FinetuningRun, "update", update)
@@ -259,7 +259,7 @@ def test_a_loss_that_is_not_finite_changes_no_weight_and_names_the_batch(
     assert "the loss or the gradient of batch 1 of epoch 1 is not finite at step 8: " in text
     assert text.count(f"{data / 'train.csv'}, line ") == 8
     assert weights
-    assert state.newest(options.folder, pytest.fail).content["step"] == 6
+    assert checkpoints.newest(options.folder, pytest.fail).content["step"] == 6
 
 
 def test_an_infinite_loss_with_a_finite_gradient_stops_the_run(classify, data, monkeypatch):
@@ -275,7 +275,7 @@ def test_an_infinite_loss_with_a_finite_gradient_stops_the_run(classify, data, m
     monkeypatch.setattr(torch.nn.Module, "__call__", infinite)
     with pytest.raises(RuntimeError, match="batch 0 of epoch 0 is not finite at step 1"):
         run(options)
-    assert not state.exists(options.folder)
+    assert not checkpoints.exists(options.folder)
 
 
 def test_checkpoints_are_written_by_time(classify, data):

@@ -16,9 +16,9 @@ import torch
 from finetuning_problems import reviews, run, write_rows
 
 from fastbert.finetuning import ClassifyOptions, TagOptions
-from fastbert.finetuning.run import FinetuningRun
+from fastbert.finetuning.finetuning_run import FinetuningRun
 from fastbert.io import safetensors_file
-from fastbert.training import state
+from fastbert.training import checkpoints
 from fastbert.training.log import read_log
 
 # 43 sequences make 7 steps per epoch, and one process of two has no share of the last one.
@@ -30,7 +30,7 @@ import io, json, os, sys
 import torch
 from rich.console import Console
 from fastbert.finetuning import ClassifyOptions, TagOptions, finetune
-from fastbert.finetuning.run import FinetuningRun
+from fastbert.finetuning.finetuning_run import FinetuningRun
 
 torch.set_num_threads(1)
 update = FinetuningRun.update
@@ -131,7 +131,7 @@ def runs(without_dropout, pretrained, data, tmp_path_factory) -> Path:
         jobs.append(job(task, folder / task, **options))
     # Both processes continue a run of one process after step 7, and a run of two with dropout.
     shutil.copytree(folder / "classify-alone", folder / "taken-over")
-    shutil.rmtree(state.folder_of(folder / "taken-over", 14))
+    shutil.rmtree(checkpoints.folder_of(folder / "taken-over", 14))
     options = {"model": without_dropout, "data": data["classify"]}
     jobs.append(job("classify", folder / "taken-over", **options))
     options["model"] = pretrained
@@ -155,7 +155,7 @@ def rows(folder: Path) -> list[dict[str, Any]]:
     ]
 
 
-def learned(checkpoint: state.Checkpoint) -> dict[str, torch.Tensor]:
+def learned(checkpoint: checkpoints.Checkpoint) -> dict[str, torch.Tensor]:
     """Return the weights without the biases of keys.
 
     A softmax does not depend on these biases. Their gradient is rounding alone, which Adam scales
@@ -178,7 +178,7 @@ def assert_close(folder: Path, alone: Path) -> None:
         for key in ("step", "loss", "gradient_norm", "learning_rate"):
             if key in row:
                 assert row[key] == pytest.approx(other[key], rel=1e-4), (row["step"], key)
-    found, whole = (state.newest(output, pytest.fail) for output in (folder, alone))
+    found, whole = (checkpoints.newest(output, pytest.fail) for output in (folder, alone))
     assert found.content["step"] == whole.content["step"] == 14
     torch.testing.assert_close(learned(found), learned(whole), rtol=1e-3, atol=2e-5)
 
@@ -202,7 +202,7 @@ def test_accelerate_launch_starts_two_processes_and_one_continues_them(
     assert second["text"] == ""
     assert_close(tmp_path / "out", runs / "classify-alone")
     # One process continues the run of two processes after step 7.
-    shutil.rmtree(state.folder_of(tmp_path / "out", 14))
+    shutil.rmtree(checkpoints.folder_of(tmp_path / "out", 14))
     _, text = run(ClassifyOptions(**{**SETTINGS, **options, "output": tmp_path / "out"}))
     assert "resumed after step 7 of 14" in text
     assert "the checkpoint is of 2 process(es), so dropout draws other masks" in text
@@ -243,7 +243,7 @@ def test_the_figures_of_all_parts_are_those_of_one_process(runs, name):
 
 
 def test_cuts_of_two_processes_change_no_bit(runs):
-    found, expected = (state.newest(runs / name, pytest.fail) for name in ("cut", "whole"))
+    found, expected = (checkpoints.newest(runs / name, pytest.fail) for name in ("cut", "whole"))
     assert found.content["processes"] == 2
     for part in ("weights", "optimizer", "random"):
         tensors, others = found.tensors(part), expected.tensors(part)
@@ -278,12 +278,12 @@ def test_a_checkpoint_without_rows_of_processes_is_continued(
     monkeypatch.setattr(FinetuningRun, "content", content)
     run(ClassifyOptions(**{**SETTINGS, **options}))
     monkeypatch.undo()
-    shutil.rmtree(state.folder_of(tmp_path / "out", 14))
+    shutil.rmtree(checkpoints.folder_of(tmp_path / "out", 14))
     _, text = run(ClassifyOptions(**{**SETTINGS, **options}))
     assert "resumed after step 7 of 14" in text
     assert "other masks" not in text
     found, whole = (
-        state.newest(f, pytest.fail) for f in (tmp_path / "out", runs / "classify-alone")
+        checkpoints.newest(f, pytest.fail) for f in (tmp_path / "out", runs / "classify-alone")
     )
     for name, tensor in whole.tensors("weights").items():
         assert torch.equal(found.tensors("weights")[name], tensor)

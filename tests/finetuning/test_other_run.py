@@ -10,7 +10,7 @@ from finetuning_problems import reviews, run, write_rows
 from rich.console import Console
 
 from fastbert.data import stories
-from fastbert.finetuning.run import FinetuningRun
+from fastbert.finetuning.finetuning_run import FinetuningRun
 from fastbert.training import PretrainOptions, pretrain
 
 

@@ -54,11 +54,11 @@ from fastbert.jobs.texts import Texts
 from fastbert.modules import BertForSequenceClassification, BertModel
 from fastbert.modules.dense import Dense
 from fastbert.testing import ptx
-from fastbert.training import loop, state
+from fastbert.training import checkpoints, pretraining
 from fastbert.training.log import read_log, rows_until
 from fastbert.training.options import PretrainOptions
 from fastbert.training.preparation import fingerprint, prepare
-from fastbert.training.pretraining import PretrainingRun
+from fastbert.training.pretraining_run import PretrainingRun
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "ptx"))
 import _attempts
@@ -261,7 +261,7 @@ def run_to_restore() -> PretrainingRun:
     """Return a run of pre-training before its first step, for which the checkpoint is."""
     documents = [list(story) for story in stories(40, 0)]
     options = run_options(Path("unused"))
-    accelerator = loop.start_processes("pre-training", options.folder)
+    accelerator = pretraining.start_processes("pre-training", options.folder)
     prepared = prepare(options, documents, lambda line: None, tokenizer())
     return PretrainingRun(options, prepared, fingerprint(documents), accelerator)
 
@@ -285,7 +285,7 @@ def build_run(folder: Path) -> None:
     tokenizer().save(folder / "given")
     options = dataclasses.replace(run_options(folder / "out"), tokenizer=folder / "given")
     with torch.random.fork_rng():
-        loop.pretrain(options, documents=documents, console=Console(quiet=True))
+        pretraining.pretrain(options, documents=documents, console=Console(quiet=True))
     home = folder / "out" / "checkpoints"
     shutil.move(home / "step-00000002", folder / "checkpoints" / "step-00000002")
     shutil.move(folder / "out" / "log.jsonl", folder)
@@ -297,7 +297,7 @@ def build_run(folder: Path) -> None:
 def read_run(folder: Path) -> None:
     rows_until(folder / "log.jsonl", 2)
     read_log(folder / "log.jsonl")
-    found = state.read(folder / "checkpoints" / "step-00000002")
+    found = checkpoints.read(folder / "checkpoints" / "step-00000002")
     found.tokenizer()
     # The forked process has its own copy of the run.
     run_to_restore().restore(found)
@@ -305,11 +305,13 @@ def read_run(folder: Path) -> None:
 
 def seal_run(folder: Path) -> None:
     place = folder / "checkpoints" / "step-00000002"
-    content = json.loads(_small(place / state.STATE))
+    content = json.loads(_small(place / checkpoints.STATE))
     content.pop("checksum", None)
     for name in content["files"]:
         content["files"][name] = hashlib.sha256(_small(place / name)).hexdigest()
-    write_json(place / state.STATE, {**content, "checksum": state._checksum_of(content)})
+    write_json(
+        place / checkpoints.STATE, {**content, "checksum": checkpoints._checksum_of(content)}
+    )
 
 
 def _is_small(path: Path) -> bool:

@@ -152,5 +152,5 @@ def rows_computed() -> Iterator[list[int]]:
 
         return mock.patch.object(room, name, run)
 
-    with spy(ops, "encoder"), spy(ops, "feed_forward"), spy(executors, "trained_layer"):
+    with spy(ops, "encoder"), spy(ops, "feed_forward"), spy(executors, "cpu_layer"):
         yield rows

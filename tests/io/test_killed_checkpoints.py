@@ -14,7 +14,7 @@ from killing import child, end_of
 from quick_cases import long_case
 
 from fastbert.data import stories, train_tokenizer
-from fastbert.training import state
+from fastbert.training import checkpoints
 
 KEEP = 2
 
@@ -38,7 +38,7 @@ def test_kills_at_random_moments(tmp_path, tokenizer, kills):
     def save_on():
         for step in itertools.count(reached + 1):
             content = {"epoch": step, "seconds": 0.0, "before": 0.0, "options": {}}
-            state.save(tmp_path, step, content, tensors_of(step), tokenizer, KEEP)
+            checkpoints.save(tmp_path, step, content, tensors_of(step), tokenizer, KEEP)
             os.write(writer, step.to_bytes(8, "little"))
 
     midst = 0
@@ -58,7 +58,7 @@ def test_kills_at_random_moments(tmp_path, tokenizer, kills):
         os.set_blocking(reader, True)
         saved = int.from_bytes(told, "little")
         midst += any(path.name.startswith(".") for path in (tmp_path / "checkpoints").iterdir())
-        found = state.newest(tmp_path, pytest.fail)
+        found = checkpoints.newest(tmp_path, pytest.fail)
         reached = found.content["step"]
         # A kill between the rename and the message leaves one step more.
         assert reached in (saved, saved + 1)

@@ -23,7 +23,7 @@ from fastbert import modules
 from fastbert.config import BertConfig
 from fastbert.data import WordPieceTokenizer, stories, train_tokenizer
 from fastbert.io import checkpoint, commit
-from fastbert.training.checkpoint import save_checkpoint
+from fastbert.training.model_folder import save_checkpoint
 
 CONFIG = BertConfig(
     vocab_size=101,

@@ -117,13 +117,13 @@ def test_packed_input_has_the_loss_of_padded_input(chosen):
 
 @needs_cpu
 def test_the_last_layer_gets_the_chosen_rows_only(monkeypatch):
-    counts, run = [], executors.trained_layer
+    counts, run = [], executors.cpu_layer
 
     def spy(*arguments):
         counts.append(run(*arguments).shape[0])
         return run(*arguments)
 
-    monkeypatch.setattr(executors, "trained_layer", spy)
+    monkeypatch.setattr(executors, "cpu_layer", spy)
     lengths = LENGTHS["padded"]
     step(model_of(BertForSequenceClassification), inputs_of(BertForNextSentencePrediction, lengths))
     assert counts == [sum(lengths), len(lengths)]

@@ -118,9 +118,9 @@ def test_a_layer_launches_our_kernels_and_gemms_only(training, dtype, expected):
 def test_a_layer_as_one_function_launches_the_same(monkeypatch, dtype, expected):
     """The count is a dispatch mode, which otherwise lets the operations run one by one."""
     calls = []
-    layer = executors.encoder_layer
+    layer = executors.gpu_layer
     monkeypatch.setattr(executors, "is_watched", lambda: False)
-    monkeypatch.setattr(executors, "encoder_layer", lambda *a: calls.append(1) or layer(*a))
+    monkeypatch.setattr(executors, "gpu_layer", lambda *a: calls.append(1) or layer(*a))
     launched = encoder_launches(1, True, dtype)
     assert calls == [1]
     assert launched[0].foreign == launched[1].foreign == {}

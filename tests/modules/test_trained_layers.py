@@ -61,13 +61,13 @@ def step(model, inputs, dtype=torch.float32):
 @pytest.fixture
 def runs(monkeypatch):
     """Return the list to which each layer that runs as one function adds its settings."""
-    found, run = [], executors.trained_layer
+    found, run = [], executors.cpu_layer
 
     def spy(*arguments):
         found.append(arguments[-1])
         return run(*arguments)
 
-    monkeypatch.setattr(executors, "trained_layer", spy)
+    monkeypatch.setattr(executors, "cpu_layer", spy)
     return found
 
 

@@ -58,14 +58,14 @@ def padded(*lengths: int) -> dict[str, Tensor]:
 def counted(by_operation: bool = False):
     """Count the layers that run as one function, or let the operations run one by one."""
     calls: list[int] = []
-    layer, plan_of = executors.encoder_layer, BertEncoder.plan
-    executors.encoder_layer = lambda *a: calls.append(1) or layer(*a)
+    layer, plan_of = executors.gpu_layer, BertEncoder.plan
+    executors.gpu_layer = lambda *a: calls.append(1) or layer(*a)
     if by_operation:
         BertEncoder.plan = lambda *given: plan_of(*given)._replace(run=None)
     try:
         yield calls
     finally:
-        executors.encoder_layer, BertEncoder.plan = layer, plan_of
+        executors.gpu_layer, BertEncoder.plan = layer, plan_of
 
 
 def trained(

@@ -16,17 +16,17 @@ import json, os, signal, sys
 import torch
 from rich.console import Console
 from fastbert.data import stories
-from fastbert.training import PretrainOptions, pretrain, pretraining
+from fastbert.training import PretrainOptions, pretrain, pretraining_run
 
 torch.set_num_threads(1)
 kill = os.environ.get("KILL")
 if kill and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
-    step = pretraining.PretrainingRun.train_step
+    step = pretraining_run.PretrainingRun.train_step
     def killed(self, batch):
         if [os.environ["RANK"], str(self.step)] == kill.split():
             os.kill(os.getpid(), signal.SIGKILL)
         return step(self, batch)
-    pretraining.PretrainingRun.train_step = killed
+    pretraining_run.PretrainingRun.train_step = killed
 options = PretrainOptions(sys.argv[1], **json.loads(sys.argv[2]))
 pretrain(options, documents=list(stories(40, 0)), console=Console(width=500))
 """

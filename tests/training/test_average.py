@@ -7,10 +7,10 @@ import torch
 from rich.console import Console
 
 from fastbert.modules import BertForPreTraining
-from fastbert.training import pretraining, state
+from fastbert.training import checkpoints, pretraining_run
 from fastbert.training.average import WeightAverage
 from fastbert.training.evaluate import evaluate
-from fastbert.training.loop import pretrain
+from fastbert.training.pretraining import pretrain
 
 
 def test_the_average_follows_the_weights():
@@ -49,19 +49,19 @@ def test_a_weight_that_is_not_trained_has_no_average():
 
 def test_the_average_is_evaluated_and_exported(options, documents, monkeypatch):
     batches = []
-    original = pretraining.evaluate
+    original = pretraining_run.evaluate
 
     def keep(model, held_out):
         batches.extend(held_out)
         return original(model, held_out)
 
-    monkeypatch.setattr(pretraining, "evaluate", keep)
+    monkeypatch.setattr(pretraining_run, "evaluate", keep)
     chosen = options(ema=0.9)
     result = pretrain(chosen, documents=documents, console=Console(file=io.StringIO()))
-    newest = state.newest(chosen.folder, pytest.fail)
+    newest = checkpoints.newest(chosen.folder, pytest.fail)
     weights, average = newest.tensors("weights"), newest.tensors("average")
     model = BertForPreTraining.from_pretrained(result.checkpoint)
-    exported = state.weights_of(model)
+    exported = checkpoints.weights_of(model)
     assert all(torch.equal(exported[name], average[name]) for name in average)
     assert any(not torch.equal(weights[name], average[name]) for name in average)
     assert evaluate(model, batches) == result.evaluation
@@ -72,5 +72,5 @@ def test_a_run_with_an_average_has_the_weights_of_a_run_without(options, documen
     for name, ema in (("with", 0.9), ("without", None)):
         chosen = options(output=tmp_path / name, ema=ema, save_every=2, eval_every=2)
         pretrain(chosen, documents=documents, console=Console(quiet=True))
-        found.append(state.newest(chosen.folder, pytest.fail).tensors("weights"))
+        found.append(checkpoints.newest(chosen.folder, pytest.fail).tensors("weights"))
     assert all(torch.equal(tensor, found[1][name]) for name, tensor in found[0].items())

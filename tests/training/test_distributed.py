@@ -31,17 +31,17 @@ Path(sys.argv[1] + os.environ["RANK"]).write_text(str(result.evaluation))
 STOPPED = """
 import os
 import signal
-from fastbert.training import loop, pretraining
+from fastbert.training import pretraining, pretraining_run
 
-step = pretraining.PretrainingRun.train_step
+step = pretraining_run.PretrainingRun.train_step
 
 def signalled(self, batch):
     if self.step == 1 and os.environ["RANK"] == "1":
         os.kill(os.getpid(), signal.SIGTERM)
     return step(self, batch)
 
-pretraining.PretrainingRun.train_step = signalled
-pretrain = loop.pretrain
+pretraining_run.PretrainingRun.train_step = signalled
+pretrain = pretraining.pretrain
 def told(*arguments, **options):
     try:
         return pretrain(*arguments, **options)
@@ -54,16 +54,16 @@ def told(*arguments, **options):
 # Both processes die at the beginning of the third step.
 KILLED = """
 import os
-from fastbert.training import loop, pretraining
+from fastbert.training import pretraining, pretraining_run
 
-step = pretraining.PretrainingRun.train_step
+step = pretraining_run.PretrainingRun.train_step
 
 def killed(self, batch):
     if self.step == 2:
         os._exit(9)
     return step(self, batch)
 
-pretraining.PretrainingRun.train_step = killed
+pretraining_run.PretrainingRun.train_step = killed
 """
 
 
@@ -145,17 +145,17 @@ import sys
 import torch
 from rich.console import Console
 from fastbert.data import stories
-from fastbert.training import PretrainOptions, pretrain, pretraining
+from fastbert.training import PretrainOptions, pretrain, pretraining_run
 
 torch.set_num_threads(1)
-step, documents = pretraining.PretrainingRun.train_step, list(stories(40, 0))
+step, documents = pretraining_run.PretrainingRun.train_step, list(stories(40, 0))
 
 def cut(self, batch):
     if self.step == last:
         raise KeyboardInterrupt
     return step(self, batch)
 
-pretraining.PretrainingRun.train_step = cut
+pretraining_run.PretrainingRun.train_step = cut
 for number, cuts in enumerate(json.loads(sys.argv[2])):
     options = PretrainOptions(
         output=f"{sys.argv[1]}{number}", preset="tiny",

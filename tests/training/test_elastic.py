@@ -14,7 +14,7 @@ from quick_cases import long_case
 from rich.console import Console
 
 from fastbert.data import stories
-from fastbert.training import PretrainOptions, pretrain, state
+from fastbert.training import PretrainOptions, checkpoints, pretrain
 from fastbert.training.log import read_log
 
 
@@ -29,7 +29,7 @@ def test_a_killed_process_ends_the_job_with_a_message(tmp_path):
     assert process.returncode == 1
     assert "Signal 9 (SIGKILL)" in text
     # The checkpoint of step 2 is whole.
-    assert state.newest(tmp_path / "out", pytest.fail).content["step"] == 2
+    assert checkpoints.newest(tmp_path / "out", pytest.fail).content["step"] == 2
 
 
 @pytest.mark.parametrize(

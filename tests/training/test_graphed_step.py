@@ -23,10 +23,10 @@ import fastbert
 from fastbert import BertConfig
 from fastbert.graphs import static_batch
 from fastbert.graphs.buckets import Bucket, Buckets, PaddedBucket
-from fastbert.training import pretraining
+from fastbert.training import pretraining_run
 from fastbert.training.graphs import GraphedStep, graphed_step
 from fastbert.training.log import read_log
-from fastbert.training.loop import pretrain
+from fastbert.training.pretraining import pretrain
 
 CONFIG = BertConfig(
     vocab_size=60,
@@ -422,8 +422,8 @@ def test_pretraining_with_graphs_logs_the_same(options, documents, monkeypatch):
         steps.append(GraphedStep(model, optimizer, buckets, 16, lambda device: recorder, **given))
         return steps[0]
 
-    monkeypatch.setattr(pretraining, "_check_graphs", lambda accelerator: None)
-    monkeypatch.setattr(pretraining, "graphed_step", substitute)
+    monkeypatch.setattr(pretraining_run, "_check_graphs", lambda accelerator: None)
+    monkeypatch.setattr(pretraining_run, "graphed_step", substitute)
     logs = []
     for graphs in (False, True):
         given = options(cuda_graphs=graphs, overwrite=True, backend="reference", log_every=4)

@@ -12,8 +12,8 @@ import torch
 from rich.console import Console
 
 from fastbert.io import safetensors_file
-from fastbert.training import state
-from fastbert.training.loop import pretrain
+from fastbert.training import checkpoints
+from fastbert.training.pretraining import pretrain
 
 
 @pytest.fixture(scope="module")
@@ -28,10 +28,10 @@ def cut_run(options, documents, trained):
     made = options(steps=4, save_every=2, eval_every=2, ema=0.9)
     if not any(trained.iterdir()):
         pretrain(made, documents=documents, console=Console(file=io.StringIO()))
-        shutil.rmtree(state.folder_of(made.folder, 4))
+        shutil.rmtree(checkpoints.folder_of(made.folder, 4))
         shutil.copytree(made.folder, trained, dirs_exist_ok=True)
     shutil.copytree(trained, made.folder, dirs_exist_ok=True)
-    return made, state.folder_of(made.folder, 2)
+    return made, checkpoints.folder_of(made.folder, 2)
 
 
 def seal(folder: Path, content: dict) -> None:
@@ -40,8 +40,8 @@ def seal(folder: Path, content: dict) -> None:
     if isinstance(content.get("files"), dict):
         for name in content["files"]:
             if (folder / name).is_file():
-                content["files"][name] = state.checksum(folder / name)
-    sealed = {**content, "checksum": state._checksum_of(content)}
+                content["files"][name] = checkpoints.checksum(folder / name)
+    sealed = {**content, "checksum": checkpoints._checksum_of(content)}
     (folder / "state.json").write_text(json.dumps(sealed))
 
 
@@ -76,18 +76,18 @@ def test_an_entry_of_another_kind_is_named(name, value, tmp_path) -> None:
         **dict.fromkeys(("step", "before", "epoch", "position", "flops"), 2),
     }
     seal(tmp_path, dict(content))
-    assert state.read(tmp_path).content["step"] == 2
+    assert checkpoints.read(tmp_path).content["step"] == 2
     content.pop(name) if value is NOTHING else content.update({name: value})
     seal(tmp_path, content)
     with pytest.raises(ValueError, match=rf"^{tmp_path}/state\.json: .*{name}.*allowed: "):
-        state.read(tmp_path)
+        checkpoints.read(tmp_path)
 
 
 @pytest.mark.parametrize("text", ["[]", "5", "null", "{}", '{"checksum": 5}', "[" * 10**5, "\0"])
 def test_something_else_than_a_state_is_named(text, tmp_path) -> None:
     (tmp_path / "state.json").write_text(text)
     with pytest.raises(ValueError, match=rf"^{tmp_path}/state\.json: "):
-        state.read(tmp_path)
+        checkpoints.read(tmp_path)
 
 
 def resumes_with(options, documents, message: str) -> None:

@@ -10,9 +10,9 @@ import torch
 from rich.console import Console
 
 from fastbert.io import safetensors_file
-from fastbert.training import pretraining
+from fastbert.training import pretraining_run
 from fastbert.training.log import read_log
-from fastbert.training.loop import pretrain
+from fastbert.training.pretraining import pretrain
 
 
 def run(options, documents):
@@ -35,7 +35,7 @@ def test_the_second_run_is_refused_and_changes_nothing(
     second = dataclasses.replace(first, seed=1, overwrite=overwrite)
     alone = dataclasses.replace(first, output=tmp_path / "alone")
     run(alone, documents)
-    original, refused = pretraining.PretrainingRun.train_step, []
+    original, refused = pretraining_run.PretrainingRun.train_step, []
 
     def train_step(self, batch):
         if self.step in (0, 3) and len(refused) < 2:
@@ -46,7 +46,7 @@ def test_the_second_run_is_refused_and_changes_nothing(
             refused.append(self.step)
         return original(self, batch)
 
-    monkeypatch.setattr(pretraining.PretrainingRun, "train_step", train_step)
+    monkeypatch.setattr(pretraining_run.PretrainingRun, "train_step", train_step)
     run(first, documents)
     assert refused == [0, 3]
     rows, tensors = results_of(first.folder)

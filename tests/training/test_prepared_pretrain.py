@@ -17,9 +17,9 @@ from rich.console import Console
 from fastbert.io import safetensors_file
 from fastbert.jobs import prepare
 from fastbert.modules import BertForMaskedLM
-from fastbert.training import loop, state
+from fastbert.training import checkpoints, pretraining
 from fastbert.training.log import read_log
-from fastbert.training.pretraining import PretrainingRun
+from fastbert.training.pretraining_run import PretrainingRun
 
 CUT = KeyboardInterrupt
 
@@ -48,7 +48,7 @@ def settings(options, folder):
 
 def run(options):
     console = Console(file=io.StringIO(), width=500)
-    return loop.pretrain(options, console=console), console.file.getvalue()
+    return pretraining.pretrain(options, console=console), console.file.getvalue()
 
 
 def cut(monkeypatch, options, step):
@@ -66,7 +66,7 @@ def cut(monkeypatch, options, step):
 
 
 def weights(options):
-    newest = state.newest(options.folder, pytest.fail)
+    newest = checkpoints.newest(options.folder, pytest.fail)
     return {f"{p}.{n}": t for p in ("weights", "processes") for n, t in newest.tensors(p).items()}
 
 
@@ -145,7 +145,7 @@ def test_the_first_steps_have_short_examples(settings, monkeypatch):
 def test_text_has_short_steps_too(options, documents, monkeypatch):
     seen = watch_batches(monkeypatch)
     settings = options(steps=4, short_steps=0.5, short_length=20)
-    loop.pretrain(settings, documents=documents, console=Console(file=io.StringIO()))
+    pretraining.pretrain(settings, documents=documents, console=Console(file=io.StringIO()))
     assert [length <= 20 for _, length in seen] == [True, True, False, False]
 
 
@@ -162,8 +162,8 @@ def test_an_epoch_of_steps_takes_every_example_once(settings, monkeypatch):
     assert len(taken) == 3 * result.steps
     # Every story of the corpus is short enough for few examples.
     options = settings(held_out=0.0)
-    corpus = loop.gather_documents(options, None)
-    prepared = loop.prepare(options, corpus, lambda line: None)
+    corpus = pretraining.gather_documents(options, None)
+    prepared = pretraining.prepare(options, corpus, lambda line: None)
     assert sum(taken) == len(prepared.train.examples.epoch(0))
 
 
@@ -211,7 +211,7 @@ def test_bad_options_write_nothing(settings, tmp_path, changes, message):
 
 def test_other_objectives_need_a_prepared_corpus(options, documents):
     with pytest.raises(ValueError, match="objective: got 'sop' with text, allowed: nsp, or a corp"):
-        loop.pretrain(options(objective="sop"), documents=documents)
+        pretraining.pretrain(options(objective="sop"), documents=documents)
 
 
 SCRIPT = """
@@ -242,6 +242,6 @@ def test_two_processes_share_one_epoch(settings, folder, tmp_path):
     )
     assert done.returncode == 0, done.stderr[-3000:]
     alone, _ = run(settings(steps=None, epochs=1, objective="none", log_every=1))
-    content = state.newest(tmp_path / "two", pytest.fail).content
+    content = checkpoints.newest(tmp_path / "two", pytest.fail).content
     assert content["tokens"] == alone.tokens
     assert content["step"] == -(-alone.steps // 2)

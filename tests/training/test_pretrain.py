@@ -9,9 +9,9 @@ from rich.console import Console
 
 from fastbert.data import WordPieceTokenizer
 from fastbert.modules import BertForPreTraining
-from fastbert.training import pretraining
+from fastbert.training import pretraining_run
 from fastbert.training.log import read_log
-from fastbert.training.loop import pretrain
+from fastbert.training.pretraining import pretrain
 
 TIMES = ("tokens_per_second",)
 
@@ -152,14 +152,14 @@ def test_no_documents_is_an_error(options, tmp_path):
 
 
 def break_at(monkeypatch, step, error):
-    original = pretraining.PretrainingRun.train_step
+    original = pretraining_run.PretrainingRun.train_step
 
     def train_step(self, batch):
         if self.step == step:
             raise error
         return original(self, batch)
 
-    monkeypatch.setattr(pretraining.PretrainingRun, "train_step", train_step)
+    monkeypatch.setattr(pretraining_run.PretrainingRun, "train_step", train_step)
 
 
 @pytest.mark.parametrize(

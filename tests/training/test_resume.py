@@ -14,10 +14,10 @@ from quick_cases import long_case
 from rich.console import Console
 
 from fastbert.io import safetensors_file
-from fastbert.training import pretraining, state
-from fastbert.training import run as training_run
+from fastbert.training import checkpoints, pretraining_run
+from fastbert.training import loop as training_run
 from fastbert.training.log import read_log
-from fastbert.training.loop import pretrain
+from fastbert.training.pretraining import pretrain
 
 STEPS = 14
 CUT = KeyboardInterrupt
@@ -43,7 +43,7 @@ def run(options, documents):
 
 def cut_at(monkeypatch, step):
     """Let the next run end like a killed one at the beginning of a step; None cuts none."""
-    original = pretraining.PretrainingRun.train_step
+    original = pretraining_run.PretrainingRun.train_step
 
     def train_step(self, batch):
         if self.step == step:
@@ -51,7 +51,7 @@ def cut_at(monkeypatch, step):
         return original(self, batch)
 
     with monkeypatch.context() as patch:
-        patch.setattr(pretraining.PretrainingRun, "train_step", train_step)
+        patch.setattr(pretraining_run.PretrainingRun, "train_step", train_step)
         yield
 
 
@@ -63,7 +63,7 @@ def cut(monkeypatch, options, documents, step):
 
 def final(options):
     """Return all tensors of the last checkpoint, and the log without times."""
-    newest = state.newest(options.folder, pytest.fail)
+    newest = checkpoints.newest(options.folder, pytest.fail)
     tensors = {
         f"{part}.{name}": tensor
         for part in ("weights", "optimizer", "processes", "average")
@@ -189,7 +189,7 @@ def test_overwrite_starts_anew(settings, corpus, monkeypatch):
     options = settings(overwrite=True)
     cut(monkeypatch, options, corpus, 1)
     # The interrupted run left no checkpoint, and those of the earlier run are gone.
-    assert not state.exists(options.folder)
+    assert not checkpoints.exists(options.folder)
     run(options, corpus)
     rows = read_log(options.folder / "log.jsonl")
     assert [row["step"] for row in rows if row["event"] == "train"] == list(range(2, STEPS + 1, 2))
@@ -242,18 +242,18 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(seven, corp
         "step-00000003",
         "step-00000006",
     ]
-    broken = state.folder_of(options.folder, 6) / name
+    broken = checkpoints.folder_of(options.folder, 6) / name
     how(broken)
     _, text = run(options, corpus)
     assert "damaged checkpoint, an earlier one is tried: " in text
     assert str(broken) in text
-    assert f"resumed after step 3 of 7, from {state.folder_of(options.folder, 3)}" in text
+    assert f"resumed after step 3 of 7, from {checkpoints.folder_of(options.folder, 3)}" in text
     assert_same(final(options), final(whole))
 
 
 def test_a_damaged_checkpoint_is_none_of_those_that_are_kept(seven, corpus, monkeypatch):
     options, _ = seven
-    damage(state.folder_of(options.folder, 6) / "weights.safetensors")
+    damage(checkpoints.folder_of(options.folder, 6) / "weights.safetensors")
     # The run continues after step 3, saves after step 4, and is cut again.
     minutes = dataclasses.replace(options, save_every=2, keep_checkpoints=1)
     cut(monkeypatch, minutes, corpus, 5)
@@ -265,7 +265,7 @@ def test_a_damaged_checkpoint_is_none_of_those_that_are_kept(seven, corpus, monk
 def test_without_a_sound_checkpoint_nothing_is_overwritten(settings, corpus):
     options = settings(steps=3, keep_checkpoints=1)
     run(options, corpus)
-    damage(state.folder_of(options.folder, 3) / "weights.safetensors")
+    damage(checkpoints.folder_of(options.folder, 3) / "weights.safetensors")
     before = {p: p.read_bytes() for p in options.folder.rglob("*") if p.is_file()}
     with pytest.raises(ValueError, match=r"all checkpoints of .* are damaged, allowed"):
         run(options, corpus)
@@ -304,7 +304,7 @@ def test_a_damaged_line_of_the_log_is_named_and_nothing_is_lost(seven, corpus, l
 
 def test_a_checkpoint_of_another_layout_is_refused(settings, corpus, monkeypatch):
     options = settings(steps=3, keep_checkpoints=1)
-    monkeypatch.setattr(state, "LAYOUT", 0)
+    monkeypatch.setattr(checkpoints, "LAYOUT", 0)
     run(options, corpus)
     monkeypatch.undo()
     with pytest.raises(ValueError, match=r"checkpoint"):
@@ -322,7 +322,7 @@ def test_a_model_without_a_checkpoint_is_not_overwritten(settings, corpus):
 
 def test_a_gradient_that_is_not_finite_changes_no_weight(settings, corpus, monkeypatch):
     options = settings(save_every=2)
-    original = pretraining.PretrainingRun.update
+    original = pretraining_run.PretrainingRun.update
 
     def update(self, batch):
         if self.step == 4:
@@ -333,13 +333,13 @@ def test_a_gradient_that_is_not_finite_changes_no_weight(settings, corpus, monke
             return original(self, batch)
         finally:
             if self.step == 4:
-                weights.update(state.weights_of(self.model))
+                weights.update(checkpoints.weights_of(self.model))
 
     weights: dict[str, torch.Tensor] = {}
-    monkeypatch.setattr(pretraining.PretrainingRun, "update", update)
+    monkeypatch.setattr(pretraining_run.PretrainingRun, "update", update)
     with pytest.raises(RuntimeError, match=r"batch \d+ of epoch \d+ is not finite at step 5: tr"):
         run(options, corpus)
-    newest = state.newest(options.folder, pytest.fail)
+    newest = checkpoints.newest(options.folder, pytest.fail)
     assert newest.content["step"] == 4
     for name, tensor in newest.tensors("weights").items():
         if name != "cls.seq_relationship.bias":
@@ -350,13 +350,13 @@ def test_a_gradient_that_is_not_finite_changes_no_weight(settings, corpus, monke
 
 def test_a_checkpoint_of_an_earlier_release_is_continued(seven, corpus):
     options, whole = seven
-    path = state.folder_of(options.folder, 6) / "state.json"
+    path = checkpoints.folder_of(options.folder, 6) / "state.json"
     content = json.loads(path.read_text(encoding="utf-8"))
     for name in ("task", "flops", "accumulate", "checksum"):
         del content[name]
     for name in ("optimizer", "schedule", "ema"):
         del content["options"][name]
-    path.write_text(json.dumps({**content, "checksum": state._checksum_of(content)}))
+    path.write_text(json.dumps({**content, "checksum": checkpoints._checksum_of(content)}))
     _, text = run(options, corpus)
     assert "resumed after step 6 of 7" in text
     assert_same(final(options), final(whole))
@@ -373,7 +373,7 @@ def test_checkpoints_are_written_by_time(settings, corpus, monkeypatch):
 
 
 def test_an_infinite_gradient_names_all_batches_of_its_step(settings, corpus, monkeypatch):
-    original = pretraining.PretrainingRun.update
+    original = pretraining_run.PretrainingRun.update
 
     def update(self, batch):
         if self.step == 1:
@@ -381,6 +381,6 @@ def test_an_infinite_gradient_names_all_batches_of_its_step(settings, corpus, mo
                 self.model.get_parameter("cls.seq_relationship.bias").fill_(float("inf"))
         return original(self, batch)
 
-    monkeypatch.setattr(pretraining.PretrainingRun, "update", update)
+    monkeypatch.setattr(pretraining_run.PretrainingRun, "update", update)
     with pytest.raises(RuntimeError, match="batches 2 to 3 of epoch 0 is not finite at step 2: tr"):
         run(settings(accumulate=2, optimizer="lamb"), corpus)

@@ -8,9 +8,9 @@ import pytest
 from accelerate.utils import LoggerType
 from rich.console import Console
 
-from fastbert.training import pretraining, trackers
+from fastbert.training import pretraining_run, trackers
 from fastbert.training.log import read_log
-from fastbert.training.loop import pretrain
+from fastbert.training.pretraining import pretrain
 
 
 def events(folder):
@@ -47,7 +47,7 @@ def test_a_resumed_run_hides_the_figures_of_the_steps_that_were_lost(
     options, documents, monkeypatch
 ):
     chosen = options(tracker="tensorboard", save_every=3, log_every=1)
-    original = pretraining.PretrainingRun.train_step
+    original = pretraining_run.PretrainingRun.train_step
 
     def train_step(self, batch):
         if self.step == 5:
@@ -55,7 +55,7 @@ def test_a_resumed_run_hides_the_figures_of_the_steps_that_were_lost(
         return original(self, batch)
 
     with monkeypatch.context() as patch:
-        patch.setattr(pretraining.PretrainingRun, "train_step", train_step)
+        patch.setattr(pretraining_run.PretrainingRun, "train_step", train_step)
         with pytest.raises(KeyboardInterrupt):
             pretrain(chosen, documents=documents, console=Console(quiet=True))
     # The names of TensorBoard's files have the second in which a session began.

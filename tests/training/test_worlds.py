@@ -18,7 +18,7 @@ from rich.console import Console
 
 from fastbert.data import stories
 from fastbert.modules import BertForPreTraining
-from fastbert.training import PretrainOptions, pretrain, state
+from fastbert.training import PretrainOptions, checkpoints, pretrain
 from fastbert.training.log import read_log
 
 # An average, LAMB and accumulation have state or gradients that processes share.
@@ -49,13 +49,13 @@ def assert_close(folder: Path, whole: Path) -> None:
     """Compare the log, the last checkpoint and the exported model of two runs, to fp32 rounding."""
     assert torch.tensor(losses(whole)).std(dim=0).min() > 1e-3
     torch.testing.assert_close(losses(folder), losses(whole), rtol=1e-5, atol=0.0)
-    found, expected = (state.newest(f, pytest.fail) for f in (folder, whole))
+    found, expected = (checkpoints.newest(f, pytest.fail) for f in (folder, whole))
     assert found.content["step"] == expected.content["step"] == 6
     for part in ("weights", "optimizer", "average"):
         torch.testing.assert_close(
             found.tensors(part), expected.tensors(part), rtol=1e-3, atol=2e-6
         )
-    exported = state.weights_of(BertForPreTraining.from_pretrained(folder / "model"))
+    exported = checkpoints.weights_of(BertForPreTraining.from_pretrained(folder / "model"))
     average = found.tensors("average")
     assert all(torch.equal(exported[name], average[name]) for name in average)
 
@@ -71,7 +71,7 @@ def test_two_processes_train_as_one_and_one_continues_them(tmp_path, whole, laun
     assert "2 process(es), 2 batches each" in text
     assert_close(tmp_path / "out", whole)
     # One process continues the run of two processes after step 3.
-    shutil.rmtree(state.folder_of(tmp_path / "out", 6))
+    shutil.rmtree(checkpoints.folder_of(tmp_path / "out", 6))
     text = alone(tmp_path / "out")
     assert "resumed after step 3 of 6" in text
     assert "the checkpoint is of 2 process(es), so dropout draws other masks" in text
@@ -82,7 +82,7 @@ def test_two_processes_train_as_one_and_one_continues_them(tmp_path, whole, laun
 @pytest.mark.parametrize("shard", [False, True])
 def test_two_processes_continue_one(tmp_path, whole, shard):
     shutil.copytree(whole, tmp_path / "out")
-    shutil.rmtree(state.folder_of(tmp_path / "out", 6))
+    shutil.rmtree(checkpoints.folder_of(tmp_path / "out", 6))
     process = start(tmp_path, torchrun(2), {**CHANGES, "shard": shard})
     text = finish(process)
     assert process.returncode == 0, text[-3000:]

@@ -6,7 +6,7 @@ import pytest
 
 from fastbert.config import BertConfig
 from fastbert.io import commit
-from fastbert.training.checkpoint import refuse_existing, save_checkpoint
+from fastbert.training.model_folder import refuse_existing, save_checkpoint
 
 
 class Writer:

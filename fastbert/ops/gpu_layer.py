@@ -21,7 +21,7 @@ from fastbert.ops.register import first_derivative, without_autocast
 INPUTS = 6
 
 
-def encoder_layer(
+def gpu_layer(
     hidden: Tensor,
     parameters: Sequence[Tensor],
     inputs: tuple[Tensor | None, ...],
@@ -42,7 +42,7 @@ def encoder_layer(
     Returns:
         The rows after the layer, of the shape and dtype of `hidden`.
     """
-    return _EncoderLayer.apply(shape, parts, inputs, hidden, *parameters)
+    return _GpuLayer.apply(shape, parts, inputs, hidden, *parameters)
 
 
 def _copies(parameters: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
@@ -95,7 +95,7 @@ def _backward(dy: Tensor, ctx: Any) -> list[Tensor | None]:
     return gradients
 
 
-class _EncoderLayer(torch.autograd.Function):
+class _GpuLayer(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,

@@ -11,21 +11,21 @@ from rich.console import Console
 
 from fastbert import json_file
 from fastbert.finetuning.answer import NO_ANSWER_THRESHOLD
+from fastbert.finetuning.finetuning_run import FinetuningRun
 from fastbert.finetuning.model import Source
 from fastbert.finetuning.multi_label import SEPARATOR
 from fastbert.finetuning.options import FinetuneOptions
 from fastbert.finetuning.plots import plot_confusion
 from fastbert.finetuning.preparation import Part, encode, fingerprint, read_parts
-from fastbert.finetuning.run import FinetuningRun
 from fastbert.finetuning.task import Confusion, Task
-from fastbert.training import meeting, resume, state
-from fastbert.training.checkpoint import CHECKPOINT, refuse_existing
+from fastbert.training import checkpoints, meeting, resume
 from fastbert.training.log import CURVES, LOG
+from fastbert.training.loop import open_record
 from fastbert.training.meeting import start_processes
+from fastbert.training.model_folder import CHECKPOINT, refuse_existing
 from fastbert.training.options import check
-from fastbert.training.pretraining import TASK as PRETRAINING
+from fastbert.training.pretraining_run import TASK as PRETRAINING
 from fastbert.training.record import Record
-from fastbert.training.run import open_record
 from fastbert.training.signals import StopSignals
 
 if TYPE_CHECKING:
@@ -181,15 +181,15 @@ def _finetune(
         run, console, signals, resumed=found is not None, describe=_describe, panels=panels
     )
     if run.first:
-        _remove_earlier(options.folder, checkpoints=found is None)
+        _remove_earlier(options.folder, with_checkpoints=found is None)
         meeting.begin(options.folder)
     return _finish(run, record, signals)
 
 
-def _remove_earlier(folder: Path, *, checkpoints: bool) -> None:
+def _remove_earlier(folder: Path, *, with_checkpoints: bool) -> None:
     """Remove the figures of an earlier run, and its checkpoints if they are not continued."""
-    if checkpoints:
-        state.forget(folder)
+    if with_checkpoints:
+        checkpoints.forget(folder)
     for name in (METRICS, CONFUSION):
         (folder / name).unlink(missing_ok=True)
 
@@ -273,7 +273,7 @@ def _resumable(
     source: Source,
     accelerator: Accelerator,
     say: Callable[[str], None],
-) -> state.Checkpoint | None:
+) -> checkpoints.Checkpoint | None:
     """Return the checkpoint that the run continues, or None.
 
     Raises:

@@ -69,7 +69,7 @@ class LayerSettings(NamedTuple):
     dtype: torch.dtype
 
 
-def trained_layer(
+def cpu_layer(
     hidden: Tensor,
     parameters: Sequence[Tensor],
     sequences: Sequences,
@@ -93,10 +93,10 @@ def trained_layer(
     Returns:
         The rows after the layer, of the shape of `hidden`; ``(N, H)`` with chosen rows.
     """
-    return _TrainedLayer.apply(sequences, seeds, rotation, settings, hidden, *parameters)
+    return _CpuLayer.apply(sequences, seeds, rotation, settings, hidden, *parameters)
 
 
-class _TrainedLayer(torch.autograd.Function):
+class _CpuLayer(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,

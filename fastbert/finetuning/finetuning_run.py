@@ -17,14 +17,14 @@ from fastbert.finetuning.model import Source
 from fastbert.finetuning.options import FinetuneOptions
 from fastbert.finetuning.preparation import Part
 from fastbert.finetuning.task import Feature, Judgement, Task
-from fastbert.training import state
+from fastbert.training import checkpoints
 from fastbert.training.divergence import Diverged
 from fastbert.training.evaluate import to_device
 from fastbert.training.log import LogRow
+from fastbert.training.loop import Run
 from fastbert.training.optimizer import make_optimizer
 from fastbert.training.parallel import Copies
 from fastbert.training.record import Record
-from fastbert.training.run import Run
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -268,22 +268,22 @@ class FinetuningRun(Run):
         """Return the weights, the optimizer's state, the random-number states and the sums."""
         random = {**self.gathered(self.random_state()), "losses": self.losses.cpu()}
         return {
-            "weights": state.weights_of(self.model),
-            "optimizer": state.moments_of(self.own_optimizer),
+            "weights": checkpoints.weights_of(self.model),
+            "optimizer": checkpoints.moments_of(self.own_optimizer),
             "random": random,
             **self.best.tensors(),
         }
 
-    def restore(self, found: state.Checkpoint) -> None:
+    def restore(self, found: checkpoints.Checkpoint) -> None:
         """Continue where a checkpoint was written."""
         super().restore(found)
         self.best.restore(found)
         content = found.content
-        with found.reading(state.STATE):
+        with found.reading(checkpoints.STATE):
             self.counted, self.tokens = content["batches"], content["tokens"]
         with found.fitting("random") as random:
             losses = random.pop("losses")
-            state.check_like("losses", losses, self.losses)
+            checkpoints.check_like("losses", losses, self.losses)
             self.losses.copy_(losses)
             if "processes" not in content:
                 # The checkpoints of one process were once without a row for each process.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from fastbert.io import commit
-from fastbert.training import state
+from fastbert.training import checkpoints
 
 if TYPE_CHECKING:
     from fastbert.modules import BertPreTrainedModel
@@ -22,7 +22,7 @@ def refuse_existing(output: Path, *, overwrite: bool) -> None:
     """Raise ValueError if `output` is a file, or has a model and no checkpoint to resume from."""
     if output.exists() and not output.is_dir():
         raise ValueError(f"output: {output} is a file, allowed: a folder, or an unused name")
-    if (output / CHECKPOINT).exists() and not state.exists(output) and not overwrite:
+    if (output / CHECKPOINT).exists() and not checkpoints.exists(output) and not overwrite:
         raise ValueError(
             f"output: {output} holds a model already, and no checkpoint to resume from, "
             "allowed: another folder, or overwrite=True (--overwrite), which replaces it"
@@ -32,17 +32,17 @@ def refuse_existing(output: Path, *, overwrite: bool) -> None:
 def has_weights_of(folder: Path, model: BertPreTrainedModel) -> bool:
     """Return whether a folder has a checkpoint with all weights of a model."""
     try:
-        found = state.weights_of(type(model).from_pretrained(folder))
+        found = checkpoints.weights_of(type(model).from_pretrained(folder))
     except (OSError, ValueError):
         return False
-    expected = state.weights_of(model)
+    expected = checkpoints.weights_of(model)
     return found.keys() == expected.keys() and all(
         torch.equal(found[name], weight) for name, weight in expected.items()
     )
 
 
 def save_checkpoint(
-    folder: Path, model: BertPreTrainedModel, tokenizer: state.StoredTokenizer
+    folder: Path, model: BertPreTrainedModel, tokenizer: checkpoints.StoredTokenizer
 ) -> None:
     """Write weights, configuration and tokenizer in the layout of Hugging Face.
 
