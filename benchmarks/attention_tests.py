@@ -165,7 +165,7 @@ def main() -> None:
     print(f"\n{about}\n{text}")
     options.out.mkdir(parents=True, exist_ok=True)
     content = {"about": about, "machine": dataclasses.asdict(machine), **results}
-    json_file.write(options.out / "attention_tests.json", content)
+    json_file.write(options.out / "attention_tests.json", content, json_file.record)
     header = "\n".join([about, *machine.lines()])
     (options.out / "attention_tests.md").write_text(f"{text}\n\n{header}\n", encoding="utf-8")
     draw(results, options.out / "attention_tests.png", header)

@@ -89,7 +89,7 @@ def write(folder: Path, stem: str, about: str, found: Sequence[Classifier], **mo
     machine = describe()
     rows = [dataclasses.asdict(classifier) for classifier in found]
     content = {"about": about, "machine": dataclasses.asdict(machine), "rows": rows, **more}
-    json_file.write(folder / f"{stem}.json", content)
+    json_file.write(folder / f"{stem}.json", content, json_file.record)
     table = "\n".join([HEADER, *map(line, found)])
     header = "\n".join([about, *machine.lines()])
     (folder / f"{stem}.md").write_text(f"{table}\n\n{header}\n", encoding="utf-8")

@@ -123,7 +123,11 @@ def main() -> None:
     print(f"\n{about}\n{text}")
     options.out.mkdir(parents=True, exist_ok=True)
     content = {"about": about, "machine": dataclasses.asdict(machine)}
-    json_file.write(options.out / "geometry.json", {**content, "senses": senses, "probe": probed})
+    json_file.write(
+        options.out / "geometry.json",
+        {**content, "senses": senses, "probe": probed},
+        json_file.record,
+    )
     header = "\n".join([about, *machine.lines()])
     (options.out / "geometry.md").write_text(f"{text}\n\n{header}\n", encoding="utf-8")
     picture = options.out / "geometry.png"

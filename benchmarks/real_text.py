@@ -258,7 +258,7 @@ def main() -> None:
         "losses": {name: trainee.losses for name, trainee in models.items()},
         "seconds": {name: trainee.seconds for name, trainee in models.items()},
     }
-    json_file.write(options.out / "real_text.json", result)
+    json_file.write(options.out / "real_text.json", result, json_file.record)
     draw(rows, models, options.out / "real_text.png", "\n".join([about, *machine.lines()]))
     for name, value in summary(models).items():
         print(f"{name}: {value:.4g}")

@@ -148,7 +148,9 @@ def main() -> None:
     for row in rows:
         print(line(row))
     machine = describe()
-    json_file.write(options.out / "sentences.json", {"machine": machine, "rows": rows})
+    json_file.write(
+        options.out / "sentences.json", {"machine": machine, "rows": rows}, json_file.record
+    )
     print(f"written: {options.out}/sentences.json; {options.threads} threads, {machine.cpu}")
 
 

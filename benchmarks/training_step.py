@@ -113,7 +113,7 @@ def main() -> None:
         "lengths": list(LENGTHS),
         "rows": rows,
     }
-    json_file.write(options.out / "training_step.json", content)
+    json_file.write(options.out / "training_step.json", content, json_file.record)
     text = table(rows)
     (options.out / "training_step.md").write_text(text + "\n", encoding="utf-8")
     print(text)

@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 
-from fastbert import machine
+from fastbert import json_file, machine
 
 CONTENDERS = ("fastbert", "BertViz")
 WORDS = 2000
@@ -175,8 +175,7 @@ def main() -> None:
     about = dataclasses.asdict(machine.describe())
     load = os.getloadavg()[2]
     record = {"machine": about, "threads": options.threads, "load": load, "rows": rows}
-    text = json.dumps(record, indent=2, default=str)
-    (options.out / "viewer.json").write_text(text + "\n", encoding="utf-8")
+    json_file.write(options.out / "viewer.json", record, json_file.record)
     (options.out / "viewer.md").write_text(table(rows) + "\n", encoding="utf-8")
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.viewer import BROWSER, page_of
-from fastbert import machine
+from fastbert import json_file, machine
 
 FRAMES = 120
 # A frame that comes within 20 ms is in time for 60 frames per second.
@@ -201,8 +201,7 @@ def main() -> None:
     about = dataclasses.asdict(machine.describe())
     load = [before, os.getloadavg()[0]]
     record = {"machine": about, "chromium": version, "load": load, "rows": rows}
-    text = json.dumps(record, indent=2, default=str)
-    (options.out / "frames.json").write_text(text + "\n", encoding="utf-8")
+    json_file.write(options.out / "frames.json", record, json_file.record)
     (options.out / "frames.md").write_text(table(rows) + "\n", encoding="utf-8")
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -123,7 +124,32 @@ def line(value: Any) -> str:
     return json.dumps(jsonable(value), ensure_ascii=False)
 
 
-def write(path: Path, value: Any) -> None:
-    """Write ``value`` as JSON to ``path``; the file appears complete or not at all."""
-    content = text(value)
+def record(value: Mapping[str, Any]) -> str:
+    """Return the record of a measurement as JSON text, with a line for each entry and each row.
+
+    An entry whose values are all arrays or objects has rows.
+    """
+    lines = []
+    for key, entry in jsonable(value).items():
+        values = entry.values() if isinstance(entry, dict) else entry
+        has_rows = isinstance(entry, (dict, list)) and bool(entry)
+        if not has_rows or not all(isinstance(each, (dict, list)) for each in values):
+            lines.append(f"{line(key)}: {line(entry)}")
+        elif isinstance(entry, dict):
+            rows = ",\n  ".join(f"{line(name)}: {line(row)}" for name, row in entry.items())
+            lines.append(f"{line(key)}: {{\n  {rows}\n }}")
+        else:
+            lines.append(f"{line(key)}: [\n  " + ",\n  ".join(map(line, entry)) + "\n ]")
+    return "{\n " + ",\n ".join(lines) + "\n}\n"
+
+
+def write(path: Path, value: Any, form: Callable[[Any], str] = text) -> None:
+    """Write ``value`` as JSON to ``path``; the file appears complete or not at all.
+
+    Args:
+        path: The file.
+        value: The value.
+        form: The function that returns the text: `text` or `record`.
+    """
+    content = form(value)
     write_atomically(path, lambda temporary: temporary.write_text(content, encoding="utf-8"))

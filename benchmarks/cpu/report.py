@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cpu import accuracy, breakdown, tiles
+from fastbert import json_file
 from fastbert.bench.plots import plot_matches
 from fastbert.machine import Machine
 
@@ -19,7 +20,7 @@ ORDER = ("tiles", *CONTESTS, "breakdown", "int8")
 def write(folder: Path, content: Mapping[str, Any], machine: Machine) -> None:
     """Add a section to the folder; the page keeps the sections of earlier runs."""
     section = content["section"]
-    (folder / f"{section}.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    json_file.write(folder / f"{section}.json", content, json_file.record)
     if section in CONTESTS:
         try:
             plot_matches(folder / f"{section}.png", content["rows"], machine)

@@ -24,6 +24,7 @@ import torch._functorch.config as functorch
 from benchmarks.gpu import attention, encoder, gemm, rows
 from benchmarks.gpu.contest import Deadline, GpuRow, Setting, is_variant, play_all
 from benchmarks.gpu.match import Match
+from fastbert import json_file
 from fastbert.bench.contest import to_dict
 from fastbert.bench.limits import H200, Limits, limits_of
 from fastbert.bench.plots import plot_matches
@@ -158,7 +159,7 @@ def main() -> int:
     content = run(arguments.section, toy=arguments.toy, minutes=arguments.minutes)
     arguments.out.mkdir(parents=True, exist_ok=True)
     path = arguments.out / f"{arguments.section}.json"
-    path.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    json_file.write(path, content, json_file.record)
     plot_matches(path.with_suffix(".png"), content["rows"], Machine(**content["machine"]))
     for fault in content["faults"]:
         print(f"FAULT: {fault}")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.contest import GpuRow, line
+from fastbert import json_file
 from fastbert.bench.contest import fastest
 from fastbert.bench.limits import CROSS_ENTROPY_MEMORY, VARLEN_OVERHEAD
 from fastbert.machine import describe
@@ -28,7 +29,7 @@ def write(folder: Path, results: Sequence[Mapping[str, object]]) -> None:
         section = str(result["section"])
         known[section] = {**result, "table": list(lines_of(folder, section))}
     content = {"machine": asdict(describe()), "sections": list(known.values())}
-    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    json_file.write(path, content, json_file.record)
 
 
 def lines_of(folder: Path, section: str) -> Iterator[str]:

@@ -74,7 +74,7 @@ def bench(
     else:
         print_rows(machine, operations, encoder)
     if json_path is not None and not as_json:
-        json_file.write(json_path, content)
+        json_file.write(json_path, content, json_file.record)
     if plot is not None:
         from fastbert.bench.plots import plot_bench
 
@@ -111,7 +111,7 @@ def print_bounds(names: list[str], json_path: Path | None, backend: str) -> None
         print_json(found.to_dict())
         return
     if json_path is not None:
-        json_file.write(json_path, found.to_dict())
+        json_file.write(json_path, found.to_dict(), json_file.record)
     for line in predict.markdown(found.bounds):
         typer.echo(line)
 
