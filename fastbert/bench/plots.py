@@ -1,4 +1,4 @@
-"""Plots of the speed: bars of ``fastbert bench``, and lines of a section of ``benchmarks/``."""
+"""Plots of the speed: of ``fastbert bench``, and of a section of ``benchmarks/``."""
 
 from __future__ import annotations
 
@@ -39,10 +39,11 @@ def plot_bench(
 
 
 def plot_matches(path: Path, rows: Sequence[Mapping[str, Any]], machine: Machine) -> None:
-    """Draw the rows of a benchmark section: a panel per series, and a line per engine.
+    """Draw the rows of a benchmark section: a panel per series, and two bars per row of fastbert.
 
-    The rows are records of ``contest.to_dict``. Rows without a time are left out. The x-axis has
-    the shapes, and a dash marks the goal.
+    The rows are records of ``contest.to_dict``. Rows without a time are left out. The first bar is
+    fastbert, with its ratio to the second bar, the fastest peer that is at least as exact. Dots are
+    the other peers, and a dash marks the goal.
 
     Raises:
         ImportError: If matplotlib is not installed.
@@ -51,46 +52,64 @@ def plot_matches(path: Path, rows: Sequence[Mapping[str, Any]], machine: Machine
     for row in rows:
         if row.get("rate") is not None:
             panels.setdefault(f"{row['series']}, {row['unit']}", []).append(row)
-    columns = 2 if len(panels) > 1 else 1
-    lines = -(-max(1, len(panels)) // columns)
-    with _picture(path, 8.5 * columns, 1.0 + 3.4 * lines, 100) as figure:
-        grid = figure.subplots(lines, columns, squeeze=False).flat
-        for axes, (title, found) in zip(grid, panels.items(), strict=False):
-            _draw_lines(axes, title, found)
-        for axes in list(grid)[len(panels) :]:
-            axes.set_visible(False)
-        _head(figure, machine, 110 * columns)
+    heights = [0.5 + 0.36 * sum(row["ours"] for row in found) for found in panels.values()]
+    head = 1.1
+    with _picture(path, 8.5, head + sum(heights, 0.7 * len(heights)), 110) as figure:
+        if panels:
+            grid = figure.subplots(
+                len(panels), 1, squeeze=False, gridspec_kw={"height_ratios": heights}
+            )
+            for axes, (title, found) in zip(grid.flat, panels.items(), strict=True):
+                _draw_pairs(axes, title, found)
+        _head(figure, machine, 110)
 
 
-def _draw_lines(axes, title: str, rows: Sequence[Mapping[str, Any]]) -> None:
-    from matplotlib import colormaps
+def _peers_of(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the peers of a row that are at least as exact, the fastest one first."""
+    exact = row["dtype"] in ("fp32", "float32")
+    found = [
+        peer
+        for peer in rows
+        if not peer["ours"]
+        and peer["label"] == row["label"]
+        and (peer["dtype"] == row["dtype"] or not exact)
+    ]
+    return sorted(found, key=lambda peer: -peer["rate"])
 
-    labels = list(dict.fromkeys(row["label"] for row in rows))
-    engines = list(dict.fromkeys(row["contender"] for row in rows))
-    # The default cycle has too few colours for all engines. Strong colours of tab20 come first.
-    strong_first = [*range(0, 20, 2), *range(1, 20, 2)]
-    axes.set_prop_cycle(color=colormaps["tab20"](strong_first))
-    for engine in engines:
-        found = [row for row in rows if row["contender"] == engine]
-        is_ours = found[0]["ours"]
-        axes.plot(
-            [labels.index(row["label"]) for row in found],
-            [row["rate"] for row in found],
-            marker="o" if is_ours else "x",
-            linewidth=2.0 if is_ours else 1.0,
-            label=literal(engine),
-        )
-    goals = {labels.index(row["label"]): row["goal"] for row in rows if row.get("goal")}
-    if goals:
-        axes.scatter(
-            list(goals), list(goals.values()), marker="_", s=400, color="black", label="goal"
-        )
-    wrapped = ["\n".join(map(literal, textwrap.wrap(label, 14))) for label in labels]
-    axes.set_xticks(range(len(labels)), wrapped, fontsize=6)
-    axes.set_ylim(bottom=0)
-    axes.set_title(literal(title), fontsize=9)
-    axes.tick_params(axis="y", labelsize=7)
-    axes.legend(fontsize=6, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
+
+def _draw_pairs(axes: Any, title: str, rows: Sequence[Mapping[str, Any]]) -> None:
+    ours = [row for row in rows if row["ours"]]
+    longest = max(row["rate"] for row in rows)
+    for place, row in enumerate(ours):
+        axes.barh(place - 0.17, row["rate"], height=0.36, color=OURS)
+        peers, note = _peers_of(row, rows), f"{row['rate']:,.4g}"
+        if peers:
+            note = f"{row['rate'] / peers[0]['rate']:.2f} ×"
+            best = peers[0]["rate"]
+            axes.barh(place + 0.19, best, height=0.28, color=THEIRS)
+            name = literal(peers[0]["contender"])
+            axes.annotate(
+                name, (best, place + 0.19), (4, 0), textcoords="offset points", va="center",
+                fontsize=7, color="dimgray",
+            )  # fmt: skip
+            rates = [peer["rate"] for peer in peers[1:]]
+            axes.scatter(rates, [place + 0.19] * len(rates), s=9, color="white", zorder=3)
+        axes.annotate(
+            note, (row["rate"], place - 0.17), (4, 0), textcoords="offset points", va="center",
+            fontsize=8, weight="bold", color=OURS,
+        )  # fmt: skip
+        if row.get("goal"):
+            axes.plot([row["goal"]] * 2, [place - 0.4, place + 0.06], color="black", linewidth=1.5)
+    series = f"{rows[0]['series']} "
+    engines = [row["contender"].removeprefix("fastbert ") for row in ours]
+    labels = [row["label"].removeprefix(series) for row in ours]
+    names = [f"{label}, {engine}" for label, engine in zip(labels, engines, strict=True)]
+    axes.set_yticks(range(len(ours)), list(map(literal, names)), fontsize=8)
+    axes.set_ylim(len(ours) - 0.5, -0.6)
+    axes.set_xlim(0, 1.22 * longest)
+    key = "blue: fastbert; grey: the fastest peer; white dots: other peers"
+    axes.set_title(f"{literal(title)} ({key})", fontsize=9, loc="left")
+    axes.tick_params(axis="x", labelsize=7)
     axes.spines[["top", "right"]].set_visible(False)
 
 
