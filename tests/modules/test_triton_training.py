@@ -228,14 +228,30 @@ def test_what_watches_the_operators_sees_them():
         assert not calls
         built(**inputs)
         assert len(calls) == 1
-        built.gradient_checkpointing_enable()
-        built(**inputs)
-        built.gradient_checkpointing_disable()
         built(**inputs, output_attentions=True)
         with torch.no_grad():
             built(**inputs)
         assert len(calls) == 1
     assert any("fastbert::attention_qkvpacked" in event.key for event in profile.key_averages())
+
+
+def test_checkpointing_runs_the_layer_again_in_the_backward():
+    built, inputs = model(), padded(3, 2)
+    weights = list(built.encoder.parameters())
+
+    def gradients(states: Tensor) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(states.square().sum(), weights)
+
+    torch.manual_seed(5)
+    expected = gradients(built(**inputs).last_hidden_state)
+    built.gradient_checkpointing_enable()
+    with counted() as calls:
+        torch.manual_seed(5)
+        states = built(**inputs).last_hidden_state
+        assert len(calls) == 1
+        found = gradients(states)
+        assert len(calls) == 2
+    assert all(map(torch.equal, found, expected))
 
 
 def test_a_second_derivative_is_an_error():

@@ -255,6 +255,20 @@ GEMM = (
         "write_bias(g.outer, dy);",
     ),
     Fault(
+        "sum_of_rows_without_its_residual",
+        "cpu_layer",
+        f"{CPU}/rows/sums.h",
+        "out[i] = a[i] + static_cast<float>(b[i]);",
+        "out[i] = static_cast<float>(b[i]);",
+    ),
+    Fault(
+        "second_norm_of_a_layer_is_the_first_one",
+        "cpu_encoder",
+        f"{CPU}/layer_parameters.h",
+        "second_norm(outer + 2) {}",
+        "second_norm(first_norm) {}",
+    ),
+    Fault(
         "products_of_a_backward_under_autocast_in_fp32",
         "cpu_layer",
         f"{CPU}/layer.cpp",
