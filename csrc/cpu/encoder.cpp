@@ -168,14 +168,6 @@ at::Tensor product_and_norm(const at::Tensor& x, const at::Tensor* p, const at::
   return normalised(y, residual, norm, s);
 }
 
-// Returns x Wᵀ + bias + residual in the dtype of the residual.
-at::Tensor product_and_sum(const at::Tensor& x, const at::Tensor* p, const at::Tensor& residual) {
-  if (x.scalar_type() == residual.scalar_type()) {
-    return std::get<0>(linear(x, p[0], present(p[1]), residual, "none", false));
-  }
-  return sum_of(residual, std::get<0>(linear(x, p[0], present(p[1]), std::nullopt, "none", false)));
-}
-
 // Hidden states keep their dtype from layer to layer, which is fp32 under autocast. Products
 // compute in `dtype`.
 at::Tensor through(const Layer& layer, const at::Tensor& hidden, const Stack& s) {
@@ -200,9 +192,9 @@ at::Tensor through_pre_norm(const Layer& layer, const at::Tensor& hidden, const 
   auto x = first ? hidden : normalised(hidden, std::nullopt, layer.first_norm, s);
   x = projections(x, layer, s);
   x = attention(x, layer, s);
-  const auto middle = product_and_sum(x, layer.projection, hidden);
+  const auto middle = product_and_sum(s.dtype, x, layer.projection, hidden);
   x = activations(normalised(middle, std::nullopt, layer.second_norm, s), layer, s);
-  return product_and_sum(x, layer.outer, middle);
+  return product_and_sum(s.dtype, x, layer.outer, middle);
 }
 
 }  // namespace

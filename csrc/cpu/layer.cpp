@@ -175,11 +175,6 @@ void check_norm(const at::Tensor* norm, const at::Tensor& hidden, bool required)
   if (present(norm[1])) check_floats("parameters", norm[1], hidden, {hidden.size(1)});
 }
 
-// Returns the number of columns between the two products of the feed-forward.
-int64_t columns_between(at::TensorList parameters, const LayerSettings& s) {
-  return s.parameters(parameters).outer->size(1);
-}
-
 void check_parameters(const at::Tensor& hidden, at::TensorList parameters, const LayerSettings& s) {
   const int64_t size = hidden.size(1);
   TORCH_CHECK_VALUE(s.projections == 1 || s.projections == 3, "projections: got ", s.projections,
@@ -245,16 +240,18 @@ OptionalTensor copied(const OptionalTensor& chosen) {
 // Returns x Wᵀ + bias in the dtype of products.
 at::Tensor product_with_bias(const at::Tensor& x, const Linear& l, const LayerSettings& s) {
   if (l.weights.size() == 1) {
-    return std::get<0>(linear_in(s.dtype, x, l.weights[0], present(l.biases[0]), "none", false));
+    return std::get<0>(
+        linear_in(s.dtype, x, l.weights[0], present(l.biases[0]), std::nullopt, "none", false));
   }
   const bool biased = present(l.biases[0]).has_value();
-  return parts_in(s.dtype, x, l.weights, biased ? at::TensorList(l.biases) : at::TensorList());
+  return parts_in(s.dtype, x, l.weights, biased ? at::TensorList(l.biases) : at::TensorList(),
+                  "none");
 }
 
 // Returns x Wᵀ in the dtype of products; the norm after the product adds the bias.
 at::Tensor product_without_bias(const at::Tensor& x, const at::Tensor& weight,
                                 const LayerSettings& s) {
-  return std::get<0>(linear_in(s.dtype, x, weight, std::nullopt, "none", false));
+  return std::get<0>(linear_in(s.dtype, x, weight, std::nullopt, std::nullopt, "none", false));
 }
 
 // Returns a b + addend in `dtype`, with operands that are rounded to the dtype of products.
@@ -395,7 +392,7 @@ at::Tensor activate(const at::Tensor& rows, const LayerParameters& p, const Laye
     return activation_forward(kept[kInner], std::nullopt, s.activation);
   }
   auto [activated, inner] =
-      linear_in(s.dtype, rows, p.inner[0], present(p.inner[1]), s.activation, true);
+      linear_in(s.dtype, rows, p.inner[0], present(p.inner[1]), std::nullopt, s.activation, true);
   kept[kInner] = inner;
   return activated;
 }
@@ -497,15 +494,11 @@ void forward_pre_norm(const at::Tensor& hidden, const LayerParameters& p, const 
                            std::nullopt, 0.0, s.eps);
     return kept[y];
   };
-  const auto product_and_sum = [&](const at::Tensor& x, const at::Tensor* l,
-                                   const at::Tensor& residual) {
-    return sum_of(residual, std::get<0>(linear_in(s.dtype, x, l[0], present(l[1]), "none", false)));
-  };
   if (present(p.first_norm[0])) rows = norm(hidden, p.first_norm, kFirst, kFirstMean, kFirstScale);
   attend(rows, rows, p, s, kept);
-  kept[kMiddle] = product_and_sum(kept[kAttended], p.projection, hidden);
+  kept[kMiddle] = product_and_sum(s.dtype, kept[kAttended], p.projection, hidden);
   const auto second = norm(kept[kMiddle], p.second_norm, kSecond, kSecondMean, kSecondScale);
-  found[0] = product_and_sum(activate(second, p, s, kept), p.outer, kept[kMiddle]);
+  found[0] = product_and_sum(s.dtype, activate(second, p, s, kept), p.outer, kept[kMiddle]);
 }
 
 at::Tensor backward_pre_norm(const at::Tensor& dy_in, const at::Tensor& hidden,
@@ -552,8 +545,9 @@ std::array<KeptForm, kCount> kept_forms(const at::Tensor& hidden, at::TensorList
                                         const LayerSettings& s) {
   const int64_t total = hidden.size(0), size = hidden.size(1);
   const int64_t rows = s.chosen ? s.chosen->numel() : total;
-  const int64_t inner = columns_between(parameters, s) * (is_gated(s.activation) ? 2 : 1);
-  const bool first = !s.pre_norm || present(s.parameters(parameters).first_norm[0]);
+  const LayerParameters p = s.parameters(parameters);
+  const int64_t inner = p.outer->size(1) * (is_gated(s.activation) ? 2 : 1);
+  const bool first = !s.pre_norm || present(p.first_norm[0]);
   std::array<KeptForm, kCount> forms;
   const auto set = [&](Kept i, bool exists, std::vector<int64_t> shape, at::ScalarType dtype) {
     forms[i] = {exists ? std::move(shape) : std::vector<int64_t>{0}, dtype};

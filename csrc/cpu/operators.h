@@ -21,10 +21,11 @@ std::tuple<at::Tensor, at::Tensor> linear(const at::Tensor& x, const at::Tensor&
                                           const OptionalTensor& residual,
                                           const std::string& activation, bool save);
 
-// The same without a residual and without checks, for x in `dtype` or fp32. The operands are
-// rounded to `dtype`, which is the dtype of the results.
+// The same for x in `dtype` or fp32. The operands are rounded to `dtype`, which is the dtype of the
+// results.
 std::tuple<at::Tensor, at::Tensor> linear_in(at::ScalarType dtype, const at::Tensor& x,
                                              const at::Tensor& weight, const OptionalTensor& bias,
+                                             const OptionalTensor& residual,
                                              const std::string& activation, bool save);
 
 // Returns activation(x Wᵀ + b), where W and b are the weights and the biases one after another
@@ -33,9 +34,9 @@ std::tuple<at::Tensor, at::Tensor> linear_in(at::ScalarType dtype, const at::Ten
 at::Tensor linear_of_parts(const at::Tensor& x, at::TensorList weights, at::TensorList biases,
                            const std::string& activation);
 
-// The same without an activation and without checks, in `dtype` as `linear_in`.
+// The same in `dtype`, as `linear_in`.
 at::Tensor parts_in(at::ScalarType dtype, const at::Tensor& x, at::TensorList weights,
-                    at::TensorList biases);
+                    at::TensorList biases, const std::string& activation);
 
 // Returns LN(x Wᵀ + bias + residual) in the dtype of the residual: the dtype of x, or fp32.
 at::Tensor linear_layer_norm(const at::Tensor& x, const at::Tensor& weight,

@@ -48,12 +48,13 @@ H100 = Limits(
     H200.measured_bytes * gpus.H100.memory / gpus.H200.memory,
     gpus.H100.exponentials,
 )
+KNOWN = {limits.name: limits for limits in (H200, H100)}
 
 
 def limits_of(gpu: str | None) -> Limits | None:
     """Return the limits of a GPU by the name that CUDA reports, or None if they are not known."""
     known = gpus.BY_CUDA_NAME.get(gpu or "")
-    return next((limits for limits in (H200, H100) if known and limits.name == known.name), None)
+    return None if known is None else KNOWN.get(known.name)
 
 
 @dataclass(frozen=True)

@@ -69,7 +69,8 @@ def collect_model(path_or_hub_id: str) -> dict[str, Any]:
     from fastbert.integrations import stock_models
     from fastbert.io import checkpoint
 
-    config, architectures = checkpoint.read_settings(path_or_hub_id)
+    folder = checkpoint.find(path_or_hub_id)
+    config, architectures = checkpoint.read_settings(folder)
     named = [getattr(modules, name, None) for name in architectures]
     heads = [kind for kind in named if kind is not None and config.model_type == "bert"]
     kind = heads[0] if heads else modules.BertModel
@@ -83,9 +84,7 @@ def collect_model(path_or_hub_id: str) -> dict[str, Any]:
             rows.append({"op": op, "device": device, "dtype": dtype, **choice._asdict()})
     choices = config.architecture
     windows = [window for window in choices.windows if window >= 0]
-    why_not = stock_models.why_not_accelerated(
-        checkpoint.encoder_folder(checkpoint.find(path_or_hub_id))
-    )
+    why_not = stock_models.why_not_accelerated(checkpoint.encoder_folder(folder))
     return {
         "model": {
             "family": config.model_type,

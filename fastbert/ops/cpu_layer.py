@@ -120,10 +120,7 @@ class _CpuLayer(torch.autograd.Function):
 
     @staticmethod
     @first_derivative
-    def backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
-        if dy is None:
-            # No parameter has a gradient, as after the operations one by one.
-            return (None,) * len(ctx.needs_input_grad)
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors
         parameters, kept, rows, seeds, rotation = (
             saved[begin:end] for begin, end in pairwise(ctx.ends)

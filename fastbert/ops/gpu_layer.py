@@ -110,8 +110,5 @@ class _GpuLayer(torch.autograd.Function):
 
     @staticmethod
     @first_derivative
-    def backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
-        if dy is None:
-            # No parameter has a gradient, as after the operations one by one.
-            return (None,) * len(ctx.needs_input_grad)
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         return (None, None, None, *_backward(dy, ctx))

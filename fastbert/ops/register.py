@@ -218,12 +218,16 @@ def _no_second_derivative(name: str) -> str:
 def first_derivative(backward: Callable[..., Any]) -> Callable[..., Any]:
     """Make a second derivative through the backward function of a class a clear error.
 
+    Without a gradient of any result, no input has a gradient, and the function is not called.
+
     Args:
         backward: The ``backward`` of a subclass of ``torch.autograd.Function``.
     """
 
     @functools.wraps(backward)
     def run(ctx: Any, *gradients: Tensor | None) -> Any:
+        if all(gradient is None for gradient in gradients):
+            return (None,) * len(ctx.needs_input_grad)
         with torch.no_grad():
             found = backward(ctx, *gradients)
         if not torch.is_grad_enabled():

@@ -1714,8 +1714,8 @@ ENCODER = (
         "the_feed_forward_s_result_is_added_to_the_input_of_the_layer",
         "cpu_encoder",
         f"{CPU}/encoder.cpp",
-        "return product_and_sum(x, layer.outer, middle);",
-        "return product_and_sum(x, layer.outer, hidden);",
+        "return product_and_sum(s.dtype, x, layer.outer, middle);",
+        "return product_and_sum(s.dtype, x, layer.outer, hidden);",
     ),
 )
 

@@ -278,13 +278,18 @@ std::vector<OptionalTensor> biases_of(at::TensorList biases, at::TensorList weig
   return made;
 }
 
-// The product of `linear` in `dtype`, for arguments that were checked.
-std::tuple<at::Tensor, at::Tensor> product_in(at::ScalarType dtype, const at::Tensor& x,
-                                              const at::Tensor& weight,
-                                              const OptionalTensor& bias_in,
-                                              const OptionalTensor& residual_in,
-                                              const std::string& activation, bool save) {
+}  // namespace
+
+std::tuple<at::Tensor, at::Tensor> linear_in(at::ScalarType dtype, const at::Tensor& x,
+                                             const at::Tensor& weight,
+                                             const OptionalTensor& bias_in,
+                                             const OptionalTensor& residual_in,
+                                             const std::string& activation, bool save) {
+  check_matrix("x", x);
+  check_weight(weight, x);
   const int64_t m = x.size(0), n = weight.size(0);
+  if (bias_in) check_vector("bias", *bias_in, x, n);
+  if (residual_in) check_summand("residual", *residual_in, x, m, n, dtype);
   const auto bias = as_float(bias_in), residual = with_unit_columns(residual_in);
   const Activation function = epilogue_activation(activation);
   const auto options = x.options().dtype(dtype);
@@ -304,10 +309,17 @@ std::tuple<at::Tensor, at::Tensor> product_in(at::ScalarType dtype, const at::Te
   return {y, h};
 }
 
-// The product of `linear_of_parts` in `dtype`, with n outputs, for arguments that were checked.
-at::Tensor parts_product_in(at::ScalarType dtype, const at::Tensor& x, at::TensorList weights,
-                            int64_t n, const std::vector<OptionalTensor>& biases,
-                            Activation function) {
+at::Tensor parts_in(at::ScalarType dtype, const at::Tensor& x, at::TensorList weights,
+                    at::TensorList biases_in, const std::string& activation) {
+  check_matrix("x", x);
+  TORCH_CHECK_VALUE(!weights.empty(), "weights: got no tensor, allowed: at least 1");
+  int64_t n = 0;
+  for (const at::Tensor& weight : weights) {
+    check_weight(weight, x, "weights");
+    n += weight.size(0);
+  }
+  const auto biases = biases_of(biases_in, weights, x);
+  const Activation function = epilogue_activation(activation);
   const int64_t m = x.size(0);
   auto y = empty({m, n}, x.options().dtype(dtype));
   if (m == 0) return y;
@@ -327,44 +339,16 @@ at::Tensor parts_product_in(at::ScalarType dtype, const at::Tensor& x, at::Tenso
   return y;
 }
 
-}  // namespace
-
 std::tuple<at::Tensor, at::Tensor> linear(const at::Tensor& x, const at::Tensor& weight,
                                           const OptionalTensor& bias,
                                           const OptionalTensor& residual,
                                           const std::string& activation, bool save) {
-  check_matrix("x", x);
-  check_weight(weight, x);
-  const int64_t m = x.size(0), n = weight.size(0);
-  if (bias) check_vector("bias", *bias, x, n);
-  if (residual) check_summand("residual", *residual, x, m, n, x.scalar_type());
-  return product_in(x.scalar_type(), x, weight, bias, residual, activation, save);
+  return linear_in(x.scalar_type(), x, weight, bias, residual, activation, save);
 }
 
-std::tuple<at::Tensor, at::Tensor> linear_in(at::ScalarType dtype, const at::Tensor& x,
-                                             const at::Tensor& weight, const OptionalTensor& bias,
-                                             const std::string& activation, bool save) {
-  return product_in(dtype, x, weight, bias, std::nullopt, activation, save);
-}
-
-at::Tensor linear_of_parts(const at::Tensor& x, at::TensorList weights, at::TensorList biases_in,
+at::Tensor linear_of_parts(const at::Tensor& x, at::TensorList weights, at::TensorList biases,
                            const std::string& activation) {
-  check_matrix("x", x);
-  TORCH_CHECK_VALUE(!weights.empty(), "weights: got no tensor, allowed: at least 1");
-  int64_t n = 0;
-  for (const at::Tensor& weight : weights) {
-    check_weight(weight, x, "weights");
-    n += weight.size(0);
-  }
-  return parts_product_in(x.scalar_type(), x, weights, n, biases_of(biases_in, weights, x),
-                          epilogue_activation(activation));
-}
-
-at::Tensor parts_in(at::ScalarType dtype, const at::Tensor& x, at::TensorList weights,
-                    at::TensorList biases) {
-  int64_t n = 0;
-  for (const at::Tensor& weight : weights) n += weight.size(0);
-  return parts_product_in(dtype, x, weights, n, biases_of(biases, weights, x), Activation::none);
+  return parts_in(x.scalar_type(), x, weights, biases, activation);
 }
 
 at::Tensor linear_layer_norm(const at::Tensor& x, const at::Tensor& weight,

@@ -54,7 +54,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> layer_nor
   const auto mean = mean_in.contiguous(), rstd = rstd_in.contiguous();
   const int64_t rows = x.size(0), columns = x.size(1);
   auto dsum = empty({rows, columns}, dy.options());
-  auto dx = empty({dropout_p > 0.0 ? rows : 0, columns}, x.options());
+  auto dx = dropout_p > 0.0 ? empty({rows, columns}, x.options()) : empty({0}, x.options());
 
   const LayerNormBackward params = {format_of(dsum),
                                     format_of(x),

@@ -7,7 +7,9 @@
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>
 
+#include "../layer_parameters.h"
 #include "../operands.h"
+#include "../operators.h"
 
 namespace fastbert::cpu {
 
@@ -37,6 +39,17 @@ inline at::Tensor sum_of(const at::Tensor& residual_in, const at::Tensor& rows) 
     });
   });
   return sum;
+}
+
+// Returns x Wᵀ + bias + residual in the dtype of the residual, for a product in `dtype`. The linear
+// layer has its weight before its bias.
+inline at::Tensor product_and_sum(at::ScalarType dtype, const at::Tensor& x,
+                                  const at::Tensor* linear_layer, const at::Tensor& residual) {
+  const bool same = residual.scalar_type() == dtype;
+  const auto y =
+      std::get<0>(linear_in(dtype, x, linear_layer[0], present(linear_layer[1]),
+                            same ? OptionalTensor(residual) : std::nullopt, "none", false));
+  return same ? y : sum_of(residual, y);
 }
 
 // Returns contiguous fp32 rows with every element rounded to `dtype`; the rows themselves if that
