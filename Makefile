@@ -9,6 +9,7 @@ CASES ?= 2
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 SAY := @echo "fastbert:"
+CPP := $(foreach suffix,h cpp cu cuh,'csrc/*.$(suffix)') 'ptxmachine/csrc/*.h' 'ptxmachine/csrc/*.cpp'
 SOURCES := setup.py $(shell find csrc -type f 2>/dev/null)
 
 .PHONY: help setup demo test every-case turn test-processors test-viewer viewer ahead-of-time emulate calibrate mutate mutate-viewer sanitize soak conformance conformance-transformers conformance-peers conformance-wrappers fuzz check newest bench docs lint format gpu gpu-first wheel clean
@@ -62,6 +63,11 @@ SHORT := sed -u -E "s,^(\[[0-9]+/[0-9]+\]) .* -c .*/((csrc|build)/[^ ']+)'? -o .
 	$(PIP) --no-build-isolation --editable '.[test]'
 	@touch $@
 
+.venv/ptxmachine: .venv/torch $(shell find ptxmachine/csrc ptxmachine/setup.py ptxmachine/pyproject.toml 2>/dev/null)
+	$(SAY) "Compiling and installing ptxmachine, which runs the GPU kernels on the CPU: 1 to 3 minutes."
+	$(PIP) --no-build-isolation --editable ./ptxmachine
+	@touch $@
+
 # A peer that cannot be installed is no error; the benchmark's table lists the peer as not installed.
 .venv/bench: pyproject.toml | .venv/fastbert
 	$(SAY) "Installing the peers of the benchmark: 1 to 2 minutes."
@@ -78,7 +84,7 @@ SHORT := sed -u -E "s,^(\[[0-9]+/[0-9]+\]) .* -c .*/((csrc|build)/[^ ']+)'? -o .
 	$(PIP) --requirement requirements-docs.txt
 	@touch $@
 
-setup: .venv/fastbert
+setup: .venv/fastbert .venv/ptxmachine
 
 demo: setup
 	$(SAY) "Training a tokenizer and a small BERT, then checking and timing it: 2 to 4 minutes on two idle cores."
@@ -208,12 +214,12 @@ lint: .venv/lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff check --preview --select PLW1514 .
 	$(BIN)/mypy
-	git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh' | xargs $(BIN)/clang-format --dry-run -Werror
+	git ls-files $(CPP) | xargs $(BIN)/clang-format --dry-run -Werror
 
 format: .venv/lint
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
-	git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh' | xargs $(BIN)/clang-format -i
+	git ls-files $(CPP) | xargs $(BIN)/clang-format -i
 
 gpu:
 	$(GPU_PYTHON) -m benchmarks.gpu $(SECTIONS) $(if $(MINUTES),--minutes $(MINUTES)) --out $(OUT)/gpu
@@ -226,4 +232,4 @@ wheel: .venv/torch
 	$(BIN)/python -m build --wheel --no-isolation
 
 clean:
-	rm -rf .venv .venv-newest build dist out *.egg-info fastbert/*.so
+	rm -rf .venv .venv-newest build dist out *.egg-info fastbert/*.so ptxmachine/build ptxmachine/src/*.egg-info ptxmachine/src/ptxmachine/*.so

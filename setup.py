@@ -71,7 +71,6 @@ def extension(cuda: toolkit.Toolkit | str) -> Extension:
     # The slowest sources come first, so that no core is idle at the end.
     sources = [*sorted(glob("csrc/cpu/isa/level_*.cpp"), reverse=True), *sorted(glob("csrc/*.cpp"))]
     sources += sorted(set(glob("csrc/cpu/**/*.cpp", recursive=True)) - set(sources))
-    sources += sorted(glob("csrc/ptx/*.cpp"))
     flags, links = list(CXX_FLAGS), []
     if sys.platform == "linux":
         flags, links = [*flags, "-fopenmp"], ["-fopenmp"]

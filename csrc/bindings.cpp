@@ -1,6 +1,6 @@
 // The Python module fastbert._C. It reports how the extension was built, sets the instruction-set
-// level, compares Python objects with a record of them and binds the PTX machine. The operators are
-// registered in cpu/operators.cpp and cuda/cuda_ops.cpp.
+// level and compares Python objects with a record of them. The operators are registered in
+// cpu/operators.cpp and cuda/cuda_ops.cpp.
 
 #include <c10/util/Exception.h>
 #include <pybind11/pybind11.h>
@@ -12,7 +12,6 @@
 #include <string>
 
 #include "cpu/isa/dispatch.h"
-#include "ptx/bindings.h"
 #include "unchanged.h"
 
 namespace {
@@ -100,5 +99,4 @@ PYBIND11_MODULE(_C, m) {
         "Sets how kernels on AMX tiles arrange their work in this process. The results keep their "
         "bits. Raises ValueError if the name is unknown.");
   fastbert::bind_unchanged(m);
-  fastbert::ptx::bind(m);
 }

@@ -60,7 +60,9 @@ ROOMS = {
         ("emulate", "calibrate"),
     ),
     "ptx-machine": Room(
-        ("csrc/ptx", "fastbert/testing/ptx"), ("tests/ptx",), ("emulate", "calibrate", "mutate")
+        ("ptxmachine", "fastbert/testing/ptx"),
+        ("ptxmachine/tests", "tests/ptx"),
+        ("emulate", "calibrate", "mutate"),
     ),
     "triton-kernels": Room(
         ("kernels",), ("tests/kernels",), ("ahead-of-time", "emulate", "mutate")

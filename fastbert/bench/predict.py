@@ -279,8 +279,6 @@ def predict(
     """
     if not backends.HAS_TRITON:
         raise ImportError("triton is not installed: pip install 'fastbert[triton]'")
-    if backends.EXTENSION is None:
-        raise ImportError(f"the PTX machine is part of the extension: {backends.EXTENSION_STATE}")
     if backend == "triton" and backends.interpreted():
         raise ValueError(
             "TRITON_INTERPRET: got 1, allowed: unset; the interpreter compiles nothing"

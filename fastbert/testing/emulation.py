@@ -28,10 +28,9 @@ from fastbert.ops import backend as backends
 from fastbert.testing import model_parity, parity
 from fastbert.testing.cases import Case
 from fastbert.testing.parity import ParityRow
-from fastbert.testing.ptx import PtxFault, PtxSyntaxError
 from fastbert.testing.ptx import cuda_operators as cuda
-from fastbert.testing.ptx.machine import Report
 from fastbert.testing.ptx.triton_launches import STAND_IN, Emulator, serving_triton
+from ptxmachine import PtxFault, PtxSyntaxError, Report
 
 ARCHITECTURES = ("sm_80", "sm_90")
 BACKENDS = ("triton", "cuda")
@@ -122,8 +121,6 @@ def obstacle(backend: str) -> str | None:
     Args:
         backend: "triton" or "cuda".
     """
-    if backends.EXTENSION is None:
-        return backends.EXTENSION_STATE
     if backend == "cuda":
         return cuda.obstacle()
     return None if backends.HAS_TRITON else "triton is not installed"

@@ -131,22 +131,24 @@ class Conformance(common.ModelTesterMixin, unittest.TestCase):
 def accelerate_every_encoder() -> None:
     """Accelerate each encoder of the family when its model moves to the device of the tests.
 
-    No code that a call reaches is replaced, because ``accelerate`` compares its code with the code
-    in the file. An encoder that is refused remains stock, with a warning that the table counts.
+    ``accelerate`` compares the code that a call reaches with the code in the files, so no method is
+    replaced, but the function of torch's C++ code that reads the arguments of ``Module.to``. An
+    encoder that is refused remains stock, with a warning that the table counts.
     """
-    kind, move = Conformance.all_model_classes[0], torch.nn.Module.to
+    kind, read = Conformance.all_model_classes[0], torch._C._nn._parse_to
     tried: weakref.WeakSet[Any] = weakref.WeakSet()
 
-    @functools.wraps(move)
-    def moved(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(self, transformers.PreTrainedModel):
-            for module in self.modules():
+    @functools.wraps(read)
+    def read_after_accelerating(*args: Any, **kwargs: Any) -> Any:
+        moved = sys._getframe(1).f_locals.get("self")
+        if isinstance(moved, transformers.PreTrainedModel):
+            for module in moved.modules():
                 if isinstance(module, kind) and module not in tried:
                     tried.add(module)
                     fastbert.accelerate(module, strict=False)
-        return move(self, *args, **kwargs)
+        return read(*args, **kwargs)
 
-    torch.nn.Module.to = moved
+    torch._C._nn._parse_to = read_after_accelerating
 
 
 if MODE == "fast":

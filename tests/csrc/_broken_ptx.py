@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastbert.testing.ptx import PtxFault, load
 from fastbert.testing.ptx.cuda_library import CudaLibrary
+from ptxmachine import PtxFault, load
 
 # An honest warp of a small problem executes far fewer instructions.
 LONGEST = 200_000

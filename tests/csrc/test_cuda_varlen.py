@@ -17,7 +17,7 @@ from fastbert import reference
 from fastbert.ops import varlen
 from fastbert.testing.ptx.cuda_library import CudaLibrary
 from fastbert.testing.ptx.cuda_operators import CUDA, Operators, serving_cuda
-from fastbert.testing.ptx.machine import PtxFault
+from ptxmachine import PtxFault
 
 FRONT = """
 #include "varlen.cuh"

@@ -6,8 +6,8 @@ not fit the files, give the target its own `mutate`: it receives the folder and 
 random numbers, changes files of the folder, and returns what it did. If the errors do not name a
 file, give the text that the message of every accepted error has as `named`; "" accepts any message.
 
-The texts of PTX are such a target: the mutations are those of ``tests/ptx/_mutations.py``, the one
-changed text is alone in its folder, and reading it launches its kernels.
+The texts of PTX are such a target: the mutations are those of ``ptxmachine/tests/_mutations.py``,
+the one changed text is alone in its folder, and reading it launches its kernels.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ import torch
 from pyarrow import parquet
 from rich.console import Console
 
+import ptxmachine as ptx
 from fastbert.config import BertConfig
 from fastbert.data import load_tokenizer, model_max_length, read_documents, stories, train_tokenizer
 from fastbert.data.pieces import cut, read_piece
@@ -53,14 +54,13 @@ from fastbert.jobs.prepare_piece import PieceRecord
 from fastbert.jobs.texts import Texts
 from fastbert.modules import BertForSequenceClassification, BertModel
 from fastbert.modules.dense import Dense
-from fastbert.testing import ptx
 from fastbert.training import checkpoints, pretraining
 from fastbert.training.log import read_log, rows_until
 from fastbert.training.options import PretrainOptions
 from fastbert.training.preparation import fingerprint, prepare
 from fastbert.training.pretraining_run import PretrainingRun
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "ptx"))
+sys.path.append(str(Path(__file__).resolve().parents[2] / "ptxmachine" / "tests"))
 import _attempts
 import _mutations
 

@@ -1,8 +1,8 @@
-"""Build fastbert._C for mutate.py: once completely, then one source at a time with a fault.
+"""Build the extensions for mutate.py: once completely, then one source at a time with a fault.
 
 The flags are those of setup.py, with -O1 instead of -O3, which compiles a source in seconds, and
-without CUDA. The objects stay in build/mutation, where ninja updates them. For a fault of the PTX
-machine, an extension with the machine alone is enough; machine_alone.cpp is its module.
+without CUDA. The objects stay in build/mutation, where ninja updates them. The extensions are
+fastbert._C and ptxmachine._machine.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from torch.utils import cpp_extension
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = Path("build", "mutation")  # relative to ROOT, where ninja runs
-LIBRARY = "_C" + sysconfig.get_config_var("EXT_SUFFIX")
+SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")
+MACHINE = "ptxmachine/csrc"
 
 
 def compiler() -> str:
@@ -54,14 +55,14 @@ def openmp() -> list[str]:
 
 
 def machine_sources() -> list[str]:
-    """Return the sources of the extension that has the PTX machine alone."""
-    return ["tests/mutation/machine_alone.cpp", *_under("csrc/ptx")]
+    """Return the sources of ptxmachine._machine."""
+    return _under(MACHINE)
 
 
 def sources() -> list[str]:
-    """Return the sources of the whole extension."""
+    """Return the sources of fastbert._C."""
     own = ["csrc/bindings.cpp", "csrc/unchanged.cpp"]
-    return [*own, *_under("csrc/cpu"), *_under("csrc/ptx")]
+    return [*own, *_under("csrc/cpu")]
 
 
 def _under(folder: str) -> list[str]:
@@ -98,8 +99,14 @@ class Unit(NamedTuple):
 
     @property
     def linked(self) -> list[str]:
-        """The sources of the extension that the unit's tests need."""
-        return machine_sources() if self.source.startswith("csrc/ptx/") else sources()
+        """The sources of the extension that the unit is a part of."""
+        return machine_sources() if self.source.startswith(MACHINE) else sources()
+
+    @property
+    def library(self) -> str:
+        """The file of that extension in a tree."""
+        machine = self.source.startswith(MACHINE)
+        return ("ptxmachine/src/ptxmachine/_machine" if machine else "fastbert/_C") + SUFFIX
 
 
 def text_of(tree: Path, unit: Unit) -> str:
@@ -153,6 +160,6 @@ def link_unit(compiled: Path, unit: Unit, library: Path) -> None:
     subprocess.run(link_command([str(compiled), *others], str(library)), check=True)
     command = ["nm", "--dynamic", "--undefined-only", "--demangle", str(library)]
     symbols = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    missing = [line for line in symbols.splitlines() if " fastbert::" in line]
+    missing = [line for line in symbols.splitlines() if re.search(" (fastbert|ptxmachine)::", line)]
     if missing:
         raise RuntimeError(f"{unit.source}: missing after linking: {missing}")

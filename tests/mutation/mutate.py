@@ -31,7 +31,7 @@ from typing import NamedTuple
 sys.path.insert(0, str(Path(__file__).parent))
 
 from cpp_faults import CPP_FAULTS, CPP_SELECTIONS, UNITS
-from extension import LIBRARY, ROOT, compile_all, compile_unit, link_unit
+from extension import ROOT, compile_all, compile_unit, link_unit
 from faults import FAULTS, SELECTIONS, Fault
 from long_cases import LONG_CASES
 from ptx_faults import PTX_FAULTS, PTX_SELECTIONS, PTX_UNITS
@@ -39,7 +39,7 @@ from ptx_faults import PTX_FAULTS, PTX_SELECTIONS, PTX_UNITS
 NEEDED = 0.95
 # Limit of the tests in seconds, because a fault may cause an endless loop.
 LONGEST = 300
-COPIED = ("csrc", "fastbert", "kernels", "tests", "pyproject.toml")
+COPIED = ("csrc", "fastbert", "kernels", "ptxmachine", "tests", "pyproject.toml")
 TESTS = SELECTIONS | CPP_SELECTIONS | PTX_SELECTIONS
 COMPILED = UNITS | PTX_UNITS
 
@@ -64,7 +64,7 @@ class Outcome(NamedTuple):
 
 def copy_tree(folder: Path) -> Path:
     """Copy the files that the tests need, with symlinks, and return the folder."""
-    ignored = shutil.ignore_patterns("__pycache__", ".pytest_cache")
+    ignored = shutil.ignore_patterns("__pycache__", ".pytest_cache", "build")
     for name in COPIED:
         source, target = ROOT / name, folder / name
         if source.is_dir():
@@ -81,7 +81,8 @@ def run_tests(tree: Path, noun: str, every_case: bool) -> tuple[bool, str]:
 
 def run_selection(tree: Path, selection: list[str]) -> tuple[bool, str]:
     """Return whether the selected tests pass in ``tree``, and the first failure."""
-    paths = [str(tree), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [str(tree), str(tree / "ptxmachine" / "src")]
+    paths += filter(None, [os.environ.get("PYTHONPATH")])
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(paths),
@@ -119,9 +120,10 @@ def apply(tree: Path, fault: Fault) -> str:
 
 
 def build(tree: Path, noun: str) -> bytes:
-    """Compile the unit of the noun into the ``fastbert._C`` of ``tree`` and return its object."""
-    compiled = compile_unit(tree, COMPILED[noun])
-    link_unit(compiled, COMPILED[noun], tree / "fastbert" / LIBRARY)
+    """Compile the unit of the noun into its extension in ``tree`` and return its object."""
+    unit = COMPILED[noun]
+    compiled = compile_unit(tree, unit)
+    link_unit(compiled, unit, tree / unit.library)
     return compiled.read_bytes()
 
 

@@ -21,8 +21,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from compiled_faults import CASES, FAULTS, UNCAUGHT, CompiledFault
 
 from fastbert.testing import parity
-from fastbert.testing.ptx import PtxFault
 from fastbert.testing.ptx.triton_launches import Binary, Emulator, serving_triton
+from ptxmachine import PtxFault
 
 # A fault may cause an endless loop. A warp of an honest launch executes far fewer instructions.
 LONGEST = 1_000_000

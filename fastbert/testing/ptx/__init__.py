@@ -1,44 +1,16 @@
-"""A machine that executes PTX on the CPU and finds what only hardware would show.
+"""The GPU kernels of fastbert on ptxmachine, which executes PTX on the CPU.
 
-PTX is the documented virtual instruction set of NVIDIA GPUs. `load` reads the text that Triton or
-nvcc emits. `Module.launch` executes the text instruction by instruction on CPU tensors.
-
-Whatever is wrong with a text raises a `PtxError` that has the line of the text. It is a
-`PtxSyntaxError` if the machine cannot run the text. It is a `PtxFault` for an access that is out of
-bounds or misaligned, for a value that nothing has written, for a race, for a deadlock, and for a
-part of a warp in an instruction of the whole warp.
-
-Examples:
-    >>> import torch
-    >>> from fastbert.testing import ptx
-    >>> module = ptx.load('''
-    ... .version 8.0
-    ... .target sm_80
-    ... .address_size 64
-    ... .visible .entry twice(.param .u64 x)
-    ... {
-    ...     .reg .b32 %r<4>;
-    ...     .reg .b64 %rd<4>;
-    ...     ld.param.u64 %rd1, [x];
-    ...     mov.u32 %r1, %tid.x;
-    ...     mad.wide.u32 %rd2, %r1, 4, %rd1;
-    ...     ld.global.f32 %r2, [%rd2];
-    ...     add.f32 %r3, %r2, %r2;
-    ...     st.global.f32 [%rd2], %r3;
-    ...     ret;
-    ... }''')
-    >>> x = torch.arange(4.0)
-    >>> report = module.launch("twice", grid=(1,), block=(4,), args=[x])
-    >>> x
-    tensor([0., 2., 4., 6.])
-    >>> report.counts["instructions"]
-    7
+ptxmachine is a distribution of its own, in the folder of that name. This room launches the Triton
+kernels and the CUDA C++ operators of fastbert on CPU tensors, and counts what the kernels do.
 """
 
 from __future__ import annotations
 
-from fastbert.testing.ptx.errors import PtxError, PtxFault, PtxSyntaxError
-from fastbert.testing.ptx.machine import Module, Report, load
-from fastbert.testing.ptx.tensor_map import tensor_map
+from importlib.util import find_spec
 
-__all__ = ["Module", "PtxError", "PtxFault", "PtxSyntaxError", "Report", "load", "tensor_map"]
+# In a checkout, the folder ptxmachine looks like a package without code.
+_spec = find_spec("ptxmachine")
+if _spec is None or _spec.origin is None:
+    raise ImportError(
+        "the PTX machine is not installed: pip install ./ptxmachine in a checkout of fastbert"
+    )

@@ -19,8 +19,7 @@ from typing import Any
 from torch import Tensor
 
 from fastbert.testing.ptx import nvcc
-from fastbert.testing.ptx.errors import PtxFault
-from fastbert.testing.ptx.machine import Module, Report, load
+from ptxmachine import Module, PtxFault, Report, load
 
 _ON_LAUNCH = ctypes.CFUNCTYPE(
     ctypes.c_int, ctypes.c_char_p, ctypes.POINTER(ctypes.c_uint), ctypes.POINTER(ctypes.c_uint),

@@ -24,6 +24,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from ptxmachine.parse import parse
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -37,9 +38,8 @@ from fastbert.testing.ptx import sass
 from fastbert.testing.ptx.cuda_library import readable
 from fastbert.testing.ptx.cuda_operators import CompiledOperators, serving_cuda
 from fastbert.testing.ptx.hopper_attention import path_of_a_tile
-from fastbert.testing.ptx.machine import Report
-from fastbert.testing.ptx.parse import parse
 from fastbert.testing.ptx.triton_launches import Binary, Emulator, serving_triton
+from ptxmachine import Report
 
 # Blocks that run one by one. If one of them executes this many times as many instructions as
 # another, blocks do unequal work, and more of them run.

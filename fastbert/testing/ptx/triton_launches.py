@@ -13,8 +13,7 @@ from torch import Tensor
 
 from fastbert.ops import backend as backends
 from fastbert.testing.ahead_of_time import specialise
-from fastbert.testing.ptx.errors import PtxFault
-from fastbert.testing.ptx.machine import Module, Report, load
+from ptxmachine import Module, PtxFault, Report, load
 
 STAND_IN = "the PTX machine"
 

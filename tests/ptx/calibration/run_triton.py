@@ -21,7 +21,7 @@ import triton
 from triton_cases import CASES, Case
 from triton_launch import Launch
 
-from fastbert.testing import ptx
+import ptxmachine as ptx
 
 # Mnemonics that are counted in a text, to show that a case has what it is there for.
 NOTABLE = re.compile(

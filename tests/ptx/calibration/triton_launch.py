@@ -13,7 +13,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from fastbert.testing import ptx
+import ptxmachine as ptx
 
 NAMES = {
     torch.float64: "fp64",

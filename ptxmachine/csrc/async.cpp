@@ -1,0 +1,398 @@
+// Asynchronous copies, barriers and fences.
+
+#include "decode.h"
+#include "lanes.h"
+
+namespace ptxmachine {
+namespace {
+
+// cp.async [to], [from], bytes{, source bytes | ignore}; arg 0 bytes, 1 whether a count follows, 2
+// whether the operand after it is the predicate ignore-src
+void copy(Warp& w, const Instr& i, Mask m) {
+  Block& b = *w.block;
+  w.need(i.reg[0], m, "an address");
+  const uint32_t bytes = (uint32_t)i.arg[0];
+  uint64_t sources[kLanes];
+  Mask reads = 0;
+  if (i.arg[1]) w.need(i.reg[2], m, "the size of a copy");
+  each_lane(m, [&](int l) {
+    AsyncCopy c;
+    c.lane = l;
+    c.to = b.shared_offset(w.get(i.reg[0], l) + (uint64_t)i.offset, bytes, bytes);
+    c.from = w.get(i.reg[1], l) + (uint64_t)i.offsets[1];
+    c.filled = bytes;
+    c.bytes = bytes;
+    if (i.arg[1] == 1) c.bytes = (uint32_t)w.get(i.reg[2], l);
+    if (i.arg[1] == 2 && w.get(i.reg[2], l)) c.bytes = 0;
+    if (c.bytes > bytes)
+      fault("out of bounds", "cp.async: the source has more bytes than the copy", l);
+    if (c.bytes) {
+      w.need(i.reg[1], 1u << l, "an address");
+      Allocation* a = b.global(w, c.from, c.bytes, bytes, false);
+      b.note_global(w, l, *a, c.from, c.bytes, false, false);
+      reads |= 1u << l;
+      sources[l] = c.from;
+    }
+    b.note_write(w, l, c.to, bytes, b.pending(w, l, false));
+    std::memset(b.shared_valid.data() + c.to, 0, bytes);
+    if (w.copies[l].empty()) w.copies[l].emplace_back();
+    w.copies[l].back().push_back(c);
+    if (!b.late) {
+      b.finish_copy(w.copies[l].back().back());
+    } else {
+      // What lies there until the wait is neither old nor new.
+      std::memset(b.shared.data() + c.to, 0xff, bytes);
+    }
+  });
+  if (b.launch->options.count && reads) count_global(b, reads, sources, bytes);
+}
+
+void copy_commit(Warp& w, const Instr&, Mask m) {
+  each_lane(m, [&](int l) {
+    if (w.copies[l].empty()) w.copies[l].emplace_back();
+    w.copies[l].emplace_back();
+  });
+}
+
+void settle(Warp& w, int l, std::vector<AsyncCopy>& group) {
+  Block& b = *w.block;
+  for (AsyncCopy& c : group) {
+    if (!c.done) b.finish_copy(c);
+    std::memset(b.shared_valid.data() + c.to, 1, c.filled);
+    const Allocation* a = c.bytes ? b.launch->find(c.from, c.bytes, b.last) : nullptr;
+    if (a && !a->valid.empty())
+      std::memcpy(b.shared_valid.data() + c.to, a->valid.data() + (c.from - a->begin), c.bytes);
+    b.settle_write((uint16_t)w.thread(l), c.to, c.filled, w.time[l]);
+  }
+}
+
+// arg 0: groups that may stay in flight, -1: none, the open one neither
+void copy_wait(Warp& w, const Instr& i, Mask m) {
+  each_lane(m, [&](int l) {
+    auto& groups = w.copies[l];
+    if (groups.empty()) return;
+    const int complete = i.arg[0] < 0 ? (int)groups.size() : (int)groups.size() - 1 - i.arg[0];
+    for (int g = 0; g < complete; ++g) settle(w, l, groups[g]);
+    if (complete > 0) groups.erase(groups.begin(), groups.begin() + complete);
+    if (groups.empty()) groups.emplace_back();
+  });
+}
+
+// Barriers
+// -----------------------------------------------------------------------------------------
+
+// arg 0: 0 sync, 1 arrive, 2 red; arg 1: operands before the number (of red); arg 2 red: 0 popc, 1
+// and, 2 or; arg 3 whether a count follows, arg 4 whether the vote is negated
+void barrier(Warp& w, const Instr& i, Mask m) {
+  const Reg* r = i.reg + i.arg[1];
+  w.need(r[0], m, "the number of a barrier");
+  const uint64_t id = w.get(r[0], __builtin_ctz(m));
+  if (id > 15) fault("out of bounds", "barrier " + std::to_string(id) + ", allowed: 0 to 15");
+  if (m != w.live) fault("divergence", "a barrier is met by a part of a warp");
+  int32_t expected = 0;
+  if (i.arg[3]) {
+    w.need(r[1], m, "the count of a barrier");
+    expected = (int32_t)w.get(r[1], __builtin_ctz(m));
+    if (expected % kLanes || expected <= 0)
+      fault("divergence",
+            "a barrier of " + std::to_string(expected) + " threads, allowed: multiples of 32");
+  }
+  Mask yes = 0;
+  if (i.arg[0] == 2) {
+    const Reg vote = i.reg[i.regs - 1];
+    w.need(vote, m, "a vote");
+    yes = (i.arg[4] ? ~w.file[vote.at] : w.file[vote.at]) & m;
+  }
+  ++w.block->counts.barriers;
+  w.block->arrive(w, (int)id, expected, i.arg[0] != 1, i.arg[0] == 2 ? &i : nullptr, yes);
+}
+
+// Fences
+// -------------------------------------------------------------------------------------------
+
+// The asynchronous proxy sees what these lanes know of.
+void proxy_fence(Warp& w, const Instr&, Mask m) {
+  if (!w.block->launch->options.races) return;
+  each_lane(m, [&](int l) {
+    auto times = std::make_shared<Times>(*w.base[l]);
+    (*times)[w.thread(l)] = w.time[l];
+    w.fenced[l] = times;
+  });
+}
+
+// fence and membar of every scope but that of the block's own threads, too: they order strong
+// accesses.
+void memory_fence(Warp& w, const Instr&, Mask m) {
+  each_lane(m, [&](int l) { w.block->fence(w, l); });
+}
+
+void trap(Warp&, const Instr&, Mask m) { fault("trap", "the kernel trapped", __builtin_ctz(m)); }
+
+// mbarrier
+// -----------------------------------------------------------------------------------------
+
+uint32_t barrier_at(Warp& w, const Instr& i, Reg r, int l) {
+  w.need(r, 1u << l, "an address");
+  return w.block->shared_offset(w.get(r, l) + (uint64_t)i.offset, 8, 8);
+}
+
+MBarrier& existing(Warp& w, uint32_t at, int l) {
+  Block& b = *w.block;
+  auto found = b.mbarriers.find(at);
+  if (found == b.mbarriers.end())
+    fault("uninitialised", "an mbarrier that was never initialised", l);
+  if (b.launch->options.races && !b.after(w, l, found->second.made))
+    fault("race", "an mbarrier is used while its initialisation is not ordered before", l);
+  return found->second;
+}
+
+void mbarrier_init(Warp& w, const Instr& i, Mask m) {
+  Block& b = *w.block;
+  w.need(i.reg[1], m, "the count of an mbarrier");
+  each_lane(m, [&](int l) {
+    const uint32_t at = barrier_at(w, i, i.reg[0], l);
+    b.note_write(w, l, at, 8, b.now(w, l));
+    std::memset(b.shared_valid.data() + at, 0, 8);
+    MBarrier fresh;
+    fresh.expected = fresh.pending = (uint32_t)w.get(i.reg[1], l);
+    fresh.made = b.now(w, l);
+    if (fresh.expected == 0) fault("out of bounds", "an mbarrier of 0 arrivals", l);
+    b.mbarriers[at] = fresh;
+  });
+}
+
+void mbarrier_inval(Warp& w, const Instr& i, Mask m) {
+  each_lane(m, [&](int l) {
+    const uint32_t at = barrier_at(w, i, i.reg[0], l);
+    existing(w, at, l);
+    w.block->mbarriers.erase(at);
+    w.block->note_write(w, l, at, 8, w.block->now(w, l));
+  });
+}
+
+// arg 0: 0 arrive, 1 arrive.expect_tx, 2 expect_tx, 3 complete_tx, 4 arrive_drop; arg 1 whether a
+// state comes first; arg 2 whether a count follows
+void mbarrier_arrive(Warp& w, const Instr& i, Mask m) {
+  const Reg* r = i.reg + i.arg[1];
+  if (i.arg[2]) w.need(r[1], m, "the count of an arrival");
+  each_lane(m, [&](int l) {
+    Block& b = *w.block;
+    const uint32_t at = barrier_at(w, i, r[0], l);
+    MBarrier& mb = existing(w, at, l);
+    const uint64_t count = i.arg[2] ? w.get(r[1], l) : 1;
+    if (i.arg[1] && i.reg[0].id >= 0) {
+      w.set(i.reg[0], l, mb.phase);
+      w.wrote(i.reg[0], 1u << l, 1u << l);
+    }
+    if (i.arg[0] == 1 || i.arg[0] == 2) mb.transactions += (int64_t)count;
+    if (i.arg[0] == 3) mb.transactions -= (int64_t)count;
+    if (i.arg[0] == 0 || i.arg[0] == 1 || i.arg[0] == 4) {
+      const uint32_t arrivals = i.arg[0] == 1 ? 1 : (uint32_t)count;
+      if (arrivals > mb.pending)
+        fault("out of bounds", "more arrivals at an mbarrier than it expects", l);
+      b.release(w, l, mb.arrivals, mb.arrivals_fenced);
+      mb.pending -= arrivals;
+      if (i.arg[0] == 4) mb.expected -= arrivals;
+    }
+    b.check_phase(mb);
+  });
+}
+
+// arg 0 parity (or a state), 1 blocking
+void mbarrier_wait(Warp& w, const Instr& i, Mask m) {
+  Block& b = *w.block;
+  w.need(i.reg[2], m, "the phase of an mbarrier");
+  Mask done = 0;
+  each_lane(m, [&](int l) {
+    const MBarrier& mb = existing(w, barrier_at(w, i, i.reg[1], l), l);
+    const uint64_t asked = w.get(i.reg[2], l);
+    if (i.arg[0] ? (mb.phase & 1) != (asked & 1) : mb.phase > asked) {
+      done |= 1u << l;
+      b.acquire(w, l, mb.completed, mb.completed_fenced);
+    }
+  });
+  uint32_t& p = w.file[i.reg[0].at];
+  p = (p & ~m) | done;
+  w.wrote(i.reg[0], m, kAll);
+  w.polls = done == m ? 0 : w.polls + 1;
+}
+
+// cp.async.mbarrier.arrive: arg 0 noinc
+void copy_arrive(Warp& w, const Instr& i, Mask m) {
+  Block& b = *w.block;
+  each_lane(m, [&](int l) {
+    // The arrival happens when the copies so far have completed, which is now.
+    for (auto& group : w.copies[l]) settle(w, l, group);
+    w.copies[l].clear();
+    const uint32_t at = barrier_at(w, i, i.reg[0], l);
+    MBarrier& mb = existing(w, at, l);
+    if (!i.arg[0]) ++mb.pending;
+    if (mb.pending == 0) fault("out of bounds", "more arrivals at an mbarrier than it expects", l);
+    b.release(w, l, mb.arrivals, mb.arrivals_fenced);
+    --mb.pending;
+    b.check_phase(mb);
+  });
+}
+
+// Registers
+// ---------------------------------------------------------------------------------------
+
+// setmaxnreg: arg 0 whether registers are taken, arg 1 how many a thread then has. What warps give
+// waits in the block for those that take. A warp that ends gives nothing, because PTX does not say
+// that others may count on it.
+void set_registers(Warp& w, const Instr& i, Mask) {
+  Block& b = *w.block;
+  const int32_t count = i.arg[1];
+  const std::string wanted = std::to_string(count) + " registers of a thread";
+  if (count < 24 || count > 256 || count % 8)
+    fault("out of bounds", "setmaxnreg: " + wanted + ", allowed: multiples of 8 from 24 to 256");
+  if (b.launch->registers == 0) return;
+  const int32_t more = (count - w.registers) * kLanes;
+  if (i.arg[0] ? more < 0 : more > 0)
+    fault("out of bounds", std::string("setmaxnreg.") + (i.arg[0] ? "inc" : "dec") + " sets " +
+                               wanted + " that has " + std::to_string(w.registers));
+  w.missing = more > b.registers ? more : 0;
+  w.polls = w.missing ? w.polls + 1 : 0;
+  if (w.missing) return;
+  b.registers -= more;
+  w.registers = count;
+  if (more < 0)
+    for (Warp& other : b.warps) other.polls = 0;
+}
+
+Known decode_registers(Instr& i, const Mnemonic& name, const RawInstr& raw) {
+  i.pipe = Pipe::control;
+  i.flow = Flow::retry;
+  i.aligned = true;
+  i.arg[0] = name.has("inc");
+  i.run = set_registers;
+  i.arg[1] = (int)raw.operand(0).value;
+  if (!name.any({"inc", "dec"})) return kUnknown;
+  return Shape{constant(0, INT32_MAX)};
+}
+
+Known decode_copy(Instr& i, const Mnemonic& name, const RawInstr& raw) {
+  if (name.has("bulk")) return kUnknown;
+  i.pipe = Pipe::sync;
+  if (name.has("commit_group")) return i.run = copy_commit, Shape{};
+  if (name.has("wait_group")) {
+    i.arg[0] = (int)raw.operand(0).value;
+    i.run = copy_wait;
+    return Shape{constant(0, INT32_MAX)};
+  }
+  if (name.has("wait_all")) return i.arg[0] = -1, i.run = copy_wait, Shape{};
+  if (name.has("mbarrier")) {
+    i.arg[0] = name.has("noinc");
+    i.run = copy_arrive;
+    return Shape{address()};
+  }
+  // [to], [from], bytes, then the bytes of the source or a predicate; a cache policy may come last.
+  if (!name.any({"ca", "cg"})) return kUnknown;
+  i.pipe = Pipe::global;
+  const RawOperand& third = raw.operand(3);
+  const bool counted = raw.operands.size() > (name.has("L2::cache_hint") ? 4 : 3);
+  i.arg[0] = (int)raw.operand(2).value;
+  if (counted) i.arg[1] = third.bits == 1 ? 2 : 1;
+  // Registers are the two addresses, then the count: the size is a constant.
+  i.run = copy;
+  const Slot size = name.has("cg") ? constant(16, 16) : constant(4, 16).power_of_two();
+  Shape shape = {address(), address(), size};
+  if (counted) shape.push_back(source(third.bits == 1 ? 1 : 32));
+  return with_policy(std::move(shape), name);
+}
+
+Known decode_barrier(Instr& i, const Mnemonic& name, const RawInstr& raw) {
+  i.pipe = Pipe::sync;
+  if (name.any({"cluster", "warp"})) return kUnknown;
+  const bool red = name.has("red"), arrive = name.has("arrive");
+  if (!red && !arrive && !name.has("sync")) return kUnknown;
+  i.arg[0] = red ? 2 : arrive ? 1 : 0;
+  i.arg[1] = red ? 1 : 0;
+  i.flow = arrive ? Flow::next : Flow::barrier;
+  i.aligned = name.base() == "bar" || name.has("aligned");
+  i.run = barrier;
+  const Slot number = source(32), count = source(32);
+  if (!red) {
+    i.arg[3] = raw.operands.size() == 2;
+    return Shape{number, arrive ? count : count.if_given()};
+  }
+  if (!name.any({"popc", "and", "or"})) return kUnknown;
+  i.arg[2] = name.has("popc") ? 0 : name.has("and") ? 1 : 2;
+  i.arg[3] = raw.operands.size() == 4;
+  i.arg[4] = raw.operand(i.arg[3] ? 3 : 2).negated;
+  Shape shape = {result(i.arg[2] ? 1 : 32), number};
+  if (i.arg[3]) shape.push_back(count);
+  shape.push_back(source(1).or_not());
+  return shape;
+}
+
+Known decode_mbarrier(Instr& i, const Mnemonic& name, const RawInstr& raw) {
+  i.pipe = Pipe::sync;
+  if (name.has("init")) return i.run = mbarrier_init, Shape{address(), source(32)};
+  if (name.has("inval")) return i.run = mbarrier_inval, Shape{address()};
+  if (name.any({"try_wait", "test_wait"})) {
+    i.arg[0] = name.has("parity");
+    i.flow = Flow::poll;
+    i.run = mbarrier_wait;
+    const Slot phase = i.arg[0] ? source(32) : held(64);
+    Shape shape = {result(1), address(), phase};
+    // How long the hardware may suspend the thread, in nanoseconds.
+    if (name.has("try_wait")) shape.push_back(source(32).if_given());
+    return shape;
+  }
+  const bool state = raw.operand(0).kind != 'm';
+  i.arg[1] = state;
+  const bool expects = name.has("expect_tx");
+  if (name.has("arrive"))
+    i.arg[0] = expects ? 1 : 0;
+  else if (name.has("arrive_drop"))
+    i.arg[0] = 4;
+  else if (expects)
+    i.arg[0] = 2;
+  else if (name.has("complete_tx"))
+    i.arg[0] = 3;
+  else
+    return kUnknown;
+  if (i.arg[0] == 4 && expects) return kUnknown;
+  i.arg[2] = raw.operands.size() == (size_t)(2 + state);
+  i.run = mbarrier_arrive;
+  const bool arrives = i.arg[0] == 0 || i.arg[0] == 1 || i.arg[0] == 4;
+  const Slot count = source(32);
+  Shape shape;
+  if (state && arrives) shape.push_back(result(64).or_sink());
+  shape.push_back(address());
+  shape.push_back(i.arg[0] == 0 || i.arg[0] == 4 ? count.if_given() : count);
+  return shape;
+}
+
+Known decode_fence(Instr& i, const Mnemonic& name) {
+  i.run = memory_fence;
+  if (name.base() == "membar") return Shape{};
+  if (name.has("mbarrier_init")) i.run = nothing;
+  if (name.any({"async", "proxy"})) {
+    i.run = nothing;
+    for (const std::string& part : name.parts)
+      if (part.rfind("async", 0) == 0) i.run = proxy_fence;
+  }
+  return Shape{};
+}
+
+}  // namespace
+
+Known decode_async(Instr& i, const Mnemonic& name, const RawInstr& raw) {
+  const std::string& base = name.base();
+  if (base == "cp") return decode_copy(i, name, raw);
+  if (base == "mbarrier") return decode_mbarrier(i, name, raw);
+  if (base == "bar" || base == "barrier") return decode_barrier(i, name, raw);
+  if (base == "setmaxnreg") return decode_registers(i, name, raw);
+  i.pipe = Pipe::sync;
+  if (base == "fence" || base == "membar") return decode_fence(i, name);
+  if (base == "trap" || base == "brkpt") return i.run = trap, Shape{};
+  i.pipe = Pipe::control;
+  i.run = nothing;
+  if (base == "nanosleep") return Shape{source(32)};
+  if (base == "pmevent") return Shape{constant(0, INT32_MAX)};
+  return Shape{};  // griddepcontrol
+}
+
+}  // namespace ptxmachine

@@ -1,0 +1,339 @@
+// What happens before what: vector clocks of the threads of a block, and the accesses they order.
+//
+// Each thread has a time, which grows when it releases (at a barrier, an arrival, a warp-level
+// synchronisation), and a vector of the times of all other threads that it has acquired. An access
+// is stamped with its thread and time; a later one is ordered after it when its thread has acquired
+// that time (Flanagan and Freund 2009, FastTrack). `fenced` is the part of that knowledge which a
+// proxy fence has passed on to the asynchronous proxy.
+
+#include "machine.h"
+
+namespace ptxmachine {
+
+void fault(const char* kind, const std::string& what, int lane) {
+  Fault f(kind, what);
+  f.lane = lane;
+  throw f;
+}
+
+namespace {
+
+std::string place(uint32_t offset, uint32_t base) {
+  return "shared memory at byte " + std::to_string(offset + base);
+}
+
+Clock joined(const Clock& a, const Clock& b) {
+  if (a == b) return a;
+  auto result = std::make_shared<Times>(*a);
+  for (size_t t = 0; t < result->size(); ++t) (*result)[t] = std::max((*result)[t], (*b)[t]);
+  return result;
+}
+
+Knowledge joined(const Knowledge& a, const Knowledge& b) {
+  if (!a || !b || a == b) return a ? a : b;
+  auto result = std::make_shared<std::map<uint32_t, Clock>>(*a);
+  for (const auto& [block, clock] : *b) {
+    const auto [it, fresh] = result->try_emplace(block, clock);
+    if (!fresh) it->second = joined(it->second, clock);
+  }
+  return result;
+}
+
+}  // namespace
+
+bool Block::after(const Warp& w, int lane, const Stamp& s) const {
+  if (s.block == 0) return true;
+  if (s.time == kPending) return false;
+  if (s.block != number + 1) {
+    if (s.block == kMany || !w.others[lane]) return false;
+    const auto found = w.others[lane]->find(s.block - 1);
+    return found != w.others[lane]->end() && (*found->second)[s.thread] >= s.time;
+  }
+  return s.thread == w.thread(lane) || (*w.base[lane])[s.thread] >= s.time;
+}
+
+bool Block::fenced_after(const Warp& w, int lane, const Stamp& s) const {
+  return s.block == 0 || s.async || (s.time != kPending && (*w.fenced[lane])[s.thread] >= s.time);
+}
+
+// All these threads have arrived and go on: each is after all others.
+void Block::join(const std::vector<std::pair<Warp*, int>>& threads) {
+  Clock base = threads[0].first->base[threads[0].second];
+  Clock fenced = threads[0].first->fenced[threads[0].second];
+  const Times *last = base.get(), *last_fenced = fenced.get();
+  for (const auto& [w, lane] : threads) {
+    if (w->base[lane].get() != last) {
+      last = w->base[lane].get();
+      base = joined(base, w->base[lane]);
+    }
+    if (w->fenced[lane].get() != last_fenced) {
+      last_fenced = w->fenced[lane].get();
+      fenced = joined(fenced, w->fenced[lane]);
+    }
+  }
+  Knowledge others;
+  for (const auto& [w, lane] : threads) others = joined(others, w->others[lane]);
+  if (others)
+    for (const auto& [w, lane] : threads) w->others[lane] = others;
+  auto next = std::make_shared<Times>(*base);
+  for (const auto& [w, lane] : threads) (*next)[w->thread(lane)] = w->time[lane]++;
+  const Clock shared_next = next;
+  for (const auto& [w, lane] : threads) w->base[lane] = shared_next, w->fenced[lane] = fenced;
+}
+
+void Block::sync_lanes(Warp& w, Mask mask) {
+  if (!launch->options.races) return;
+  std::vector<std::pair<Warp*, int>> threads;
+  each_lane(mask, [&](int l) { threads.emplace_back(&w, l); });
+  join(threads);
+}
+
+void Block::acquire(Warp& w, int lane, const Times& times, const Times& fenced_times) {
+  if (!launch->options.races || times.empty()) return;
+  auto next = std::make_shared<Times>(*w.base[lane]);
+  auto fenced = std::make_shared<Times>(*w.fenced[lane]);
+  for (size_t t = 0; t < next->size(); ++t) {
+    (*next)[t] = std::max((*next)[t], times[t]);
+    (*fenced)[t] = std::max((*fenced)[t], fenced_times[t]);
+  }
+  w.base[lane] = next, w.fenced[lane] = fenced;
+}
+
+void Block::release(Warp& w, int lane, Times& times, Times& fenced_times) {
+  if (!launch->options.races) return;
+  const Times &base = *w.base[lane], &fenced = *w.fenced[lane];
+  if (times.empty()) times.assign(base.size(), 0), fenced_times.assign(base.size(), 0);
+  for (size_t t = 0; t < base.size(); ++t) {
+    times[t] = std::max(times[t], base[t]);
+    fenced_times[t] = std::max(fenced_times[t], fenced[t]);
+  }
+  times[w.thread(lane)] = std::max(times[w.thread(lane)], w.time[lane]++);
+}
+
+// Strong accesses
+// ------------------------------------------------------------------------------------
+
+Knowledge Block::known(Warp& w, int lane) {
+  auto own = std::make_shared<Times>(*w.base[lane]);
+  (*own)[(size_t)w.thread(lane)] = w.time[lane]++;
+  auto result = std::make_shared<std::map<uint32_t, Clock>>();
+  if (w.others[lane]) *result = *w.others[lane];
+  (*result)[number] = own;
+  return result;
+}
+
+void Block::learn(Warp& w, int lane, const Knowledge& from) {
+  if (!from) return;
+  const auto own = from->find(number);
+  if (own != from->end()) w.base[lane] = joined(w.base[lane], own->second);
+  w.others[lane] = joined(w.others[lane], from);
+}
+
+// A write that reads the old value, too, goes on passing on what that has passed on.
+void Block::publish(Warp& w, int lane, uint64_t place, bool releases, bool reads) {
+  if (!launch->options.races) return;
+  const Knowledge own = releases ? known(w, lane) : w.offered[lane];
+  if (!own && (reads || launch->released.count(place) == 0)) return;
+  Knowledge& there = launch->released[place];
+  there = reads ? joined(there, own) : own;
+}
+
+void Block::observe(Warp& w, int lane, uint64_t place, bool acquires) {
+  if (!launch->options.races) return;
+  const auto found = launch->released.find(place);
+  if (found == launch->released.end()) return;
+  if (acquires)
+    learn(w, lane, found->second);
+  else
+    w.met[lane] = joined(w.met[lane], found->second);
+}
+
+void Block::fence(Warp& w, int lane) {
+  if (!launch->options.races) return;
+  learn(w, lane, w.met[lane]);
+  w.met[lane] = nullptr;
+  w.offered[lane] = known(w, lane);
+}
+
+// Shared memory
+// ------------------------------------------------------------------------------------
+
+uint32_t Block::shared_offset(uint64_t address, uint64_t size, uint64_t align) {
+  address &= ~kWindowMask;
+  if (address < launch->shared_base || address + size > launch->shared_base + shared.size())
+    fault("out of bounds", "shared memory has bytes " + std::to_string(launch->shared_base) +
+                               " to " + std::to_string(launch->shared_base + shared.size()) +
+                               "; the access is at " + std::to_string(address) + ", " +
+                               std::to_string(size) + " bytes");
+  if (address % align)
+    fault("misaligned", "shared address " + std::to_string(address) + " is not a multiple of " +
+                            std::to_string(align));
+  return (uint32_t)(address - launch->shared_base);
+}
+
+static std::string who(const Stamp& s) {
+  return "thread " + std::to_string(s.thread) + (s.async ? " (asynchronous)" : "") +
+         (s.time == kPending ? ", which has not been waited for" : "");
+}
+
+void Block::note_read(Warp& w, int lane, uint32_t offset, uint32_t size, const Stamp& stamp) {
+  if (!launch->options.races) return;
+  const uint32_t granule = launch->program->granule;
+  for (uint32_t c = offset / granule; c <= (offset + size - 1) / granule; ++c) {
+    Cell& cell = cells[c];
+    if (!after(w, lane, cell.write))
+      fault("race",
+            place(c * granule, launch->shared_base) + " is read while the write of " +
+                who(cell.write) + " is not ordered before",
+            lane);
+    if (stamp.async && !fenced_after(w, lane, cell.write))
+      fault("missing fence",
+            place(c * granule, launch->shared_base) + ", written by " + who(cell.write) +
+                ", is read by the asynchronous proxy without fence.proxy.async",
+            lane);
+    if (cell.read.block == 0 || after(w, lane, cell.read)) {
+      cell.read = stamp;
+    } else if (cell.read.thread != stamp.thread || cell.read.time != stamp.time) {
+      std::vector<Stamp>& list = readers[c];
+      bool known = false;
+      for (Stamp& s : list)
+        if (s.thread == stamp.thread) {
+          if (s.time != kPending && stamp.time > s.time) s = stamp;
+          known = known || s.time == stamp.time;
+        }
+      if (!known) list.push_back(stamp);
+    }
+  }
+}
+
+// Gives the pending reads of this thread in the range their time of completion.
+void Block::settle_read(Warp& w, int lane, uint32_t offset, uint32_t size) {
+  if (!launch->options.races) return;
+  const uint32_t granule = launch->program->granule;
+  auto settle = [&](Stamp& s) {
+    if (s.thread == w.thread(lane) && s.time == kPending) s.time = w.time[lane];
+  };
+  for (uint32_t c = offset / granule; c <= (offset + size - 1) / granule; ++c) {
+    settle(cells[c].read);
+    if (readers.empty()) continue;
+    auto list = readers.find(c);
+    if (list != readers.end())
+      for (Stamp& s : list->second) settle(s);
+  }
+}
+
+// Gives the pending writes of this thread in the range their time of completion.
+void Block::settle_write(uint16_t thread, uint32_t offset, uint32_t size, uint32_t time) {
+  if (!launch->options.races) return;
+  const uint32_t granule = launch->program->granule;
+  for (uint32_t c = offset / granule; c <= (offset + size - 1) / granule; ++c) {
+    Stamp& s = cells[c].write;
+    if (s.time == kPending && s.thread == thread) s.time = time;
+  }
+}
+
+void Block::note_write(Warp& w, int lane, uint32_t offset, uint32_t size, const Stamp& stamp) {
+  if (!launch->options.races) return;
+  const uint32_t granule = launch->program->granule;
+  for (uint32_t c = offset / granule; c <= (offset + size - 1) / granule; ++c) {
+    Cell& cell = cells[c];
+    if (!after(w, lane, cell.write) && !(stamp.atomic && cell.write.atomic))
+      fault("race",
+            place(c * granule, launch->shared_base) + " is written while the write of " +
+                who(cell.write) + " is not ordered before",
+            lane);
+    if (!after(w, lane, cell.read))
+      fault("race",
+            place(c * granule, launch->shared_base) + " is written while the read of " +
+                who(cell.read) + " is not ordered before",
+            lane);
+    if (!readers.empty()) {
+      auto list = readers.find(c);
+      if (list != readers.end()) {
+        for (const Stamp& s : list->second)
+          if (!after(w, lane, s))
+            fault("race",
+                  place(c * granule, launch->shared_base) + " is written while the read of " +
+                      who(s) + " is not ordered before",
+                  lane);
+        readers.erase(list);
+      }
+    }
+    cell.write = stamp;
+    cell.read = {};
+  }
+}
+
+// Global memory
+// ------------------------------------------------------------------------------------
+
+Allocation* Launch::find(uint64_t address, uint64_t size, Allocation* last) const {
+  if (last && last->holds(address, size)) return last;
+  auto it = std::upper_bound(memory.begin(), memory.end(), address,
+                             [](uint64_t a, const auto& m) { return a < m->begin; });
+  if (it == memory.begin()) return nullptr;
+  Allocation* found = std::prev(it)->get();
+  return found->holds(address, size) ? found : nullptr;
+}
+
+Allocation* Block::global(Warp&, uint64_t address, uint64_t size, uint64_t align, bool write) {
+  Allocation* a = launch->find(address, size, last);
+  if (!a) {
+    std::string near = "no buffer is there";
+    for (const auto& m : launch->memory) {
+      const int64_t before = (int64_t)(m->begin - address);
+      const int64_t behind = (int64_t)(address - (m->begin + m->bytes));
+      if (behind >= 0 && behind < 1 << 20)
+        near = std::to_string(behind) + " bytes after the end of " + m->name;
+      else if (before > 0 && before < 1 << 20)
+        near = std::to_string(before) + " bytes before " + m->name;
+      else if (address >= m->begin && address < m->begin + m->bytes)
+        near = "the access runs over the end of " + m->name;
+    }
+    fault("out of bounds", "global access of " + std::to_string(size) + " bytes: " + near);
+  }
+  if (address % align)
+    fault("misaligned",
+          "an address in " + a->name + " is not a multiple of " + std::to_string(align));
+  if (write && !a->writable) fault("out of bounds", a->name + " is written, but is constant");
+  return last = a;
+}
+
+void Block::note_global(Warp& w, int lane, Allocation& a, uint64_t address, uint32_t size,
+                        bool write, bool atomic) {
+  if (!launch->options.races || !a.writable) return;
+  const uint32_t granule = launch->program->global_granule;
+  const uint64_t first = a.cell_of(address, granule), end = a.cell_of(address + size - 1, granule);
+  std::lock_guard<std::mutex> guard((*a.locks)[first / 64 % 64]);
+  const Stamp stamp = now(w, lane);
+  for (uint64_t c = first; c <= end; ++c) {
+    Cell& cell = a.cells[c];
+    const uint64_t byte = std::max(a.begin, (a.begin / granule + c) * granule) - a.begin;
+    const bool both_atomic = atomic && cell.write.atomic;
+    if (!both_atomic && !after(w, lane, cell.write))
+      fault("race",
+            a.name + ", byte " + std::to_string(byte) + ": " + (write ? "written" : "read") +
+                " while the write of block " + std::to_string(cell.write.block - 1) + ", " +
+                who(cell.write) + " is not ordered before",
+            lane);
+    if (!write) {
+      const bool other = cell.read.block && cell.read.block != stamp.block;
+      const uint32_t block = other ? kMany : stamp.block;
+      cell.read = stamp;
+      cell.read.block = block;
+      continue;
+    }
+    if (cell.read.block && !after(w, lane, cell.read) && !(atomic && cell.read.atomic))
+      fault("race",
+            a.name + ", byte " + std::to_string(byte) + ": written while a read of " +
+                (cell.read.block == kMany ? std::string("other blocks")
+                                          : "block " + std::to_string(cell.read.block - 1)) +
+                " is not ordered before",
+            lane);
+    cell.write = stamp;
+    cell.write.atomic = atomic;
+    cell.read = {};
+  }
+}
+
+}  // namespace ptxmachine

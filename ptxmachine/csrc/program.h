@@ -1,0 +1,208 @@
+// A PTX kernel as the machine runs it: instructions with a handler and resolved operands.
+//
+// src/ptxmachine/parse.py splits the text into instructions and operands; decode.cpp gives
+// each instruction the handler of its mnemonic. Registers are virtual, as in PTX: each has its own
+// place in the register file of a warp, 32 lanes wide. Immediates and addresses of variables are
+// registers that hold the same value in every lane and that no instruction writes, so that handlers
+// know one kind of operand only.
+
+#pragma once
+
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+namespace ptxmachine {
+
+constexpr int kLanes = 32;
+using Mask = uint32_t;  // one bit per lane
+constexpr Mask kAll = ~0u;
+
+struct Warp;
+struct Instr;
+using Handler = void (*)(Warp&, const Instr&, Mask);
+
+// The number format that a suffix such as .f32 or .b16 names.
+enum class Type : uint8_t {
+  none,
+  pred,
+  b8,
+  b16,
+  b32,
+  b64,
+  b128,
+  u8,
+  u16,
+  u32,
+  u64,
+  s8,
+  s16,
+  s32,
+  s64,
+  f16,
+  bf16,
+  f16x2,
+  bf16x2,
+  tf32,
+  f32,
+  f64,
+  e4m3,
+  e5m2,
+};  // clang-format off
+
+int bytes_of(Type type);
+bool is_signed(Type type);
+bool is_float(Type type);
+Type type_of(const std::string& suffix);  // Type::none when the suffix is no type
+// clang-format on
+
+// A register of the file. A narrow one has 32 words, a wide one (64 bits) 64 words, and a predicate
+// a single word with one bit per lane.
+enum class Width : uint8_t { pred, narrow, wide };
+struct Reg {
+  int32_t at = 0;   // first word in the register file of the warp
+  int32_t id = -1;  // index of its valid bits
+  Width width = Width::narrow;
+  uint8_t bits = 32;  // 1, 8, 16, 32 or 64
+};
+
+// What an instruction does to the flow of its warp.
+// After `poll`, the warp goes on, even if what it asked for is not true; `retry` is issued again
+// until it takes effect.
+enum class Flow : uint8_t { next, branch, exit, barrier, warp_sync, poll, retry };
+// The unit that executes an instruction, for the counts.
+enum class Pipe : uint8_t {
+  control,
+  alu,
+  fma,
+  fp64,
+  mufu,
+  convert,
+  shuffle,
+  shared,
+  global,
+  tensor,
+  sync
+};
+constexpr int kPipes = 11;
+
+struct Instr {
+  Handler run = nullptr;
+  const Reg* reg = nullptr;  // the registers of all operands in the order of the text
+  int32_t regs = 0;
+  int32_t guard = -1;  // word of the guard's predicate in the register file, or -1
+  int32_t guard_id = -1;
+  bool negated = false;
+  bool aligned = false;  // all lanes of the warp must execute it together
+  Flow flow = Flow::next;
+  Pipe pipe = Pipe::alu;
+  Type type = Type::none, source = Type::none;
+  int32_t target = -1;      // instruction number of a branch's label
+  int64_t offset = 0;       // byte offset of the first address operand
+  int64_t offsets[4] = {};  // of all of them
+  int32_t arg[6] = {};      // modifiers, as decode.cpp numbers them for the handler
+  int32_t line = 0;         // line of the PTX text
+  const char* text = "";    // mnemonic
+};
+
+// An operand as the parser hands it over.
+struct RawOperand {
+  char kind = 'r';                // r register, i immediate, v vector, m address, l label, _ sink
+  int64_t value = 0;              // register number, immediate or instruction number
+  int64_t offset = 0;             // of an address
+  std::vector<RawOperand> parts;  // of a vector or an address
+  bool negated = false;           // !%p as an operand
+  int32_t bits = 0;               // of a register; decode.cpp fills it in
+  bool special = false;           // a register that the machine fills in, such as %tid.x
+};
+
+struct RawInstr {
+  std::string mnemonic;
+  std::vector<RawOperand> operands;
+  int32_t guard = -1;
+  int32_t guard_bits = 1;
+  bool negated = false;
+  int32_t line = 0;
+  // An operand by its number from 0. One that is missing has the kind ' ', which fits nothing.
+  const RawOperand& operand(size_t at) const;
+};
+
+// Registers that the machine fills in when a warp starts.
+enum Special : int {
+  kTidX,
+  kTidY,
+  kTidZ,
+  kNtidX,
+  kNtidY,
+  kNtidZ,
+  kCtaidX,
+  kCtaidY,
+  kCtaidZ,
+  kNctaidX,
+  kNctaidY,
+  kNctaidZ,
+  kLaneId,
+  kWarpId,
+  kNwarpId,
+  kSmId,
+  kNsmId,
+  kGridId,
+  kClock,
+  kClock64,
+  kLanemaskEq,
+  kLanemaskLe,
+  kLanemaskLt,
+  kLanemaskGe,
+  kLanemaskGt,
+  kClusterCtaid,
+  kClusterNctaid,
+  kClusterCtarank,
+  kClusterNctarank,
+  kTotalSmem,
+  kDynamicSmem,
+  kGlobaltimer,
+  kClusterCtaidY,
+  kClusterCtaidZ,
+  kClusterNctaidY,
+  kClusterNctaidZ,
+  kClusterIdX,
+  kClusterIdY,
+  kClusterIdZ,
+  kNclusterIdX,
+  kNclusterIdY,
+  kNclusterIdZ,
+  kZero,
+  kSpecials,
+};
+
+struct Constant {
+  Reg reg;
+  uint64_t value;
+};
+
+struct Program {
+  std::vector<Instr> code;
+  std::vector<std::vector<Reg>> operands;  // what the instructions' reg point into
+  std::vector<Reg> registers;              // the declared ones, then the special ones
+  std::vector<Constant> constants;
+  int32_t words = 0;  // size of a warp's register file
+  int32_t ids = 0;    // number of registers of all kinds
+  int32_t first_special = 0;
+  int32_t granule = 16;  // bytes that every write of shared memory fills whole
+  int32_t global_granule = 16;
+  std::vector<std::string> texts;
+  // By line: instructions that the machine does not know, and operands that do not fit. A program
+  // that has any cannot run.
+  std::vector<std::pair<int32_t, std::string>> unsupported, misfits;
+  bool runs() const { return unsupported.empty() && misfits.empty(); }
+};
+
+// Lays out the registers, finds the handlers and checks the operands; bits holds those of each
+// declared register.
+Program* decode(std::vector<RawInstr> code, const std::vector<int>& bits);
+
+// The first parts of all mnemonics, such as "add".
+std::vector<std::string> mnemonics();
+
+}  // namespace ptxmachine

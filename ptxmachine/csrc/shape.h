@@ -1,0 +1,58 @@
+// The operands that an instruction takes: their number, their kinds and their widths.
+//
+// Each family of instructions returns the shape of an instruction together with its handler.
+// decode.cpp compares the operands of a text with the shape once. A handler may therefore index its
+// registers, and read the lanes of a register in the width of its type, without a check.
+
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "program.h"
+
+namespace ptxmachine {
+
+// What one operand may be. The functions after it make slots.
+struct Slot {
+  enum class Kind : uint8_t { value, vector, address, constant, label };
+  Kind kind = Kind::value;
+  int bits = 32;              // of a register: 1 for a predicate, 8, 16, 32 or 64
+  bool written = false;       // a result: a register that the kernel declares
+  bool immediate = false;     // an immediate may take the place of the register
+  bool more = false;          // the register may have more bits
+  bool sink = false;          // "_" may take the place of the register
+  bool negatable = false;     // "!" may precede the register
+  bool optional = false;      // may be missing, together with all operands after it
+  int64_t low = 0, high = 0;  // of a constant
+  bool power = false;         // a constant that is a power of two
+  std::vector<Slot> parts;    // elements of a vector; coordinates of an address
+
+  Slot or_more() const;
+  Slot or_sink() const;
+  Slot or_not() const;
+  Slot if_given() const;
+  Slot power_of_two() const;
+};
+using Shape = std::vector<Slot>;
+
+// A register that the instruction writes.
+Slot result(int bits);
+// A register or an immediate that the instruction reads.
+Slot source(int bits);
+// A register that the instruction reads.
+Slot held(int bits);
+// Registers in braces; a vector of one element may do without braces.
+Slot vector(int elements, const Slot& element);
+// Two registers with a bar between them.
+Slot pair(const Slot& first, const Slot& second);
+// A register or the address of a variable in brackets, with so many coordinates after it.
+Slot address(int coordinates = 0);
+// An immediate that decoding uses up: it takes no place among the registers of the instruction.
+Slot constant(int64_t low, int64_t high);
+Slot label();
+
+// Returns what is wrong with the operands, with the operands that are allowed, or "".
+std::string mismatch(const RawInstr& raw, const Shape& shape);
+
+}  // namespace ptxmachine

@@ -1,0 +1,43 @@
+"""Build ptxmachine._machine, which needs a C++17 compiler and pybind11; see pyproject.toml."""
+
+import os
+import shlex
+import sys
+from glob import glob
+
+from pybind11.setup_helpers import ParallelCompile, Pybind11Extension
+from setuptools import setup
+from setuptools.command.build_ext import build_ext
+
+# PTX says which products and sums are fused, so the compiler fuses none.
+FLAGS = ["-O3", "-g0", "-ffp-contract=off", "-fno-math-errno", "-Wno-maybe-uninitialized"]
+FLAGS += shlex.split(os.environ.get("PTXMACHINE_CXXFLAGS", ""))
+HEADERS = sorted(glob("csrc/*.h"))
+
+
+def changed(compiled: str, source: str) -> bool:
+    """Tell whether a source, or a header, is newer than what was compiled from it."""
+    if not os.path.exists(compiled):
+        return True
+    return any(os.path.getmtime(p) > os.path.getmtime(compiled) for p in (source, *HEADERS))
+
+
+class Build(build_ext):
+    """Keeps the objects in build/, so that a later build compiles only what has changed."""
+
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        # pip builds an editable install in a temporary folder.
+        self.build_temp = f"build/temp.{self.plat_name}-{sys.implementation.cache_tag}"
+
+
+if __name__ == "__main__":
+    machine = Pybind11Extension(
+        "ptxmachine._machine",
+        sorted(glob("csrc/*.cpp")),
+        cxx_std=17,
+        extra_compile_args=FLAGS,
+        depends=HEADERS,
+    )
+    with ParallelCompile("MAX_JOBS", default=0, needs_recompile=changed):
+        setup(ext_modules=[machine], cmdclass={"build_ext": Build})

@@ -1,0 +1,139 @@
+"""Arrays of any library as places in memory.
+
+An array is an object with the buffer protocol, such as a bytearray or an array of NumPy, or one
+with DLPack, such as a tensor of PyTorch. Nothing is copied.
+"""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from ptxmachine import _machine
+
+# DLPack's numbers of devices whose memory the CPU reads: its own, and memory pinned for CUDA.
+_CPU = (1, 3)
+_DLPACK_TYPES = {0: "i", 1: "u", 2: "f", 4: "bf", 6: "u"}
+_FORMATS = {"i": "bhilqn", "u": "?cBHILQN", "f": "efd"}
+
+
+class Buffer(NamedTuple):
+    """The memory of an array.
+
+    Args:
+        address: Address of the first element.
+        shape: Elements in each dimension.
+        strides: Bytes between neighbours in each dimension.
+        size: Bytes of an element.
+        kind: Type of an element, such as "f32", "bf16" or "i64"; "" if the machine has no name.
+        writable: Whether a kernel may write to it.
+    """
+
+    address: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    size: int
+    kind: str
+    writable: bool
+
+    @property
+    def extent(self) -> tuple[int, int]:
+        """The first address and the one after the last; both are equal without elements."""
+        if 0 in self.shape:
+            return self.address, self.address
+        steps = [(n - 1) * stride for n, stride in zip(self.shape, self.strides, strict=True)]
+        low, high = (sum(f(step, 0) for step in steps) for f in (min, max))
+        return self.address + low, self.address + high + self.size
+
+
+def is_buffer(value: Any) -> bool:
+    """Whether a launch takes a value as memory, not as a number or as the bytes of a struct."""
+    if value is None or isinstance(value, (bytes, numbers.Number)):
+        return False
+    return hasattr(value, "__dlpack__") or _view(value) is not None
+
+
+def buffer(value: Any, name: str) -> Buffer:
+    """Return the memory of an array.
+
+    Args:
+        value: An object with the buffer protocol or with DLPack.
+        name: Name of the argument, for errors.
+
+    Raises:
+        ValueError: If the object is no array in the memory of the CPU.
+    """
+    if _view(value) is not None:
+        address, shape, strides, size, form, constant = _machine.read_buffer(value)
+        kind = next((kind for kind, letters in _FORMATS.items() if form[-1:] in letters), "")
+        name_of_kind = f"{kind}{8 * size}" if kind and len(form.lstrip("@=<")) == 1 else ""
+        return Buffer(address, tuple(shape), tuple(strides), size, name_of_kind, not constant)
+    if not hasattr(value, "__dlpack__"):
+        raise ValueError(
+            f"{name}: got a {type(value).__name__}, allowed: an object with the buffer protocol or "
+            "with DLPack"
+        )
+    try:
+        device, _ = value.__dlpack_device__()
+        described = _machine.read_capsule(value.__dlpack__()) if device in _CPU else None
+    except (BufferError, RuntimeError, ValueError) as error:
+        raise ValueError(f"{name}: got an array that DLPack does not give: {error}") from error
+    if described is None:
+        raise ValueError(f"{name}: got an array on DLPack's device {device}, allowed: the CPU")
+    address, shape, strides, code, bits, lanes = described
+    size = -(-bits * lanes // 8)
+    kind = f"{_DLPACK_TYPES[code]}{bits}" if code in _DLPACK_TYPES and lanes == 1 else ""
+    in_bytes = tuple(stride * size for stride in strides)
+    return Buffer(address, tuple(shape), in_bytes, size, kind, True)
+
+
+def _view(value: Any) -> memoryview | None:
+    try:
+        return memoryview(value)
+    # NumPy raises ValueError for types that the buffer protocol has no letter for.
+    except (TypeError, ValueError):
+        return None
+
+
+class Region(NamedTuple):
+    """Memory that a launch may reach.
+
+    Args:
+        begin: Its address.
+        size: Its bytes.
+        writable: Whether a kernel may write to it.
+        name: Its name in messages.
+        empty: Whether it holds nothing yet.
+    """
+
+    begin: int
+    size: int
+    writable: bool
+    name: str
+    empty: bool
+
+
+def regions(full: Sequence[Buffer], empty: Iterable[Buffer]) -> list[Region]:
+    """Return the memory of buffers; those that overlap, as views of one array do, become one."""
+    numbered = [(b, False) for b in full] + [(b, True) for b in empty]
+    parts = [
+        Region(begin, end - begin, b.writable, f"buffer {n} {b.shape}", nothing)
+        for n, (b, nothing) in enumerate(numbered)
+        for begin, end in [b.extent]
+        if begin < end
+    ]
+    joined: list[Region] = []
+    for part in sorted(parts, key=lambda part: part.begin):
+        last = joined[-1] if joined else None
+        if last is None or part.begin >= last.begin + last.size:
+            joined.append(part)
+            continue
+        joined[-1] = Region(
+            last.begin,
+            max(last.size, part.begin + part.size - last.begin),
+            last.writable or part.writable,
+            last.name,
+            last.empty or part.empty,
+        )
+    return joined

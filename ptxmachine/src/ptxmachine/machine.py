@@ -1,0 +1,353 @@
+"""Run PTX on the CPU: load a module, launch a kernel, read the report."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import numbers
+import os
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from ptxmachine import _machine, buffers, limits
+from ptxmachine.body import Kernel, Operand
+from ptxmachine.declarations import Variable
+from ptxmachine.errors import PtxFault, PtxSyntaxError
+from ptxmachine.parse import Text, parse
+
+SHARED_BASE = 1024
+# The registers of a multiprocessor, and the most of a thread.
+REGISTERS, MOST_REGISTERS = 65_536, 256
+MOST_BLOCKS = 2**31 - 1
+ACCUMULATE = ("forward", "reverse", "exact", "truncate")
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a launch did.
+
+    Attributes:
+        counts: Dynamic instructions of warps by pipe, bytes and sectors of global memory,
+            wavefronts of shared memory, barriers, and stores of lanes that another lane overwrote
+            with another value in the same instruction.
+    """
+
+    counts: dict[str, Any]
+
+
+class _Places(NamedTuple):
+    """Where the variables of a kernel are.
+
+    Attributes:
+        addresses: The address of each variable by its name.
+        static_shared: Bytes of static shared memory.
+        dynamic: Offset of the dynamic shared memory.
+        local: Bytes of local memory.
+    """
+
+    addresses: dict[str, int]
+    static_shared: int
+    dynamic: int
+    local: int
+
+
+class Module:
+    """A PTX module whose kernels run on the CPU; `load` makes one."""
+
+    def __init__(self, text: Text) -> None:
+        """Keep a parsed text, and allocate its global variables."""
+        self.text = text
+        self._variables = {v.name: v for v in text.variables}
+        self._globals: dict[str, ctypes.Array[ctypes.c_char]] = {}
+        size = 0
+        for variable in text.variables:
+            if variable.space in ("global", "const") and not variable.external:
+                size += variable.size
+                limits.at_most(size, limits.GLOBAL, "bytes of variables", variable.line)
+                self._globals[variable.name] = _memory_of(variable)
+        self._programs: dict[str, tuple[Any, int, int]] = {}
+
+    @property
+    def kernels(self) -> list[str]:
+        """The names of the kernels."""
+        return list(self.text.kernels)
+
+    def static_shared(self, name: str) -> int:
+        """Return the bytes of static shared memory of a kernel."""
+        return self._places(self.text.kernels[name]).static_shared
+
+    def launch(
+        self,
+        name: str,
+        grid: Sequence[int],
+        block: Sequence[int] | None,
+        args: Sequence[Any],
+        *,
+        dynamic_shared: int = 0,
+        memory: Sequence[Any] = (),
+        empty: Sequence[Any] = (),
+        seed: int = 0,
+        approximate: float = 0.0,
+        accumulate: str = "forward",
+        races: bool = True,
+        count: bool = True,
+        limit: int = 0,
+        threads: int | None = None,
+        blocks: Sequence[int] = (),
+    ) -> Report:
+        """Run a kernel; its arrays are read and written in place.
+
+        Args:
+            name: Name of the kernel.
+            grid: Blocks in x, y and z.
+            block: Threads of a block in x, y and z; None takes those that the kernel requires.
+            args: One value per parameter: for a pointer an address, None, or an array, which is an
+                object with the buffer protocol or with DLPack in the memory of the CPU; a number;
+                bytes for a struct.
+            dynamic_shared: Bytes of dynamic shared memory.
+            memory: Arrays that the kernel reaches through addresses in structs.
+            empty: Arrays that hold nothing yet. A read before the kernel has written is a fault.
+            seed: Chooses the interleaving of warps and the time at which asynchronous operations
+                take effect. With 0, warps run one after another and operations take effect at
+                issue.
+            approximate: Share of the documented error that approximate instructions make, -1 to 1.
+            accumulate: Order of the sums in matrix instructions: ``"forward"``, ``"reverse"``,
+                ``"exact"`` (rounded once) or ``"truncate"`` (rounded toward zero).
+            races: Whether races are looked for.
+            count: Whether sectors and wavefronts are counted.
+            limit: Instructions that a warp may execute; 0 sets no limit.
+            threads: Threads of the CPU; None takes one per processor.
+            blocks: Numbers of the blocks that run, x fastest; empty runs the whole grid. The counts
+                are then those of the chosen blocks.
+
+        Returns:
+            The counts of the launch.
+
+        Raises:
+            PtxSyntaxError: If the kernel cannot be read, if it has an instruction that the machine
+                does not know, or if operands do not fit their instruction.
+            PtxFault: If the kernel does something wrong.
+            ValueError: If an argument does not fit.
+        """
+        if name not in self.text.kernels:
+            raise ValueError(f"name: got {name!r}, allowed: {', '.join(self.kernels)}")
+        if accumulate not in ACCUMULATE:
+            raise ValueError(f"accumulate: got {accumulate!r}, allowed: {', '.join(ACCUMULATE)}")
+        if not isinstance(approximate, (int, float)) or not -1 <= approximate <= 1:
+            raise ValueError(f"approximate: got {approximate!r}, allowed: -1 to 1")
+        _whole(seed, "seed", 0, 2**64 - 1)
+        _whole(limit, "limit", 0, 2**63 - 1)
+        _whole(dynamic_shared, "dynamic_shared", 0, limits.SHARED)
+        if threads is not None:
+            _whole(threads, "threads", 1, 1024)
+        sizes = _three(grid, "grid")
+        if math.prod(sizes) > MOST_BLOCKS:
+            raise ValueError(f"grid: got {sizes}, allowed: at most {MOST_BLOCKS} blocks")
+        kernel = self.text.kernels[name]
+        program, static_shared, local = self._program(kernel)
+        shape = _three(block if block is not None else kernel.threads or (1, 1, 1), "block")
+        if math.prod(shape) > limits.THREADS:
+            raise ValueError(f"block: got {shape}, allowed: at most {limits.THREADS} threads")
+        if kernel.threads and shape != kernel.threads:
+            raise ValueError(f"block: got {shape}, the kernel requires {kernel.threads}")
+        if kernel.most_threads and math.prod(shape) > kernel.most_threads:
+            raise ValueError(
+                f"block: got {shape}, the kernel allows at most {kernel.most_threads} threads"
+            )
+        values = [buffers.buffer(a, "args") if buffers.is_buffer(a) else a for a in args]
+        params = _parameters(kernel, values)
+        size = math.prod(sizes)
+        if not all(isinstance(number, int) and 0 <= number < size for number in blocks):
+            raise ValueError(f"blocks: got {list(blocks)}, allowed: 0 to {size - 1}")
+        reached = [value for value in values if isinstance(value, buffers.Buffer)]
+        reached += [buffers.buffer(array, "memory") for array in memory]
+        regions = buffers.regions(reached, [buffers.buffer(array, "empty") for array in empty])
+        counts, found = _machine.run(
+            program, sizes, shape, params, static_shared + dynamic_shared,
+            static_shared, local, [*regions, *self._variable_regions()], seed, float(approximate),
+            ACCUMULATE.index(accumulate), races, count, limit,
+            threads or len(os.sched_getaffinity(0)), list(blocks), _registers(kernel),
+        )  # fmt: skip
+        if found is not None:
+            raise self._fault(kernel, found)
+        return Report(counts)
+
+    def _fault(self, kernel: Kernel, found: tuple[str, str, int, int, int, int]) -> PtxFault:
+        kind, message, at, block, warp, lane = found
+        line = text = source = None
+        if at >= 0:
+            line, text = kernel.code[at].line, kernel.code[at].mnemonic
+            if at in kernel.sources:
+                file, row = kernel.sources[at]
+                source = f"{os.path.basename(self.text.files.get(file, '?'))}:{row}"
+        return PtxFault(kind, message, kernel.name, text or "", line, source, block, warp, lane)
+
+    def _variable_regions(self) -> list[buffers.Region]:
+        """Return the memory of the module's variables."""
+        return [
+            buffers.Region(ctypes.addressof(data), len(data), writable, name, False)
+            for name, data in self._globals.items()
+            for writable in [self._variables[name].space == "global"]
+        ]
+
+    def _program(self, kernel: Kernel) -> tuple[Any, int, int]:
+        """Return the decoded kernel, the start of its dynamic shared memory, and local bytes."""
+        if kernel.name in self._programs:
+            return self._programs[kernel.name]
+        places = self._places(kernel)
+        addresses = places.addresses
+        window = 0x0400000000000000
+        addresses.update({p.name: p.offset for p in kernel.parameters})
+        in_parameters = {p.name for p in kernel.parameters}
+
+        def placed(o: Operand, line: int, *, moved: bool) -> Operand:
+            if o.kind == "s":
+                if o.value not in addresses:
+                    raise PtxSyntaxError(f"the name {o.value} is not known", line)
+                base = addresses[str(o.value)] + o.offset
+                base = base | window if moved and o.value in in_parameters else base
+                return Operand("i", base, negated=o.negated)
+            if o.parts:
+                parts = tuple(placed(part, line, moved=moved) for part in o.parts)
+                return o._replace(parts=parts)
+            return o
+
+        code = [
+            (
+                i.mnemonic,
+                [placed(o, i.line, moved=i.mnemonic.startswith("mov")) for o in i.operands],
+                i.guard,
+                i.negated,
+                i.line,
+            )
+            for i in kernel.code
+        ]
+        program = _machine.decode(code, kernel.registers)
+        if program.unsupported:
+            found = "; ".join(f"line {line}: {text}" for line, text in program.unsupported[:8])
+            raise PtxSyntaxError(
+                f"{kernel.name}: the PTX machine does not know {len(program.unsupported)} "
+                f"instructions: {found}",
+                program.unsupported[0][0],
+            )
+        if program.misfits:
+            line, text = program.misfits[0]
+            raise PtxSyntaxError(text, line)
+        self._programs[kernel.name] = program, places.dynamic, places.local
+        return self._programs[kernel.name]
+
+    def _places(self, kernel: Kernel) -> _Places:
+        """Lay out the variables of a kernel."""
+        addresses: dict[str, int] = {}
+        ends = {"shared": SHARED_BASE, "local": 0}
+        external: list[Variable] = []
+        for variable in [*self.text.variables, *kernel.variables]:
+            if variable.space not in ends:
+                data = self._globals.get(variable.name)
+                addresses[variable.name] = ctypes.addressof(data) if data is not None else 0
+            elif variable.external:
+                external.append(variable)
+            else:
+                at = -(-ends[variable.space] // variable.align) * variable.align
+                addresses[variable.name] = at
+                ends[variable.space] = at + variable.size
+                most = limits.MEMORY[variable.space] + (variable.space == "shared") * SHARED_BASE
+                what = f"bytes of .{variable.space} variables"
+                limits.at_most(ends[variable.space], most, what, variable.line)
+        static = dynamic = ends["shared"] - SHARED_BASE
+        if external:
+            align = max(16, *(v.align for v in external))
+            dynamic = -(-static // align) * align
+            addresses.update({v.name: SHARED_BASE + dynamic for v in external})
+        return _Places(addresses, static, dynamic, ends["local"])
+
+
+def load(text: str) -> Module:
+    """Parse a PTX text.
+
+    Args:
+        text: The module, as ``triton.compile(...).asm["ptx"]`` or ``nvcc -ptx`` gives it.
+
+    Returns:
+        The module, whose kernels `Module.launch` runs. A kernel is read when it is first launched.
+
+    Raises:
+        PtxSyntaxError: If the text outside the kernels cannot be read.
+    """
+    return Module(parse(text))
+
+
+def _whole(value: int, name: str, low: int, high: int) -> None:
+    """Raise ValueError unless an argument is an integer in a range."""
+    if not isinstance(value, int) or not low <= value <= high:
+        raise ValueError(f"{name}: got {value!r}, allowed: integers from {low} to {high}")
+
+
+def _three(sizes: Sequence[int], name: str) -> tuple[int, int, int]:
+    if not 1 <= len(sizes) <= 3 or any(size < 1 for size in sizes):
+        raise ValueError(f"{name}: got {tuple(sizes)}, allowed: 1 to 3 sizes of at least 1")
+    x, y, z = (*sizes, 1, 1)[:3]
+    return x, y, z
+
+
+def _registers(kernel: Kernel) -> int:
+    """Return the registers of a thread at the start of a kernel that has setmaxnreg.
+
+    ptxas gives a thread as many as the bounds of the kernel leave, and no more than the kernel
+    takes. Without such bounds ptxas ignores setmaxnreg, and the result is 0.
+    """
+    bounds = [MOST_REGISTERS]
+    if kernel.most_registers:
+        bounds.append(kernel.most_registers)
+    elif not (kernel.most_threads and kernel.least_blocks):
+        return 0
+    if kernel.most_threads:
+        warps = -(-kernel.most_threads // 32)
+        bounds.append(REGISTERS // (32 * warps * max(kernel.least_blocks, 1)))
+    taken = [
+        int(i.operands[0].value) for i in kernel.code if i.mnemonic.startswith("setmaxnreg.inc")
+    ]
+    return min(bounds + ([max(taken)] if taken else [])) // 8 * 8
+
+
+def _parameters(kernel: Kernel, args: Sequence[Any]) -> bytes:
+    """Lay the arguments out as the kernel's parameters."""
+    if len(args) != len(kernel.parameters):
+        raise ValueError(
+            f"args: got {len(args)} values, {kernel.name} has {len(kernel.parameters)}"
+        )
+    data = bytearray(sum(p.size + p.align for p in kernel.parameters))
+    for parameter, value in zip(kernel.parameters, args, strict=True):
+        if isinstance(value, buffers.Buffer):
+            raw = struct.pack("<Q", value.address)
+        elif isinstance(value, bytes):
+            raw = value
+        elif isinstance(value, numbers.Integral):
+            raw = (int(value) % (1 << (8 * parameter.size))).to_bytes(parameter.size, "little")
+        elif isinstance(value, numbers.Real):
+            try:
+                raw = struct.pack("<d" if parameter.size == 8 else "<f", float(value))
+            except OverflowError:
+                message = f"args: got {value} for {parameter.name}, which has 32 bits"
+                raise ValueError(message) from None
+        elif value is None:
+            raw = bytes(parameter.size)
+        else:
+            raise ValueError(f"args: got a {type(value).__name__} for {parameter.name}")
+        if len(raw) != parameter.size:
+            raise ValueError(
+                f"args: got {len(raw)} bytes for {parameter.name}, which has {parameter.size}"
+            )
+        data[parameter.offset : parameter.offset + parameter.size] = raw
+    return bytes(data)
+
+
+def _memory_of(variable: Variable) -> ctypes.Array[ctypes.c_char]:
+    """Return the memory of a variable, with its initial value and its alignment."""
+    size, align = max(variable.size, 1), max(variable.align, 16)
+    raw = (ctypes.c_char * (size + align))()
+    data = (ctypes.c_char * size).from_buffer(raw, -ctypes.addressof(raw) % align)
+    ctypes.memmove(data, variable.initial, len(variable.initial))
+    return data
