@@ -139,18 +139,15 @@ class _Array:
         value = _FILLS[fill or "zeros"]
         for n in range(count):
             x = value(n, draw)
-            raw = struct.pack(f"<{self.letter}", x if self.letter in "efd" else int(x))
-            self.memory[n * self.size : (n + 1) * self.size] = raw[-self.size :]
+            element = struct.pack(f"<{self.letter}", x if self.letter in "efd" else int(x))
+            self.memory[n * self.size : (n + 1) * self.size] = element[-self.size :]
 
     def elements(self, most: int) -> list[float]:
         """Return the first elements."""
         size, padding = self.size, bytes(struct.calcsize(self.letter) - self.size)
-        return [
-            struct.unpack(
-                f"<{self.letter}", padding + bytes(self.memory[n * size : (n + 1) * size])
-            )[0]
-            for n in range(min(most, self.count))
-        ]
+        starts = range(0, min(most, self.count) * size, size)
+        raw = [padding + bytes(self.memory[start : start + size]) for start in starts]
+        return [struct.unpack(f"<{self.letter}", element)[0] for element in raw]
 
 
 def _value(argument: str, draw: random.Random) -> Any:
