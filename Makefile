@@ -9,7 +9,7 @@ CASES ?= 2
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 SAY := @echo "fastbert:"
-CPP := $(foreach suffix,h cpp cu cuh,'csrc/*.$(suffix)') 'ptxmachine/csrc/*.h' 'ptxmachine/csrc/*.cpp'
+CPP := $(foreach suffix,h cpp cu cuh,'csrc/*.$(suffix)') 'ptxmachine/csrc/*.h' 'ptxmachine/csrc/*.cpp' 'tests/*.cpp'
 SOURCES := setup.py $(shell find csrc -type f 2>/dev/null)
 
 .PHONY: help setup demo test every-case turn test-processors test-viewer viewer ahead-of-time emulate calibrate mutate mutate-viewer sanitize soak conformance conformance-transformers conformance-peers conformance-wrappers fuzz check newest bench docs lint format gpu gpu-first wheel clean

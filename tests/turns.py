@@ -54,11 +54,7 @@ ROOMS = {
         ("tests/csrc/test_*.py", *(f"!{pattern}" for pattern in GPU_TESTS)),
         ("test-processors", "sanitize", "mutate"),
     ),
-    "gpu-kernels": Room(
-        ("csrc/cuda", "csrc/mocked_cuda"),
-        GPU_TESTS,
-        ("emulate", "calibrate"),
-    ),
+    "gpu-kernels": Room(("csrc/cuda",), GPU_TESTS, ("emulate", "calibrate")),
     "ptx-machine": Room(
         ("ptxmachine", "fastbert/testing/ptx"),
         ("ptxmachine/tests", "tests/ptx"),

@@ -8,9 +8,8 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import mocked_cuda
 import torch
-
-from fastbert.bench import mocked_cuda
 
 mocked_cuda.activate()
 

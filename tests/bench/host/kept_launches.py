@@ -10,11 +10,11 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
+import mocked_cuda
 import torch
 from torch import Tensor
 
 from fastbert import ops
-from fastbert.bench import mocked_cuda
 
 mocked_cuda.activate()
 

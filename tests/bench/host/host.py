@@ -1,11 +1,11 @@
 """The time that the host spends on one layer of BERT-base, with a GPU that exists on the host only.
 
-``python -m fastbert.bench.host`` prints one line of JSON for each kind of call: the smallest time
+``python tests/bench/host/host.py`` prints one line of JSON for each kind of call: the smallest time
 per layer in µs, the number of Python functions that the layer calls, and the launches. The number
 of function calls is the same in every run and on every machine, so tests can limit it. The
 yardstick is the time of 1,000 calls of an empty Python function in µs, as a measure of the machine.
 
-``fastbert.bench.mocked_cuda`` says what the times leave out.
+``mocked_cuda.py`` says what the times leave out.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import mocked_cuda
 import torch
 from torch import Tensor
 
-from fastbert.bench import mocked_cuda
 from fastbert.config import BertConfig
 
 # A short call is rarely interrupted by other processes, so there are few layers.
@@ -195,7 +195,7 @@ def main() -> int:
     parser.add_argument("--build", type=Path, default=Path(tempfile.gettempdir(), "mocked_cuda"))
     given = parser.parse_args()
     if not mocked_cuda.is_loaded():
-        result = child(["-m", "fastbert.bench.host", *sys.argv[1:]], given.build)
+        result = child([__file__, *sys.argv[1:]], given.build)
         print(result.stdout, end="")
         print(result.stderr, end="", file=sys.stderr)
         return result.returncode

@@ -7,10 +7,10 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import host
+import mocked_cuda
 import pytest
 import torch
-
-from fastbert.bench import host, mocked_cuda
 
 pytest.importorskip("triton")
 pytestmark = [
@@ -29,7 +29,7 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def figures(libraries: Path) -> dict[str, dict[str, Any]]:
-    result = host.child(["-m", "fastbert.bench.host", "--repetitions", "40"], libraries)
+    result = host.child([host.__file__, "--repetitions", "40"], libraries)
     assert result.returncode == 0, result.stderr
     rows = [json.loads(line) for line in result.stdout.splitlines()]
     return {row["kind"]: row for row in rows}
@@ -70,7 +70,7 @@ def test_only_the_removal_of_padding_waits(figures):
 
 
 def test_kept_launches_are_the_launches_of_triton(libraries):
-    program = Path(__file__).with_name("_kept_launches.py")
+    program = Path(__file__).with_name("kept_launches.py")
     result = host.child([str(program)], libraries)
     assert result.returncode == 0, result.stderr
     compared, kept = map(int, result.stdout.split())
@@ -78,7 +78,7 @@ def test_kept_launches_are_the_launches_of_triton(libraries):
 
 
 def test_a_training_step_waits_once(libraries):
-    program = Path(__file__).with_name("_training_step_waits.py")
+    program = Path(__file__).with_name("training_step_waits.py")
     result = host.child([str(program)], libraries)
     assert result.returncode == 0, result.stderr
     assert json.loads(result.stdout) == {
