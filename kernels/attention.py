@@ -9,16 +9,13 @@ backward needs out and lse.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastbert.kernels.attention_backward import attention_backward, backward_launches
-from fastbert.kernels.attention_bias import allocate_bias_sums
+from fastbert.kernels.attention_backward import attention_backward
 from fastbert.kernels.attention_mask import allowed_pairs, attended_keys, phase_range, visible_range
 from fastbert.kernels.attention_problem import (
     UNSPECIALISED,
@@ -41,13 +38,11 @@ from fastbert.kernels.attention_rows import (
 )
 from fastbert.kernels.attention_short import serves, short_forward_launch
 from fastbert.kernels.attention_softmax import divided, log_sum_exp, logits, online_softmax
-from fastbert.kernels.attention_statistics import allocate_statistics
-from fastbert.kernels.attention_weights import weights_launch
 from fastbert.kernels.common import INFINITY, dot, narrow
 from fastbert.kernels.launch import Launch, run
 from fastbert.kernels.philox import dropout_keep
 
-__all__ = ["attention_backward", "attention_forward", "shipped_launches"]
+__all__ = ["attention_backward", "attention_forward"]
 
 
 @triton.jit(do_not_specialize=UNSPECIALISED)
@@ -164,7 +159,8 @@ def _forward_kernel(
     tl.store(lse_ptr + rows, log_sum_exp(maximum, total, SCALING), mask=rows < q_len)
 
 
-def _general_forward_launch(problem: Problem, out: Tensor, lse: Tensor) -> Launch:
+def general_forward_launch(problem: Problem, out: Tensor, lse: Tensor) -> Launch:
+    """Return the launch of the general path of `attention_forward`."""
     tile = problem.tile("forward")
     return problem.launch(
         "attention_forward",
@@ -182,7 +178,7 @@ def _forward_launch(
     tensors = (q, k, v, mask, bias, cu_seqlens_q, cu_seqlens_k, seed)
     problem = problem_of(*tensors, numbers)
     is_short = serves(problem, "forward", path)
-    launch = short_forward_launch if is_short else _general_forward_launch
+    launch = short_forward_launch if is_short else general_forward_launch
     return launch(problem, out, lse)
 
 
@@ -256,68 +252,3 @@ def allocate_results(q: Tensor, is_varlen: bool) -> tuple[Tensor, Tensor]:
     shape = (q.shape[1], q.shape[0]) if is_varlen else q.shape[:3]
     lse = torch.empty(shape, dtype=torch.float32, device=q.device)
     return allocate_rows(q, is_varlen), lse
-
-
-# dtype, head dim, whether packed, and options; each kind of option occurs at least once.
-SHIPPED = (
-    (torch.bfloat16, 64, True, {}),
-    (torch.bfloat16, 64, False, {}),
-    (torch.float16, 64, True, {}),
-    (torch.bfloat16, 32, True, {}),
-    (torch.bfloat16, 128, True, {}),
-    (torch.float32, 64, False, {}),
-    (torch.bfloat16, 64, True, {"window": (64, 64)}),
-    (torch.float16, 64, True, {"dropout_p": 0.1}),
-    (torch.bfloat16, 64, False, {"mask": "keys", "dropout_p": 0.1}),
-    (torch.bfloat16, 64, False, {"mask": "keys", "bias": True}),
-    (torch.bfloat16, 32, True, {"window": (64, 64)}),
-    (torch.bfloat16, 80, True, {"causal": True}),
-    (torch.bfloat16, 128, False, {"mask": "pairs", "dropout_p": 0.1}),
-    (torch.bfloat16, 256, False, {"window": (128, 128)}),
-    (torch.float32, 64, True, {"dropout_p": 0.1}),
-    (torch.float32, 256, False, {"bias": True, "causal": True}),
-)
-
-
-def shipped_launches() -> Iterator[Launch]:
-    """Yield representative launches on meta tensors for the ahead-of-time check."""
-    with torch.device("meta"):
-        for dtype, head_dim, is_packed, options in SHIPPED:
-            yield from _shipped(dtype, head_dim, is_packed, **options)
-
-
-def _shipped(
-    dtype: torch.dtype,
-    head_dim: int,
-    is_packed: bool,
-    mask: str = "none",
-    bias: bool = False,
-    **options: Any,
-) -> Iterator[Launch]:
-    """Yield every launch of a forward and a backward; the current device must be "meta"."""
-    # q, k and v are slices of one fused projection, as in the model.
-    q, k, v = torch.empty((4096, 3, 12, head_dim), dtype=dtype).unbind(1)
-    lse, dbias = torch.empty((12, 4096)), None
-    if is_packed:
-        options["cu_seqlens_q"] = torch.empty(9, dtype=torch.int32)
-        options["max_seqlen_q"] = options["max_seqlen_k"] = 512
-    else:
-        q, k, v = (x.view(8, 512, 12, head_dim).transpose(1, 2) for x in (q, k, v))
-        lse = lse.view(8, 12, 512)
-    if mask != "none":
-        rows = 1 if mask == "keys" else 512
-        options["mask"] = torch.empty((8, 1, rows, 512), dtype=torch.bool).expand(8, 12, 512, 512)
-    if bias:
-        dbias = torch.empty((1, 12, 512, 512), dtype=dtype)
-        options["bias"] = dbias.expand(8, 12, 512, 512)
-    seed = torch.empty(1, dtype=torch.int64)
-    tensors, numbers = canonical(q, k, v, scale=0.125, seed=seed, **options)
-    problem = problem_of(*tensors, numbers)
-    yield _general_forward_launch(problem, allocate_rows(q, is_packed), lse)
-    gradients = (allocate_rows(x, is_packed) for x in (q, k, v))
-    statistics = allocate_statistics(problem.arguments["SCALING"], lse)
-    sums = allocate_bias_sums(q, options["bias"], dbias, numbers) if bias else None
-    yield from backward_launches(problem, q, q, lse, *gradients, statistics, numbers, dbias, sums)
-    if mask == "keys":
-        weights = torch.empty((8, 12, 512, 512), dtype=dtype)
-        yield weights_launch(problem, lse, weights)

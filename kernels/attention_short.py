@@ -21,9 +21,6 @@ may hold NaN.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -32,8 +29,6 @@ from fastbert.kernels.attention_mask import allowed_pairs, attended_keys, visibl
 from fastbert.kernels.attention_problem import (
     UNSPECIALISED,
     Problem,
-    allocate_rows,
-    describe,
     strides,
 )
 from fastbert.kernels.attention_rows import (
@@ -519,49 +514,3 @@ def short_backward_launch(
         **strides("dv", dv, is_varlen),
     )
     return launch._replace(grid=(min(heads, resident * multiprocessors(out)),))
-
-
-# dtype, head dim, longest sequence, whether packed, and options
-SHIPPED = (
-    (torch.bfloat16, 64, 64, True, {}),
-    (torch.float16, 64, 128, True, {}),
-    (torch.bfloat16, 64, 128, True, {"dropout_p": 0.1}),
-    (torch.bfloat16, 32, 128, True, {}),
-    (torch.bfloat16, 64, 64, False, {"mask": "keys", "dropout_p": 0.1}),
-    (torch.float16, 64, 128, True, {"dropout_p": 0.1}),
-    (torch.bfloat16, 64, 128, True, {}),
-    (torch.bfloat16, 64, 128, False, {}),
-    (torch.bfloat16, 64, 128, False, {"dropout_p": 0.1}),
-    (torch.bfloat16, 64, 128, False, {"mask": "keys", "dropout_p": 0.1}),
-    (torch.bfloat16, 32, 128, True, {"window": (64, 64)}),
-    (torch.bfloat16, 64, 256, True, {}),
-    (torch.bfloat16, 32, 256, False, {}),
-    (torch.bfloat16, 64, 512, True, {}),
-)
-
-
-def shipped_launches() -> Iterator[Launch]:
-    """Yield representative launches on meta tensors for the ahead-of-time check."""
-    with torch.device("meta"):
-        for dtype, head_dim, length, is_varlen, wanted in SHIPPED:
-            options = dict(wanted)
-            # q, k and v are slices of one fused projection, as in the model.
-            rows = torch.empty((8 * length, 3, 12, head_dim), dtype=dtype).unbind(1)
-            pairs = (8, 12, length, length)
-            if is_varlen:
-                q, k, v = rows
-                lse = torch.empty((12, 8 * length))
-                options["cu_seqlens_q"] = torch.empty(9, dtype=torch.int32)
-                options["max_seqlen_q"] = options["max_seqlen_k"] = length
-            else:
-                q, k, v = (x.view(8, length, 12, head_dim).transpose(1, 2) for x in rows)
-                lse = torch.empty((8, 12, length))
-            if "mask" in options:
-                options["mask"] = torch.empty((8, 1, 1, length), dtype=torch.bool).expand(pairs)
-            seed = torch.empty(1, dtype=torch.int64)
-            problem = describe(q, k, v, scale=0.125, seed=seed, **options)
-            out, dq, dk, dv = (allocate_rows(x, is_varlen) for x in (q, q, k, v))
-            if short_attention_obstacle("forward", length, head_dim, dtype, target_of(q)) is None:
-                yield short_forward_launch(problem, out, lse)
-            if serves(problem, "backward", None):
-                yield short_backward_launch(problem, out, out, lse, dq, dk, dv)

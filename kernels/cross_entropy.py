@@ -15,7 +15,6 @@ so a row's loss has the same bits in every batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -350,9 +349,10 @@ def _reduce_launch(losses, order, loss, mean: bool) -> Launch:
     return Launch("cross_entropy_reduce", _reduce_kernel, (1,), arguments, 8, 1)
 
 
-def _forward_launches(
+def forward_launches(
     hidden, weight, bias, labels, order, partials, own, statistics, losses, loss, ignore_index, mean
 ) -> list[Launch]:
+    """Return the launches of `linear_cross_entropy_forward` in order."""
     given = Projection(hidden, weight, bias, labels)
     launches = [
         _partition_launch(labels, order, ignore_index),
@@ -402,29 +402,5 @@ def linear_cross_entropy_forward(
     statistics = torch.empty((2, given.rows), dtype=torch.float32, device=device)
     loss = None if reduction == "none" else torch.empty((), dtype=torch.float32, device=device)
     results = (order, partials, own, statistics, losses, loss)
-    run(_forward_launches, (hidden, weight, bias, labels), results, ignore_index, mean)
+    run(forward_launches, (hidden, weight, bias, labels), results, ignore_index, mean)
     return losses if loss is None else loss, statistics, order
-
-
-def example(dtype: torch.dtype, depth: int) -> tuple[Projection, Tensor, Tensor]:
-    """Return a projection to BERT's vocabulary, order and statistics, all on meta tensors."""
-    hidden = torch.empty((4096, depth), dtype=dtype, device="meta")
-    weight = torch.empty((30522, depth), dtype=dtype, device="meta")
-    bias = torch.empty(30522, dtype=dtype, device="meta")
-    labels = torch.empty(4096, dtype=torch.int64, device="meta")
-    order = torch.empty(4097, dtype=torch.int32, device="meta")
-    statistics = torch.empty((2, 4096), dtype=torch.float32, device="meta")
-    return Projection(hidden, weight, bias, labels), order, statistics
-
-
-def shipped_launches() -> Iterator[Launch]:
-    """Yield representative launches on meta tensors for the ahead-of-time check."""
-    for dtype, depth in ((torch.bfloat16, 768), (torch.float32, 1024)):
-        given, order, statistics = example(dtype, depth)
-        partials = torch.empty((2, given.splits, 4096), dtype=torch.float32, device="meta")
-        own = losses = statistics[0]
-        yield _partials_launch(given, order, partials, own)
-        if dtype == torch.bfloat16:
-            yield _partition_launch(given.labels, order, -100)
-            yield _combine_launch(given, order, partials, own, statistics, losses)
-            yield _reduce_launch(losses, order, losses[:1], True)

@@ -20,7 +20,6 @@ from fastbert.kernels.common import INTERPRETED, LOG2E, dot, narrow
 from fastbert.kernels.cross_entropy import (
     LOWEST,
     Projection,
-    example,
     is_mean,
     labelled_rows,
     logits_tile,
@@ -235,7 +234,7 @@ class Chunk(NamedTuple):
     is_last: bool
 
 
-def _chunk_columns(given: Projection) -> int:
+def chunk_columns(given: Projection) -> int:
     """Return the number of columns of the largest chunk, in whole blocks."""
     tile, _ = given.tile
     rows = max(1, given.row_blocks * tile.block_m)
@@ -246,7 +245,7 @@ def _chunk_columns(given: Projection) -> int:
 
 def _chunks(given: Projection) -> Iterator[Chunk]:
     """Yield the chunks in order, at least one, so that every gradient is written."""
-    step, end = _chunk_columns(given), given.columns
+    step, end = chunk_columns(given), given.columns
     for first in range(0, max(end, 1), step):
         yield Chunk(first, min(step, end - first), first == 0, first + step >= end)
 
@@ -357,10 +356,11 @@ def _dhidden_launch(given: Projection, chunk: Chunk, order, dlogits, sums, dhidd
     )
 
 
-def _backward_launches(
+def backward_launches(
     dloss, hidden, weight, bias, labels, statistics, order,
     dlogits, partials, sums, dhidden, dweight, dbias, mean,
 ) -> list[Launch]:  # fmt: skip
+    """Return the launches of `linear_cross_entropy_backward` in order, chunk by chunk."""
     given = Projection(hidden, weight, bias, labels)
     launches = []
     for chunk in _chunks(given):
@@ -410,7 +410,7 @@ def linear_cross_entropy_backward(
     (bias,) = dense(bias)
     given, mean = Projection(hidden, weight, bias, labels), is_mean(reduction)
     tile, device = given.tile[0], hidden.device
-    shape = (given.row_blocks * tile.block_m, _chunk_columns(given))
+    shape = (given.row_blocks * tile.block_m, chunk_columns(given))
     dlogits = torch.empty(shape, dtype=hidden.dtype, device=device)
     dhidden, dweight = (
         torch.empty(x.shape, dtype=x.dtype, device=device) for x in (hidden, weight)
@@ -422,23 +422,5 @@ def linear_cross_entropy_backward(
     if given.columns > shape[1]:
         sums = torch.empty(hidden.shape, dtype=torch.float32, device=device)
     inputs = (dloss, hidden, weight, bias, labels, statistics, order)
-    run(_backward_launches, inputs, (dlogits, partials, sums, dhidden, dweight, dbias), mean)
+    run(backward_launches, inputs, (dlogits, partials, sums, dhidden, dweight, dbias), mean)
     return dhidden, dweight, dbias
-
-
-def shipped_launches() -> Iterator[Launch]:
-    """Yield representative launches on meta tensors for the ahead-of-time check."""
-    for dtype, depth in ((torch.bfloat16, 768), (torch.float32, 1024)):
-        given, order, statistics = example(dtype, depth)
-        # The second chunk is neither the first nor the last.
-        chunk = list(_chunks(given))[1]
-        dlogits = torch.empty((4096, _chunk_columns(given)), dtype=dtype, device="meta")
-        partials = torch.empty((32, dlogits.shape[1]), dtype=torch.float32, device="meta")
-        sums = torch.empty(given.hidden.shape, dtype=torch.float32, device="meta")
-        yield _dlogits_launch(
-            given, chunk, statistics[0], statistics, order, dlogits, partials, False
-        )
-        if dtype == torch.bfloat16:
-            yield _dbias_launch(given, chunk, order, partials, given.bias)
-        yield _dweight_launch(given, chunk, order, dlogits, given.weight)
-        yield _dhidden_launch(given, chunk, order, dlogits, sums, given.hidden)

@@ -11,8 +11,6 @@ order, so reruns agree bitwise.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 import triton
 import triton.language as tl
@@ -397,10 +395,11 @@ def _shared_arguments(indices, tables, weight, mean, rstd, seed, dropout_p: floa
     }
 
 
-def _forward_launch(
+def forward_launch(
     ids, type_ids, positions, word_table, type_table, position_table, weight, bias, seed,
     y, mean, rstd, dropout_p, eps,
 ) -> Launch:  # fmt: skip
+    """Return the launch of `embedding_forward`."""
     indices, tables = (ids, type_ids, positions), (word_table, type_table, position_table)
     tile = row_tile(y.shape[1])
     arguments = {
@@ -451,14 +450,15 @@ def embedding_forward(
     mean, rstd = (torch.empty(rows, dtype=torch.float32, device=y.device) for _ in range(2))
     if columns > 0:
         inputs = (*indices, *tables, *dense(weight, bias), seed)
-        run(_forward_launch, inputs, (y, mean, rstd), dropout_p, eps)
+        run(forward_launch, inputs, (y, mean, rstd), dropout_p, eps)
     return y, mean, rstd
 
 
-def _backward_launch(
+def backward_launch(
     dy, ids, type_ids, positions, word_table, type_table, position_table, weight, mean, rstd, seed,
     dsum, partials, has_bias, dropout_p,
 ) -> Launch:  # fmt: skip
+    """Return the launch of `embedding_backward` that computes dsum, for all tables."""
     indices, tables = (ids, type_ids, positions), (word_table, type_table, position_table)
     arguments = {
         **_shared_arguments(indices, tables, weight, mean, rstd, seed, dropout_p),
@@ -474,9 +474,10 @@ def _backward_launch(
     return row_launch("embedding_backward", _backward_kernel, grid, arguments, num_warps)
 
 
-def _keys_launch(
+def keys_launch(
     ids, type_ids, positions, word_table, type_table, position_table, keys, padding_idx: int
 ) -> Launch:
+    """Return the launch that writes the keys of all indices."""
     indices, tables = (ids, type_ids, positions), (word_table, type_table, position_table)
     arguments = {
         **_indices(indices),
@@ -491,7 +492,7 @@ def _keys_launch(
     return Launch("embedding_keys", _keys_kernel, grid, arguments, 4, 1)
 
 
-def _table_launches(dsum, keys, order, partials, *gradients) -> list[Launch]:
+def table_launches(dsum, keys, order, partials, *gradients) -> list[Launch]:
     """Return the two launches that store sums of runs in the gradients of the tables."""
     columns = dsum.shape[1]
     tile = run_sum_tile(columns, dsum.dtype)
@@ -540,11 +541,11 @@ def table_gradients(
     chunk = run_sum_tile(columns, dsum.dtype).block_m
     chunks = ceil_div(_present(indices) * rows, chunk)
     keys = torch.empty(chunks * chunk, dtype=key_dtype, device=dsum.device)
-    run(_keys_launch, (*indices, *tables), (keys,), padding_idx)
+    run(keys_launch, (*indices, *tables), (keys,), padding_idx)
     # This step is torch's radix sort. The sort is stable, so the order is always the same.
     keys, order = torch.sort(keys, stable=True)
     partials = torch.empty((2, chunks, columns), dtype=torch.float32, device=dsum.device)
-    run(_table_launches, (dsum, keys, order), (partials, *gradients))
+    run(table_launches, (dsum, keys, order), (partials, *gradients))
     return gradients
 
 
@@ -583,38 +584,7 @@ def embedding_backward(
     partials = torch.empty(shape, dtype=torch.float32, device=dy.device)
     if columns > 0:
         inputs = (dy, *indices, *tables, *dense(weight, mean, rstd), seed)
-        run(_backward_launch, inputs, (dsum, partials), has_bias, dropout_p)
+        run(backward_launch, inputs, (dsum, partials), has_bias, dropout_p)
     dweight, *rest = sum_planes(partials, *[weight.dtype] * (1 + has_bias))
     dbias = rest[0] if has_bias else None
     return *table_gradients(dsum, indices, tables, padding_idx), dweight, dbias
-
-
-def shipped_launches() -> Iterator[Launch]:
-    """Yield representative launches on meta tensors for the ahead-of-time check."""
-
-    def meta(dtype, *shape):
-        return torch.empty(shape, dtype=dtype, device="meta")
-
-    for dtype, columns, complete in (
-        (torch.bfloat16, 1024, True),
-        # This launch has the word table alone, and a norm without a bias.
-        (torch.bfloat16, 768, False),
-        (torch.float32, 8192, True),
-    ):
-        sizes = (30522, 2, 512) if complete else (30522, None, None)
-        tables = tuple(None if rows is None else meta(dtype, rows, columns) for rows in sizes)
-        indices = tuple(None if table is None else meta(torch.int64, 4096) for table in tables)
-        y, row = meta(dtype, 4096, columns), meta(torch.float32, columns)
-        bias = row if complete else None
-        statistic, seed = meta(torch.float32, 4096), meta(torch.int64, 1)
-        partials = meta(torch.float32, 2, 396, columns)
-        yield _forward_launch(
-            *indices, *tables, row, bias, seed, y, statistic, statistic, 0.1, 1e-12
-        )
-        yield _backward_launch(
-            y, *indices, *tables, row, statistic, statistic, seed, y, partials, complete, 0.1
-        )
-        entries = _present(indices) * 4096
-        keys, order = meta(torch.int32, entries), meta(torch.int64, entries)
-        yield from _table_launches(y, keys, order, partials, *tables)
-        yield _keys_launch(*indices, *tables, keys, 0)

@@ -8,15 +8,13 @@ sign of a sum near 0, and the slope of ReLU depends on that sign alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastbert.activations import ACTIVATIONS, Activation, of_name
+from fastbert.activations import Activation, of_name
 from fastbert.kernels.activation import (
     LARGEST_PART,
     activate,
@@ -156,7 +154,8 @@ def _activation_kernel(
     store_narrow(y_ptr, rows[:, None] * columns + cols[None, :], y, inside)
 
 
-def _linear_activation_launch(x, weight, bias, y, h, activation: Activation) -> Launch:
+def linear_activation_launch(x, weight, bias, y, h, activation: Activation) -> Launch:
+    """Return the launch of the product with an activation in its epilogue."""
     (rows, depth), (product_columns, columns) = x.shape, (weight.shape[0], y.shape[1])
     tile = gemm_tile(rows, product_columns, x.dtype, target=target_of(x))
     block_k = gemm_depth(x.dtype)
@@ -191,7 +190,8 @@ def _linear_activation_launch(x, weight, bias, y, h, activation: Activation) -> 
     )
 
 
-def _activation_launch(h, y, activation: Activation) -> Launch:
+def activation_launch(h, y, activation: Activation) -> Launch:
+    """Return the launch of an activation without a product."""
     rows, columns = y.shape
     tile = elementwise_tile()
     arguments = {
@@ -223,7 +223,7 @@ def activation_forward(h: Tensor, *, activation: str, into: Tensor | None = None
     y = into
     if y is None:
         y = torch.empty((h.shape[0], columns), dtype=h.dtype, device=h.device)
-    run(_activation_launch, (h,), (y,), chosen)
+    run(activation_launch, (h,), (y,), chosen)
     return y
 
 
@@ -255,33 +255,5 @@ def linear_gelu_forward(
     h = None
     if save:
         h = torch.empty((rows, weight.shape[0]), dtype=x.dtype, device=x.device)
-    run(_linear_activation_launch, (x, weight, *dense(bias)), (y, h), chosen)
+    run(linear_activation_launch, (x, weight, *dense(bias)), (y, h), chosen)
     return y, h
-
-
-# rows, dtype and activation of the shipped GEMMs
-SHIPPED = (
-    (4096, torch.bfloat16, "gelu"),
-    (4096, torch.bfloat16, "geglu"),
-    (4096, torch.float16, "gelu_tanh"),
-    (4096, torch.bfloat16, "relu"),
-    (4096, torch.bfloat16, "swiglu"),
-    (128, torch.bfloat16, "gelu"),
-    (16, torch.bfloat16, "gelu"),
-    (16, torch.bfloat16, "geglu"),
-    (4096, torch.float32, "gelu"),
-    (4096, torch.float32, "swiglu"),
-)
-
-
-def shipped_launches() -> Iterator[Launch]:
-    """Yield representative launches on meta tensors for the ahead-of-time check."""
-    for rows, dtype, name in SHIPPED:
-        activation = ACTIVATIONS[name]
-        x, a = (torch.empty((rows, n), dtype=dtype, device="meta") for n in (768, 3072))
-        h = torch.empty((rows, 6144), dtype=dtype, device="meta") if activation.gated else a
-        weight = torch.empty((h.shape[1], 768), dtype=dtype, device="meta")
-        saved = h if rows == 4096 else None
-        yield _linear_activation_launch(x, weight, weight[:, 0], a, saved, activation)
-        if name in ("gelu", "geglu") and rows == 4096 and dtype == torch.bfloat16:
-            yield _activation_launch(h, a, activation)

@@ -7,16 +7,13 @@ keeping a would cost memory. A second kernel does the same for a given da, witho
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastbert.activations import ACTIVATIONS, Activation, of_name
+from fastbert.activations import Activation, of_name
 from fastbert.kernels.activation import LARGEST_PART, path_name, store_narrow, value_and_slope
-from fastbert.kernels.feed_forward import SHIPPED
 from fastbert.kernels.gemm import GROUP_M, halves, product_tile, tile_position
 from fastbert.kernels.launch import Launch, run
 from fastbert.kernels.reduction import sum_partials
@@ -162,7 +159,8 @@ def _linear_activation_gradient_kernel(
             )  # fmt: skip
 
 
-def _activation_gradient_launch(da, h, dh, a, partials, activation: Activation) -> Launch:
+def activation_gradient_launch(da, h, dh, a, partials, activation: Activation) -> Launch:
+    """Return the launch of the gradient of an activation, for a given da."""
     rows, columns = da.shape
     tile = elementwise_tile()
     arguments = {
@@ -221,13 +219,14 @@ def activation_backward(
     dh = torch.empty(h.shape, dtype=h.dtype, device=h.device)
     a = torch.empty(da.shape, dtype=h.dtype, device=h.device) if activated else None
     partials = _partials(h, elementwise_tile().block_m, sum_rows)
-    run(_activation_gradient_launch, (da, h), (dh, a, partials), chosen)
+    run(activation_gradient_launch, (da, h), (dh, a, partials), chosen)
     return dh, None if partials is None else sum_partials(partials, h.dtype), a
 
 
-def _linear_activation_gradient_launch(
+def linear_activation_gradient_launch(
     dy, weight, h, dh, a, partials, activation: Activation
 ) -> Launch:
+    """Return the launch of the product with the gradient of an activation in its epilogue."""
     (rows, depth), columns = dy.shape, weight.shape[1]
     tile, block_k = _gradient_tile(dy, weight, activation), gemm_depth(dy.dtype)
     arguments = {
@@ -293,18 +292,5 @@ def feed_forward_backward(
     dh = torch.empty(h.shape, dtype=h.dtype, device=h.device)
     a = torch.empty((rows, columns), dtype=h.dtype, device=h.device)
     partials = _partials(h, _gradient_tile(dy, weight, chosen).block_m, sum_rows)
-    run(_linear_activation_gradient_launch, (dy, weight, h), (dh, a, partials), chosen)
+    run(linear_activation_gradient_launch, (dy, weight, h), (dh, a, partials), chosen)
     return dh, None if partials is None else sum_partials(partials, h.dtype), a
-
-
-def shipped_launches() -> Iterator[Launch]:
-    """Yield representative launches on meta tensors for the ahead-of-time check."""
-    for rows, dtype, name in SHIPPED:
-        activation = ACTIVATIONS[name]
-        dy, a = (torch.empty((rows, n), dtype=dtype, device="meta") for n in (768, 3072))
-        h = torch.empty((rows, 6144), dtype=dtype, device="meta") if activation.gated else a
-        weight = torch.empty((768, 3072), dtype=dtype, device="meta")
-        partials = torch.empty((64, h.shape[1]), dtype=torch.float32, device="meta")
-        yield _linear_activation_gradient_launch(dy, weight, h, h, a, partials, activation)
-        if name in ("gelu", "geglu") and rows == 4096 and dtype == torch.bfloat16:
-            yield _activation_gradient_launch(a, h, h, a, partials, activation)

@@ -5,8 +5,6 @@ Both passes are bound by memory. A program reads each row once and keeps it in r
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 import triton
 import triton.language as tl
@@ -152,9 +150,10 @@ def _shared_arguments(x, residual, x_bias, seed, dropout_p: float, tile: Tile) -
     }
 
 
-def _forward_launch(
+def forward_launch(
     x, weight, bias, residual, x_bias, seed, y, mean, rstd, dropout_p, eps
 ) -> Launch:
+    """Return the launch of `layer_norm_forward`."""
     tile = row_tile(x.shape[1])
     arguments = {
         **_shared_arguments(x, residual, x_bias, seed, dropout_p, tile),
@@ -204,7 +203,7 @@ def layer_norm_forward(
     results = allocate_results(x) if into is None else into
     if x.shape[1] > 0:
         weight, bias, x_bias = dense(weight, bias, x_bias)
-        run(_forward_launch, (x, weight, bias, residual, x_bias, seed), results, dropout_p, eps)
+        run(forward_launch, (x, weight, bias, residual, x_bias, seed), results, dropout_p, eps)
     return results
 
 
@@ -220,9 +219,10 @@ def _sums_x_bias(x: Tensor, x_bias: Tensor | None) -> bool:
     return x_bias is not None and x.shape[1] <= WIDEST_WITH_X_BIAS
 
 
-def _backward_launch(
+def backward_launch(
     dy, x, weight, mean, rstd, residual, x_bias, seed, dsum, dx, partials, has_bias, dropout_p
 ) -> Launch:
+    """Return the launch of `layer_norm_backward`, without the sums over partials."""
     tile = row_tile(x.shape[1])
     arguments = {
         **_shared_arguments(x, residual, x_bias, seed, dropout_p, tile),
@@ -281,7 +281,7 @@ def layer_norm_backward(
     partials = torch.empty(shape, dtype=torch.float32, device=x.device)
     if columns > 0:
         inputs = (dy, x, *dense(weight, mean, rstd), residual, *dense(x_bias), seed)
-        run(_backward_launch, inputs, (dsum, dx, partials), has_bias, dropout_p)
+        run(backward_launch, inputs, (dsum, dx, partials), has_bias, dropout_p)
     dtypes = [weight.dtype] * (1 + has_bias) + ([x_bias.dtype] if sums_x_bias else [])
     sums = iter(sum_planes(partials, *dtypes))
     dweight = next(sums)
@@ -290,26 +290,3 @@ def layer_norm_backward(
     if x_bias is not None and not sums_x_bias:
         dx_bias = sum_rows(dsum if dx is None else dx, x_bias.dtype)
     return dsum, dx, dweight, dbias, dx_bias
-
-
-def shipped_launches() -> Iterator[Launch]:
-    """Yield representative launches on meta tensors for the ahead-of-time check."""
-    for dtype, columns, has_bias in (
-        (torch.float16, 384, True),
-        # Rows of 768 columns use the same binary.
-        (torch.bfloat16, 1024, True),
-        (torch.bfloat16, 1024, False),
-        (torch.float32, 1024, True),
-        (torch.bfloat16, 4096, True),
-        (torch.float32, 8192, True),
-    ):
-        x = torch.empty((512, columns), dtype=dtype, device="meta")
-        row = torch.empty(columns, dtype=torch.float32, device="meta")
-        statistic = torch.empty(512, dtype=torch.float32, device="meta")
-        seed = torch.empty(1, dtype=torch.int64, device="meta")
-        partials = torch.empty((3, 396, columns), dtype=torch.float32, device="meta")
-        bias = row if has_bias else None
-        yield _forward_launch(x, row, bias, x, row, seed, x, statistic, statistic, 0.1, 1e-12)
-        yield _backward_launch(
-            x, x, row, statistic, statistic, x, row, seed, x, x, partials, has_bias, 0.1
-        )

@@ -7,8 +7,6 @@ bitwise.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 import triton
 import triton.language as tl
@@ -110,7 +108,8 @@ def sum_partials(partials: Tensor, dtype: torch.dtype) -> Tensor:
     return sum_planes(partials[None], dtype)[0]
 
 
-def _partial_sums_launch(x: Tensor, partials: Tensor) -> Launch:
+def partial_sums_launch(x: Tensor, partials: Tensor) -> Launch:
+    """Return the launch that sums each `ROWS_PER_PARTIAL` rows of x (M, N) to a row of partials."""
     rows, columns = x.shape
     tile = partial_sums_tile()
     arguments = {
@@ -133,14 +132,5 @@ def sum_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
     rows, columns = x.shape
     shape = (ceil_div(rows, ROWS_PER_PARTIAL), columns)
     partials = torch.empty(shape, dtype=torch.float32, device=x.device)
-    run(_partial_sums_launch, (x,), (partials,))
+    run(partial_sums_launch, (x,), (partials,))
     return sum_partials(partials, dtype)
-
-
-def shipped_launches() -> Iterator[Launch]:
-    """Yield representative launches on meta tensors for the ahead-of-time check."""
-    for dtype in (torch.bfloat16, torch.float32):
-        x = torch.empty((4096, 2304), dtype=dtype, device="meta")
-        partials = torch.empty((1, 32, 2304), dtype=torch.float32, device="meta")
-        yield _partial_sums_launch(x, partials[0])
-        yield sum_partials_launch(partials, x[0])

@@ -5,8 +5,6 @@ Both passes are bound by memory. A program reads each row once and keeps it in r
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 import triton
 import triton.language as tl
@@ -115,7 +113,8 @@ def _shared_arguments(x, weight, rstd, residual) -> dict:
     }
 
 
-def _forward_launch(x, weight, residual, y, rstd, eps) -> Launch:
+def forward_launch(x, weight, residual, y, rstd, eps) -> Launch:
+    """Return the launch of `rms_norm_forward`."""
     tile = row_tile(x.shape[1])
     arguments = {**_shared_arguments(x, weight, rstd, residual), "y_ptr": y, "eps": eps}
     grid = (ceil_div(x.shape[0], tile.block_m),)
@@ -143,11 +142,12 @@ def rms_norm_forward(
     y = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
     rstd = torch.empty(rows, dtype=torch.float32, device=x.device)
     if columns > 0:
-        run(_forward_launch, (x, *dense(weight), residual), (y, rstd), eps)
+        run(forward_launch, (x, *dense(weight), residual), (y, rstd), eps)
     return y, rstd
 
 
-def _backward_launch(dy, x, weight, rstd, residual, dsum, partials) -> Launch:
+def backward_launch(dy, x, weight, rstd, residual, dsum, partials) -> Launch:
+    """Return the launch of `rms_norm_backward`, without the sum over partials."""
     arguments = {
         **_shared_arguments(x, weight, rstd, residual),
         "dy_ptr": dy,
@@ -176,16 +176,5 @@ def rms_norm_backward(
     dsum = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
     partials = torch.empty((row_programs(x), columns), dtype=torch.float32, device=x.device)
     if columns > 0:
-        run(_backward_launch, (dy, x, *dense(weight, rstd), residual), (dsum, partials))
+        run(backward_launch, (dy, x, *dense(weight, rstd), residual), (dsum, partials))
     return dsum, sum_partials(partials, weight.dtype)
-
-
-def shipped_launches() -> Iterator[Launch]:
-    """Yield representative launches on meta tensors for the ahead-of-time check."""
-    for dtype, columns in ((torch.bfloat16, 768), (torch.float32, 8192)):
-        x = torch.empty((512, columns), dtype=dtype, device="meta")
-        row = torch.empty(columns, dtype=torch.float32, device="meta")
-        rstd = torch.empty(512, dtype=torch.float32, device="meta")
-        partials = torch.empty((396, columns), dtype=torch.float32, device="meta")
-        yield _forward_launch(x, row, x, x, rstd, 1e-6)
-        yield _backward_launch(x, x, row, rstd, x, x, partials)

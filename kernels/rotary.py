@@ -5,8 +5,6 @@ The kernel is bound by memory. A program reads the angles of one token once, for
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 import triton
 import triton.language as tl
@@ -60,7 +58,8 @@ def _rotary_kernel(
         tl.store(y_ptr + offsets, narrow(new_second, dtype), mask=inside)
 
 
-def _launch(x, cos, sin, y, name, heads) -> Launch:
+def rotary_launch(x, cos, sin, y, name, heads) -> Launch:
+    """Return the launch that rotates x (T, N, D), or rotates it back, as `name` says."""
     tokens, total, head_dim = x.shape
     half = head_dim // 2
     tile = rotary_tile(head_dim)
@@ -87,7 +86,7 @@ def _launch(x, cos, sin, y, name, heads) -> Launch:
 
 def _run(name, x, cos, sin, heads) -> Tensor:
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    run(_launch, (x, cos.contiguous(), sin.contiguous()), (y,), name, heads)
+    run(rotary_launch, (x, cos.contiguous(), sin.contiguous()), (y,), name, heads)
     return y
 
 
@@ -112,12 +111,3 @@ def rotary_forward(x: Tensor, cos: Tensor, sin: Tensor, *, heads: int) -> Tensor
 def rotary_backward(dy: Tensor, cos: Tensor, sin: Tensor, *, heads: int) -> Tensor:
     """Rotate `dy` (T, N, D), at any strides, back: the gradient of x of `rotary_forward`."""
     return _run("rotary_backward", dy, cos, sin, heads)
-
-
-def shipped_launches() -> Iterator[Launch]:
-    """Yield representative launches on meta tensors for the ahead-of-time check."""
-    for dtype, head_dim in ((torch.bfloat16, 64), (torch.float16, 96), (torch.float32, 256)):
-        x = torch.empty((512, 36, head_dim), dtype=dtype, device="meta")
-        angles = torch.empty((512, head_dim // 2), dtype=torch.float32, device="meta")
-        for name in ("rotary_forward", "rotary_backward"):
-            yield _launch(x, angles, angles, x, name, 24)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import importlib
 import json
 import multiprocessing
 import re
@@ -50,7 +49,6 @@ NARROW_LOADS: dict[str, str] = {
     "cross_entropy_partition": "any number of rows runs the same binary, so each has its own mask",
     "cross_entropy_reduce": "as in cross_entropy_partition",
 }
-KERNELS = Path(__file__).resolve().parents[1] / "kernels"
 
 
 @dataclass(frozen=True)
@@ -149,38 +147,6 @@ def judge(compiled: Compiled) -> list[str]:
 
 
 # Launches
-
-
-def nouns() -> list[str]:
-    """Return the stems of the kernel files that have a function ``shipped_launches``."""
-    return sorted(
-        path.stem
-        for path in KERNELS.glob("*.py")
-        if "\ndef shipped_launches(" in path.read_text(encoding="utf-8")
-    )
-
-
-def launches_of(noun: str) -> list[Any]:
-    """Return the shipped launches of one kernel file.
-
-    Args:
-        noun: Stem of the kernel file.
-
-    Returns:
-        The launches, each a ``fastbert.kernels.launch.Launch``.
-
-    Raises:
-        ValueError: If no kernel file of that name has shipped launches.
-        RuntimeError: If the file cannot be imported, or its ``shipped_launches`` fails.
-    """
-    if noun not in nouns():
-        raise ValueError(f"--noun: got {noun!r}, allowed: {', '.join(nouns())}")
-    try:
-        return list(importlib.import_module(f"fastbert.kernels.{noun}").shipped_launches())
-    except Exception as error:
-        raise RuntimeError(
-            f"fastbert/kernels/{noun}.py gives no launches: {type(error).__name__}: {error}"
-        ) from error
 
 
 def specialise(launch: Any) -> tuple[dict[str, str], dict[str, Any], dict[tuple[int], Any]]:
@@ -407,11 +373,12 @@ def _jobs(nouns: tuple[str, ...], only: str, arch: int) -> list[tuple[str, Any]]
     Kernel files share kernels, so that several launches can compile to the same binary.
     """
     from fastbert.kernels import tiles
+    from fastbert.testing.shipped_launches import LAUNCHES
 
     tiles.compiled_target = arch
     found: dict[str, tuple[str, Any]] = {}
     for noun in nouns:
-        for launch in launches_of(noun):
+        for launch in LAUNCHES[noun]():
             if only in launch.name:
                 found.setdefault(identity(launch), (noun, launch))
     return list(found.values())
@@ -434,38 +401,37 @@ def _compile_job(job: tuple[tuple[str, ...], str, int, int]) -> Compiled:
 
 def main() -> None:
     """Compile the chosen launches and print a JSON object for each."""
+    import triton
+
+    from fastbert.testing.shipped_launches import LAUNCHES
+
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--arch", type=int, nargs="*", default=list(ARCHITECTURES))
     parser.add_argument("--unlike", type=int, nargs="*", default=[])
-    parser.add_argument("--noun", nargs="*", default=nouns())
+    parser.add_argument("--noun", nargs="*", choices=LAUNCHES, default=list(LAUNCHES))
     parser.add_argument("--only", default="", help="launches whose name contains this")
     parser.add_argument("--one-of-each", action="store_true", help="one launch of each kernel")
     parser.add_argument("--processes", type=int, default=2)
     options = parser.parse_args()
-    import triton
-
     if triton.knobs.runtime.interpret:
         sys.exit("TRITON_INTERPRET: got 1, allowed: unset; the interpreter compiles nothing")
     chosen = tuple(options.noun)
-    try:
-        known = {
-            identity(launch)
-            for arch in options.unlike
-            for _, launch in _jobs(chosen, options.only, arch)
-        }
-        jobs = [
-            (chosen, options.only, index, arch)
-            for arch in options.arch
-            for index, (_, launch) in enumerate(_jobs(chosen, options.only, arch))
-            if identity(launch) not in known
-        ]
-        if options.one_of_each:
-            few = {arch: _one_of_each(chosen, options.only, arch) for arch in options.arch}
-            jobs = [job for job in jobs if job[2] in few[job[3]]]
-    except (RuntimeError, ValueError) as error:
-        sys.exit(str(error))
+    known = {
+        identity(launch)
+        for arch in options.unlike
+        for _, launch in _jobs(chosen, options.only, arch)
+    }
+    jobs = [
+        (chosen, options.only, index, arch)
+        for arch in options.arch
+        for index, (_, launch) in enumerate(_jobs(chosen, options.only, arch))
+        if identity(launch) not in known
+    ]
+    if options.one_of_each:
+        few = {arch: _one_of_each(chosen, options.only, arch) for arch in options.arch}
+        jobs = [job for job in jobs if job[2] in few[job[3]]]
     # The children are forked, so that they already have the launches.
     with multiprocessing.get_context("fork").Pool(options.processes) as pool:
         for number, result in enumerate(pool.imap(_compile_job, jobs), 1):

@@ -257,7 +257,7 @@ def test_memory_of_a_bert(rows, dtype):
     """At 30,522 words, the gradient of the logits takes at most 64 MiB or 2,048 columns."""
     hidden, weight = (torch.empty(n, 768, dtype=dtype, device="meta") for n in (rows, 30522))
     given = cross_entropy.Projection(hidden, weight, None, hidden[:, 0])
-    columns = cross_entropy_backward._chunk_columns(given)
+    columns = cross_entropy_backward.chunk_columns(given)
     padded = given.row_blocks * given.tile[0].block_m
     assert columns >= 2048
     assert padded * columns * dtype.itemsize <= max(2**26, padded * 2048 * dtype.itemsize)
