@@ -4,9 +4,9 @@
     python -m benchmarks.cpu bert-base training             # some sections
     python -m benchmarks.cpu --quick                        # tiny shapes, to see that engines run
 
-The command first prints how long it will take. A peer that is not installed stays in the table with
-this reason. The exit status is 1 if an engine of fastbert is wrong or cannot run. A ratio below its
-floor is printed and does not change the exit status.
+The command first prints how long it will take. A peer that is not installed is named on the page
+with this reason. The exit status is 1 if an engine of fastbert is wrong or cannot run. A ratio
+below its floor is printed and does not change the exit status.
 """
 
 from __future__ import annotations

@@ -219,24 +219,29 @@ def with_roofline(operations: Sequence[Mapping[str, Any]], limits) -> list[dict[
 
 
 def lines(entries: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return a Markdown table per shape and format."""
+    """Return a Markdown table with a row per shape and format, and a column per operation."""
     text = []
-    for entry in entries:
-        text += ["", f"### {entry['label']}, {entry['engine']}", ""]
-        if "refused" in entry:
-            text.append(f"not measured: {entry['refused']}")
-            continue
+    measured = [entry for entry in entries if "operations" in entry]
+    if measured:
+        names = [operation["operation"] for operation in measured[0]["operations"]]
         text += [
-            "| operation | ms | share of the whole | GFLOP/s | share of the roofline | bound by |",
-            "|---|---|---|---|---|---|",
+            "",
+            "Milliseconds (share of the whole, share of the roofline):",
+            "",
+            f"| shape | engine | {' | '.join(names)} |",
+            "|---" * (2 + len(names)) + "|",
         ]
-        for o in entry["operations"]:
-            text.append(
-                f"| {o['operation']} | {1e3 * o['seconds']:.2f} | {100 * o['share']:.0f} % | "
-                + (
-                    f"{o['gflops']:,.0f} | {100 * o['of_roofline']:.0f} % | {o['bound_by']} |"
-                    if "gflops" in o
-                    else "| | |"
-                )
-            )
+    for entry in measured:
+        cells = " | ".join(map(_cell, entry["operations"]))
+        text.append(f"| {entry['label']} | {entry['engine']} | {cells} |")
+    if refused := [entry for entry in entries if "refused" in entry]:
+        text.append("")
+    for entry in refused:
+        text.append(f"- {entry['label']}, {entry['engine']}: not measured: {entry['refused']}")
     return text
+
+
+def _cell(operation: Mapping[str, Any]) -> str:
+    shares = [operation[key] for key in ("share", "of_roofline") if key in operation]
+    percent = ", ".join(f"{100 * share:.0f} %" for share in shares)
+    return f"{1e3 * operation['seconds']:.2f} ({percent})"

@@ -1,8 +1,8 @@
 """One shape for all engines: each engine is called once, then the fast engines take turns.
 
 A much slower engine is not called again. On a machine without a unit for its dtype, one call can
-take longer than all turns of the others. An engine that is left out, refused or not installed stays
-in the table with its reason.
+take longer than all turns of the others. An engine that is left out, refused or not installed
+stays among the rows with its reason.
 """
 
 from __future__ import annotations

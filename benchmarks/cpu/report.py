@@ -30,18 +30,20 @@ def write(folder: Path, content: Mapping[str, Any], machine: Machine) -> None:
 
 
 def page(folder: Path) -> Iterator[str]:
-    """Yield the lines of all sections in the folder, each with the machine of its run."""
+    """Yield the lines of all sections in the folder.
+
+    The header of the first section stands at the top. A section of another run has its own.
+    """
     yield "# fastbert and its peers on the CPU"
-    for section in ORDER:
-        path = folder / f"{section}.json"
-        if not path.exists():
-            continue
-        content = json.loads(path.read_text("utf-8"))
+    paths = [path for section in ORDER if (path := folder / f"{section}.json").exists()]
+    contents = [json.loads(path.read_text("utf-8")) for path in paths]
+    yield from _header(contents[0])
+    for content in contents:
+        section = content["section"]
         yield ""
         yield f"## {section}"
-        yield ""
-        for text in content["header"]:
-            yield f"- {text}"
+        if content["header"] != contents[0]["header"]:
+            yield from _header(content)
         if section in CONTESTS:
             yield from contest_lines(content["rows"])
         elif section == "breakdown":
@@ -53,8 +55,17 @@ def page(folder: Path) -> Iterator[str]:
             yield from accuracy.lines(content["result"])
 
 
+def _header(content: Mapping[str, Any]) -> Iterator[str]:
+    yield ""
+    for text in content["header"]:
+        yield f"- {text}"
+
+
 def contest_lines(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield the table of the floors and goals, then the table of every engine at every shape."""
+    """Yield the table of the floors and goals, then the table of every engine at every shape.
+
+    An engine that was refused at every shape for one reason has a line below the tables instead.
+    """
     claims = [row for row in rows if row["ours"] and "ratio_floor" in row]
     if claims:
         yield ""
@@ -73,8 +84,26 @@ def contest_lines(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         "share of the limit | ratio | ratio to the best peer | peak MiB | note |"
     )
     yield "|---|---|---|---|---|---|---|---|---|---|---|---|"
+    absent = _absent(rows)
     for row in rows:
-        yield _row(row)
+        if row["contender"] not in absent:
+            yield _row(row)
+    if absent:
+        yield ""
+        for engine, reason in absent.items():
+            yield f"- {engine}: {reason}"
+
+
+def _absent(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Return the reason of each engine that was refused at every shape for one reason."""
+    reasons: dict[str, set[str | None]] = {}
+    for row in rows:
+        reasons.setdefault(row["contender"], set()).add(row.get("refused"))
+    return {
+        engine: reason
+        for engine, found in reasons.items()
+        if len(found) == 1 and (reason := next(iter(found))) is not None
+    }
 
 
 def _met(ratio: float | None, wanted: float | None) -> str:

@@ -180,6 +180,7 @@ def test_each_format_is_held_against_its_own_peers():
         }.items()
     }
     rows["OpenVINO bf16"] = row("OpenVINO bf16")
+    rows["OpenVINO bf16"].refused = "not installed"
     contest.judge(list(rows.values()), lambda _: Target(2.0, 3.0))
     ours = [rows[f"fastbert {form}"] for form in ("bf16", "fp32", "int8")]
     assert [(r.ratio, r.against) for r in ours] == [
@@ -190,8 +191,14 @@ def test_each_format_is_held_against_its_own_peers():
     assert [r.best_ratio for r in ours] == [2.5, 1.25, 5.0]
     assert verdict(ours[0]) == "floor 2: met, goal 3: NOT met"
     assert rows["ONNX Runtime fp32"].ratio is None
-    lines = "\n".join(report.contest_lines([contest_dict(r) for r in rows.values()]))
+    dicts = [contest_dict(r) for r in rows.values()]
+    lines = "\n".join(report.contest_lines(dicts))
     assert "| l | fastbert bf16 | 2.50 | ONNX Runtime fp32 | 2: met | 3: **not met** |" in lines
+    assert lines.endswith("|\n\n- OpenVINO bf16: not installed")
+    # At another shape, the same engine has a time.
+    lines = "\n".join(report.contest_lines([*dicts, {**dicts[0], "contender": "OpenVINO bf16"}]))
+    assert "| not installed |" in lines
+    assert "- OpenVINO bf16" not in lines
 
 
 def contest_dict(found: CpuRow) -> dict:
@@ -329,6 +336,25 @@ def test_the_breakdown_counts_a_whole_forward_pass():
     assert found[0]["share"] == pytest.approx(0.6)
     assert found[-1]["operation"] == breakdown.REST
     assert found[-1]["seconds"] == pytest.approx(0.2)
+    entries = [{"label": "l", "engine": "fast", "operations": found}]
+    entries.append({"label": "m", "engine": "fast", "refused": "too slow"})
+    assert breakdown.lines(entries)[-5:] == [
+        "| shape | engine | QKV | whole | rest |",
+        "|---|---|---|---|---|",
+        "| l | fast | 300.00 (60 %, 50 %) | 500.00 (100 %, 30 %) | 200.00 (40 %) |",
+        "",
+        "- m, fast: not measured: too slow",
+    ]
+
+
+def test_a_header_is_repeated_only_for_a_section_of_another_run(tmp_path):
+    for section, header in (("minilm", "monday"), ("training", "monday"), ("int8", "friday")):
+        content = {"section": section, "header": [header], "rows": [], "result": {}}
+        (tmp_path / f"{section}.json").write_text(json.dumps(content), "utf-8")
+    lines = list(report.page(tmp_path))
+    assert lines[:5] == ["# fastbert and its peers on the CPU", "", "- monday", "", "## minilm"]
+    assert lines.count("- monday") == lines.count("- friday") == 1
+    assert lines.index("- friday") > lines.index("## int8") > lines.index("## training")
 
 
 def test_the_estimate_is_minutes():
