@@ -117,7 +117,7 @@ CUresult encode(CUtensorMap* to, CUtensorMapDataType type, cuuint32_t rank, void
   if (rank < 1 || rank > 5 || type > 12 || interleave != CU_TENSOR_MAP_INTERLEAVE_NONE ||
       swizzle > CU_TENSOR_MAP_SWIZZLE_128B || reinterpret_cast<uintptr_t>(address) % 16)
     return CUDA_ERROR_INVALID_VALUE;
-  TensorMap map = {{'f', 'b', 't', 'm'}, (uint8_t)rank, types[type][1], 0, 0, 0, {}, 0, {}, {}};
+  TensorMap map = {{'p', 't', 'x', 'm'}, (uint8_t)rank, types[type][1], 0, 0, 0, {}, 0, {}, {}};
   map.swizzle = swizzle ? (uint8_t)(16 << swizzle) : 0;
   map.fill_nan = fill != CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE;
   map.address = reinterpret_cast<uintptr_t>(address);
