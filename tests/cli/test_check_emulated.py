@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -122,3 +124,18 @@ def test_a_backend_that_cannot_run_is_left_out_with_a_note(run, refused, emulate
 )
 def test_options_that_do_not_fit(refused, arguments, named):
     assert named in refused("check", *arguments)
+
+
+@pytest.mark.parametrize("command", [["check", "--emulate", "sm_90"], ["bench", "--predict"]])
+def test_without_ptxmachine_one_line_says_how_to_install_it(command):
+    program = "import sys; sys.modules['ptxmachine'] = None; from fastbert.cli import main; main()"
+    run = subprocess.run(
+        [sys.executable, "-c", program, *command, "--op", "layer_norm"],
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 2
+    assert run.stderr == (
+        "error: the PTX machine is not installed: pip install ./ptxmachine in a checkout of "
+        "fastbert\n"
+    )
