@@ -152,7 +152,7 @@ def imports(root: Path) -> dict[str, set[str]]:
     return graph
 
 
-def circles(graph: Mapping[str, set[str]]) -> list[list[str]]:
+def cycles(graph: Mapping[str, set[str]]) -> list[list[str]]:
     """The groups of modules that import each other, directly or through others (Tarjan 1972)."""
     index: dict[str, int] = {}
     lowest: dict[str, int] = {}
@@ -203,7 +203,7 @@ def upward(graph: Mapping[str, set[str]]) -> list[str]:
 
 
 def test_no_module_imports_itself_through_others():
-    assert circles(imports(ROOT)) == []
+    assert cycles(imports(ROOT)) == []
 
 
 def test_no_room_imports_a_room_above_it():
@@ -211,7 +211,7 @@ def test_no_room_imports_a_room_above_it():
 
 
 def test_the_rooms_stand_one_above_the_other():
-    assert circles(BELOW) == []
+    assert cycles(BELOW) == []
     assert {name for below in BELOW.values() for name in below} <= set(BELOW)
 
 
@@ -243,8 +243,8 @@ def test_every_room_is_known():
         ({"a": {"a"}}, [["a"]]),
     ],
 )
-def test_circles_of_a_small_graph_are_found(graph, found):
-    assert circles(graph) == found
+def test_cycles_of_a_small_graph_are_found(graph, found):
+    assert cycles(graph) == found
 
 
 def plant(root: Path, files: Mapping[str, str]) -> None:
@@ -264,10 +264,10 @@ def plant(root: Path, files: Mapping[str, str]) -> None:
         "import importlib\nimportlib.import_module('fastbert.ops.linear')\n",
     ],
 )
-def test_a_planted_circle_is_found(tmp_path, backward):
+def test_a_planted_cycle_is_found(tmp_path, backward):
     plant(tmp_path, {"fastbert/ops/linear.py": "from fastbert.ops.product import project\n"})
     plant(tmp_path, {"fastbert/ops/product.py": backward, "fastbert/ops/__init__.py": ""})
-    assert circles(imports(tmp_path)) == [["fastbert.ops.linear", "fastbert.ops.product"]]
+    assert cycles(imports(tmp_path)) == [["fastbert.ops.linear", "fastbert.ops.product"]]
     assert upward(imports(tmp_path)) == []
 
 

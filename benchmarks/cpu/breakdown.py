@@ -46,14 +46,14 @@ def operations(
     model, config = built.model, built.model.config
     batch = built.inputs(batches(config.vocab_size, lengths)[0])
 
-    def door() -> EncoderInput:
+    def check_input() -> EncoderInput:
         return enter(config, batch["input_ids"], batch["attention_mask"], *[None] * 5)
 
     with torch.inference_mode():
-        tokens = door()
+        tokens = check_input()
         hidden = model.embeddings(tokens)
         calls = _calls(model, tokens, hidden)
-        calls["door"] = lambda _: (door(), tokens.layout.given(hidden))
+        calls["input and padding"] = lambda _: (check_input(), tokens.layout.given(hidden))
         calls["embedding"] = lambda _: model.embeddings(tokens)
         calls[WHOLE] = lambda _: built.call(batch)
         timings = alternate(calls, seconds=seconds, min_samples=3)
@@ -162,7 +162,7 @@ def work(config, lengths: Sequence[int], size: int) -> dict[str, tuple[int, Work
         "projection + layer norm": linear(hidden, hidden, hidden),
         "feed-forward 1 + GELU": linear(hidden, inner),
         "feed-forward 2 + layer norm": linear(inner, hidden, hidden),
-        "door": (1, Work(0.0, 16.0 * padded + rows + size * padded * hidden)),
+        "input and padding": (1, Work(0.0, 16.0 * padded + rows + size * padded * hidden)),
         "embedding": (1, Work(0.0, 2 * rows)),
     }
     amounts[WHOLE] = (1, Work(sum(count * one.flops for count, one in amounts.values())))

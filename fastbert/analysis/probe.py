@@ -47,7 +47,7 @@ def tree_distances(heads: Sequence[int]) -> Tensor:
         through = distances[:, middle, None] + distances[None, middle, :]
         distances = torch.minimum(distances, through)
     if not distances.isfinite().all():
-        raise ValueError(f"heads: got {list(heads)}, which have a circle, allowed: a tree")
+        raise ValueError(f"heads: got {list(heads)}, which have a cycle, allowed: a tree")
     return distances
 
 

@@ -62,7 +62,7 @@ SINGLE = (
     ),
 )
 # Launches outside the layers, and the reasons. Each is small, or occurs once in a model.
-DOOR = {
+OUTSIDE_THE_LAYERS = {
     "aten.randint": "the seeds of all dropouts, one draw",
     "aten.stack": "the addresses of the seeds, which are multiples of 16 bytes",
     "aten.zeros": "token types, which the caller did not give",
@@ -149,13 +149,13 @@ def test_a_padded_batch_launches_the_same():
 def test_outside_the_layers_the_exceptions_have_names():
     model = BertModel(config(1), backend="triton").to(DEVICE).train()
     ids, ends = packed()
-    # The door does not read values on a GPU or while torch.compile traces.
+    # The check of the input reads no values on a GPU or while torch.compile traces.
     tokens = enter(model.config, ids, None, None, None, None, ends, 8)
     with counted() as launches:
         seeds = draw_seeds(model.config, True, ids.device)
         rows = model.embeddings(tokens, seeds.embeddings)
         model.pooler(tokens.layout.first(rows))
-    assert launches.foreign.keys() <= DOOR.keys()
+    assert launches.foreign.keys() <= OUTSIDE_THE_LAYERS.keys()
     assert launches.foreign["aten.randint"] == 1
 
 
