@@ -1,8 +1,8 @@
-"""A kernel launch as data, launches that are kept for the next call, and the arguments of dropout.
+"""A kernel launch as data, a cache of launches, and the arguments of dropout.
 
 A launch is a function of shapes, strides, dtypes and numbers, up to the addresses of its tensors.
 `run` therefore makes the launch of a call once, keeps it, and puts the addresses of later calls
-into it. A kept launch takes a tenth of the time of Triton's own call, which looks at each of up to
+into it. A cached launch takes a tenth of the time of Triton's own call, which looks at each of up to
 70 arguments and makes a string of them to find the compiled kernel.
 """
 
@@ -20,7 +20,7 @@ from torch import Tensor
 # Triton compiles for addresses that are divisible by this number, or for addresses of any kind.
 ALIGNMENT = 16
 # Each length of a batch has its own launches. Beyond this number, all launches are made again.
-MOST_KEPT = 4096
+MAX_CACHED = 4096
 
 
 class Dropout(NamedTuple):
@@ -125,7 +125,7 @@ class Launch(NamedTuple):
                     raise ValueError(f"{short}: got stride {value.stride(0)}, allowed: 1")
 
 
-class Kept(NamedTuple):
+class CachedLaunch(NamedTuple):
     """A launch that was run, without the addresses of its tensors.
 
     Args:
@@ -156,12 +156,12 @@ class Kept(NamedTuple):
             self.runner(*arguments, stream=torch._C._cuda_getCurrentRawStream(self.device))
 
 
-_kept: dict[Hashable, list[Kept]] = {}
+_cache: dict[Hashable, list[CachedLaunch]] = {}
 
 
 def forget() -> None:
-    """Drop all kept launches; this is needed after a change of a tile in ``kernels.tiles``."""
-    _kept.clear()
+    """Drop all cached launches; this is needed after a change of a tile in ``kernels.tiles``."""
+    _cache.clear()
 
 
 def run(
@@ -170,7 +170,7 @@ def run(
     results: Sequence[Tensor | None],
     *constants: Hashable,
 ) -> None:
-    """Run the launches ``build(*inputs, *results, *constants)``, which are kept on a GPU.
+    """Run the launches ``build(*inputs, *results, *constants)`` and cache them on a GPU.
 
     Args:
         build: Returns a launch, or launches in order. A launch depends on the shapes, strides,
@@ -210,12 +210,12 @@ def run(
         for launch in _launches(build(*inputs, *results, *constants)):
             launch.run(on=first)
         return
-    kept = _kept.get(tuple(key))
-    if kept is None:
-        _run_and_keep(tuple(key), build, (*inputs, *results), constants)
+    cached = _cache.get(tuple(key))
+    if cached is None:
+        _run_and_cache(tuple(key), build, (*inputs, *results), constants)
     else:
         in_order = tuple(addresses)
-        for launch in kept:
+        for launch in cached:
             launch.run(in_order)
 
 
@@ -223,7 +223,7 @@ def _launches(built: Launch | list[Launch]) -> list[Launch]:
     return [built] if isinstance(built, Launch) else built
 
 
-def _run_and_keep(
+def _run_and_cache(
     key: Hashable,
     build: Callable[..., Launch | list[Launch]],
     tensors: tuple[Tensor | None, ...],
@@ -231,14 +231,14 @@ def _run_and_keep(
 ) -> None:
     # Each tensor gets an identity of its own, because a call may pass one tensor twice.
     tensors = tuple([None if t is None else t.detach() for t in tensors])
-    kept = [_run_one(launch, tensors) for launch in _launches(build(*tensors, *constants))]
-    if all(kept):
-        if len(_kept) >= MOST_KEPT:
-            _kept.clear()
-        _kept[key] = kept
+    cached = [_run_one(launch, tensors) for launch in _launches(build(*tensors, *constants))]
+    if all(cached):
+        if len(_cache) >= MAX_CACHED:
+            _cache.clear()
+        _cache[key] = cached
 
 
-def _run_one(launch: Launch, tensors: tuple[Tensor | None, ...]) -> Kept | None:
+def _run_one(launch: Launch, tensors: tuple[Tensor | None, ...]) -> CachedLaunch | None:
     """Run a launch, and return it without addresses; or None if Triton must see every call."""
     on = tensors[0]
     assert on is not None
@@ -260,4 +260,4 @@ def _run_one(launch: Launch, tensors: tuple[Tensor | None, ...]) -> Kept | None:
         order.append(place)
     grid = (*launch.grid, 1, 1)[:3]
     arrange = itemgetter(*order)
-    return Kept(launch.name, on.get_device(), compiled[grid], tuple(others), arrange)
+    return CachedLaunch(launch.name, on.get_device(), compiled[grid], tuple(others), arrange)

@@ -1,4 +1,4 @@
-"""One layer of a BERT encoder in training: its forward, and its backward from what that kept.
+"""One layer of a BERT encoder in training: its forward, and its backward from the saved tensors.
 
 In 16 bits, the forward takes four kernels and three library GEMMs; the backward takes nine kernels
 and seven GEMMs. The launches, and so the bits, are those of the layer's operations one by one. One
@@ -65,7 +65,7 @@ class Inputs(NamedTuple):
     output_seed: Tensor | None
 
 
-class Kept(NamedTuple):
+class Saved(NamedTuple):
     """The tensors that the backward of a layer reads, besides its parameters and inputs.
 
     ``rows`` and ``inner_rows`` are the inputs of products, in the dtype of the products. They are
@@ -94,7 +94,7 @@ def layer_forward(
     inputs: Inputs,
     shape: LayerShape,
     launchers: Launchers = TRITON,
-) -> tuple[Tensor, Kept]:
+) -> tuple[Tensor, Saved]:
     """Run the layer on rows.
 
     Args:
@@ -129,7 +129,7 @@ def layer_forward(
         last_projected, weight2, bias2, residual=first, x_bias=b2, seed=inputs.output_seed,
         dropout_p=shape.output_p, eps=shape.eps,
     )  # fmt: skip
-    return y, Kept(
+    return y, Saved(
         hidden, rows, qkv, out, lse, projected, mean, rstd, first, inner_rows, inner,
         last_projected, last_mean, last_rstd,
     )  # fmt: skip
@@ -139,7 +139,7 @@ def layer_backward(
     dy: Tensor,
     parameters: Sequence[Tensor],
     inputs: Inputs,
-    kept: Kept,
+    saved: Saved,
     shape: LayerShape,
     needs: Sequence[bool],
     launchers: Launchers = TRITON,
@@ -150,7 +150,7 @@ def layer_backward(
         dy: Gradient of the result (T, N), at any strides.
         parameters: As in `layer_forward`.
         inputs: As in `layer_forward`.
-        kept: As `layer_forward` returned it.
+        saved: As `layer_forward` returned it.
         shape: As in `layer_forward`.
         needs: Whether the gradients of `hidden` and of each parameter are wanted.
         launchers: As in `layer_forward`.
@@ -162,7 +162,7 @@ def layer_backward(
     attention, feed_forward, layer_norm = launchers
     wqkv, bqkv, wo, bo, weight1, _, w1, _, w2, b2, weight2, _ = parameters
     dresidual, dx, dweight2, dbias2, db2 = layer_norm.backward(
-        dy, kept.last_projected, weight2, kept.last_mean, kept.last_rstd, residual=kept.first,
+        dy, saved.last_projected, weight2, saved.last_mean, saved.last_rstd, residual=saved.first,
         x_bias=b2, seed=inputs.output_seed, dropout_p=shape.output_p,
     )  # fmt: skip
     found: list[Tensor | None] = [*[None] * 10, db2, dweight2, dbias2]
@@ -170,29 +170,29 @@ def layer_backward(
         return found
     dprojected = _cast(dresidual if dx is None else dx, shape.dtype)
     dinner, found[8], activated = feed_forward.backward(
-        dprojected, w2, kept.inner, activation=shape.activation
+        dprojected, w2, saved.inner, activation=shape.activation
     )
-    inner_rows = kept.first if kept.inner_rows is None else kept.inner_rows
+    inner_rows = saved.first if saved.inner_rows is None else saved.inner_rows
     found[7] = dinner.t() @ inner_rows if needs[7] else None
     found[9] = dprojected.t() @ activated if needs[9] else None
     if not any(needs[:7]):
         return found
     dfirst = _add_product(dresidual, dinner, w1)
     dresidual, dx, found[5], found[6], found[4] = layer_norm.backward(
-        dfirst, kept.projected, weight1, kept.mean, kept.rstd, residual=kept.hidden, x_bias=bo,
+        dfirst, saved.projected, weight1, saved.mean, saved.rstd, residual=saved.hidden, x_bias=bo,
         seed=inputs.attention_output_seed, dropout_p=shape.attention_output_p,
     )  # fmt: skip
     dprojected = _cast(dresidual if dx is None else dx, shape.dtype)
     if needs[3]:
-        found[3] = dprojected.t() @ _joined(kept.out, inputs).view(dprojected.shape)
+        found[3] = dprojected.t() @ _joined(saved.out, inputs).view(dprojected.shape)
     if any(needs[:3]):
-        dqkv = torch.empty_like(kept.qkv)
+        dqkv = torch.empty_like(saved.qkv)
         (dout,) = _heads(dprojected @ wo, 1, inputs, shape)
         attention.backward(
-            dout, *_heads(kept.qkv, 3, inputs, shape), kept.out, kept.lse,
+            dout, *_heads(saved.qkv, 3, inputs, shape), saved.out, saved.lse,
             into=_heads(dqkv, 3, inputs, shape), **_options(inputs, shape, dout.shape[-1]),
         )  # fmt: skip
-        rows = kept.hidden if kept.rows is None else kept.rows
+        rows = saved.hidden if saved.rows is None else saved.rows
         found[0] = _add_product(dresidual, dqkv, wqkv) if needs[0] else None
         found[1] = dqkv.t() @ rows if needs[1] else None
         found[2] = sum_rows(dqkv, bqkv.dtype) if needs[2] else None

@@ -71,21 +71,21 @@ def _forward(
     ctx.shape, ctx.launchers = LayerShape(*shape), launchers(parts)
     parameters = _copies(given, ctx.shape.dtype)
     rows = hidden if hidden.is_contiguous() else hidden.contiguous()
-    y, kept = layer_forward(rows, parameters, Inputs(*inputs), ctx.shape, ctx.launchers)
+    y, saved = layer_forward(rows, parameters, Inputs(*inputs), ctx.shape, ctx.launchers)
     ctx.dtypes = [p.dtype for p in given]
-    ctx.save_for_backward(*inputs, *parameters, *kept)
+    ctx.save_for_backward(*inputs, *parameters, *saved)
     return y
 
 
 @without_autocast
 def _backward(dy: Tensor, ctx: Any) -> list[Tensor | None]:
-    from fastbert.kernels.layer import Inputs, Kept, layer_backward
+    from fastbert.kernels.layer import Inputs, Saved, layer_backward
 
-    saved, last = ctx.saved_tensors, INPUTS + PARAMETERS
-    inputs, kept = Inputs(*saved[:INPUTS]), Kept(*saved[last:])
+    tensors, last = ctx.saved_tensors, INPUTS + PARAMETERS
+    inputs, saved = Inputs(*tensors[:INPUTS]), Saved(*tensors[last:])
     needs = ctx.needs_input_grad[3:]
     dhidden, *found = layer_backward(
-        dy, saved[INPUTS:last], inputs, kept, ctx.shape, needs, ctx.launchers
+        dy, tensors[INPUTS:last], inputs, saved, ctx.shape, needs, ctx.launchers
     )
     gradients = [dhidden if needs[0] else None]
     for gradient, needed, dtype in zip(found, needs[1:], ctx.dtypes, strict=True):

@@ -117,12 +117,12 @@ def counted() -> Iterator[Launches]:
 @contextmanager
 def _triton_counted(mode: _Counting) -> Iterator[None]:
     try:
-        from fastbert.kernels.launch import Kept, Launch
+        from fastbert.kernels.launch import CachedLaunch, Launch
     except ImportError:
         # Without Triton there is no launch to count.
         yield
         return
-    run, run_kept = Launch.run, Kept.run
+    run, run_cached = Launch.run, CachedLaunch.run
 
     def count(launch: Launch, on: torch.Tensor) -> Any:
         if min(launch.grid) > 0:
@@ -134,11 +134,11 @@ def _triton_counted(mode: _Counting) -> Iterator[None]:
         finally:
             mode.paused = before
 
-    def count_kept(launch: Kept, addresses: tuple[int | None, ...]) -> None:
+    def count_cached(launch: CachedLaunch, addresses: tuple[int | None, ...]) -> None:
         mode.launches.kernels[launch.name] += 1
-        run_kept(launch, addresses)
+        run_cached(launch, addresses)
 
-    with mock.patch.object(Launch, "run", count), mock.patch.object(Kept, "run", count_kept):
+    with mock.patch.object(Launch, "run", count), mock.patch.object(CachedLaunch, "run", count_cached):
         yield
 
 

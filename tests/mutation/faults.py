@@ -1104,8 +1104,8 @@ LAYER = (
         "layer_gradient_of_wo_from_the_wrong_rows",
         "layer",
         "kernels/layer.py",
-        "_joined(kept.out, inputs).view(dprojected.shape)",
-        "kept.first.to(dprojected.dtype)",
+        "_joined(saved.out, inputs).view(dprojected.shape)",
+        "saved.first.to(dprojected.dtype)",
     ),
 )
 

@@ -1,7 +1,7 @@
-"""Calls on the mocked GPU whose kept launches are compared with launches that Triton makes anew.
+"""Calls on the mocked GPU whose cached launches are compared with launches that Triton makes anew.
 
 This is a program for a child process; ``test_host.py`` starts it. It prints the number of
-comparisons and the number of launches that were taken from the kept ones.
+comparisons and the number of launches that came from the cache.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ USERS = (
 )  # fmt: skip
 HEADS, HEAD_DIM, WIDTH = 2, 32, 64
 recorded: list[Any] = []
-compared = kept_runs = 0
+compared = cached_runs = 0
 
 
 def plain(value: Any) -> Any:
@@ -54,7 +54,7 @@ def checked(run: Callable[..., None]) -> Callable[..., None]:
 
 
 def watch() -> None:
-    call, kept = CudaLauncher.__call__, launches.Kept.run
+    call, run_cached = CudaLauncher.__call__, launches.CachedLaunch.run
 
     def record(self: Any, *arguments: Any) -> Any:
         x, y, z, stream, function, packed, _, _, _, *given = arguments
@@ -63,11 +63,11 @@ def watch() -> None:
         return call(self, *arguments)
 
     def count(self: Any, addresses: Any) -> None:
-        global kept_runs
-        kept_runs += 1
-        kept(self, addresses)
+        global cached_runs
+        cached_runs += 1
+        run_cached(self, addresses)
 
-    CudaLauncher.__call__, launches.Kept.run = record, count
+    CudaLauncher.__call__, launches.CachedLaunch.run = record, count
     for name in USERS:
         module = importlib.import_module(f"fastbert.kernels.{name}")
         module.run = checked(module.run)
@@ -155,7 +155,7 @@ def feed_forwards() -> None:
 def device() -> None:
     """A launch does not run on the current device if its tensors are on another one."""
     entered: list[Any] = []
-    launch = next(iter(launches._kept.values()))[0]
+    launch = next(iter(launches._cache.values()))[0]
     torch._C._cuda_getDevice = lambda: 1
     torch.cuda._exchange_device = lambda index: entered.append(index) or 1
     launch.run((1024,) * 9)
@@ -171,5 +171,5 @@ if __name__ == "__main__":
         strides()
         others()
     device()
-    print(compared, kept_runs)
+    print(compared, cached_runs)
     mocked_cuda.leave()
