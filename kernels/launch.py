@@ -2,8 +2,8 @@
 
 A launch is a function of shapes, strides, dtypes and numbers, up to the addresses of its tensors.
 `run` therefore makes the launch of a call once, keeps it, and puts the addresses of later calls
-into it. A cached launch takes a tenth of the time of Triton's own call, which looks at each of up to
-70 arguments and makes a string of them to find the compiled kernel.
+into it. A cached launch takes a tenth of the time of Triton's own call, which looks at each of up
+to 70 arguments and makes a string of them to find the compiled kernel.
 """
 
 from __future__ import annotations

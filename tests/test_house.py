@@ -53,13 +53,13 @@ def test_launchers_divide_without_triton():
         assert "triton.cdiv" not in names, path.name
 
 
-def test_host_libraries_are_imported_in_one_place():
-    hosts = {"transformers", "sentence_transformers"}
+def test_transformers_is_imported_in_one_place():
+    restricted = {"transformers", "sentence_transformers"}
     importers = {
         str(path.relative_to(ROOT))
         for _, path in modules()
         for name in imports(path)
-        if name.split(".")[0] in hosts
+        if name.split(".")[0] in restricted
     }
     assert importers == {
         f"fastbert/integrations/{name}.py"

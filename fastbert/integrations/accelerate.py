@@ -150,25 +150,25 @@ def _accelerate(model: Any, probing: Callable[[nn.Module], Any] | None = _unchec
         raise ValueError(_nothing_found(model, modules))
     for problem in filter(None, map(reader_of_padding, modules.values())):
         raise ValueError(problem)
-    plain = [(host, stock) for host, stock in found if not _accelerated(host)]
-    for host, stock in plain:
-        if "forward" in host.__dict__:
+    plain = [(hf_model, stock) for hf_model, stock in found if not _accelerated(hf_model)]
+    for hf_model, stock in plain:
+        if "forward" in hf_model.__dict__:
             raise ValueError(
                 f"{stock.__name__} has a forward of its own, which accelerate's prepare and its "
                 "hooks add: call fastbert.accelerate before them"
             )
     changed: list[tuple[Any, Any]] = []
     try:
-        for host, stock in plain:
-            kind: Any = type(host)
-            changed.append((host, kind))
+        for hf_model, stock in plain:
+            kind: Any = type(hf_model)
+            changed.append((hf_model, kind))
             # The facts of a binding include the class.
-            host.__class__ = _fast_class(kind, stock)
-            host.__dict__[BOUND] = BoundEncoder(host, probing)
+            hf_model.__class__ = _fast_class(kind, stock)
+            hf_model.__dict__[BOUND] = BoundEncoder(hf_model, probing)
     except ValueError:
-        for host, kind in changed:
-            host.__class__ = kind
-            host.__dict__.pop(BOUND, None)
+        for hf_model, kind in changed:
+            hf_model.__class__ = kind
+            hf_model.__dict__.pop(BOUND, None)
         raise
 
 
@@ -247,7 +247,7 @@ def _accelerated_inside(model: Any) -> Iterator[tuple[str, nn.Module]]:
 
 def _modules(model: Any) -> dict[str, nn.Module]:
     """Return the modules in `model` that hold its encoders, or the modules without encoders."""
-    return find_modules(model, lambda module: [host for host, _ in _encoders(module)])
+    return find_modules(model, lambda module: [hf_model for hf_model, _ in _encoders(module)])
 
 
 def _encoders(outer: nn.Module) -> Iterator[tuple[Any, Any]]:
@@ -330,25 +330,25 @@ def _rebuild(kind: Any, stock: Any) -> Any:
     return made.__new__(made)
 
 
-def _bound(host: Any) -> BoundEncoder:
-    """Return the encoder that is bound to `host`, and bind one if there is none.
+def _bound(hf_model: Any) -> BoundEncoder:
+    """Return the encoder that is bound to `hf_model`, and bind one if there is none.
 
     A copy and a replica each bind an encoder of their own.
     """
-    bound = host.__dict__.get(BOUND)
-    if bound is None or bound.host is not host:
-        bound = host.__dict__[BOUND] = BoundEncoder(host, _unchecked)
+    bound = hf_model.__dict__.get(BOUND)
+    if bound is None or bound.hf_model is not hf_model:
+        bound = hf_model.__dict__[BOUND] = BoundEncoder(hf_model, _unchecked)
     return bound
 
 
-def _served(host: Any) -> BoundEncoder | str:
-    """Return the encoder that serves a call of `host`, or the reason why stock code runs."""
+def _served(hf_model: Any) -> BoundEncoder | str:
+    """Return the encoder that serves a call of `hf_model`, or the reason why stock code runs."""
     if _has_any_global_hook():
         return "there are hooks on all modules"
-    if "_is_replica" in host.__dict__:
+    if "_is_replica" in hf_model.__dict__:
         return "it is a replica of DataParallel, without parameters of its own"
     try:
-        bound = _bound(host)
+        bound = _bound(hf_model)
         problem = bound.bind()
     except ValueError as error:
         return str(error)
@@ -376,14 +376,14 @@ def _warn_once(encoder: str, problem: str) -> None:
 # The call
 
 
-def _run(host: Any, bound: BoundEncoder, stock: str, given: dict[str, Any]) -> Any:
+def _run(hf_model: Any, bound: BoundEncoder, stock: str, given: dict[str, Any]) -> Any:
     for name in REFUSED:
         if given.get(name) is not None and given[name] is not False:
             raise ValueError(f"{name}: got a value, allowed: None in an accelerated encoder")
-    states = _flag(host, given, "output_hidden_states")
-    weights = _flag(host, given, "output_attentions")
+    states = _flag(hf_model, given, "output_hidden_states")
+    weights = _flag(hf_model, given, "output_attentions")
     arguments, packed = _arguments(bound, given)
-    recompute = bound.checkpoints and host.training and torch.is_grad_enabled()
+    recompute = bound.checkpoints and hf_model.training and torch.is_grad_enabled()
     bound.model.encoder.gradient_checkpointing = recompute
     encoded = None
     present = {name: value for name, value in arguments.items() if value is not None}
@@ -408,7 +408,7 @@ def _run(host: Any, bound: BoundEncoder, stock: str, given: dict[str, Any]) -> A
         )
     values = {
         "last_hidden_state": encoded.last_hidden_state,
-        "pooler_output": _pooled(host, encoded, given.get("attention_mask")),
+        "pooler_output": _pooled(hf_model, encoded, given.get("attention_mask")),
     }
     if encoded.hidden_states is not None:
         values["hidden_states"] = _selected(encoded.hidden_states, states)
@@ -419,7 +419,7 @@ def _run(host: Any, bound: BoundEncoder, stock: str, given: dict[str, Any]) -> A
     fields = getattr(modeling_outputs, OUTPUTS[stock])
     out = fields(**{k: v for k, v in values.items() if k in fields.__dataclass_fields__})
     wanted = given.get("return_dict")
-    wanted = getattr(host.config, "return_dict", True) if wanted is None else wanted
+    wanted = getattr(hf_model.config, "return_dict", True) if wanted is None else wanted
     if wanted:
         return out
     last, *others = out.to_tuple()
@@ -428,16 +428,16 @@ def _run(host: Any, bound: BoundEncoder, stock: str, given: dict[str, Any]) -> A
 
 
 def _embedded(bound: BoundEncoder, given: dict[str, Any], tokens: EncoderInput) -> Tensor:
-    """Call the host's embedding, and return rows of shape ``(T, H)``."""
+    """Call the HF model's embedding, and return rows of shape ``(T, H)``."""
     arguments = {name: given.get(name) for name in EMBEDDED}
     if tokens.layout.shape is not None:
         arguments["position_ids"] = tokens.positions.view(tokens.layout.shape)
     return tokens.layout.rows(bound.embed(arguments))
 
 
-def _flag(host: Any, given: dict[str, Any], name: str) -> Any:
+def _flag(hf_model: Any, given: dict[str, Any], name: str) -> Any:
     value = given.get(name)
-    return getattr(host.config, name, False) if value is None else value
+    return getattr(hf_model.config, name, False) if value is None else value
 
 
 def _arguments(
@@ -487,14 +487,14 @@ def _selected(states: tuple[Tensor, ...], wanted: Any) -> tuple[Tensor | None, .
     return tuple(state if i in kept else None for i, state in enumerate(states))
 
 
-def _pooled(host: Any, encoded: Encoded, mask: Tensor | None) -> Tensor | None:
-    """Return the output of the host's pooler for the first token of each sequence."""
-    pooler = getattr(host, "pooler", None)
+def _pooled(hf_model: Any, encoded: Encoded, mask: Tensor | None) -> Tensor | None:
+    """Return the output of the HF model's pooler for the first token of each sequence."""
+    pooler = getattr(hf_model, "pooler", None)
     if pooler is None:
-        _warn_of_left_padding(type(host).__name__, encoded.layout, mask)
+        _warn_of_left_padding(type(hf_model).__name__, encoded.layout, mask)
         return None
     first = encoded.layout.first(encoded.rows)
-    activation = getattr(host, "pooler_activation", None)
+    activation = getattr(hf_model, "pooler_activation", None)
     return pooler(first.unsqueeze(1)) if activation is None else activation(pooler(first))
 
 

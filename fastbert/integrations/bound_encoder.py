@@ -1,19 +1,17 @@
 """An encoder of fastbert that computes with the parameters of a model of transformers.
 
-The model of transformers is called the host. Nothing is copied or moved, and the host keeps its
-modules. Before a call, the modules of fastbert receive the current parameters of the host's
+The model of transformers is called the HF model. Nothing is copied or moved, and the HF model keeps
+its modules. Before a call, the modules of fastbert receive the current parameters of the HF model's
 modules. Therefore ``to``, an optimizer, ``load_state_dict``, PEFT and other tools still work on the
-host.
+HF model.
 
-A module of the host that deviates from the stock model is treated in one of three ways:
+A module of the HF model that deviates from the stock model is treated in one of three ways:
 
-- A linear layer inside a layer is called. It receives ``(B, L, H)`` as the host calls it, unless it
-  computes each row by itself; see `fastbert.integrations.row_wise`.
-- If a module of the embedding deviates, the host's embedding is called, and padding is removed
+- A linear layer inside a layer is called. It receives ``(B, L, H)`` as the HF model calls it,
+  unless it computes each row by itself; see `fastbert.integrations.row_wise`.
+- If a module of the embedding deviates, the HF model's embedding is called, and padding is removed
   after it.
-- For every other module, the host runs its own code.
-
-In the names of this file, ``ours`` is a module of fastbert and ``theirs`` is a module of the host.
+- For every other module, the HF model runs its own code.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fastbert.integrations.host_parts import (
+from fastbert.integrations.hf_modules import (
     EMBEDDING,
     Inside,
     Leaf,
@@ -37,8 +35,7 @@ from fastbert.integrations.host_parts import (
     rounded_frequencies,
 )
 from fastbert.integrations.row_wise import is_row_wise
-from fastbert.integrations.twin import Verdict as Comparison
-from fastbert.integrations.twin import compare, facts
+from fastbert.integrations.twin import ComparisonResult, compare, facts
 from fastbert.io import families
 from fastbert.modules import BertModel
 from fastbert.modules.joined_linear import JoinedLinear
@@ -46,16 +43,16 @@ from fastbert.modules.layer_norm import LayerNorm
 from fastbert.modules.snapshot import Snapshot
 from fastbert.ops import backend as backends
 
-# The attribute of a host that holds its bound encoder.
+# The attribute of an HF model that holds its bound encoder.
 BOUND = "_fastbert_bound_encoder"
 
 
 class Watch(NamedTuple):
     """The facts on which a binding depends, in a form that ``torch.compile`` can trace.
 
-    The facts are the host's modules with their places and classes, the hooks of these modules, and
-    whether a module has a ``forward`` of its own. Further facts are the shared parameters on both
-    sides, and the norms on both sides, which have an ``eps``.
+    The facts are the HF model's modules with their places and classes, the hooks of these modules,
+    and whether a module has a ``forward`` of its own. Further facts are the shared parameters on
+    both sides, and the norms on both sides, which have an ``eps``.
     """
 
     modules: list[tuple[dict[str, Any], str, nn.Module, type]]
@@ -67,27 +64,27 @@ class Watch(NamedTuple):
     @classmethod
     def over(cls, inside: list[Inside], leaves: list[Leaf]) -> Watch:
         """Record the present facts of the modules in `inside` and `leaves`."""
-        theirs = [(place, place.get()) for leaf in leaves for place in leaf.theirs]
+        bound = [(place, place.get()) for leaf in leaves for place in leaf.hf_places]
         places = [(place, module) for _, place, module in inside]
-        found = [(place, child) for place, child in (*places, *theirs) if child is not None]
-        modules = [child for _, child in found]
+        present = [(place, child) for place, child in (*places, *bound) if child is not None]
+        modules = [child for _, child in present]
         hooks: list[dict[int, Any]] = []
         for module in modules:
             hooks += [module._forward_hooks, module._forward_pre_hooks]
             hooks += [module._backward_hooks, module._backward_pre_hooks]
         shared = []
         for leaf in leaves:
-            first, ours = leaf.theirs[0].get(), leaf.module._parameters
-            ours_is_placed = leaf.ours.get() is leaf.module
-            if ours_is_placed and len(leaf.theirs) == 1 and first is not None:
-                shared += [(ours, first._parameters, name) for name in ours]
+            first, own = leaf.hf_places[0].get(), leaf.module._parameters
+            is_placed = leaf.own_place.get() is leaf.module
+            if is_placed and len(leaf.hf_places) == 1 and first is not None:
+                shared += [(own, first._parameters, name) for name in own]
         norms = [
-            (leaf.module, leaf.theirs[0].get())
+            (leaf.module, leaf.hf_places[0].get())
             for leaf in leaves
             if isinstance(leaf.module, LayerNorm) and not leaf.embeds
         ]
         return cls(
-            [(place.siblings, place.name, child, type(child)) for place, child in found],
+            [(place.siblings, place.name, child, type(child)) for place, child in present],
             [(each, list(each.values())) for each in hooks],
             [(module.__dict__, "forward" in module.__dict__) for module in modules],
             shared,
@@ -107,17 +104,17 @@ class Watch(NamedTuple):
                 for now, then in self.hooks
             )
             and all(("forward" in now) == then for now, then in self.attributes)
-            and all(ours[name] is theirs.get(name) for ours, theirs, name in self.parameters)
-            and all(ours.eps == theirs.eps for ours, theirs in self.norms)
+            and all(own[name] is hf.get(name) for own, hf, name in self.parameters)
+            and all(own.eps == hf.eps for own, hf in self.norms)
         )
 
 
-class Verdict(NamedTuple):
-    """The result of a comparison of a host with the stock model.
+class CachedComparison(NamedTuple):
+    """The result of a comparison of an HF model with the stock model.
 
     Attributes:
-        problem: The reason in words why the host must run its own code, or None.
-        facts: The facts on which the verdict depends.
+        problem: The reason in words why the HF model must run its own code, or None.
+        facts: The facts on which the result depends.
     """
 
     problem: str | None
@@ -128,105 +125,109 @@ class BoundEncoder:
     """A ``BertModel`` of fastbert that shares the parameters of an encoder of transformers.
 
     Args:
-        host: The encoder of transformers. The bound encoder keeps a weak reference to it, so the
-            host is freed with its last other reference.
+        hf_model: The encoder of transformers. The bound encoder keeps a weak reference to it, so
+            the HF model is freed with its last other reference.
         probing: Function that accelerates a model without a comparison, for `twin.compare`. With
-            None, `host` itself is bound without a comparison.
+            None, `hf_model` itself is bound without a comparison.
 
     Attributes:
         model: The ``BertModel``.
-        called: The modules of the host that are called because they deviate from the stock model:
-            the path of the module → the deviation in words.
+        called: The modules of the HF model that are called because they deviate from the stock
+            model: the path of the module → the deviation in words.
         whole: Whether a called module receives padding, so that no padding is removed.
-        calls_embedding: Whether the host's embedding is called, because a part of it deviates.
-        checkpoints: Whether gradient checkpointing is on in the host.
+        calls_embedding: Whether the HF model's embedding is called, because a part of it deviates.
+        checkpoints: Whether gradient checkpointing is on in the HF model.
         asks_gradient: Whether a hook of transformers makes the embeddings require gradients.
-        frequencies: Rotary frequencies of each base, if the host has rounded them; otherwise empty.
+        frequencies: Rotary frequencies of each base, if the HF model has rounded them, or empty.
 
     Raises:
-        ValueError: If fastbert cannot compute the host. The message names the obstacle.
+        ValueError: If fastbert cannot compute the HF model. The message names the obstacle.
     """
 
-    def __init__(self, host: nn.Module, probing: Callable[[nn.Module], Any] | None = None) -> None:
-        """Build the ``BertModel`` without memory of its own, and bind it to `host`."""
-        self._host = weakref.ref(host)
+    def __init__(
+        self, hf_model: nn.Module, probing: Callable[[nn.Module], Any] | None = None
+    ) -> None:
+        """Build the ``BertModel`` without memory of its own, and bind it to `hf_model`."""
+        self._host = weakref.ref(hf_model)
         self._probing = probing
         self.called: dict[str, str] = {}
         self.whole = self.calls_embedding = self.checkpoints = self.asks_gradient = False
         self.watch: Watch | None = None
-        # One verdict for training mode and one for inference, and the one that is in effect.
-        self._verdicts: dict[bool, Verdict] = {}
-        self._in_effect: Verdict | None = None
+        # One result for training mode and one for inference, and the result that is in effect.
+        self._comparisons: dict[bool, CachedComparison] = {}
+        self._in_effect: CachedComparison | None = None
         self.tables: list[tuple[str, Tensor]] = []
         self.frequencies: dict[float, Tensor] = {}
-        # The buffers of the host, with the numbers of writes to them.
+        # The buffers of the HF model, with the numbers of writes to them.
         self._written: list[tuple[Tensor, int]] = []
 
         @torch._dynamo.assume_constant_result
         def bind_while_traced(me: Any = weakref.ref(self)) -> str | None:  # noqa: B008
             bound = me()
-            return bound._bind_anew(bound.host)
+            return bound._bind_anew(bound.hf_model)
 
         self._bind_while_traced = bind_while_traced
-        self._build(host)
+        self._build(hf_model)
         problem = self.bind()
         if problem is not None:
             raise ValueError(problem)
 
     def __reduce__(self) -> Any:
-        """Make every copy and every pickle None, because a copied host binds its own encoder."""
+        """Make every copy and every pickle None, because a copy binds its own encoder."""
         return (_none, ())
 
     @property
-    def host(self) -> nn.Module | None:
+    def hf_model(self) -> nn.Module | None:
         """The encoder of transformers, or None after it was freed."""
         return self._host()
 
-    def _build(self, host: nn.Module) -> None:
-        """Build the ``BertModel`` and find the modules of `host`, or raise ValueError."""
-        config = families.read_config(host.config.to_dict())
-        layers = layers_of(host, config)
+    def _build(self, hf_model: nn.Module) -> None:
+        """Build the ``BertModel`` and find the modules of `hf_model`, or raise ValueError."""
+        config = families.read_config(hf_model.config.to_dict())
+        layers = layers_of(hf_model, config)
         if layers != max(config.architecture.order(config.num_hidden_layers)) + 1:
             if config.architecture.rotary_bases or config.architecture.groups is not None:
                 raise ValueError(f"config: got {layers} layers, allowed: num_hidden_layers")
             config = config.replace(num_hidden_layers=layers)
         with torch.device("meta"):
             model = BertModel(config, add_pooling_layer=False)
-        leaves, drops = leaves_of(model, host), drops_of(model, host)
+        leaves, drops = leaves_of(model, hf_model), drops_of(model, hf_model)
         self.model, self.leaves, self.drops = model, leaves, drops
-        self.inside = list(containers_of(host, model, leaves))
-        parents = (host, *(each.module for each in self.inside))
+        self.inside = list(containers_of(hf_model, model, leaves))
+        parents = (hf_model, *(each.module for each in self.inside))
         self.sizes = [(module._modules, len(module._modules)) for module in parents]
 
     def _fits(self) -> bool:
-        """Return whether the host still has the same modules: none added, removed or replaced."""
+        """Return whether the HF model still has the same modules, each at its place."""
         return all(place.get() is module for _, place, module in self.inside) and all(
             len(modules) == size for modules, size in self.sizes
         )
 
     def bind(self) -> str | None:
-        """Give the modules of fastbert the current parameters of the host.
+        """Give the modules of fastbert the current parameters of the HF model.
 
         Returns:
             The obstacle in words, or None if the encoder is bound.
         """
-        host = self.host
-        assert host is not None
+        hf_model = self.hf_model
+        assert hf_model is not None
         if torch.compiler.is_compiling() or backends.EXTENSION is None:
-            return self._bind_traced(host)
-        verdict = self._verdicts.get(host.training)
-        if verdict is not None and verdict.facts.holds(host) and self._is_unwritten():
-            if verdict is not self._in_effect and verdict.problem is None:
-                self._bind_anew(host)
+            return self._bind_traced(hf_model)
+        cached = self._comparisons.get(hf_model.training)
+        if cached is not None and cached.facts.holds(hf_model) and self._is_unwritten():
+            if cached is not self._in_effect and cached.problem is None:
+                self._bind_anew(hf_model)
         else:
-            problem = self._bind_anew(host)
-            verdict = self._verdicts[host.training] = Verdict(problem, _snapshot(host))
-        self._in_effect = verdict
-        if verdict.problem is None:
+            problem = self._bind_anew(hf_model)
+            cached = self._comparisons[hf_model.training] = CachedComparison(
+                problem, _snapshot(hf_model)
+            )
+        self._in_effect = cached
+        if cached.problem is None:
             self._take_sizes()
-        return verdict.problem
+        return cached.problem
 
-    def _bind_traced(self, host: nn.Module) -> str | None:
+    def _bind_traced(self, hf_model: nn.Module) -> str | None:
         """Bind in a traced graph, where each fact that is read becomes a guard of the graph."""
         if not (self._fits() and self.watch is not None and self.watch.unchanged()):
             problem = self._bind_while_traced()
@@ -237,17 +238,17 @@ class BoundEncoder:
         self._take_sizes()
         return None
 
-    def _bind_anew(self, host: nn.Module) -> str | None:
+    def _bind_anew(self, hf_model: nn.Module) -> str | None:
         self.watch, self.called = None, {}
-        buffers = [b for b in host.buffers() if not b.is_inference()]
+        buffers = [b for b in hf_model.buffers() if not b.is_inference()]
         self._written = [(buffer, buffer._version) for buffer in buffers]
-        unchecked = Comparison(None, {})
-        reason, called = compare(host, self._probing) if self._probing else unchecked
+        unchecked = ComparisonResult(None, {})
+        reason, called = compare(hf_model, self._probing) if self._probing else unchecked
         if reason is not None:
             return reason
         if not self._fits():
             try:
-                self._build(host)
+                self._build(hf_model)
             except ValueError as error:
                 return str(error)
         self.called = called
@@ -256,27 +257,27 @@ class BoundEncoder:
             path.partition(".")[0] == EMBEDDING or path in embedding for path in called
         )
         # Any other hook is among the reasons of `called`.
-        tables = [place.get() for leaf in self.leaves if leaf.embeds for place in leaf.theirs]
+        tables = [place.get() for leaf in self.leaves if leaf.embeds for place in leaf.hf_places]
         self.asks_gradient = any(table is not None and table._forward_hooks for table in tables)
         inner = [leaf for leaf in self.leaves if not leaf.embeds]
         self.whole = not all(_are_row_wise(leaf, called) for leaf in inner)
         for leaf in self.leaves:
             _bind(leaf, called)
         self.checkpoints = any(
-            getattr(module, "gradient_checkpointing", False) for module in host.modules()
+            getattr(module, "gradient_checkpointing", False) for module in hf_model.modules()
         )
         self._settle_dropout()
         self._find_tables()
-        self.frequencies = rounded_frequencies(host, self.model.config)
+        self.frequencies = rounded_frequencies(hf_model, self.model.config)
         self.watch = Watch.over(self.inside, self.leaves)
         return None
 
     def _is_unwritten(self) -> bool:
-        """Return whether nothing was written to a buffer of the host since the last comparison."""
+        """Return whether no buffer of the HF model was written since the last comparison."""
         return all(buffer._version == version for buffer, version in self._written)
 
     def must_embed(self) -> bool:
-        """Return whether the host's embedding must be called, because its hooks have an effect.
+        """Return whether the HF model's embedding must be called because of its hooks.
 
         A hook of transformers makes the output of a frozen word table require gradients.
         """
@@ -286,39 +287,39 @@ class BoundEncoder:
         return self.asks_gradient and not words.weight.requires_grad
 
     def embed(self, given: Mapping[str, Any]) -> Tensor:
-        """Call the host's embedding, as the host does.
+        """Call the HF model's embedding, as the HF model does.
 
         Args:
-            given: The arguments of the host that its embedding may take, by name.
+            given: The arguments of the HF model that its embedding may take, by name.
 
         Returns:
             The embedding output of shape ``(B, L, hidden_size)``.
         """
-        host = self.host
-        assert host is not None
-        embedding: Any = host._modules[EMBEDDING]
+        hf_model = self.hf_model
+        assert hf_model is not None
+        embedding: Any = hf_model._modules[EMBEDDING]
         names = inspect.signature(type(embedding).forward).parameters
         embedded = embedding(**{name: given[name] for name in names if name in given})
         for leaf in self.leaves:
             if leaf.path == "embeddings.projection":
-                projection = leaf.theirs[0].get()
+                projection = leaf.hf_places[0].get()
                 assert projection is not None
                 embedded = projection(embedded)
         return embedded
 
     def _settle_dropout(self) -> None:
-        """Take over the current dropout probabilities of the host."""
+        """Take over the current dropout probabilities of the HF model."""
         dropping = False
         for drop in self.drops:
             probability = drop.probability()
-            if drop.ours.dropout_p != probability:
-                drop.ours.dropout_p = probability
+            if drop.module.dropout_p != probability:
+                drop.module.dropout_p = probability
             dropping |= probability > 0.0
         if self.model.training != dropping:
             self.model.training = dropping
 
     def _find_tables(self) -> None:
-        """Keep the host's tables, whose sizes are read before every call."""
+        """Keep the HF model's tables, whose sizes are read before every call."""
         embeddings = self.model.embeddings
         self.tables = []
         for name, table in (
@@ -332,7 +333,7 @@ class BoundEncoder:
                 self.tables.append((name, weight))
 
     def _take_sizes(self) -> None:
-        """Take over the sizes of the host's tables, which may have grown in place."""
+        """Take over the sizes of the HF model's tables, which may have grown in place."""
         config = self.model.config
         for name, weight in self.tables:
             if weight.shape[0] != getattr(config, name):
@@ -344,24 +345,24 @@ def _none() -> None:
     return None
 
 
-def _snapshot(host: nn.Module) -> Snapshot:
-    """Record the facts on which the binding of a host depends."""
-    outside = facts(host)
-    dicts = [vars(host.config), *outside.dicts]
-    return Snapshot(host, BOUND, dicts, outside.classes, outside.functions)
+def _snapshot(hf_model: nn.Module) -> Snapshot:
+    """Record the facts on which the binding of an HF model depends."""
+    outside = facts(hf_model)
+    dicts = [vars(hf_model.config), *outside.dicts]
+    return Snapshot(hf_model, BOUND, dicts, outside.classes, outside.functions)
 
 
 def _are_row_wise(leaf: Leaf, called: Mapping[str, str]) -> bool:
     """Return whether the modules of a leaf that are called compute each row by itself."""
-    pairs = zip(leaf.paths, leaf.theirs, strict=True)
+    pairs = zip(leaf.paths, leaf.hf_places, strict=True)
     modules = [place.get() for path, place in pairs if path in called]
     return all(module is not None and is_row_wise(module) for module in modules)
 
 
 def _bind(leaf: Leaf, called: Mapping[str, str]) -> None:
-    """Share the parameters of the host's modules, or put a module that is called in our place."""
+    """Share the parameters of the HF model's modules, or call one of its modules instead."""
     module = leaf.module
-    parts = [place.get() for place in leaf.theirs]
+    parts = [place.get() for place in leaf.hf_places]
     if isinstance(module, JoinedLinear):
         for number, part in enumerate(parts):
             if module.parts._modules[str(number)] is not part:
@@ -369,21 +370,21 @@ def _bind(leaf: Leaf, called: Mapping[str, str]) -> None:
         return
     if isinstance(module, nn.Identity):
         return
-    theirs = parts[0]
-    assert theirs is not None
+    hf_module = parts[0]
+    assert hf_module is not None
     if leaf.paths[0] in called:
-        leaf.ours.put(theirs)
+        leaf.own_place.put(hf_module)
         return
-    leaf.ours.put(module)
+    leaf.own_place.put(module)
     if isinstance(module, LayerNorm):
-        module.eps = theirs.eps
+        module.eps = hf_module.eps
     if isinstance(module, nn.Embedding):
-        module.padding_idx = theirs.padding_idx
-    _share(module, theirs)
+        module.padding_idx = hf_module.padding_idx
+    _share(module, hf_module)
 
 
-def _share(ours: nn.Module, theirs: nn.Module) -> None:
+def _share(module: nn.Module, hf_module: nn.Module) -> None:
     for name in ("weight", "bias"):
-        parameter = theirs._parameters.get(name)
-        if name in ours._parameters and ours._parameters[name] is not parameter:
-            ours._parameters[name] = parameter
+        parameter = hf_module._parameters.get(name)
+        if name in module._parameters and module._parameters[name] is not parameter:
+            module._parameters[name] = parameter

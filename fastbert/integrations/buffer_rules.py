@@ -11,15 +11,15 @@ from fastbert.modules.positions import frequencies
 
 
 def buffer_problem(name: str, buffer: Tensor | None, twin: nn.Module, config: Any) -> str | None:
-    """Return how a buffer of the host differs from what the stock code puts into it, or None.
+    """Return how a buffer of the HF model differs from what the stock code puts into it, or None.
 
     The values of a buffer on the meta device do not exist, and are not compared.
 
     Args:
         name: Name of the buffer.
-        buffer: The host's buffer, or None.
+        buffer: The HF model's buffer, or None.
         twin: The twin's module, which has a buffer of this name with the right dtype and shape.
-        config: The host's config.
+        config: The HF model's config.
     """
     expected = twin._buffers.get(name)
     if buffer is None or expected is None:

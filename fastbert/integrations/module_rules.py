@@ -1,4 +1,4 @@
-"""The rules by which one module of a host is compared with that of its twin."""
+"""The rules by which one module of an HF model is compared with that of its twin."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def kind_problem(
     """Return why the class `kind` is not `expected` or a subclass that changes nothing.
 
     Args:
-        kind: Class of the host's module.
+        kind: Class of the HF model's module.
         expected: Class of the twin's module.
         code: The code of `expected`.
-        root: Whether the module is the host itself. Its own ``forward`` runs, and reaches fastbert
-            only through the ``forward`` of `expected`.
+        root: Whether the module is the HF model itself. Its own ``forward`` runs, and reaches
+            fastbert only through the ``forward`` of `expected`.
     """
     dropouts = (nn.Dropout, nn.Identity)
     if kind is expected or (kind in dropouts and expected in dropouts):
@@ -64,20 +64,20 @@ def _only_checkpoints(kind: type, expected: Any) -> bool:
     return place is not None and place.outermost == "GradientCheckpointingLayer"
 
 
-def is_own_forward(host: nn.Module, value: Any) -> bool:
-    """Return whether the value is the forward of the host's class, bound to the host."""
-    kind: Any = type(host)
-    bound = isinstance(value, MethodType) and value.__self__ is host
+def is_own_forward(hf_model: nn.Module, value: Any) -> bool:
+    """Return whether the value is the forward of the HF model's class, bound to the HF model."""
+    kind: Any = type(hf_model)
+    bound = isinstance(value, MethodType) and value.__self__ is hf_model
     return bound and value.__func__ is kind.forward
 
 
-def honoured_problems(host: nn.Module, twin: nn.Module) -> Iterator[tuple[str, str]]:
+def honoured_problems(hf_model: nn.Module, twin: nn.Module) -> Iterator[tuple[str, str]]:
     """Yield the values of honoured attributes that cannot be honoured."""
     for name in ("p", "attention_dropout"):
-        value = vars(host).get(name, 0.0)
+        value = vars(hf_model).get(name, 0.0)
         if name in vars(twin) and (type(value) not in (int, float) or not 0.0 <= value <= 1.0):
             yield name, f"got {value!r}, allowed: a number from 0 to 1"
-    function = vars(host).get("_gradient_checkpointing_func")
+    function = vars(hf_model).get("_gradient_checkpointing_func")
     inner = getattr(function, "func", function)
     if inner is not None:
         title = f"{getattr(inner, '__module__', '')}.{getattr(inner, '__name__', inner)}"
@@ -85,10 +85,10 @@ def honoured_problems(host: nn.Module, twin: nn.Module) -> Iterator[tuple[str, s
             yield "_gradient_checkpointing_func", f"got {title}, allowed: torch's checkpoint"
 
 
-def hook_problems(path: str, host: nn.Module) -> Iterator[tuple[str, str]]:
+def hook_problems(path: str, hf_model: nn.Module) -> Iterator[tuple[str, str]]:
     """Yield the hooks of a module that are not among transformers' own."""
     for name in HOOKS:
-        for hook in vars(host).get(name, {}).values():
+        for hook in vars(hf_model).get(name, {}).values():
             if not _is_known_hook(path, hook):
                 yield name.strip("_"), f"got {shown(hook)}, allowed: no hook"
 
@@ -109,7 +109,7 @@ def parameter_problem(parameter: Any, expected: Any) -> str | None:
     """Return how a parameter differs in presence, type, dtype, layout or stride, or None.
 
     Args:
-        parameter: The host's parameter, or None.
+        parameter: The HF model's parameter, or None.
         expected: The twin's parameter, or None.
     """
     if parameter is None or expected is None:
@@ -129,7 +129,7 @@ def shape_problem(parameter: Any, expected: Any, is_table: bool) -> str | None:
     """Return how the shape of a parameter differs, or None.
 
     Args:
-        parameter: The host's parameter, or None.
+        parameter: The HF model's parameter, or None.
         expected: The twin's parameter, or None.
         is_table: Whether the number of rows may differ.
     """

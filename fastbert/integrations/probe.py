@@ -1,4 +1,4 @@
-"""Compare a small model of a host's class with fastbert, where the host's code is not pinned."""
+"""Compare a small stock model with fastbert where the code of its class is not pinned."""
 
 from __future__ import annotations
 
@@ -32,26 +32,25 @@ SEED = 20260
 Results = dict[str, Tensor]
 
 
-def probe(host: nn.Module, accelerate: Callable[[nn.Module], Any]) -> str | None:
-    """Compare the host's stock code with fastbert: hidden states and gradients of a padded batch.
+def probe(hf_model: nn.Module, accelerate: Callable[[nn.Module], Any]) -> str | None:
+    """Compare hidden states and gradients of the HF model's stock code with those of fastbert.
 
-    The models are small, with random weights and no dropout, and have the host's config otherwise.
-    They
-    are on the CPU in fp32, and the oracle is the stock model in float64. The random generators of
-    torch keep their states.
+    The batch is padded. The models are small, with random weights and no dropout, and have the HF
+    model's config otherwise. They are on the CPU in fp32, and the oracle is the stock model in
+    float64. The random generators of torch keep their states.
 
     Args:
-        host: An encoder of transformers. Nothing of it but its class and config is used.
+        hf_model: An encoder of transformers. Nothing of it but its class and config is used.
         accelerate: A function that makes fastbert run a model without asking for a comparison.
 
     Returns:
         The reason why fastbert does not compute the same, or None if it does.
     """
-    stock = stock_class(type(host))
+    stock = stock_class(type(hf_model))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(SEED)
         try:
-            model = _model(stock, host)
+            model = _model(stock, hf_model)
         except Exception as error:
             return f"got {type(error).__name__} ({error}), allowed: a model of {LAYERS} layers"
         batch = _batch(model.config)
@@ -77,8 +76,8 @@ def _problem(actual: Results, oracle: Results, yardstick: Any) -> str | None:
     return None
 
 
-def _model(stock: Any, host: Any) -> Any:
-    config = copy.deepcopy(host.config)
+def _model(stock: Any, hf_model: Any) -> Any:
+    config = copy.deepcopy(hf_model.config)
     layers = min(LAYERS, config.num_hidden_layers)
     if getattr(config, "layer_types", None):
         config.layer_types = list(config.layer_types)[:layers]

@@ -1,7 +1,7 @@
 """Whether the code that a class of transformers or torch reaches is the code of its files.
 
-A host is compared with a fresh model of the same class, and both run the same code. A method, a
-global name or a table entry that was replaced in the process is therefore the same on both sides.
+An HF model is compared with a fresh model of the same class, and both run the same code. A method,
+a global name or a table entry that was replaced in the process is therefore the same on both sides.
 This module compares the code that a class reaches with the code that the loader of its file gives:
 methods, the functions in closures of decorators, the functions that global names lead to, and the
 entries "eager" and "sdpa" of the tables of attention functions and masks.
@@ -9,7 +9,7 @@ entries "eager" and "sdpa" of the tables of attention functions and masks.
 Two functions that a name could lead to are told apart by their names, by their modules and by the
 decorators of the class body. The names that a function contains are taken from its code object, so
 that a name which the function uses as an attribute of another object counts as well. That makes a
-verdict more careful and never less careful.
+comparison more careful and never less careful.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def refresh(kinds: Iterable[type]) -> None:
 
 
 def facts(kinds: Iterable[type]) -> tuple[list[dict[str, Any]], list[type], list[FunctionType]]:
-    """Return what guards the verdicts about the classes `kinds`.
+    """Return what guards the comparisons of the classes `kinds`.
 
     Args:
         kinds: Subclasses of ``nn.Module``.

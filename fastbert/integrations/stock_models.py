@@ -48,9 +48,9 @@ def encoder(
     """
     import transformers
 
-    theirs = transformers.BertConfig(**config.to_dict())
-    theirs._attn_implementation = path
-    model = transformers.BertModel(theirs)
+    stock_config = transformers.BertConfig(**config.to_dict())
+    stock_config._attn_implementation = path
+    model = transformers.BertModel(stock_config)
     model.load_state_dict(dict(weights), strict=True)
     return model.to(device=device, dtype=dtype).eval()
 
@@ -67,9 +67,9 @@ def untrained_pretraining_model(config: BertConfig, path: str) -> nn.Module:
     """
     import transformers
 
-    theirs = transformers.BertConfig(**config.to_dict())
-    theirs._attn_implementation = path
-    return transformers.BertForPreTraining(theirs)
+    stock_config = transformers.BertConfig(**config.to_dict())
+    stock_config._attn_implementation = path
+    return transformers.BertForPreTraining(stock_config)
 
 
 def pretraining_model(checkpoint: Path) -> Any:

@@ -1,9 +1,10 @@
-"""Whether a host is known to be equal to the stock model that fastbert implements.
+"""Whether an HF model is known to be equal to the stock model that fastbert implements.
 
-The twin of a host is a fresh model of the same class and the same config, without memory of its
-own. A host is served only if its modules are those of the twin, in everything that a ``forward``
-reads. What may differ stands in the table `ALLOWED`, with one reason per row. The code that the
-classes reach is compared with its files by `stock_code`, because the twin runs the same code.
+The twin of an HF model is a fresh model of the same class and the same config, without memory of
+its own. An HF model is served only if its modules are those of the twin, in everything that a
+``forward`` reads. What may differ stands in the table `ALLOWED`, with one reason per row. The code
+that the classes reach is compared with its files by `stock_code`, because the twin runs the same
+code.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ TABLES = (
 
 
 class Allowed(NamedTuple):
-    """A difference from the twin that does not change what a host computes.
+    """A difference from the twin that does not change what an HF model computes.
 
     Attributes:
         name: Name of the attribute.
@@ -72,8 +73,8 @@ ALLOWED = (
     Allowed("_require_grads_hooks", "root", "they are the handles of hooks that are compared"),
     Allowed("_output_capturing_hooks_installed", "root", "it says that hooks exist"),
     Allowed("attn_implementation", "root", "AlbertModel keeps a stale copy, which it never reads"),
-    Allowed("pooler", "root", "the pooler is called as the host calls it, if there is one"),
-    Allowed("pooler_activation", "root", "it is called as the host calls it"),
+    Allowed("pooler", "root", "the pooler is called as the HF model calls it, if there is one"),
+    Allowed("pooler_activation", "root", "it is called as the HF model calls it"),
     Allowed("name_or_path", "root", "no computation reads it"),
     Allowed("warnings_issued", "root", "no computation reads it"),
     Allowed("gradient_checkpointing", "any", "it is honoured per layer"),
@@ -89,14 +90,14 @@ _ANYWHERE = {row.name for row in ALLOWED if row.where == "any"}
 _PLACED = {(row.name, row.where) for row in ALLOWED}
 
 
-class Verdict(NamedTuple):
+class ComparisonResult(NamedTuple):
     """The result of a comparison.
 
     Attributes:
-        reason: Why the host must run its own code, as ``path.attribute: got VALUE, allowed:
-            VALUE``, or None if the host can be served.
-        called: Paths of modules in the host → the reason why the module must be called as the host
-            calls it, instead of using its parameters.
+        reason: Why the HF model must run its own code, as ``path.attribute: got VALUE, allowed:
+            VALUE``, or None if the HF model can be served.
+        called: Paths of modules in the HF model → the reason why the module must be called as the
+            HF model calls it, instead of using its parameters.
     """
 
     reason: str | None
@@ -104,40 +105,42 @@ class Verdict(NamedTuple):
 
 
 class _Differs(Exception):
-    """A difference that makes the host run its own code."""
+    """A difference that makes the HF model run its own code."""
 
 
-def compare(host: nn.Module, accelerate: Callable[[nn.Module], Any] | None = None) -> Verdict:
-    """Compare a host with its twin.
+def compare(
+    hf_model: nn.Module, accelerate: Callable[[nn.Module], Any] | None = None
+) -> ComparisonResult:
+    """Compare an HF model with its twin.
 
-    If the host reaches a function of transformers whose semantics are not pinned, a small model of
-    its class is run by the stock code and by fastbert, once per class. If both agree, one warning
-    names the function.
+    If the HF model reaches a function of transformers whose semantics are not pinned, a small model
+    of its class is run by the stock code and by fastbert, once per class. If both agree, one
+    warning names the function.
 
     Args:
-        host: An encoder of transformers, such as a ``BertModel``; also an accelerated one.
+        hf_model: An encoder of transformers, such as a ``BertModel``; also an accelerated one.
         accelerate: A function that makes fastbert run a model without a comparison, for the small
             model. With None, an unknown function is a reason.
 
     Returns:
-        The reason why the host must run its own code, or the modules that must be called.
+        The reason why the HF model must run its own code, or the modules that must be called.
     """
-    comparison = _Comparison(host)
+    comparison = _Comparison(hf_model)
     try:
         comparison.run()
-        _check_semantics(host, accelerate)
+        _check_semantics(hf_model, accelerate)
     except _Differs as difference:
-        return Verdict(str(difference), comparison.called)
-    return Verdict(None, comparison.called)
+        return ComparisonResult(str(difference), comparison.called)
+    return ComparisonResult(None, comparison.called)
 
 
 # Class and unknown functions → the reason why fastbert does not compute the same, or None.
 _probed: dict[tuple[Any, ...], str | None] = {}
 
 
-def _check_semantics(host: nn.Module, accelerate: Callable[[nn.Module], Any] | None) -> None:
-    """Raise _Differs if the host reaches a function that may not compute what fastbert does."""
-    twin = twin_of(host)
+def _check_semantics(hf_model: nn.Module, accelerate: Callable[[nn.Module], Any] | None) -> None:
+    """Raise _Differs if the HF model reaches a function that may not compute what fastbert does."""
+    twin = twin_of(hf_model)
     assert isinstance(twin, Twin), twin
     names = unknown(twin.kinds)
     if not names:
@@ -149,7 +152,7 @@ def _check_semantics(host: nn.Module, accelerate: Callable[[nn.Module], Any] | N
         raise _Differs(f"{text}, allowed: the pinned functions")
     key = (type(twin.model), *names)
     if key not in _probed:
-        _probed[key] = probe(host, accelerate)
+        _probed[key] = probe(hf_model, accelerate)
         if _probed[key] is None:
             warnings.warn(f"fastbert: {text}; a small model agrees with fastbert", stacklevel=3)
     if _probed[key] is not None:
@@ -157,12 +160,12 @@ def _check_semantics(host: nn.Module, accelerate: Callable[[nn.Module], Any] | N
 
 
 class Facts(NamedTuple):
-    """The objects on whose state a verdict about classes and tables depends.
+    """The objects on whose state a comparison of classes and tables depends.
 
     Attributes:
-        dicts: Dictionaries that guard the verdict by the identity of their values.
-        classes: Classes that guard the verdict by their version.
-        functions: Functions that guard the verdict by their code and defaults.
+        dicts: Dictionaries that guard the result by the identity of their values.
+        classes: Classes that guard the result by their version.
+        functions: Functions that guard the result by their code and defaults.
     """
 
     dicts: list[dict[str, Any]]
@@ -170,30 +173,30 @@ class Facts(NamedTuple):
     functions: list[FunctionType]
 
 
-def facts(host: nn.Module) -> Facts:
-    """Return what guards a verdict about `host` outside the modules of `host`.
+def facts(hf_model: nn.Module) -> Facts:
+    """Return what guards the comparison of `hf_model` outside the modules of `hf_model`.
 
     Args:
-        host: An encoder.
+        hf_model: An encoder.
     """
-    twin = twin_of(host)
+    twin = twin_of(hf_model)
     return Facts(*stock_code.facts(twin.kinds)) if isinstance(twin, Twin) else Facts([], [], [])
 
 
 class _Comparison:
-    def __init__(self, host: nn.Module) -> None:
-        self.host = host
+    def __init__(self, hf_model: nn.Module) -> None:
+        self.hf_model = hf_model
         self.called: dict[str, str] = {}
         self.seen: dict[int, str] = {}
         self.device: tuple[str, torch.device] | None = None
         self.dtype: tuple[str, torch.dtype] | None = None
-        self.config: Any = getattr(host, "config", None)
+        self.config: Any = getattr(hf_model, "config", None)
         self.alike = False
         self.fields: dict[tuple[int, type], str | None] = {}
 
     def run(self) -> None:
         """Compare everything, and raise _Differs at the first reason."""
-        twin = twin_of(self.host)
+        twin = twin_of(self.hf_model)
         if isinstance(twin, str):
             raise _Differs(twin)
         stock_code.refresh(twin.kinds)
@@ -202,7 +205,7 @@ class _Comparison:
         if getattr(self.config, "is_causal", None):
             raise _Differs(f"config.is_causal: got {self.config.is_causal}, allowed: False")
         self.alike = twin.alike
-        self.walk("", self.host, twin.model)
+        self.walk("", self.hf_model, twin.model)
 
     def report(self, path: str, name: str, text: str, twin: nn.Module) -> None:
         """Note that a module must be called, or raise if that would not help."""
@@ -211,30 +214,30 @@ class _Comparison:
             raise _Differs(f"{words}: {text}")
         self.called.setdefault(path, f"{words}: {text}")
 
-    def walk(self, path: str, host: nn.Module | None, twin: nn.Module) -> None:
+    def walk(self, path: str, hf_model: nn.Module | None, twin: nn.Module) -> None:
         """Compare a module and the modules inside it."""
-        if host is None:
+        if hf_model is None:
             self.report(path, "", f"got None, allowed: {type(twin).__name__}", twin)
             return
-        if id(host) in self.seen:
-            text = f"got the module at {self.seen[id(host)]!r} again, allowed: one of its own"
+        if id(hf_model) in self.seen:
+            text = f"got the module at {self.seen[id(hf_model)]!r} again, allowed: one of its own"
             self.report(path, "", text, twin)
             return
-        self.seen[id(host)] = path
+        self.seen[id(hf_model)] = path
         code = stock_code.code_of(type(twin))
-        for name, text in self.differences(path, host, twin, code):
+        for name, text in self.differences(path, hf_model, twin, code):
             self.report(path, name, text, twin)
         if path not in self.called and type(twin) not in LEAVES:
-            self.children(path, host, twin, code)
+            self.children(path, hf_model, twin, code)
 
     def differences(
-        self, path: str, host: nn.Module, twin: nn.Module, code: stock_code.Code
+        self, path: str, hf_model: nn.Module, twin: nn.Module, code: stock_code.Code
     ) -> Iterator[tuple[str, str]]:
         """Yield the differences of one module: the attribute and the words about it."""
-        problem = kind_problem(type(host), type(twin), code, root=not path)
+        problem = kind_problem(type(hf_model), type(twin), code, root=not path)
         if problem is not None:
             for name in ("in_features", "out_features"):
-                got, allowed = getattr(host, name, None), getattr(twin, name, None)
+                got, allowed = getattr(hf_model, name, None), getattr(twin, name, None)
                 if type(twin) is nn.Linear and got is not None and got != allowed:
                     raise _Differs(f"{path}.{name}: got {got}, allowed: {allowed}")
             yield "", problem
@@ -243,30 +246,30 @@ class _Comparison:
         if code.problem is not None:
             yield "", code.problem
         if path:
-            yield from hook_problems(path, host)
-        yield from self.attributes(path, host, twin, code)
-        yield from self.parameters(path, host, twin, code)
-        for name in _either(host._buffers, twin._buffers):
+            yield from hook_problems(path, hf_model)
+        yield from self.attributes(path, hf_model, twin, code)
+        yield from self.parameters(path, hf_model, twin, code)
+        for name in _either(hf_model._buffers, twin._buffers):
             if name in twin._buffers or read(name, code):
-                text = buffer_problem(name, host._buffers.get(name), twin, self.config)
+                text = buffer_problem(name, hf_model._buffers.get(name), twin, self.config)
                 if text is not None:
                     yield name, text
-                elif (buffer := host._buffers[name]) is not None:
+                elif (buffer := hf_model._buffers[name]) is not None:
                     self.one_device(f"{path}.{name}", buffer)
 
     def attributes(
-        self, path: str, host: nn.Module, twin: nn.Module, code: stock_code.Code
+        self, path: str, hf_model: nn.Module, twin: nn.Module, code: stock_code.Code
     ) -> Iterator[tuple[str, str]]:
         """Yield the differences of the attributes that the code of the class reads."""
-        ours, theirs = vars(host), vars(twin)
+        actual, expected = vars(hf_model), vars(twin)
         where = type(twin).__name__ if path else "root"
-        for name in _either(ours, theirs):
+        for name in _either(actual, expected):
             allowed_here = name in INTERNAL or name in _ANYWHERE or (name, where) in _PLACED
             if allowed_here or not read(name, code):
                 continue
-            got, allowed = ours.get(name, MISSING), theirs.get(name, MISSING)
-            # The forward of the host itself is running, or calls the method that is running.
-            if name == "forward" and (not path or is_own_forward(host, got)):
+            got, allowed = actual.get(name, MISSING), expected.get(name, MISSING)
+            # The forward of the HF model itself is running, or calls the method that is running.
+            if name == "forward" and (not path or is_own_forward(hf_model, got)):
                 continue
             if name == "config":
                 problem = self.config_problem(got, code, type(twin))
@@ -274,7 +277,7 @@ class _Comparison:
                     yield name, problem
             elif not equal(got, allowed):
                 yield name, f"got {shown(got)}, allowed: {shown(allowed)}"
-        yield from honoured_problems(host, twin)
+        yield from honoured_problems(hf_model, twin)
 
     def config_problem(self, config: Any, code: stock_code.Code, kind: type) -> str | None:
         """Return how a module's own copy of the config differs in the fields that it reads."""
@@ -283,8 +286,8 @@ class _Comparison:
         key = (id(config), kind)
         if key not in self.fields:
             self.fields[key] = None
-            ours, theirs = getattr(config, "__dict__", {}), vars(self.config)
-            read_here = sorted((ours.keys() | theirs.keys()) & code.names)
+            actual, expected = getattr(config, "__dict__", {}), vars(self.config)
+            read_here = sorted((actual.keys() | expected.keys()) & code.names)
             for name in ("_attn_implementation", *read_here):
                 got, allowed = (getattr(c, name, MISSING) for c in (config, self.config))
                 if not equal(got, allowed):
@@ -293,14 +296,14 @@ class _Comparison:
         return self.fields[key]
 
     def parameters(
-        self, path: str, host: nn.Module, twin: nn.Module, code: stock_code.Code
+        self, path: str, hf_model: nn.Module, twin: nn.Module, code: stock_code.Code
     ) -> Iterator[tuple[str, str]]:
         """Yield the differences of the parameters in everything but their values."""
-        for name, parameter in host._parameters.items():
+        for name, parameter in hf_model._parameters.items():
             if name not in twin._parameters and read(name, code):
                 yield name, f"got {shown(parameter)}, allowed: no such parameter"
         for name, expected in twin._parameters.items():
-            parameter = host._parameters.get(name)
+            parameter = hf_model._parameters.get(name)
             problem = parameter_problem(parameter, expected)
             shape = shape_problem(parameter, expected, path in TABLES)
             if shape is not None and not is_embedding(path):
@@ -328,10 +331,12 @@ class _Comparison:
             text = f"got {tensor.dtype}, allowed: {dtype}, the dtype of {first}"
             raise _Differs(f"{name}: {text}")
 
-    def children(self, path: str, host: nn.Module, twin: nn.Module, code: stock_code.Code) -> None:
+    def children(
+        self, path: str, hf_model: nn.Module, twin: nn.Module, code: stock_code.Code
+    ) -> None:
         """Compare the modules inside a module. The pooler is called, so it may be anything."""
         every = isinstance(twin, nn.ModuleList)
-        for name in _either(host._modules, twin._modules):
+        for name in _either(hf_model._modules, twin._modules):
             if not path and name.startswith("pooler"):
                 continue
             inner = f"{path}.{name}" if path else name
@@ -339,15 +344,15 @@ class _Comparison:
             if self.alike and isinstance(twin, nn.ModuleList):
                 expected = twin._modules["0"]
             if expected is not None:
-                self.walk(inner, host._modules.get(name), expected)
-            elif host._modules[name] is not None and (every or read(name, code)):
-                kind = type(host._modules[name]).__name__
+                self.walk(inner, hf_model._modules.get(name), expected)
+            elif hf_model._modules[name] is not None and (every or read(name, code)):
+                kind = type(hf_model._modules[name]).__name__
                 self.report(path, name, f"got {kind}, allowed: no module", twin)
 
 
-def _either(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, None]:
+def _either(first: dict[str, Any], second: dict[str, Any]) -> dict[str, None]:
     """Return the names in one of two dictionaries, in order."""
-    return dict.fromkeys((*ours, *theirs))
+    return dict.fromkeys((*first, *second))
 
 
 def read(name: str, code: stock_code.Code) -> bool:

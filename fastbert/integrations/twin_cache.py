@@ -1,4 +1,4 @@
-"""The twins of hosts: fresh stock models on the meta device, kept by class and config."""
+"""The twins of HF models: fresh stock models on the meta device, kept by class and config."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Twin(NamedTuple):
     Attributes:
         model: The fresh model, on the meta device; with one layer if all layers are alike.
         kinds: The classes of its modules.
-        alike: Whether its one layer stands for each layer of the host.
+        alike: Whether its one layer stands for each layer of the HF model.
         problem: Why the twin itself is not the model that fastbert implements, or None.
     """
 
@@ -50,23 +50,23 @@ class Twin(NamedTuple):
 _twins: OrderedDict[Any, Twin] = OrderedDict()
 
 
-def twin_of(host: nn.Module) -> Twin | str:
-    """Return the twin of a host, or the reason why there is none.
+def twin_of(hf_model: nn.Module) -> Twin | str:
+    """Return the twin of an HF model, or the reason why there is none.
 
     Args:
-        host: An encoder of transformers.
+        hf_model: An encoder of transformers.
     """
-    stock = stock_class(type(host))
-    config = getattr(host, "config", None)
+    stock = stock_class(type(hf_model))
+    config = getattr(hf_model, "config", None)
     if stock is None or config is None:
-        return f"got a {type(host).__name__}, allowed: {', '.join(MODULES)}"
+        return f"got a {type(hf_model).__name__}, allowed: {', '.join(MODULES)}"
     implementation = getattr(config, "_attn_implementation", None)
     if implementation not in IMPLEMENTATIONS:
         allowed = ", ".join(IMPLEMENTATIONS)
         return f"config._attn_implementation: got {implementation!r}, allowed: {allowed}"
     options = {}
     if "add_pooling_layer" in inspect.signature(stock.__init__).parameters:
-        options["add_pooling_layer"] = host._modules.get("pooler") is not None
+        options["add_pooling_layer"] = hf_model._modules.get("pooler") is not None
     alike = stock.__name__ in ALIKE
     key = (stock, type(config), implementation, *options.values(), repr(vars(config)))
     twin = _twins.pop(key, None)
@@ -85,7 +85,8 @@ def stock_class(kind: type) -> Any:
     """Return the class of transformers that `kind` is or inherits from, or None."""
     for base in kind.__mro__:
         name = MODULES.get(base.__name__)
-        # A class of fastbert that replaces an accelerated host's class has the names of the class.
+        # A class of fastbert that replaces an accelerated HF model's class has the names of the
+        # class.
         if name is None or "fastbert_restores" in vars(base):
             continue
         if base.__module__ == f"transformers.models.{name}.modeling_{name}":

@@ -343,7 +343,7 @@ def fit(model: StoredModel, stored: Stored) -> dict[str, Tensor]:
     if model.config.model_type == "bert":
         tensors = names.for_model(stored.tensors, model.body_prefix)
     else:
-        tensors = families.to_ours(stored.tensors, model.config)
+        tensors = families.to_fastbert(stored.tensors, model.config)
     expected = _own_state(model)
     for name, target in model.tied().items():
         tied = tensors.pop(name, None)
@@ -468,7 +468,7 @@ def write(folder: str | os.PathLike[str], model: StoredModel) -> None:
         content["architectures"] = [type(model).__name__]
     else:
         content["architectures"] = [families.family_of(model.config.model_type).model]
-        tensors = families.to_theirs(tensors, model.config)
+        tensors = families.to_transformers(tensors, model.config)
     content["dtype"] = str(model.dtype).removeprefix("torch.")
     text = json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
     with commit.replacement(folder) as new:

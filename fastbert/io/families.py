@@ -121,12 +121,12 @@ def pairs(config: BertConfig, stored: bool = False) -> Iterator[tuple[str, tuple
     """
     family = family_of(config.model_type)
     layers = max(config.architecture.order(config.num_hidden_layers)) + 1
-    for ours, theirs in (family.modules | family.stored if stored else family.modules).items():
-        if "{layer}" not in ours:
-            yield ours, theirs
+    for name, hf_names in (family.modules | family.stored if stored else family.modules).items():
+        if "{layer}" not in name:
+            yield name, hf_names
             continue
         for layer in range(layers):
-            yield ours.format(layer=layer), tuple(place(name, layer, config) for name in theirs)
+            yield name.format(layer=layer), tuple(place(each, layer, config) for each in hf_names)
 
 
 def place(name: str, layer: int, config: BertConfig) -> str:
@@ -142,11 +142,11 @@ def encoder_parts(config: BertConfig) -> set[str]:
     """
     family = family_of(config.model_type)
     modules = [*family.modules.values(), *family.stored.values()]
-    theirs = {name.partition(".")[0] for group in modules for name in group}
-    return {*ENCODER, *theirs} - {"pooler"}
+    roots = {name.partition(".")[0] for group in modules for name in group}
+    return {*ENCODER, *roots} - {"pooler"}
 
 
-def to_ours(tensors: Mapping[str, Tensor], config: BertConfig) -> dict[str, Tensor]:
+def to_fastbert(tensors: Mapping[str, Tensor], config: BertConfig) -> dict[str, Tensor]:
     """Rename the tensors of an encoder to the names of fastbert's state dict.
 
     Tensors of unknown modules keep their names. If the names of the encoder have the family's
@@ -169,7 +169,9 @@ def to_ours(tensors: Mapping[str, Tensor], config: BertConfig) -> dict[str, Tens
         if name not in BUFFERS and not _never_runs(name, config)
     }
     for stored in (True, False):
-        left = _renamed(left, ((theirs, _in_state(ours)) for ours, theirs in pairs(config, stored)))
+        left = _renamed(
+            left, ((hf_names, _in_state(name)) for name, hf_names in pairs(config, stored))
+        )
     return left
 
 
@@ -187,9 +189,9 @@ def _never_runs(name: str, config: BertConfig) -> bool:
     return exists and group * choices.group_size + inner > last
 
 
-def to_theirs(tensors: Mapping[str, Tensor], config: BertConfig) -> dict[str, Tensor]:
-    """Rename tensors to their names in a checkpoint without prefix; the inverse of `to_ours`."""
-    names = ((_in_state(ours), theirs) for ours, theirs in pairs(config, stored=True))
+def to_transformers(tensors: Mapping[str, Tensor], config: BertConfig) -> dict[str, Tensor]:
+    """Rename tensors to their names in a checkpoint without prefix; the inverse of `to_fastbert`."""
+    names = ((_in_state(name), others) for name, others in pairs(config, stored=True))
     return _renamed(dict(tensors), names)
 
 
@@ -344,7 +346,9 @@ _EMBEDDINGS = _same(
     "embeddings.token_type_embeddings",
     "embeddings.LayerNorm",
 )
-_WITHOUT_TYPES = {name: theirs for name, theirs in _EMBEDDINGS.items() if "token_type" not in name}
+_WITHOUT_TYPES = {
+    name: hf_names for name, hf_names in _EMBEDDINGS.items() if "token_type" not in name
+}
 _POOLER = _same("pooler.dense")
 _BERT: Names = {
     **_EMBEDDINGS,
@@ -476,7 +480,7 @@ FAMILIES: dict[str, Family] = {
         "NomicBertModel",
         "nomic_bert.",
         {
-            **{name: theirs for name, theirs in _EMBEDDINGS.items() if "position" not in name},
+            **{name: hf_names for name, hf_names in _EMBEDDINGS.items() if "position" not in name},
             _QKV: tuple(f"{_LAYERS}self_attn.{part}_proj" for part in "qkv"),
             _ATTENTION: (f"{_LAYERS}self_attn.o_proj",),
             _ATTENTION_NORM: (f"{_LAYERS}post_attention_layernorm",),

@@ -151,9 +151,9 @@ def sides_of(module: nn.Module, dtype: torch.dtype) -> Sides:
     stock = restore(copy.deepcopy(fast))
     for part in stock.modules():
         if hasattr(type(part), "set_attn_implementation"):
-            host: Any = part
-            if getattr(host.config, "_attn_implementation", None) in SAME_ATTENTION:
-                host.set_attn_implementation("eager")
+            hf_model: Any = part
+            if getattr(hf_model.config, "_attn_implementation", None) in SAME_ATTENTION:
+                hf_model.set_attn_implementation("eager")
     oracle = in_dtype(copy.deepcopy(stock), torch.float64)
     return Sides(accelerate(fast), oracle, stock)
 

@@ -146,8 +146,8 @@ def _in_one_dtype(
     with _plain_context():
         sides = sides_of(subject.module, DTYPES[name])
         serving = obstacles(sides.fast)
-        hosts = [sides.fast.get_submodule(encoder) for encoder in serving]
-        chosen = _batches(subject, own, texts, hosts, seed)
+        hf_models = [sides.fast.get_submodule(encoder) for encoder in serving]
+        chosen = _batches(subject, own, texts, hf_models, seed)
     for encoder, reason in serving.items():
         if reason is not None:
             path = encoder or subject.name
@@ -165,7 +165,7 @@ def _in_one_dtype(
         if texts is not None:
             return [pass_of(other) for other in chosen if other is not batch][:MORE]
         seeds = range(seed + 1, seed + 1 + MORE)
-        more = [each for s in seeds for each in batches.generated(subject, hosts, s)]
+        more = [each for s in seeds for each in batches.generated(subject, hf_models, s)]
         return [pass_of(other) for other in more if other.name == batch.name]
 
     for batch in chosen:
@@ -181,14 +181,14 @@ def _batches(
     subject: Subject,
     own: batches.Batch | None,
     texts: Sequence[Any] | None,
-    hosts: list[Any],
+    hf_models: list[Any],
     seed: int,
 ) -> list[batches.Batch]:
     if own is not None:
         return [own]
     if texts is not None:
-        return list(batches.of_texts(subject, texts, hosts))
-    return list(batches.generated(subject, hosts, seed))
+        return list(batches.of_texts(subject, texts, hf_models))
+    return list(batches.generated(subject, hf_models, seed))
 
 
 @contextlib.contextmanager

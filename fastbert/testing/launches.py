@@ -138,7 +138,10 @@ def _triton_counted(mode: _Counting) -> Iterator[None]:
         mode.launches.kernels[launch.name] += 1
         run_cached(launch, addresses)
 
-    with mock.patch.object(Launch, "run", count), mock.patch.object(CachedLaunch, "run", count_cached):
+    with (
+        mock.patch.object(Launch, "run", count),
+        mock.patch.object(CachedLaunch, "run", count_cached),
+    ):
         yield
 
 

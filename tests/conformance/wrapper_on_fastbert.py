@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tiny_hosts import rows_computed
+from tiny_models import rows_computed
 from torch import Tensor, nn
 from wrappers import WRAPPERS, folders
 
@@ -66,13 +66,15 @@ def compared(name: str, cache: Path) -> dict[str, Any]:
         actual, rows = measured(wrapper.run, fast)
     found: dict[str, Any] = {"paths": list(bound), "rows": rows}
     found["plain"] = difference(actual, expected)
-    # The host of the stock object is at the same path as that of the accelerated object.
-    hook(next(iter(bound.values())).host)
+    # The HF model of the stock object is at the same path as that of the accelerated object.
+    hook(next(iter(bound.values())).hf_model)
     fastbert.accelerate(stock)
-    host = next(iter(bound_encoders(stock).values())).host
+    hf_model = next(iter(bound_encoders(stock).values())).hf_model
     fastbert.restore(stock)
-    assert host not in [one.host for one in bound.values()], "both objects share their encoder"
-    hook(host)
+    assert hf_model not in [one.hf_model for one in bound.values()], (
+        "both objects share their encoder"
+    )
+    hook(hf_model)
     cut_off, _ = measured(wrapper.run, stock)
     found["effect of the hook"] = float((cut_off - expected).abs().max())
     with warnings.catch_warnings(record=True) as more:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from tiny_hosts import LENGTHS, agree, batch, config, model, rows_computed, sides, values
+from tiny_models import LENGTHS, agree, batch, config, model, rows_computed, sides, values
 from torch import Tensor, nn
 from transformers import modeling_outputs
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 from quick_cases import long_case
 from stock_families import FAMILIES, build, inputs
-from tiny_hosts import agree, batch, config, model, rows_computed, sides, values
+from tiny_models import agree, batch, config, model, rows_computed, sides, values
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
-from tiny_hosts import LENGTHS, Sides, agree, batch, model, rows_computed, sides, values
+from tiny_models import LENGTHS, Sides, agree, batch, model, rows_computed, sides, values
 from torch import nn
 from torch.nn.utils import parametrize
 
@@ -72,7 +72,7 @@ COPIES = {"deepcopy": copy.deepcopy, "pickle": through_pickle, "torch.save": thr
 def test_a_copy_is_accelerated_and_on_its_own(pair, how) -> None:
     again = COPIES[how](pair.fast)
     pair._replace(fast=again).check(batch())
-    assert bound_encoders(again)["bert"].host is again.bert
+    assert bound_encoders(again)["bert"].hf_model is again.bert
     with torch.no_grad():
         for parameter in again.parameters():
             parameter.zero_()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from quick_cases import long_case
-from tiny_hosts import REASON, agree, batch, gradients, model, rows_computed, sides, values
+from tiny_models import REASON, agree, batch, gradients, model, rows_computed, sides, values
 from torch import Tensor
 
 import fastbert

@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 from test_accelerate_training import check_step, examples, step, trainer
-from tiny_hosts import LENGTHS, REASON, Sides, agree, batch, model, rows_computed, sides, values
+from tiny_models import LENGTHS, REASON, Sides, agree, batch, model, rows_computed, sides, values
 from torch import nn
 
 import fastbert

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from tiny_hosts import SIZES, batch, config, model, rows_computed, sides
+from tiny_models import SIZES, batch, config, model, rows_computed, sides
 from torch import nn
 from transformers.models.bert.modeling_bert import BertSelfOutput
 

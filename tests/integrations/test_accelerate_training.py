@@ -13,7 +13,7 @@ import torch
 import transformers
 from _without_gradient import WithoutGradient
 from quick_cases import long_case
-from tiny_hosts import (
+from tiny_models import (
     LENGTHS,
     REASON,
     Sides,
@@ -406,7 +406,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, sys.argv[1])
 import fastbert
-from tiny_hosts import batch, gradients, model
+from tiny_models import batch, gradients, model
 
 torch.set_num_threads(1)
 dist.init_process_group("gloo")

@@ -30,7 +30,7 @@ from stock_families import (
 )
 
 from fastbert import ops
-from fastbert.integrations import attention_interface as host
+from fastbert.integrations import attention_interface
 from fastbert.testing.compare import assert_close
 from fastbert.testing.yardstick import run_sides
 
@@ -171,18 +171,20 @@ def test_a_causal_decoder_stays_causal() -> None:
 
 def test_what_cannot_be_served_is_named() -> None:
     q, module = torch.randn(2, 4, 5, 8), nn.Identity()
-    for name in host.REFUSED:
+    for name in attention_interface.REFUSED:
         with pytest.raises(ValueError, match=f"^{name}: got a value, allowed: None"):
-            host.attention(module, q, q, q, None, **{name: torch.ones(1)})
+            attention_interface.attention(module, q, q, q, None, **{name: torch.ones(1)})
     with pytest.raises(ValueError, match=r"^key: got 2 heads, allowed: 4"):
-        host.attention(module, q, q[:, :2], q[:, :2], None)
+        attention_interface.attention(module, q, q[:, :2], q[:, :2], None)
     ends = torch.tensor([0, 10], dtype=torch.int32)
     with pytest.raises(ValueError, match=r"^output_attentions: got True"):
-        host.attention(module, q, q, q, None, cu_seq_lens_q=ends, output_attentions=True)
+        attention_interface.attention(
+            module, q, q, q, None, cu_seq_lens_q=ends, output_attentions=True
+        )
     with pytest.raises(ValueError, match=r"^attention_mask: got a mask, allowed: None beside"):
-        host.attention(module, q, q, q, torch.ones(2, 5), cu_seq_lens_q=ends)
+        attention_interface.attention(module, q, q, q, torch.ones(2, 5), cu_seq_lens_q=ends)
     with pytest.raises(ValueError, match=r"^attention_mask: got shape \(5,\)"):
-        host.attention(module, q, q, q, torch.ones(5))
+        attention_interface.attention(module, q, q, q, torch.ones(5))
 
 
 def test_it_is_chosen_by_name_and_survives_saving(tmp_path, calls) -> None:

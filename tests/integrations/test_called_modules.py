@@ -1,4 +1,4 @@
-"""Modules of a host that deviate are called as the host calls them, with ``(B, L, H)``.
+"""Modules of an HF model that deviate are called as the HF model calls them, with ``(B, L, H)``.
 
 Each change is made to the accelerated model and to stock models. A change that depends on the
 position of a token shows whether a module still sees the division of the batch into sequences.
@@ -25,7 +25,7 @@ from stock_families import (
     run_with_gradients,
     total,
 )
-from tiny_hosts import Sides, batch, config, model, rows_computed, sides
+from tiny_models import Sides, batch, config, model, rows_computed, sides
 from torch import Tensor, nn
 from torch.nn.utils import prune
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from pydantic import BaseModel, ConfigDict, PrivateAttr
-from tiny_hosts import model
+from tiny_models import model
 from torch import nn
 
 import fastbert

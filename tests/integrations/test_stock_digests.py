@@ -94,12 +94,12 @@ def test_an_unknown_function_is_probed_once_and_named_once(unknown_file) -> None
         calls.append(model)
         _unchecked(model)
 
-    host = families.build("bert")
+    hf_model = families.build("bert")
     with pytest.warns(UserWarning, match=NAME):
-        assert compare(host, accelerate) == (None, {})
+        assert compare(hf_model, accelerate) == (None, {})
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert compare(host, accelerate) == (None, {})
+        assert compare(hf_model, accelerate) == (None, {})
     assert len(calls) == 1
 
 
@@ -120,9 +120,9 @@ def test_a_probe_that_differs_is_a_reason(unknown_file) -> None:
 
 @pytest.mark.parametrize("family", ["roberta", "distilbert", "nomic_bert"])
 def test_a_probe_agrees_and_keeps_the_random_numbers(family) -> None:
-    host = families.build(family)
+    hf_model = families.build(family)
     before = torch.get_rng_state()
-    assert probe(host, _unchecked) is None
+    assert probe(hf_model, _unchecked) is None
     assert torch.equal(torch.get_rng_state(), before)
 
 

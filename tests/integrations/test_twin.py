@@ -1,4 +1,4 @@
-"""Hosts that equal their twin are served, with nothing to call, in all ten families."""
+"""HF models that equal their twin are served, with nothing to call, in all ten families."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from torch import nn
 from torch.nn.utils import parametrize, prune
 
 import fastbert
-from fastbert.integrations.twin import Verdict, compare, facts
+from fastbert.integrations.twin import ComparisonResult, compare, facts
 
-SERVED = Verdict(None, {})
+SERVED = ComparisonResult(None, {})
 
 
 def loaded(family: str, folder: Any) -> Any:
@@ -138,28 +138,28 @@ CASES = [
 @pytest.mark.each_value
 @pytest.mark.parametrize(("family", "situation"), CASES)
 def test_a_host_as_people_have_it_is_served(family, situation, tmp_path) -> None:
-    host = SITUATIONS[situation](family, tmp_path)
-    assert compare(host) == SERVED
+    hf_model = SITUATIONS[situation](family, tmp_path)
+    assert compare(hf_model) == SERVED
 
 
 @pytest.mark.parametrize("family", families.FAMILIES)
 def test_comparing_leaves_the_host_and_the_random_numbers_alone(family) -> None:
-    host = families.build(family)
-    before, names = torch.get_rng_state(), [dict(vars(module)) for module in host.modules()]
-    compare(host)
+    hf_model = families.build(family)
+    before, names = torch.get_rng_state(), [dict(vars(module)) for module in hf_model.modules()]
+    compare(hf_model)
     assert torch.equal(torch.get_rng_state(), before)
-    assert [dict(vars(module)) for module in host.modules()] == names
+    assert [dict(vars(module)) for module in hf_model.modules()] == names
 
 
 def test_a_host_with_fewer_layers_than_its_config_is_served() -> None:
-    host = families.build("bert", num_hidden_layers=4)
-    host.encoder.layer = nn.ModuleList(host.encoder.layer[::2])
-    assert compare(host) == SERVED
+    hf_model = families.build("bert", num_hidden_layers=4)
+    hf_model.encoder.layer = nn.ModuleList(hf_model.encoder.layer[::2])
+    assert compare(hf_model) == SERVED
 
 
 def test_the_facts_hold_the_classes_functions_and_tables_that_the_code_reaches() -> None:
-    host = families.build("bert")
-    found = facts(host)
+    hf_model = families.build("bert")
+    found = facts(hf_model)
     kinds = {kind.__name__ for kind in found.classes}
     assert {"BertModel", "BertSelfAttention", "Module", "Linear", "GELUActivation"} <= kinds
     names = {function.__name__ for function in found.functions}

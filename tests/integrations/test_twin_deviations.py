@@ -1,4 +1,4 @@
-"""Hosts that differ from their twin, and the module, attribute and value that are named."""
+"""HF models that differ from their twin, and the module, attribute and value that are named."""
 
 from __future__ import annotations
 
@@ -53,27 +53,27 @@ class Mine(dict):
 def put(path: str, name: str, value: Any) -> Any:
     """Return a change that sets an attribute of a module; a function makes the value."""
 
-    def change(host: nn.Module) -> None:
-        module = host.get_submodule(path)
+    def change(hf_model: nn.Module) -> None:
+        module = hf_model.get_submodule(path)
         setattr(module, name, value(module) if callable(value) else value)
 
     return change
 
 
 def hook(path: str, kind: str = "forward") -> Any:
-    return lambda host: getattr(host.get_submodule(path), f"register_{kind}_hook")(
+    return lambda hf_model: getattr(hf_model.get_submodule(path), f"register_{kind}_hook")(
         lambda *given: None
     )
 
 
 def become(path: str, kind: type) -> Any:
-    return lambda host: setattr(host.get_submodule(path), "__class__", kind)
+    return lambda hf_model: setattr(hf_model.get_submodule(path), "__class__", kind)
 
 
 def fill(path: str, name: str, change: Any) -> Any:
-    def run(host: nn.Module) -> None:
+    def run(hf_model: nn.Module) -> None:
         with torch.no_grad():
-            change(getattr(host.get_submodule(path), name))
+            change(getattr(hf_model.get_submodule(path), name))
 
     return run
 
@@ -85,28 +85,28 @@ def own_forward(path: str) -> Any:
 def parameter(path: str, name: str, change: Any) -> Any:
     """Return a change that replaces the data of a parameter."""
 
-    def run(host: nn.Module) -> None:
-        module = host.get_submodule(path)
+    def run(hf_model: nn.Module) -> None:
+        module = hf_model.get_submodule(path)
         module._parameters[name] = nn.Parameter(change(module._parameters[name].data))
 
     return run
 
 
-def subclass_parameter(host: nn.Module) -> None:
+def subclass_parameter(hf_model: nn.Module) -> None:
     class Own(nn.Parameter):
         pass
 
-    norm = host.get_submodule(LAYER + "output.LayerNorm")
+    norm = hf_model.get_submodule(LAYER + "output.LayerNorm")
     norm._parameters["weight"] = Own(norm.weight.data)
 
 
-def fewer_heads(host: nn.Module) -> None:
-    attention = host.get_submodule(LAYER + "attention.self")
+def fewer_heads(hf_model: nn.Module) -> None:
+    attention = hf_model.get_submodule(LAYER + "attention.self")
     attention.num_attention_heads, attention.attention_head_size = 1, 144
 
 
-def shared_layers(host: nn.Module) -> None:
-    host.encoder.layer[1] = host.encoder.layer[0]
+def shared_layers(hf_model: nn.Module) -> None:
+    hf_model.encoder.layer[1] = hf_model.encoder.layer[0]
 
 
 SELF = LAYER + "attention.self"
@@ -175,15 +175,15 @@ STOCK: dict[str, tuple[Any, str]] = {
     ),
     "subclass's call": (become(LAYER + "intermediate", Called), "Called with its own __call__"),
     "ModuleList's class": (
-        lambda host: setattr(host.encoder, "layer", nn.Sequential(*host.encoder.layer)),
+        lambda hf_model: setattr(hf_model.encoder, "layer", nn.Sequential(*hf_model.encoder.layer)),
         "encoder.layer: got a torch.nn.modules.container.Sequential, allowed: ModuleList",
     ),
     "one layer's class": (
-        lambda host: host.encoder.layer.__setitem__(1, nn.Identity()),
+        lambda hf_model: hf_model.encoder.layer.__setitem__(1, nn.Identity()),
         "encoder.layer.1: got a torch.nn.modules.linear.Identity, allowed: BertLayer",
     ),
     "no attention": (
-        lambda host: setattr(host.encoder.layer[1], "attention", None),
+        lambda hf_model: setattr(hf_model.encoder.layer[1], "attention", None),
         "encoder.layer.1.attention: got None, allowed: BertAttention",
     ),
     "shared layers": (shared_layers, "encoder.layer.1: got the module at 'encoder.layer.0' again"),
@@ -206,43 +206,43 @@ STOCK: dict[str, tuple[Any, str]] = {
         f"{SELF}.config: got _attn_implementation=None, allowed: 'eager'",
     ),
     "config's heads": (
-        lambda host: setattr(host.config, "num_attention_heads", 2),
+        lambda hf_model: setattr(hf_model.config, "num_attention_heads", 2),
         "encoder.layer.0.attention.self.attention_head_size: got 48, allowed: 72",
     ),
     "config's width": (
-        lambda host: setattr(host.config, "intermediate_size", 65),
+        lambda hf_model: setattr(hf_model.config, "intermediate_size", 65),
         "encoder.layer.0.intermediate.dense.weight: got shape (64, 144), allowed: (65, 144)",
     ),
     "config's activation": (
-        lambda host: setattr(host.config, "hidden_act", "relu"),
+        lambda hf_model: setattr(hf_model.config, "hidden_act", "relu"),
         "intermediate_act_fn: got a transformers.activations.GELUActivation, allowed: ReLU",
     ),
     "function for an activation": (
-        lambda host: vars(host.config).__setitem__("hidden_act", torch.relu),
+        lambda hf_model: vars(hf_model.config).__setitem__("hidden_act", torch.relu),
         "config.hidden_act: got <built-in method relu",
     ),
     "config that does not build": (
-        lambda host: setattr(host.config, "num_attention_heads", 5),
+        lambda hf_model: setattr(hf_model.config, "num_attention_heads", 5),
         "config: got ValueError (The hidden size (144) is not a multiple",
     ),
     "config's is_causal": (
-        lambda host: setattr(host.config, "is_causal", True),
+        lambda hf_model: setattr(hf_model.config, "is_causal", True),
         "config.is_causal: got True, allowed: False",
     ),
     "flex": (
-        lambda host: setattr(host.config, "_attn_implementation", "flex_attention"),
+        lambda hf_model: setattr(hf_model.config, "_attn_implementation", "flex_attention"),
         "config._attn_implementation: got 'flex_attention', allowed: eager, sdpa",
     ),
     "registered attention": (
-        lambda host: setattr(host.config, "_attn_implementation_internal", "mine"),
+        lambda hf_model: setattr(hf_model.config, "_attn_implementation_internal", "mine"),
         "config._attn_implementation: got 'mine', allowed: eager, sdpa",
     ),
     "mixed dtypes": (
-        lambda host: host.encoder.layer[1].output.bfloat16(),
+        lambda hf_model: hf_model.encoder.layer[1].output.bfloat16(),
         "encoder.layer.1.output.dense.weight: got torch.bfloat16, allowed: torch.float32",
     ),
     "two devices": (
-        lambda host: host.encoder.layer[1].output.to("meta"),
+        lambda hf_model: hf_model.encoder.layer[1].output.to("meta"),
         "encoder.layer.1.output.dense.weight: got device meta, allowed: cpu",
     ),
     "checkpointing of one's own": (
@@ -275,41 +275,49 @@ CALLED: dict[str, tuple[Any, str, str]] = {
         "bias: got stride (0,), allowed: a contiguous parameter",
     ),
     "integers": (
-        lambda host: host.get_submodule(QUERY)._parameters.__setitem__(
+        lambda hf_model: hf_model.get_submodule(QUERY)._parameters.__setitem__(
             "bias", nn.Parameter(torch.zeros(144, dtype=torch.int64), requires_grad=False)
         ),
         QUERY,
         "bias: got torch.int64 and torch.strided, allowed: float32, float16, bfloat16, float64",
     ),
     "plain tensor": (
-        lambda host: host.get_submodule(QUERY)._parameters.__setitem__("bias", torch.zeros(144)),
+        lambda hf_model: hf_model.get_submodule(QUERY)._parameters.__setitem__(
+            "bias", torch.zeros(144)
+        ),
         QUERY,
         "bias: got a Tensor, allowed: a Parameter",
     ),
     "pruning": (
-        lambda host: prune.random_unstructured(host.get_submodule(QUERY), "weight", amount=0.2),
+        lambda hf_model: prune.random_unstructured(
+            hf_model.get_submodule(QUERY), "weight", amount=0.2
+        ),
         QUERY,
         "query.forward_pre_hooks: got RandomUnstructured",
     ),
     "parametrization": (
-        lambda host: parametrize.register_parametrization(
-            host.get_submodule(QUERY), "weight", Tripled()
+        lambda hf_model: parametrize.register_parametrization(
+            hf_model.get_submodule(QUERY), "weight", Tripled()
         ),
         QUERY,
         "ParametrizedLinear, allowed: Linear",
     ),
     "weight norm": (
-        lambda host: parametrizations.weight_norm(host.get_submodule(QUERY)),
+        lambda hf_model: parametrizations.weight_norm(hf_model.get_submodule(QUERY)),
         QUERY,
         "ParametrizedLinear, allowed: Linear",
     ),
     "int8": (
-        lambda host: torch.ao.quantization.quantize_dynamic(host, {nn.Linear}, inplace=True),
+        lambda hf_model: torch.ao.quantization.quantize_dynamic(
+            hf_model, {nn.Linear}, inplace=True
+        ),
         QUERY,
         "got a torch.ao.nn.quantized.dynamic.modules.linear.Linear, allowed: Linear",
     ),
     "shared linear": (
-        lambda host: setattr(host.get_submodule(SELF), "key", host.get_submodule(QUERY)),
+        lambda hf_model: setattr(
+            hf_model.get_submodule(SELF), "key", hf_model.get_submodule(QUERY)
+        ),
         LAYER + "attention.self.key",
         f"got the module at '{QUERY}' again",
     ),
@@ -360,7 +368,7 @@ CALLED: dict[str, tuple[Any, str, str]] = {
         "embeddings.token_type_ids: got 1 at position 7, allowed: 0",
     ),
     "no token types": (
-        lambda host: delattr(host.embeddings, "token_type_ids"),
+        lambda hf_model: delattr(hf_model.embeddings, "token_type_ids"),
         "embeddings",
         "token_type_ids: got None, allowed: a buffer",
     ),
@@ -369,10 +377,10 @@ CALLED: dict[str, tuple[Any, str, str]] = {
 
 @pytest.mark.parametrize("case", STOCK)
 def test_a_host_that_runs_its_own_code(case) -> None:
-    host = families.build("bert")
+    hf_model = families.build("bert")
     change, words = STOCK[case]
-    change(host)
-    reason = compare(host).reason
+    change(hf_model)
+    reason = compare(hf_model).reason
     assert reason is not None
     assert words in reason
     assert "allowed: " in reason
@@ -380,10 +388,10 @@ def test_a_host_that_runs_its_own_code(case) -> None:
 
 @pytest.mark.parametrize("case", CALLED)
 def test_a_module_that_is_called(case) -> None:
-    host = families.build("bert")
+    hf_model = families.build("bert")
     change, path, words = CALLED[case]
-    change(host)
-    reason, called = compare(host)
+    change(hf_model)
+    reason, called = compare(hf_model)
     assert reason is None
     assert path in called
     assert words in called[path]
@@ -396,23 +404,23 @@ def test_rotary_tables_and_windows_of_ones_own() -> None:
         ("full_attention_inv_freq", 2.0, "rotary_emb.full_attention_inv_freq: got 2 at 0"),
         ("full_attention_attention_scaling", 2.0, "full_attention_attention_scaling: got 2.0"),
     ):
-        host = families.build("modernbert")
-        current = getattr(host.rotary_emb, name)
+        hf_model = families.build("modernbert")
+        current = getattr(hf_model.rotary_emb, name)
         changed = current * value if isinstance(current, torch.Tensor) else value
-        setattr(host.rotary_emb, name, changed)
-        assert words in str(compare(host).reason)
-    host = families.build("modernbert")
-    host.layers[1].attn.sliding_window = 9
-    assert "layers.1.attn.sliding_window: got 9, allowed: 5" in str(compare(host).reason)
-    host = families.build("modernbert")
-    host.layers[0], host.layers[1] = host.layers[1], host.layers[0]
-    assert compare(host).reason is not None
-    host = families.build("mpnet")
-    host.encoder.relative_attention_bias.padding_idx = 3
-    assert "relative_attention_bias.padding_idx: got 3" in str(compare(host).reason)
-    host = families.build("albert")
-    host.config.num_hidden_layers = 2
-    assert compare(host).reason is None, "the config decides how often a group runs"
+        setattr(hf_model.rotary_emb, name, changed)
+        assert words in str(compare(hf_model).reason)
+    hf_model = families.build("modernbert")
+    hf_model.layers[1].attn.sliding_window = 9
+    assert "layers.1.attn.sliding_window: got 9, allowed: 5" in str(compare(hf_model).reason)
+    hf_model = families.build("modernbert")
+    hf_model.layers[0], hf_model.layers[1] = hf_model.layers[1], hf_model.layers[0]
+    assert compare(hf_model).reason is not None
+    hf_model = families.build("mpnet")
+    hf_model.encoder.relative_attention_bias.padding_idx = 3
+    assert "relative_attention_bias.padding_idx: got 3" in str(compare(hf_model).reason)
+    hf_model = families.build("albert")
+    hf_model.config.num_hidden_layers = 2
+    assert compare(hf_model).reason is None, "the config decides how often a group runs"
 
 
 def other(*args: Any, **kwargs: Any) -> Any:
@@ -471,24 +479,24 @@ def test_a_patch_of_a_class_or_of_a_name_is_seen_and_so_is_its_end(case) -> None
     place, name, value = PATCHES[case]
     for first in (families.build("bert"), None):
         with mock.patch.object(place, name, value, create=True):
-            host = first or build_somehow(place)
-            reason, called = compare(host)
+            hf_model = first or build_somehow(place)
+            reason, called = compare(hf_model)
             assert reason is not None or called, "served"
             told = reason or "".join(called.values())
             assert "allowed: " in told
-        if host is first:
-            assert compare(host) == (None, {})
+        if hf_model is first:
+            assert compare(hf_model) == (None, {})
 
 
 def build_somehow(place: Any) -> nn.Module:
-    """Return a host that was built while the patch is there, or before if it cannot be built."""
+    """Return an HF model that is built with the patch, or before it if the patch prevents that."""
     try:
         return families.build("bert")
     except (AssertionError, AttributeError):
-        return HOST
+        return HF_MODEL
 
 
-HOST = families.build("bert")
+HF_MODEL = families.build("bert")
 
 
 def test_the_code_of_a_function_and_its_defaults_are_compared() -> None:
@@ -496,16 +504,16 @@ def test_the_code_of_a_function_and_its_defaults_are_compared() -> None:
     code = function.__code__
     try:
         function.__code__ = code.replace(co_consts=(*code.co_consts, 7))
-        assert "eager_attention_forward: got other code" in str(compare(HOST).reason)
+        assert "eager_attention_forward: got other code" in str(compare(HF_MODEL).reason)
     finally:
         function.__code__ = code
     defaults = function.__defaults__
     try:
         function.__defaults__ = (0.5, 0.0)
-        assert "got the default 0.5" in str(compare(HOST).reason)
+        assert "got the default 0.5" in str(compare(HF_MODEL).reason)
     finally:
         function.__defaults__ = defaults
-    assert compare(HOST) == (None, {})
+    assert compare(HF_MODEL) == (None, {})
 
 
 @pytest.mark.parametrize("key", ["eager", "sdpa"])
@@ -514,15 +522,15 @@ def test_an_entry_of_ones_own_is_seen(table, key) -> None:
     place = modeling_utils if table == "AttentionInterface" else masking_utils
     kind = getattr(place, table)
     with mock.patch.dict(kind._global_mapping, {key: other}):
-        assert f'{table}["{key}"]: got <function other' in str(compare(HOST).reason)
+        assert f'{table}["{key}"]: got <function other' in str(compare(HF_MODEL).reason)
     instance = {
         "AttentionInterface": modeling_utils.ALL_ATTENTION_FUNCTIONS,
         "AttentionMaskInterface": masking_utils.ALL_MASK_ATTENTION_FUNCTIONS,
     }[table]
     with mock.patch.dict(instance._local_mapping, {key: other}):
-        assert f'{table}["{key}"]: got <function other' in str(compare(HOST).reason)
+        assert f'{table}["{key}"]: got <function other' in str(compare(HF_MODEL).reason)
     with mock.patch.dict(kind._global_mapping, {"mine": other}):
-        assert compare(HOST) == (None, {})
+        assert compare(HF_MODEL) == (None, {})
 
 
 def test_an_activation_replaced_in_the_table_before_the_host_was_built() -> None:
@@ -540,12 +548,12 @@ def test_an_activation_replaced_in_the_table_before_the_host_was_built() -> None
 
 @pytest.mark.parametrize("family", families.FAMILIES)
 def test_a_patch_of_every_class_of_a_family_is_seen(family) -> None:
-    host = families.build(family)
-    kinds = {type(module) for module in host.modules()}
+    hf_model = families.build(family)
+    kinds = {type(module) for module in hf_model.modules()}
     kinds = {kind for kind in kinds if kind.__module__.startswith("transformers.models.")}
     kinds = {kind for kind in kinds if "Pooler" not in kind.__name__}
     assert len(kinds) >= 5
     for kind in kinds:
         with mock.patch.object(kind, "forward", other):
-            assert compare(host) != (None, {}), kind
-    assert compare(host) == (None, {})
+            assert compare(hf_model) != (None, {}), kind
+    assert compare(hf_model) == (None, {})

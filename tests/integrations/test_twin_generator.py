@@ -1,4 +1,4 @@
-"""Random changes of a host or of the code that it runs: each is named, or it changes nothing.
+"""Random changes of an HF model or of the code that it runs: each is named, or it changes nothing.
 
 Each case changes one attribute, buffer, parameter, method, submodule, hook, class, global name or
 table entry, drawn from everything that exists. A change that the comparison does not name must not
@@ -30,11 +30,11 @@ Change = tuple[str, Callable[[], None]]
 
 
 def build(family: str, **changes: Any) -> Any:
-    """Return a host without a pooler, because fastbert calls the pooler as the host does."""
-    host = families.build(family, **changes)
-    if "pooler" in host._modules:
-        host.pooler = None
-    return host
+    """Return an HF model without a pooler, because fastbert calls the pooler of the HF model."""
+    hf_model = families.build(family, **changes)
+    if "pooler" in hf_model._modules:
+        hf_model.pooler = None
+    return hf_model
 
 
 def changed(value: Any) -> Any:
@@ -50,8 +50,8 @@ def changed(value: Any) -> Any:
     return None
 
 
-def an_attribute(host: Any, draw: random.Random) -> Change:
-    path, module = draw.choice(list(host.named_modules()))
+def an_attribute(hf_model: Any, draw: random.Random) -> Change:
+    path, module = draw.choice(list(hf_model.named_modules()))
     internal = vars(nn.Module())
     # fastbert reads the eps of a layer norm from the module.
     names = [n for n in vars(module) if n not in internal and n not in ("config", "eps")]
@@ -60,18 +60,18 @@ def an_attribute(host: Any, draw: random.Random) -> Change:
     return f"{path}.{name} = {value!r}", lambda: vars(module).__setitem__(name, value)
 
 
-def a_buffer(host: Any, draw: random.Random) -> Change:
-    found = [(m, n) for m in host.modules() for n, b in m._buffers.items() if b is not None]
+def a_buffer(hf_model: Any, draw: random.Random) -> Change:
+    found = [(m, n) for m in hf_model.modules() for n, b in m._buffers.items() if b is not None]
     if not found:
-        return a_parameter(host, draw)
+        return a_parameter(hf_model, draw)
     module, name = draw.choice(found)
     value = module._buffers[name].clone()
     value[..., draw.randrange(4)] += 1
     return f"buffer {name}", lambda: module._buffers.__setitem__(name, value)
 
 
-def a_parameter(host: Any, draw: random.Random) -> Change:
-    modules = [(path, m) for path, m in host.named_modules() if m._parameters]
+def a_parameter(hf_model: Any, draw: random.Random) -> Change:
+    modules = [(path, m) for path, m in hf_model.named_modules() if m._parameters]
     path, module = draw.choice(modules)
     name = draw.choice(list(module._parameters))
     value = module._parameters[name]
@@ -80,9 +80,9 @@ def a_parameter(host: Any, draw: random.Random) -> Change:
     return f"parameter {path}.{name}", lambda: module._parameters.__setitem__(name, new)
 
 
-def a_method(host: Any, draw: random.Random) -> Change:
-    # A forward of the host itself runs, and calls the forward of fastbert.
-    path, module = draw.choice(list(host.named_modules())[1:])
+def a_method(hf_model: Any, draw: random.Random) -> Change:
+    # A forward of the HF model itself runs, and calls the forward of fastbert.
+    path, module = draw.choice(list(hf_model.named_modules())[1:])
     names = [n for n in ("forward", "feed_forward_chunk", "ff_chunk") if hasattr(module, n)]
     name = draw.choice(names)
     real = getattr(module, name)
@@ -104,15 +104,15 @@ def more(out: Any) -> Any:
     return out
 
 
-def a_submodule(host: Any, draw: random.Random) -> Change:
-    places = [(p, m, n) for p, m in host.named_modules() for n in m._modules if m._modules[n]]
+def a_submodule(hf_model: Any, draw: random.Random) -> Change:
+    places = [(p, m, n) for p, m in hf_model.named_modules() for n in m._modules if m._modules[n]]
     path, module, name = draw.choice(places)
     new = draw.choice([nn.Identity(), nn.ReLU(), None])
     return f"{path}.{name} = {new}", lambda: module._modules.__setitem__(name, new)
 
 
-def a_hook(host: Any, draw: random.Random) -> Change:
-    path, module = draw.choice(list(host.named_modules())[1:])
+def a_hook(hf_model: Any, draw: random.Random) -> Change:
+    path, module = draw.choice(list(hf_model.named_modules())[1:])
     kind = draw.choice(["forward", "forward_pre", "full_backward", "full_backward_pre"])
 
     def hook(module: Any, given: Any, out: Any = None) -> Any:
@@ -121,8 +121,8 @@ def a_hook(host: Any, draw: random.Random) -> Change:
     return f"{kind} hook {path}", lambda: getattr(module, f"register_{kind}_hook")(hook)
 
 
-def a_class(host: Any, draw: random.Random) -> Change:
-    path, module = draw.choice(list(host.named_modules())[1:])
+def a_class(hf_model: Any, draw: random.Random) -> Change:
+    path, module = draw.choice(list(hf_model.named_modules())[1:])
     kind: Any = type(module)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -137,12 +137,12 @@ INSTANCE = [
 ]  # fmt: skip
 
 
-def outputs(host: Any, family: str) -> Tensor | str:
+def outputs(hf_model: Any, family: str) -> Tensor | str:
     """Return the hidden states at real tokens, or the name of the error."""
     batch = families.inputs("right", family)
     try:
         with torch.no_grad():
-            states = host(**batch).last_hidden_state
+            states = hf_model(**batch).last_hidden_state
     except Exception as error:
         return type(error).__name__
     return states[batch["attention_mask"].bool()]
@@ -155,12 +155,12 @@ def test_a_random_change_of_a_host_is_named_or_changes_nothing(seed) -> None:
     stock = outputs(build(family), family)
     tried = 0
     for kind in INSTANCE:
-        host = build(family)
-        title, change = kind(host, draw)
+        hf_model = build(family)
+        title, change = kind(hf_model, draw)
         change()
         tried += 1
-        if compare(host) == (None, {}):
-            found = outputs(host, family)
+        if compare(hf_model) == (None, {}):
+            found = outputs(hf_model, family)
             assert isinstance(found, Tensor), (title, found)
             assert torch.equal(found, stock), title
     assert tried == len(INSTANCE)
@@ -172,9 +172,9 @@ def test_the_random_changes_of_hosts_are_168_and_most_are_named() -> None:
     for seed in range(SEEDS):
         draw = random.Random(seed)
         for kind in INSTANCE:
-            host = build("bert", num_hidden_layers=1)
-            kind(host, draw)[1]()
-            named += compare(host) != (None, {})
+            hf_model = build("bert", num_hidden_layers=1)
+            kind(hf_model, draw)[1]()
+            named += compare(hf_model) != (None, {})
     assert named >= 130
 
 
@@ -190,10 +190,10 @@ def other(*args: Any, **kwargs: Any) -> Any:
 
 
 def reached_functions(family: str) -> list[tuple[Any, str]]:
-    """Return the functions in modules and classes that the code of a host reaches by name."""
-    host = build(family)
+    """Return the functions in modules and classes that the code of an HF model reaches by name."""
+    hf_model = build(family)
     found = {}
-    for kind in twin_of(host).kinds:
+    for kind in twin_of(hf_model).kinds:
         for record in stock_code.code_of(kind).records:
             for space, name, value in record.entries:
                 module = sys.modules.get(space.get("__name__", ""))
@@ -211,17 +211,17 @@ def reached_functions(family: str) -> list[tuple[Any, str]]:
 @pytest.mark.parametrize("family", ["bert", *map(long_case, ["mpnet", "modernbert"])])
 def test_every_function_that_the_code_of_a_host_reaches_is_watched(family) -> None:
     """Each function is replaced in turn."""
-    host = build(family)
+    hf_model = build(family)
     places = reached_functions(family)
     assert len(places) >= 60
     unseen = []
     for place, name in places:
         with patched(place, name, other):
             try:
-                seen = compare(host) != (None, {})
+                seen = compare(hf_model) != (None, {})
             except AssertionError:
                 seen = True
         if not seen:
             unseen.append((place, name))
     assert unseen == []
-    assert compare(host) == (None, {})
+    assert compare(hf_model) == (None, {})

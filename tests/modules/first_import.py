@@ -36,7 +36,7 @@ SIZES = {
 }
 
 
-def host(name: str) -> nn.Module:
+def hf_model(name: str) -> nn.Module:
     configuration = getattr(transformers, name.replace("Model", "Config"))
     return getattr(transformers, name)(configuration(**SIZES, **FAMILIES[name]))
 
@@ -58,7 +58,7 @@ def use_everything() -> None:
     from fastbert.modules import BertModel
 
     builders: list[Callable[[], nn.Module]] = [lambda: BertModel(BertConfig(**SIZES))]
-    builders += [lambda name=name: fastbert.accelerate(host(name)) for name in FAMILIES]
+    builders += [lambda name=name: fastbert.accelerate(hf_model(name)) for name in FAMILIES]
     for build in builders:
         # Fake and meta tensors have no values to compute with.
         with contextlib.suppress(Exception):
@@ -95,7 +95,7 @@ def from_pretrained() -> Iterator[None]:
             super().__init__(config)
 
     with tempfile.TemporaryDirectory() as folder:
-        host("BertModel").save_pretrained(folder)
+        hf_model("BertModel").save_pretrained(folder)
         Loaded.from_pretrained(folder)
     yield
 
@@ -125,7 +125,7 @@ def results() -> Iterator[Tensor]:
     ids = torch.arange(24).view(2, 12) % 50
     mask = (torch.arange(12) < torch.tensor([[12], [7]])).long()
     builders: list[Callable[[], nn.Module]] = [lambda: BertModel(BertConfig(**SIZES))]
-    builders += [lambda name=name: fastbert.accelerate(host(name)) for name in FAMILIES]
+    builders += [lambda name=name: fastbert.accelerate(hf_model(name)) for name in FAMILIES]
     for build in builders:
         torch.manual_seed(0)
         model = build()

@@ -155,7 +155,7 @@ def test_an_operation_per_layer_frees_what_the_backward_read():
         loss.backward()
 
 
-# The layers of the families beyond BERT, and of hosts, whose weights are in parts.
+# The layers of the families beyond BERT, and of HF models, whose weights are in parts.
 SIZES = {
     "vocab_size": 61,
     "hidden_size": 64,

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 pytest.importorskip("transformers")
 
 from stock_families import FAMILIES, build
-from tiny_hosts import batch, model
+from tiny_models import batch, model
 
 import fastbert
 from fastbert import ops

@@ -114,14 +114,17 @@ def of_transformers() -> nn.Module:
 
 def turns(folder: Path, draw: random.Random) -> Iterator[tuple[str, Callable[[], None]]]:
     """Yield the name of each turn, and what takes it."""
-    native, hosted = BertModel(BertConfig(**SIZES)).eval(), fastbert.accelerate(of_transformers())
+    native, accelerated = (
+        BertModel(BertConfig(**SIZES)).eval(),
+        fastbert.accelerate(of_transformers()),
+    )
     trained = BertForPreTraining(BertConfig(**SIZES))
     optimizer = torch.optim.AdamW(trained.parameters(), 1e-4)
 
     def infer() -> None:
         ids, mask = batch(draw)
         with torch.no_grad():
-            for model in (native, hosted.eval()):
+            for model in (native, accelerated.eval()):
                 model(input_ids=ids, attention_mask=mask)
                 with torch.autocast("cpu", torch.bfloat16):
                     model(input_ids=ids, attention_mask=mask)
@@ -136,8 +139,8 @@ def turns(folder: Path, draw: random.Random) -> Iterator[tuple[str, Callable[[],
         out.loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        hosted.train()(input_ids=ids, attention_mask=mask)[0].sum().backward()
-        hosted.zero_grad()
+        accelerated.train()(input_ids=ids, attention_mask=mask)[0].sum().backward()
+        accelerated.zero_grad()
 
     def accelerate_and_restore() -> None:
         model = fastbert.accelerate(of_transformers()).eval()

@@ -1,7 +1,4 @@
-"""The modules of a host, a model of transformers, by their places beside the modules of fastbert.
-
-In the names of this file, ``ours`` is a module of fastbert and ``theirs`` is a module of the host.
-"""
+"""The modules of an HF model, a model of transformers, beside the modules of fastbert."""
 
 from __future__ import annotations
 
@@ -17,14 +14,14 @@ from fastbert.modules import BertModel
 from fastbert.modules.joined_linear import JoinedLinear
 from fastbert.modules.positions import frequencies
 
-# The host's module that embeds the tokens, in every family.
+# The HF model's module that embeds the tokens, in every family.
 EMBEDDING = "embeddings"
 
 
 class Place(NamedTuple):
     """The place of a module: the dictionary of its parent's modules, and its name there.
 
-    A place holds no reference to the parent, so the host can be freed while places exist.
+    A place holds no reference to the parent, so the HF model can be freed while places exist.
     """
 
     siblings: dict[str, nn.Module | None]
@@ -41,7 +38,7 @@ class Place(NamedTuple):
 
 
 class Inside(NamedTuple):
-    """A module inside the host that is not called, with its path in the host and its place."""
+    """A module inside the HF model that is not called, with its path and its place."""
 
     path: str
     place: Place
@@ -49,13 +46,13 @@ class Inside(NamedTuple):
 
 
 class Leaf(NamedTuple):
-    """A module of fastbert with parameters, and the paths and places of the host's modules."""
+    """A module of fastbert with parameters, and the paths and places of the HF model's modules."""
 
     path: str
-    ours: Place
+    own_place: Place
     module: nn.Module
     paths: tuple[str, ...]
-    theirs: tuple[Place, ...]
+    hf_places: tuple[Place, ...]
 
     @property
     def embeds(self) -> bool:
@@ -64,103 +61,103 @@ class Leaf(NamedTuple):
 
 
 class Drop(NamedTuple):
-    """A module of fastbert with a ``dropout_p``, and the source of its value in the host.
+    """A module of fastbert with a ``dropout_p``, and the source of its value in the HF model.
 
-    The source is the dropout module called ``name`` in ``theirs``, or a number of that name.
+    The source is the dropout module called ``name`` in ``hf_module``, or a number of that name.
     """
 
-    ours: Any
-    theirs: nn.Module
+    module: Any
+    hf_module: nn.Module
     name: str
 
     def probability(self) -> float:
-        """Return the host's dropout probability, which is 0 outside training mode."""
-        module = self.theirs._modules.get(self.name)
-        if module is None:
-            return getattr(self.theirs, self.name) if self.theirs.training else 0.0
-        return getattr(module, "p", 0.0) if module.training else 0.0
+        """Return the HF model's dropout probability, which is 0 outside training mode."""
+        dropout = self.hf_module._modules.get(self.name)
+        if dropout is None:
+            return getattr(self.hf_module, self.name) if self.hf_module.training else 0.0
+        return getattr(dropout, "p", 0.0) if dropout.training else 0.0
 
 
-def layers_of(host: nn.Module, config: Any) -> int:
-    """Return the number of stored layers of the host."""
+def layers_of(hf_model: nn.Module, config: Any) -> int:
+    """Return the number of stored layers of the HF model."""
     family = families.family_of(config.model_type)
     path = family.modules["encoder.layer.{layer}.output.dense"][0]
-    container = host.get_submodule(path.partition(".{")[0])
+    container = hf_model.get_submodule(path.partition(".{")[0])
     return len(container) * config.architecture.group_size
 
 
-def leaves_of(model: BertModel, host: nn.Module) -> list[Leaf]:
-    """Return the modules of fastbert that share the parameters of the host's modules.
+def leaves_of(model: BertModel, hf_model: nn.Module) -> list[Leaf]:
+    """Return the modules of fastbert that share the parameters of the HF model's modules.
 
-    A module of fastbert that stands for several modules of the host becomes a `JoinedLinear`.
+    A module of fastbert that stands for several modules of the HF model becomes a `JoinedLinear`.
 
     Raises:
-        ValueError: If the host lacks a module.
+        ValueError: If the HF model lacks a module.
     """
     found = []
-    for path, theirs in families.pairs(model.config):
+    for path, hf_paths in families.pairs(model.config):
         parent, _, name = path.rpartition(".")
         if path == "pooler.dense" or not model.get_submodule(parent)._modules.get(name):
             continue
-        place, places = _place(model, path), tuple(_place(host, each) for each in theirs)
+        place, places = _place(model, path), tuple(_place(hf_model, each) for each in hf_paths)
         if len(places) > 1:
             place.put(JoinedLinear([nn.Identity() for _ in places]))
         module = place.get()
         assert module is not None
-        found.append(Leaf(path, place, module, theirs, places))
+        found.append(Leaf(path, place, module, hf_paths, places))
     return found
 
 
-def drops_of(model: BertModel, host: nn.Module) -> list[Drop]:
+def drops_of(model: BertModel, hf_model: nn.Module) -> list[Drop]:
     """Return the modules of fastbert with dropout, whose probability is now 0."""
     for module in model.modules():
         if "dropout_p" in module.__dict__:
             module.dropout_p = 0.0
     config = model.config
     found = []
-    for path, theirs in families.family_of(config.model_type).dropouts.items():
+    for path, hf_path in families.family_of(config.model_type).dropouts.items():
         for layer in range(len(model.encoder.layer)) if "{layer}" in path else (0,):
-            parent, _, name = families.place(theirs, layer, config).rpartition(".")
-            ours = model.get_submodule(path.format(layer=layer))
-            found.append(Drop(ours, _submodule(host, parent), name))
+            parent, _, name = families.place(hf_path, layer, config).rpartition(".")
+            module = model.get_submodule(path.format(layer=layer))
+            found.append(Drop(module, _submodule(hf_model, parent), name))
     return found
 
 
-def containers_of(host: nn.Module, model: BertModel, leaves: list[Leaf]) -> Iterator[Inside]:
-    """Find the host's modules that are not called.
+def containers_of(hf_model: nn.Module, model: BertModel, leaves: list[Leaf]) -> Iterator[Inside]:
+    """Find the HF model's modules that are not called.
 
     Four kinds of modules are left out: leaves, the modules inside leaves, the pooler, which is
     called, and modules that a subclass added.
     """
     family = families.family_of(model.config.model_type)
-    paths = [path for theirs in family.modules.values() for path in theirs]
+    paths = [path for group in family.modules.values() for path in group]
     roots = {path.partition(".")[0] for path in (*paths, *family.dropouts.values())}
-    ends = {id(place.get()) for leaf in leaves for place in leaf.theirs}
+    ends = {id(place.get()) for leaf in leaves for place in leaf.hf_places}
 
     def walk(parent: nn.Module, before: str) -> Iterator[Inside]:
         for name, child in parent._modules.items():
             if child is None or id(child) in ends or name.startswith("pooler"):
                 continue
-            if parent is host and name not in roots:
+            if parent is hf_model and name not in roots:
                 continue
             yield Inside(before + name, Place(parent._modules, name), child)
             yield from walk(child, f"{before}{name}.")
 
-    return walk(host, "")
+    return walk(hf_model, "")
 
 
-def rounded_frequencies(host: nn.Module, config: BertConfig) -> dict[float, Tensor]:
-    """Return the rotary frequencies in the buffers of a host, if they are rounded.
+def rounded_frequencies(hf_model: nn.Module, config: BertConfig) -> dict[float, Tensor]:
+    """Return the rotary frequencies in the buffers of an HF model, if they are rounded.
 
-    ``host.to(torch.bfloat16)`` rounds the buffers, and the way back keeps the rounding.
+    ``hf_model.to(torch.bfloat16)`` rounds the buffers, and the way back keeps the rounding.
 
     Returns:
         The frequencies of each base, or an empty dictionary if no buffer is rounded. The buffers
-        of a host on the device meta have no values, and are written before the host runs.
+        of an HF model on the device meta have no values, and are written before the HF model runs.
     """
     bases = sorted(set(config.architecture.rotary_bases))
     found: dict[float, Tensor] = {}
-    for name, buffer in host.named_buffers():
+    for name, buffer in hf_model.named_buffers():
         if not bases or not name.endswith("inv_freq") or "original_" in name or buffer.is_meta:
             continue
         exact = {base: frequencies(base, config.head_dim, buffer.device) for base in bases}

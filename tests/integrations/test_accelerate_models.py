@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from tiny_hosts import model, rows_computed
+from tiny_models import model, rows_computed
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 
 import fastbert
