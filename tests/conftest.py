@@ -39,7 +39,7 @@ from _interpreter import save_repeated_work
 # The fixtures of the levels are not those of a folder, because a process has one handler of traps.
 pytest_plugins = ("_levels",)
 
-# The width and the colours of a terminal change what a program prints, and no verdict may depend on
+# The width and the colours of a terminal change what a program prints, and no result may depend on
 # them. Typer takes GitHub's runners for terminals with colours.
 WIDTH = os.environ.pop("COLUMNS", "")
 for name in ("LINES", "NO_COLOR", "FORCE_COLOR", "PY_COLORS", "TTY_COMPATIBLE", "GITHUB_ACTIONS"):

@@ -8,7 +8,7 @@ because torch would execute instructions that are missing here. The exit status 
 in one of the runs.
 
 This file is also the plugin of pytest that selects the tests. Torch's code for another processor
-changes the verdict of those tests only that compare a result with torch's result by a tolerance.
+changes the result of those tests only that compare a result with torch's result by a tolerance.
 `reaches_a_tolerance` finds them: it follows the names in the code of a test, of its fixtures and of
 their helpers to a function of `COMPARISONS`. Of the cases of each test function, enough are taken
 that each value of the parameters of `COVERED` occurs: each dtype, each backend, each operation and

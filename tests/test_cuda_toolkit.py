@@ -1,6 +1,6 @@
 """The look-up of nvcc, the headers and the library of CUDA before a build of CUDA code.
 
-The toolkits are made of a few lines, so that the verdict does not depend on the machine's nvcc.
+The toolkits are made of a few lines, so that the result does not depend on the machine's nvcc.
 """
 
 from __future__ import annotations

@@ -111,14 +111,14 @@ def play(match: Match, setting: Setting) -> list[GpuRow]:
     for contender in match.contenders:
         row = rows[contender.name]
         try:
-            call, verdicts = _ready(match, contender, sets, judge)
+            call, comparisons = _ready(match, contender, sets, judge)
         except Exception as error:
             row.refused = reason_of(error)
             continue
-        if verdicts:
-            worst = max(verdict.ratio for verdict in verdicts)
+        if comparisons:
+            worst = max(comparison.ratio for comparison in comparisons)
             row.error_ratio = worst if math.isfinite(worst) else None
-        red = [verdict for verdict in verdicts if not verdict.passed]
+        red = [comparison for comparison in comparisons if not comparison.passed]
         if red and contender.ours and contender.same_function:
             row.refused = f"parity is red: {red[0]}"
             continue

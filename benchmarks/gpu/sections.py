@@ -216,8 +216,8 @@ def run(
         log.seek(0)
         tail = log.read()[-TAIL:]
     seconds = round(time.monotonic() - start, 1)
-    verdict = "ok" if status == 0 else f"FAILED, exit status {status}"
-    notify(f"[{section.name}] {verdict} after {seconds} s")
+    outcome = "ok" if status == 0 else f"FAILED, exit status {status}"
+    notify(f"[{section.name}] {outcome} after {seconds} s")
     if status:
         notify(tail)
     if status == 0 and (folder / f"{section.name}.json").exists():

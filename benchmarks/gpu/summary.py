@@ -81,8 +81,8 @@ def _varlen_lines(matches: Matches) -> Iterator[str]:
         packed = fastest(row for row in rows if row.contender.endswith("*"))
         if dense and dense.seconds and packed and packed.seconds:
             over = packed.seconds / dense.seconds - 1
-            verdict = "within" if over <= VARLEN_OVERHEAD else "OVER"
-            yield f"varlen over dense: {series} {label}: {100 * over:+.1f} %, {verdict} 3 %"
+            comparison = "within" if over <= VARLEN_OVERHEAD else "OVER"
+            yield f"varlen over dense: {series} {label}: {100 * over:+.1f} %, {comparison} 3 %"
 
 
 def _memory_lines(rows: Sequence[GpuRow]) -> Iterator[str]:
@@ -116,7 +116,7 @@ def print_table(folder: Path, results: Sequence[Mapping[str, object]]) -> None:
     for result in results:
         for text in lines_of(folder, str(result["section"])):
             print(text)
-    print(f"{'section':<18} {'verdict':<22} seconds")
+    print(f"{'section':<18} {'result':<22} seconds")
     for result in results:
-        verdict = "ok" if result["status"] == 0 else f"FAILED, exit status {result['status']}"
-        print(f"{result['section']:<18} {verdict:<22} {result['seconds']}")
+        outcome = "ok" if result["status"] == 0 else f"FAILED, exit status {result['status']}"
+        print(f"{result['section']:<18} {outcome:<22} {result['seconds']}")

@@ -124,7 +124,7 @@ def judge(
             row.against, row.ratio = peer.contender, ratio(row, peer)
 
 
-def verdict(row: ContestRow) -> str:
+def goals_met(row: ContestRow) -> str:
     """Return in words whether a row of fastbert meets its floor and goal, or ""."""
     parts = []
     for name, wanted in (("floor", row.ratio_floor), ("goal", row.ratio_goal)):
@@ -144,7 +144,7 @@ def line(row: ContestRow) -> str:
     text += f"  {rate:>10,.0f} {row.unit}" if rate >= 1e3 else f"  {rate:>10.4g} {row.unit}"
     if row.ratio is None:
         return text
-    return ", ".join(filter(None, [f"{text}  {row.ratio:.2f}× {row.against}", verdict(row)]))
+    return ", ".join(filter(None, [f"{text}  {row.ratio:.2f}× {row.against}", goals_met(row)]))
 
 
 def to_dict(row: ContestRow) -> dict[str, Any]:

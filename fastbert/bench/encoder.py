@@ -292,9 +292,9 @@ def gate(
     yardstick = Yardstick(lambda: hidden("reference"))
     refused = {}
     for name, request in requests(device).items():
-        verdict = compare(name, hidden(request), oracle, yardstick)
-        if not verdict.passed:
-            refused[name] = f"parity is red: {verdict}"
+        comparison = compare(name, hidden(request), oracle, yardstick)
+        if not comparison.passed:
+            refused[name] = f"parity is red: {comparison}"
     return refused
 
 

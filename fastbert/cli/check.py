@@ -156,7 +156,7 @@ def check(
             raise typer.Exit(1)
         return
     checked = _with_progress(op, case, backend, dtype, quick, cases, seed)
-    rows = print_json_rows("rows", checked, _verdict) if as_json else list(checked)
+    rows = print_json_rows("rows", checked, _outcome) if as_json else list(checked)
     if not rows:
         raise ValueError(
             f"--backend: got {backend!r}, allowed: a backend that runs {op or case} here"
@@ -167,7 +167,7 @@ def check(
         raise typer.Exit(1)
 
 
-def _verdict(rows: list[ParityRow]) -> dict[str, Any]:
+def _outcome(rows: list[ParityRow]) -> dict[str, Any]:
     return {"summary": summarize(rows), "passed": all(row.passed for row in rows)}
 
 
@@ -281,7 +281,7 @@ def _print(rows: list[ParityRow], summary: list[dict[str, Any]]) -> None:
     table.add_column("worst tensor", overflow="fold")
     for heading in ("error", "yardstick", "ratio"):
         table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("verdict", no_wrap=True)
+    table.add_column("result", no_wrap=True)
     for line in summary:
         table.add_row(
             line["op"],
@@ -300,5 +300,5 @@ def _print(rows: list[ParityRow], summary: list[dict[str, Any]]) -> None:
         out.print(f"{row.op}, {row.case}, {row.backend}: {row.detail}", style="red", markup=False)
         out.print(f"  reproduce: {row.command}", markup=False, highlight=False, soft_wrap=True)
     tensors = f"{len(rows)} output and gradient tensors"
-    verdict = f"{len(failures)} of {tensors} FAILED" if failures else f"all {tensors} pass"
-    out.print(f"{verdict} by the tolerance rule", highlight=False)
+    outcome = f"{len(failures)} of {tensors} FAILED" if failures else f"all {tensors} pass"
+    out.print(f"{outcome} by the tolerance rule", highlight=False)

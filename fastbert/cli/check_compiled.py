@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def check_compiled(architectures: str, as_json: bool) -> bool:
-    """Compile for ``architectures``, such as "80,90", and print the verdicts.
+    """Compile for ``architectures``, such as "80,90", and print the results.
 
     Returns:
         Whether all launches pass.
@@ -36,14 +36,14 @@ def check_compiled(architectures: str, as_json: bool) -> bool:
         raise ValueError(f"--arch: got {architectures!r}, allowed: some of {allowed}, by commas")
     compiled = _with_progress(chosen)
     if as_json:
-        launches = print_json_rows("launches", compiled, _verdict)
+        launches = print_json_rows("launches", compiled, _outcome)
     else:
         launches = list(compiled)
         _print(launches, summarize(launches))
     return all(launch.passed for launch in launches)
 
 
-def _verdict(launches: list[Compiled]) -> dict[str, Any]:
+def _outcome(launches: list[Compiled]) -> dict[str, Any]:
     passed = all(launch.passed for launch in launches)
     return {"summary": summarize(launches), "passed": passed}
 
@@ -99,7 +99,7 @@ def _print(launches: list[Compiled], summary: list[dict[str, Any]]) -> None:
         "widest load",
     ):
         table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("verdict", no_wrap=True)
+    table.add_column("result", no_wrap=True)
     for line in summary:
         table.add_row(
             line["kernel"],
@@ -119,11 +119,11 @@ def _print(launches: list[Compiled], summary: list[dict[str, Any]]) -> None:
         out.print(f"{launch}:", style="red", markup=False, soft_wrap=True)
         for fault in launch.faults:
             out.print(f"  {fault}", style="red", markup=False, soft_wrap=True)
-    verdict = (
+    outcome = (
         f"{len(failures)} of {len(launches)} FAILED" if failures else f"all {len(launches)} ok"
     )
     out.print(
-        f"{verdict}. A launch passes if it spills no registers, uses the matrix units and 16-byte "
+        f"{outcome}. A launch passes if it spills no registers, uses the matrix units and 16-byte "
         "loads, computes addresses in 64 bits and fp32 products in IEEE fp32, overwrites no "
         "operand of a running product, and its shared memory fits.",
         highlight=False,

@@ -28,7 +28,7 @@ def check_emulated(
     approximate: float,
     as_json: bool,
 ) -> bool:
-    """Run the cases on the PTX machine and print the verdicts.
+    """Run the cases on the PTX machine and print the results.
 
     Returns:
         Whether no run has a fault and every tensor passes.
@@ -54,14 +54,14 @@ def check_emulated(
     )
     emulated = _with_progress(selection)
     if as_json:
-        runs = print_json_rows("runs", emulated, _verdict)
+        runs = print_json_rows("runs", emulated, _outcome)
     else:
         runs = list(emulated)
         _print(runs, emulation.summarize(runs))
     return all(run.passed for run in runs)
 
 
-def _verdict(runs: list[EmulatedRun]) -> dict[str, Any]:
+def _outcome(runs: list[EmulatedRun]) -> dict[str, Any]:
     from fastbert.testing import emulation
 
     return {"summary": emulation.summarize(runs), "passed": all(run.passed for run in runs)}
@@ -107,7 +107,7 @@ def _print(runs: list[EmulatedRun], summary: list[dict[str, Any]]) -> None:
         table.add_column(heading, no_wrap=True)
     for heading in ("cases", "launches", "ratio", "seconds"):
         table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("verdict", no_wrap=True)
+    table.add_column("result", no_wrap=True)
     for line in summary:
         table.add_row(
             *(line[key] for key in ("op", "backend", "dtype", "arch")),
@@ -126,9 +126,9 @@ def _print(runs: list[EmulatedRun], summary: list[dict[str, Any]]) -> None:
             out.print(f"{name}: {detail}", style="red", markup=False, soft_wrap=True)
         out.print(f"  reproduce: {run.command}", markup=False, highlight=False, soft_wrap=True)
     launches = sum(line["launches"] for line in summary)
-    verdict = f"{len(failures)} FAILED" if failures else "all pass"
+    outcome = f"{len(failures)} FAILED" if failures else "all pass"
     out.print(
-        f"{len(runs)} runs, {launches} launches of compiled kernels: {verdict}. A run passes if "
+        f"{len(runs)} runs, {launches} launches of compiled kernels: {outcome}. A run passes if "
         "the PTX machine finds no fault, and every tensor passes by the tolerance rule.",
         highlight=False,
     )

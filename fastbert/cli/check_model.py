@@ -137,9 +137,9 @@ def _print(report: Report) -> None:
     )
     for heading in HEADINGS:
         table.add_column(heading, overflow="fold", justify="left")
-    for *cells, verdict in summary_cells(report.rows):
-        table.add_row(*cells, "[green]ok[/]" if verdict == "ok" else f"[bold red]{verdict}[/]")
+    for *cells, result in summary_cells(report.rows):
+        table.add_row(*cells, "[green]ok[/]" if result == "ok" else f"[bold red]{result}[/]")
     out.print(table)
     for line in report.remarks():
         out.print(line, markup=False, highlight=False, soft_wrap=True)
-    out.print(report.verdict(), markup=False, highlight=False, soft_wrap=True)
+    out.print(report.conclusion(), markup=False, highlight=False, soft_wrap=True)

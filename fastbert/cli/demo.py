@@ -50,10 +50,10 @@ def _print(report: DemoReport) -> None:
     table = new_table("targets of the demo")
     for heading in ("target", "measured", "required"):
         table.add_column(heading, overflow="fold")
-    table.add_column("verdict", no_wrap=True)
+    table.add_column("result", no_wrap=True)
     for target in report.targets:
-        verdict = "[green]ok[/]" if target.passed else "[bold red]MISSED[/]"
-        table.add_row(target.name, target.figure, target.needed, verdict)
+        result = "[green]ok[/]" if target.passed else "[bold red]MISSED[/]"
+        table.add_row(target.name, target.figure, target.needed, result)
     out.print(table)
     out.print(
         f"report: {report.report} ({sum(report.seconds.values()):.0f} s)",

@@ -82,13 +82,13 @@ def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     return ["| " + " | ".join(cells) + " |" for cells in lines] + [""]
 
 
-def _verdict(passed: bool) -> str:
+def _result(passed: bool) -> str:
     return "ok" if passed else "**missed**"
 
 
-def _verdicts(report: DemoReport) -> list[str]:
-    rows = [(t.name, t.figure, t.needed, _verdict(t.passed)) for t in report.targets]
-    return ["## Verdict", "", *_table(("target", "figure", "needed", "verdict"), rows)]
+def _targets(report: DemoReport) -> list[str]:
+    rows = [(t.name, t.figure, t.needed, _result(t.passed)) for t in report.targets]
+    return ["## Targets", "", *_table(("target", "figure", "needed", "result"), rows)]
 
 
 def _training(report: DemoReport) -> list[str]:
@@ -130,10 +130,10 @@ def _reopened(report: DemoReport) -> list[str]:
         "",
     ]
     rows = [
-        (t.name, f"{t.error:.2e}", f"{t.yardstick:.2e}", f"{t.ratio:.2f}", _verdict(t.passed))
+        (t.name, f"{t.error:.2e}", f"{t.yardstick:.2e}", f"{t.ratio:.2f}", _result(t.passed))
         for t in found.tensors
     ]
-    return lines + _table(("tensor", "error", "yardstick", "ratio", "verdict"), rows)
+    return lines + _table(("tensor", "error", "yardstick", "ratio", "result"), rows)
 
 
 def summarise_parity(rows: Iterable[ParityRow]) -> list[tuple[str, str, str, int, float, bool]]:
@@ -154,7 +154,7 @@ def summarise_parity(rows: Iterable[ParityRow]) -> list[tuple[str, str, str, int
 
 def _parity(report: DemoReport) -> list[str]:
     rows = [
-        (op, backend, dtype, str(count), f"{worst:.2f}", _verdict(passed))
+        (op, backend, dtype, str(count), f"{worst:.2f}", _result(passed))
         for op, backend, dtype, count, worst, passed in summarise_parity(report.parity)
     ]
     return [
@@ -164,7 +164,7 @@ def _parity(report: DemoReport) -> list[str]:
         "that runs on this machine. The ratio is error ÷ yardstick. At a ratio of 1, the operation "
         "is as exact as PyTorch in the same dtype. `fastbert check` runs more cases.",
         "",
-        *_table(("operation", "backend", "dtype", "tensors", "worst ratio", "verdict"), rows),
+        *_table(("operation", "backend", "dtype", "tensors", "worst ratio", "result"), rows),
     ]
 
 
@@ -201,7 +201,7 @@ def render(report: DemoReport, seed: int) -> str:
         "",
         *[f"- {line}" for line in machine.describe().lines()],
         "",
-        *_verdicts(report),
+        *_targets(report),
         *_training(report),
         *_reopened(report),
         *_parity(report),

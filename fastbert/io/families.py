@@ -190,7 +190,7 @@ def _never_runs(name: str, config: BertConfig) -> bool:
 
 
 def to_transformers(tensors: Mapping[str, Tensor], config: BertConfig) -> dict[str, Tensor]:
-    """Rename tensors to their names in a checkpoint without prefix; the inverse of `to_fastbert`."""
+    """Rename tensors to their names in a checkpoint; the inverse of `to_fastbert`."""
     names = ((_in_state(name), others) for name, others in pairs(config, stored=True))
     return _renamed(dict(tensors), names)
 

@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 
 from fastbert import json_file
 
-HEADINGS = ("field", "mode", "dtype", "batches", "worst batch", "error", "allowed", "verdict")
+HEADINGS = ("field", "mode", "dtype", "batches", "worst batch", "error", "allowed", "result")
 
 
 class Row(NamedTuple):
-    """The verdict on one field of the output, or on the gradients of one kind of parameter.
+    """The comparison of one field of the output, or on the gradients of one kind of parameter.
 
     Attributes:
         batch: Name of the batch, as "padded left" or "texts 1-16".
@@ -59,7 +59,7 @@ class Report(NamedTuple):
 
     Attributes:
         model: Name of the class of the model.
-        rows: The verdicts.
+        rows: The comparisons.
         left_out: What was not compared.
     """
 
@@ -85,7 +85,7 @@ class Report(NamedTuple):
             "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
             for line in cells
         ]
-        return "\n".join([*lines, *self.remarks(), self.verdict()])
+        return "\n".join([*lines, *self.remarks(), self.conclusion()])
 
     def remarks(self) -> list[str]:
         """Return a line for each failure, and one for each kind of thing that was left out."""
@@ -100,8 +100,8 @@ class Report(NamedTuple):
         ]
         return failed + left
 
-    def verdict(self) -> str:
-        """Return the verdict in one sentence."""
+    def conclusion(self) -> str:
+        """Return the result in one sentence."""
         if not self.rows:
             return f"{self.model}: nothing was compared, which counts as FAILED"
         wrong = len(self.failures)
@@ -148,8 +148,8 @@ def summary_cells(rows: Sequence[Row]) -> list[tuple[str, ...]]:
         field = worst.field if mode != "gradients" else f"worst of {kinds}: {worst.field}"
         batches = str(len({row.batch for row in group}))
         figures = (f"{worst.error:.1e}", f"{worst.allowed:.1e}")
-        verdict = "ok" if worst.passed else "FAILED"
-        lines.append((field, mode, dtype, batches, worst.batch, *figures, verdict))
+        result = "ok" if worst.passed else "FAILED"
+        lines.append((field, mode, dtype, batches, worst.batch, *figures, result))
     return lines
 
 

@@ -10,7 +10,7 @@ The factor is 2, or at most 3 for a gradient with a reason. The number a is the 
 alone can cause, a = 2 · max|oracle + 0.3 − 0.3 − oracle|, computed in the tested dtype. The second
 inequality finds a bias that the maximum misses. There is no other tolerance anywhere.
 
-The verdict does not depend on the processor. The products of torch are more exact on one processor
+The result does not depend on the processor. The products of torch are more exact on one processor
 than on another, so a yardstick from torch alone may be too exact by luck. A `Yardstick` can also
 run the reference with plain sums, in several orders that are the same on every processor.
 A result that fails against the run of torch is judged again against the runs with plain sums. The
@@ -41,7 +41,7 @@ HOPELESS = 10.0
 
 @dataclass(frozen=True)
 class Comparison:
-    """The errors of one tensor, the limits that the rule sets, and the verdict.
+    """The errors of one tensor, the limits that the rule sets, and the result.
 
     Args:
         name: Name of the tensor.
@@ -88,12 +88,12 @@ class Comparison:
         return within and self.rms_error <= HOPELESS * self.rms_allowed
 
     def __str__(self) -> str:
-        """State the errors, their limits and the verdict on one line."""
-        verdict = "ok" if self.passed else f"FAILED{f' ({self.problem})' if self.problem else ''}"
+        """State the errors, their limits and the result on one line."""
+        result = "ok" if self.passed else f"FAILED{f' ({self.problem})' if self.problem else ''}"
         return (
             f"{self.name} [{self.dtype}]: max error {self.error:.3e} (yardstick "
             f"{self.yardstick:.3e}, allowed {self.allowed:.3e}), RMS {self.rms_error:.3e} "
-            f"(yardstick {self.rms_yardstick:.3e}, allowed {self.rms_allowed:.3e}): {verdict}"
+            f"(yardstick {self.rms_yardstick:.3e}, allowed {self.rms_allowed:.3e}): {result}"
         )
 
 
@@ -147,8 +147,8 @@ def compare(
             is the fp32 loss of a 16-bit model. None is the dtype of `actual`.
 
     Returns:
-        The errors and the verdict. A result of another shape or dtype, or with elements that are
-        not finite, gives a verdict that names this problem.
+        The comparison. A tensor of another shape or dtype, or with elements that are
+        not finite, gives a comparison that names this problem.
 
     Raises:
         ValueError: If `factor` or the dtype of `oracle` breaks the rule. A bad result never raises.
@@ -166,12 +166,12 @@ def compare(
     _check(factor, reason, oracle)
     runs = _runs(yardstick)
     judged = _Judged(name, actual, oracle, next(runs), factor, tested)
-    while not judged.verdict.passed:
-        plain = None if judged.verdict.problem else next(runs, None)
+    while not judged.comparison.passed:
+        plain = None if judged.comparison.problem else next(runs, None)
         if plain is None:
             break
         judged.widen(plain)
-    return judged.verdict
+    return judged.comparison
 
 
 def compare_all(
@@ -218,12 +218,12 @@ def compare_all(
         if plain is None:
             break
         for each in open_ones:
-            each.widen(plain[each.verdict.name])
-    return [each.verdict for each in judged]
+            each.widen(plain[each.comparison.name])
+    return [each.comparison for each in judged]
 
 
 class _Judged:
-    """A result and its present verdict, whose limits grow with each run of the yardstick."""
+    """A result and its present comparison, whose limits grow with each run of the yardstick."""
 
     def __init__(
         self,
@@ -240,17 +240,17 @@ class _Judged:
         self.runs = 1
         problem = _problem(actual, self.oracle, library)
         if problem is not None:
-            self.verdict = Comparison(name, self.dtype, problem=problem)
+            self.comparison = Comparison(name, self.dtype, problem=problem)
             return
         self.floor = _representation(self.oracle, self.tested)
         self.errors = _errors(actual, self.oracle)
         self.limits = _errors(library, self.oracle)
-        self.verdict = self._verdict()
+        self.comparison = self._compared()
 
     @property
     def is_open(self) -> bool:
         """Whether the result failed so far and another run may change that."""
-        found = self.verdict
+        found = self.comparison
         if found.passed or found.problem is not None:
             return False
         return self.runs == 1 or found.is_close
@@ -262,9 +262,9 @@ class _Judged:
         if bool(torch.isfinite(plain).all()):
             more = _errors(plain, self.oracle)
             self.limits = max(self.limits[0], more[0]), max(self.limits[1], more[1])
-            self.verdict = self._verdict()
+            self.comparison = self._compared()
 
-    def _verdict(self) -> Comparison:
+    def _compared(self) -> Comparison:
         return Comparison(
             self.name,
             self.dtype,

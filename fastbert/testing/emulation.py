@@ -81,7 +81,7 @@ class EmulatedRun:
         launches: Number of launches by name.
         seconds: Time of the run, with the oracle, without compilation.
         compile_seconds: Time of the compilation, or of reading its cache.
-        rows: The verdict on each tensor; empty after a fault.
+        rows: The comparison of each tensor; empty after a fault.
         fault: The fault in words; "" if there is none.
         command: The command line that runs the case again.
         number: Position of the run, from 1.
@@ -268,7 +268,7 @@ def _jobs(selection: Selection, threads: int) -> list[_Job]:
     return [_Job(*run, arch, seed, schedule, approximate, threads) for run in planned]
 
 
-def _verdicts(job: _Job) -> list[ParityRow]:
+def _comparisons(job: _Job) -> list[ParityRow]:
     """Run a case, or a training step of the whole model, and judge every tensor."""
     if job.case.op == model_parity.CASE.op:
         return list(model_parity.check_model(job.backend, job.dtype, job.seed))
@@ -298,7 +298,7 @@ def _run(job: _Job) -> EmulatedRun:
         command += f" --approximate {job.approximate:g}"
     try:
         with serving:
-            rows = [replace(row, command=command) for row in _verdicts(job)]
+            rows = [replace(row, command=command) for row in _comparisons(job)]
     except (PtxFault, PtxSyntaxError, ValueError) as error:
         fault = f"{type(error).__name__}: {error}"
     return EmulatedRun(

@@ -26,7 +26,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class ParityRow:
-    """The verdict on one tensor of one case on one backend, a line of ``fastbert check``.
+    """The comparison of one tensor of one case on one backend, a line of ``fastbert check``.
 
     Args:
         op: Name of the operation.

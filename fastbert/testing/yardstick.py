@@ -2,7 +2,7 @@
 
 PyTorch chooses the order of the summation in a product, a sum or a mean by processor and shape. One
 library sums a row in a single chain. Another library sums a row in sixteen chains and is up to 1.6
-times more exact. A verdict must not depend on that choice. A `Yardstick` therefore also runs the
+times more exact. A result must not depend on that choice. A `Yardstick` therefore also runs the
 reference with plain sums. Their order is stated here, and their bits are the same on every
 processor.
 

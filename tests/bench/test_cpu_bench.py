@@ -26,7 +26,7 @@ from benchmarks.cpu.ceilings import Ceilings
 from benchmarks.cpu.contest import CpuRow, Setting
 from benchmarks.cpu.remote import Failed, Remote
 from fastbert.bench import quantized_accuracy
-from fastbert.bench.contest import verdict
+from fastbert.bench.contest import goals_met
 from fastbert.bench.encoder import BASE, SMALL, EncoderShape
 from fastbert.bench.limits import Target
 from fastbert.bench.timing import Timing, alternate
@@ -189,7 +189,7 @@ def test_each_format_is_held_against_its_own_peers():
         (2.0, "fastbert bf16"),
     ]
     assert [r.best_ratio for r in ours] == [2.5, 1.25, 5.0]
-    assert verdict(ours[0]) == "floor 2: met, goal 3: NOT met"
+    assert goals_met(ours[0]) == "floor 2: met, goal 3: NOT met"
     assert rows["ONNX Runtime fp32"].ratio is None
     dicts = [contest_dict(r) for r in rows.values()]
     lines = "\n".join(report.contest_lines(dicts))

@@ -134,19 +134,19 @@ def test_the_rehearsal_has_the_steps_of_the_plan():
 def test_a_step_that_fails_does_not_stop_the_next(tmp_path):
     bad = "import sys; print('so far'); sys.exit('the reason')"
     found = run([step("one", "print(1)", bad), step("two", "print(2)")], tmp_path)
-    assert found["one"].verdict == FAILED
+    assert found["one"].result == FAILED
     assert found["one"].statuses == [0, 1]
     assert found["one"].reason == "exit status 1: the reason"
     assert found["one"].outputs == ["1\n", "so far\n"]
-    assert found["two"].verdict == OK
+    assert found["two"].result == OK
 
 
 def test_a_command_that_is_missing_is_a_failure(tmp_path):
     plan = [Step("one", "", (("no-such-tool", "x"),), 10), step("two", "print(2)")]
     found = run(plan, tmp_path)
-    assert found["one"].verdict == FAILED
+    assert found["one"].result == FAILED
     assert "no-such-tool" in found["one"].reason
-    assert found["two"].verdict == OK
+    assert found["two"].result == OK
 
 
 def test_a_step_that_hangs_is_ended_with_its_children(tmp_path):
@@ -156,9 +156,9 @@ def test_a_step_that_hangs_is_ended_with_its_children(tmp_path):
     start = time.monotonic()
     found = run([step("one", hangs, "print(1)", limit_s=5), step("two", "print(2)")], tmp_path)
     assert time.monotonic() - start < 40
-    assert found["one"].verdict == OUT_OF_TIME
+    assert found["one"].result == OUT_OF_TIME
     assert found["one"].statuses == [None, 0]
-    assert found["two"].verdict == OK
+    assert found["two"].result == OK
     pid = int(child.read_text(encoding="utf-8"))
     state = Path(f"/proc/{pid}/stat")
     assert not state.exists() or state.read_text(encoding="utf-8").split()[2] == "Z"
@@ -167,8 +167,8 @@ def test_a_step_that_hangs_is_ended_with_its_children(tmp_path):
 def test_the_end_of_the_plan_is_said(tmp_path):
     plan = [step("one", "import time; time.sleep(60)"), step("two", "print(2)")]
     found = run(plan, tmp_path, limit_s=2)
-    assert found["one"].verdict == OUT_OF_TIME
-    assert found["two"].verdict == NOT_RUN
+    assert found["one"].result == OUT_OF_TIME
+    assert found["two"].result == NOT_RUN
     assert "the 2 s of the plan were over" in found["two"].reason
 
 
@@ -188,7 +188,7 @@ def test_a_step_waits_for_the_background_and_lets_others_pass(tmp_path):
 def test_a_step_after_a_failure_is_not_run(tmp_path):
     plan = [step("build", "raise SystemExit(1)", background=True), step("cuda", "", after="build")]
     found = run(plan, tmp_path)
-    assert found["cuda"].verdict == NOT_RUN
+    assert found["cuda"].result == NOT_RUN
     assert found["cuda"].reason == "build: FAILED"
 
 
@@ -208,7 +208,7 @@ def test_a_row_is_handed_on_before_its_command_ends(tmp_path):
 
     play([step("one", waits)], tmp_path, 60.0, lambda text: None, keep)
     assert [row.get("row") for _, row in seen] == [1, 2, None]
-    assert seen[-1][1]["verdict"] == OK
+    assert seen[-1][1]["result"] == OK
 
 
 @pytest.mark.every_case
@@ -218,7 +218,7 @@ def test_the_rows_of_a_hang_are_in_the_file(tmp_path):
     play([step("one", hangs, limit_s=5)], tmp_path, 60.0, lambda text: None, rows.add)
     written = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     assert written[0] == {"step": "one", "row": 1}
-    assert (written[1]["step"], written[1]["verdict"]) == ("one", OUT_OF_TIME)
+    assert (written[1]["step"], written[1]["result"]) == ("one", OUT_OF_TIME)
 
 
 def test_a_family_whose_canary_hangs_is_skipped(tmp_path):
@@ -233,11 +233,11 @@ def test_a_family_whose_canary_hangs_is_skipped(tmp_path):
         step("attention-cuda", notes[0], families=("a",), after="canary"),
     ]
     found = run(plan, tmp_path)
-    assert found["canary"].verdict == FAILED
+    assert found["canary"].result == FAILED
     assert sorted(log.read_text()) == ["b", "c"]
-    assert found["smoke-cuda"].verdict == OK
+    assert found["smoke-cuda"].result == OK
     assert found["smoke-cuda"].skipped == {"a": "its canary hangs"}
-    assert found["attention-cuda"].verdict == NOT_RUN
+    assert found["attention-cuda"].result == NOT_RUN
     shown = screen.screen(list(found.values()), [])
     assert sum("skipped a: its canary hangs" in text for text in shown) == 2
 
@@ -262,7 +262,7 @@ def test_without_a_build_there_is_no_canary_and_no_step_after_it(tmp_path):
         step("smoke-cuda", "", families=("a",), after="canary"),
     ]
     found = run(plan, tmp_path)
-    assert [found[name].verdict for name in ("canary", "smoke-cuda")] == [NOT_RUN, NOT_RUN]
+    assert [found[name].result for name in ("canary", "smoke-cuda")] == [NOT_RUN, NOT_RUN]
     assert found["smoke-cuda"].reason == "canary: NOT RUN"
 
 
@@ -327,7 +327,7 @@ def run_canary(monkeypatch, capsys, family, fault=None):
 def test_a_canary_runs_a_case_of_its_family(monkeypatch, capsys, family):
     status, (started, done) = run_canary(monkeypatch, capsys, family)
     assert status == 0
-    assert (started["verdict"], done["verdict"]) == ("started", canary.OK)
+    assert (started["result"], done["result"]) == ("started", canary.OK)
     assert (done["canary"], done["op"]) == (family, family)
 
 
@@ -338,7 +338,7 @@ def test_a_canary_whose_launch_is_refused_fails(monkeypatch, capsys):
 
     status, rows = run_canary(monkeypatch, capsys, "layer_norm", refuse)
     assert status == 1
-    assert rows[-1]["verdict"] == canary.FAILED
+    assert rows[-1]["result"] == canary.FAILED
     assert rows[-1]["faults"] == ["RuntimeError: CUDA error: invalid argument"]
 
 
@@ -418,9 +418,9 @@ def test_a_case_that_hangs_is_given_up_and_the_next_case_runs():
 # The screen
 
 
-def outcome(name, output, verdict=OK, error=""):
+def outcome(name, output, result=OK, error=""):
     made = step(name, "")
-    return Outcome(made, verdict, statuses=[0], outputs=[output], errors=[error])
+    return Outcome(made, result, statuses=[0], outputs=[output], errors=[error])
 
 
 def line(state, case, faults=(), kernels=("a",)):
@@ -441,7 +441,7 @@ def test_the_screen_names_the_case_that_never_ended(tmp_path):
 def test_a_fault_in_a_line_fails_the_step(tmp_path):
     found = outcome("smoke", line("done", "one", ["out is not finite"]))
     shown = screen.screen([found], [])
-    assert found.verdict == FAILED
+    assert found.result == FAILED
     assert "rotary one: out is not finite" in shown[1]
 
 
@@ -450,7 +450,7 @@ def test_a_step_that_did_nothing_is_no_success(tmp_path, name):
     found = outcome(name, "")
     found.step = Step(name, "", (("compute-sanitizer", "--tool", "memcheck"),), 10)
     screen.screen([found], [])
-    assert found.verdict == FAILED
+    assert found.result == FAILED
 
 
 def test_graphs_that_compute_something_else_are_a_fault(monkeypatch, capsys, tmp_path):
@@ -546,7 +546,7 @@ def rehearse(folder, *words):
     assert result.stdout.rstrip().endswith("\n".join(content["screen"][-3:]).rstrip())
     assert len(content["screen"]) < 60
     assert len(list((folder / "out").iterdir())) <= 8
-    return result, {s["step"]: s["verdict"] for s in content["steps"]}, rows
+    return result, {s["step"]: s["result"] for s in content["steps"]}, rows
 
 
 needs_everything = [
@@ -567,9 +567,9 @@ def marked(function):
 @marked
 def test_the_rehearsal_of_the_whole_plan(tmp_path):
     """Every step runs: the compiled Triton kernels on the PTX machine, all else on the CPU."""
-    result, verdicts, rows = rehearse(tmp_path)
+    result, results, rows = rehearse(tmp_path)
     assert result.returncode == 0, result.stdout + result.stderr
-    assert verdicts == dict.fromkeys((s.name for s in steps(ROOT)), OK)
+    assert results == dict.fromkeys((s.name for s in steps(ROOT)), OK)
     launched = {kernel for row in rows["smoke"] for kernel in row.get("kernels", ())}
     assert launched == {"layer_norm_forward", "layer_norm_backward", "sum_partials"}
 
@@ -578,13 +578,13 @@ def test_the_rehearsal_of_the_whole_plan(tmp_path):
 @pytest.mark.every_case
 def test_a_rehearsal_with_faults_has_a_row_of_each_and_all_other_rows(tmp_path):
     """A hang, a refused launch and a wrong result each leave their row, and lose no other one."""
-    result, verdicts, rows = rehearse(tmp_path, "--faults")
+    result, results, rows = rehearse(tmp_path, "--faults")
     assert result.returncode == 1, result.stdout + result.stderr
     faulty = {
         "canary": FAILED, "smoke-cuda": FAILED, "check-cuda": FAILED, "attention-cuda": NOT_RUN,
     }  # fmt: skip
     # Triton's steps, and the step of another family, are as without faults.
-    assert verdicts == {**dict.fromkeys((s.name for s in steps(ROOT)), OK), **faulty}
+    assert results == {**dict.fromkeys((s.name for s in steps(ROOT)), OK), **faulty}
     launched = {kernel for row in rows["smoke"] for kernel in row.get("kernels", ())}
     assert launched == {"layer_norm_forward", "layer_norm_backward", "sum_partials"}
     for name in ("check-bfloat16", "check-float32"):
@@ -592,7 +592,7 @@ def test_a_rehearsal_with_faults_has_a_row_of_each_and_all_other_rows(tmp_path):
     assert any("contender" in row for row in rows["attention"])
 
     canaries = {row["canary"]: row for row in rows["canary"] if "canary" in row}
-    assert {family: row["verdict"] for family, row in canaries.items()} == {
+    assert {family: row["result"] for family, row in canaries.items()} == {
         **dict.fromkeys(canary.FAMILIES, canary.OK), "attention": canary.HANGS,
     }  # fmt: skip
     for name in ("smoke-cuda", "check-cuda", "attention-cuda"):

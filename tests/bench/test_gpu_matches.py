@@ -253,9 +253,9 @@ def test_the_paths_of_a_product_are_right(op, direction, prepare, path):
 def judged_right(case: Case, direction: str, contender: Contender, dtype=torch.float32) -> None:
     match = dataclasses.replace(a_match(contender, direction=direction), op=case.op, case=case)
     inputs = case.inputs(dtype)
-    _, verdicts = contest._ready(match, contender, [inputs], Judge(match, inputs))
-    assert verdicts
-    assert all(verdict.passed for verdict in verdicts), verdicts
+    _, comparisons = contest._ready(match, contender, [inputs], Judge(match, inputs))
+    assert comparisons
+    assert all(comparison.passed for comparison in comparisons), comparisons
 
 
 @pytest.mark.parametrize("direction", [limits.FORWARD, limits.BACKWARD])

@@ -21,7 +21,7 @@ FLOAT32 = ("--backend", "reference", "--dtype", "float32")
 REFERENCE = (*FLOAT32, "--quick")
 
 
-def test_table_and_verdict(run):
+def test_table_and_result(run):
     result = run("check", "--op", "layer_norm", *REFERENCE)
     assert result.exit_code == 0
     assert "layer_norm" in result.stdout

@@ -84,7 +84,7 @@ FAULTS = {
             r"mov.u32 \1, \2;",
         ),
         Fault(
-            "verdicts of dropout are not exchanged",
+            "decisions of dropout are not exchanged",
             r"shfl\.sync\.bfly\.b32 \t(%r\d+)\|%p\d+, (%r\d+), [^;]*;",
             r"mov.u32 \1, \2;",
             (4,),
@@ -128,7 +128,7 @@ FAULTS = {
     ],
     BACKWARD_PAIRS: [
         Fault(
-            "verdicts of dropout of another lane",
+            "decisions of dropout of another lane",
             r"(shfl\.sync\.idx\.b32 \t%r\d+\|%p\d+, %r\d+, )%r\d+, ",
             r"\g<1>0, ",
             (1,),

@@ -22,7 +22,7 @@ except ImportError as error:
 RUNNER = Path(__file__).with_name("_spoiled_calls.py")
 
 
-class Verdict(NamedTuple):
+class Outcome(NamedTuple):
     form: int
     argument: str
     spoil: str
@@ -34,12 +34,12 @@ class Verdict(NamedTuple):
 
 
 @pytest.fixture(scope="session")
-def verdicts() -> dict[str, list[Verdict]]:
-    """Return the verdicts on the calls of each operator.
+def outcomes() -> dict[str, list[Outcome]]:
+    """Return the outcomes on the calls of each operator.
 
     After a signal ends a process, another process goes on with the next call.
     """
-    found: dict[str, list[Verdict]] = defaultdict(list)
+    found: dict[str, list[Outcome]] = defaultdict(list)
     begin, done = 0, False
     while not done:
         process = subprocess.run(
@@ -57,7 +57,7 @@ def verdicts() -> dict[str, list[Verdict]]:
                 continue
             number, operator, *rest = line
             end = lines[i + 1] if i + 1 < len(lines) else {"signal": -process.returncode}
-            found[operator].append(Verdict(*rest, **end))
+            found[operator].append(Outcome(*rest, **end))
             begin = number + 1
     return dict(found)
 
@@ -173,7 +173,7 @@ HARMLESS = (
 )
 
 
-def is_named(operator: str, v: Verdict) -> bool:
+def is_named(operator: str, v: Outcome) -> bool:
     if re.search(rf"\b{v.argument}\b", v.message) or BY_TORCH.search(v.message):
         return True
     if not DISAGREEMENTS.match(v.spoil):
@@ -182,7 +182,7 @@ def is_named(operator: str, v: Verdict) -> bool:
     return any(re.search(rf"\b{name}\b", v.message) for name in others)
 
 
-def is_harmless(operator: str, v: Verdict) -> bool:
+def is_harmless(operator: str, v: Outcome) -> bool:
     call = (f"{operator}/{v.form}", v.argument, v.spoil.rsplit("]: ", 1)[-1])
     return bool(LAYOUTS.match(v.spoil)) or any(
         all(re.fullmatch(pattern, got) for pattern, got in zip(rule, call, strict=True))
@@ -190,7 +190,7 @@ def is_harmless(operator: str, v: Verdict) -> bool:
     )
 
 
-def is_fine(operator: str, v: Verdict) -> bool:
+def is_fine(operator: str, v: Outcome) -> bool:
     if v.error is not None:
         return is_named(operator, v)
     return v.returned is not None and is_harmless(operator, v)
@@ -201,25 +201,25 @@ def test_every_operator_has_a_good_call():
 
 
 @pytest.mark.parametrize("operator", sorted(operators()))
-def test_the_good_call_returns(verdicts, operator):
-    good = [v for v in verdicts[operator] if v.spoil == "nothing"]
+def test_the_good_call_returns(outcomes, operator):
+    good = [v for v in outcomes[operator] if v.spoil == "nothing"]
     assert len(good) == len(good_calls()[operator])
     assert [v for v in good if v.returned is None] == []
 
 
 @pytest.mark.parametrize("operator", sorted(operators()))
-def test_a_spoiled_argument_is_an_error_or_harmless(verdicts, operator):
+def test_a_spoiled_argument_is_an_error_or_harmless(outcomes, operator):
     """An error names the argument, and a call that returns is one of ``HARMLESS``.
 
     No call ends in a signal, and no layout changes a result.
     """
-    spoiled = [v for v in verdicts[operator] if v.spoil != "nothing"]
+    spoiled = [v for v in outcomes[operator] if v.spoil != "nothing"]
     assert [v for v in spoiled if not is_fine(operator, v)] == []
 
 
-def test_the_number_of_spoiled_calls(verdicts, capsys):
-    calls = [v for found in verdicts.values() for v in found if v.spoil != "nothing"]
+def test_the_number_of_spoiled_calls(outcomes, capsys):
+    calls = [v for found in outcomes.values() for v in found if v.spoil != "nothing"]
     errors = sum(v.error is not None for v in calls)
     with capsys.disabled():
-        print(f"\n{len(calls)} spoiled calls of {len(verdicts)} operators: {errors} errors")
+        print(f"\n{len(calls)} spoiled calls of {len(outcomes)} operators: {errors} errors")
     assert len(calls) > 10_000

@@ -321,8 +321,8 @@ class Sides:
                 factor = {"factor": 3.0, "reason": REASON} if name == "gradient" else {}
                 best = single[name].map(lambda x, dtype=value.dtype: x.to(dtype))
                 runs = value, exact[name], best
-                verdict = compare(f"{form} {name}", *runs, tested=self.dtype, **factor)
-                assert verdict.passed, str(verdict)
+                comparison = compare(f"{form} {name}", *runs, tested=self.dtype, **factor)
+                assert comparison.passed, str(comparison)
             assert actual.keys() == exact.keys()
 
 

@@ -1,4 +1,4 @@
-"""The demo in miniature: every phase runs, and the report has the results and the verdicts."""
+"""The demo in miniature: every phase runs, and the report has the results and the targets."""
 
 import io
 import json
@@ -62,11 +62,11 @@ def test_the_guesses_are_the_candidates_of_fill_mask(finished):
 
 
 def test_four_steps_are_too_few_and_the_demo_says_so(finished):
-    verdicts = {target.name: target.passed for target in finished[0].targets}
-    assert verdicts.pop("held-out masked-LM accuracy") is False
-    assert verdicts.pop("held-out next-sentence accuracy") is False
-    assert len(verdicts) == 3
-    assert all(verdicts.values()), verdicts
+    passed = {target.name: target.passed for target in finished[0].targets}
+    assert passed.pop("held-out masked-LM accuracy") is False
+    assert passed.pop("held-out next-sentence accuracy") is False
+    assert len(passed) == 3
+    assert all(passed.values()), passed
     assert not finished[0].passed
     assert "**missed**" in finished[0].report.read_text(encoding="utf-8")
 
@@ -88,7 +88,7 @@ def test_the_folder_holds_report_plots_log_and_model(finished):
     }  # fmt: skip
     text = report.report.read_text(encoding="utf-8")
     assert text.startswith(TITLE)
-    for heading in ("Verdict", "Pre-training", "The checkpoint in transformers", "Parity", "Speed"):
+    for heading in ("Targets", "Pre-training", "The checkpoint in transformers", "Parity", "Speed"):
         assert f"## {heading}" in text
     content = json.loads((report.folder / "report.json").read_text(encoding="utf-8"))
     assert content["passed"] is False

@@ -34,7 +34,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
-from fuzz_pool import LIMITS, Limits, Verdict, judged
+from fuzz_pool import LIMITS, Limits, Outcome, judged
 from fuzz_targets import TARGETS, Target
 
 # Folders in memory; otherwise the disk decides the speed.
@@ -42,10 +42,10 @@ MEMORY = Path("/dev/shm")
 
 
 class Failure(NamedTuple):
-    """A case that ended badly: its name, its verdict and the folder in which it is kept."""
+    """A case that ended badly: its name, its outcome and the folder in which it is kept."""
 
     name: str
-    verdict: Verdict
+    outcome: Outcome
     folder: Path
 
 
@@ -53,7 +53,7 @@ class Fuzz:
     """The folders of sound files, and the counts of all cases.
 
     Attributes:
-        counts: Number of verdicts of each target, by target and kind.
+        counts: Number of outcomes of each target, by target and kind.
         failures: The first failure of each place in the code.
     """
 
@@ -90,19 +90,19 @@ class Fuzz:
         shutil.copytree(self.home / "sound" / target.name, folder)
         return folder, target.damage(folder, random.Random(f"{target.name}/{seed}/{number}"))
 
-    def run(self, target: Target, seed: int, number: int) -> Verdict:
+    def run(self, target: Target, seed: int, number: int) -> Outcome:
         """Run a case and keep it if it fails."""
         folder, damage = self.damaged(target, seed, number)
         named = str(folder) if target.named is None else target.named
-        verdict = judged(lambda: target.read(folder), named, self.limits)
-        self.counts[target.name, verdict.kind] += 1
-        signature = f"{target.name}: {verdict.signature}"
-        if verdict.kind == "failure" and signature not in self.failures:
-            self._keep(target, seed, number, damage, signature, verdict)
-        return verdict
+        outcome = judged(lambda: target.read(folder), named, self.limits)
+        self.counts[target.name, outcome.kind] += 1
+        signature = f"{target.name}: {outcome.signature}"
+        if outcome.kind == "failure" and signature not in self.failures:
+            self._keep(target, seed, number, damage, signature, outcome)
+        return outcome
 
     def _keep(
-        self, target: Target, seed: int, number: int, damage: str, signature: str, verdict: Verdict
+        self, target: Target, seed: int, number: int, damage: str, signature: str, outcome: Outcome
     ) -> None:
         kept = self.out / f"{target.name}-{seed}-{number}"
         shutil.rmtree(kept, ignore_errors=True)
@@ -116,9 +116,9 @@ class Fuzz:
                 shutil.copy(path, place)
         name = f"{target.name}/{seed}/{number}"
         again = f"python tests/fuzz/fuzz.py --case {name}"
-        text = f"{name}\n{again}\n{damage}\n{signature}\n\n{verdict.reason}\n"
+        text = f"{name}\n{again}\n{damage}\n{signature}\n\n{outcome.reason}\n"
         (kept / "case.txt").write_text(text, encoding="utf-8", errors="backslashreplace")
-        self.failures[signature] = Failure(name, verdict, kept)
+        self.failures[signature] = Failure(name, outcome, kept)
 
     @property
     def cases(self) -> int:
@@ -147,12 +147,12 @@ def fuzz(fuzzing: Fuzz, seed: int, seconds: float, most: int, say: Callable[[str
     begun = told = time.monotonic()
     while fuzzing.cases < most and (now := time.monotonic()) - begun < seconds:
         number, place = divmod(fuzzing.cases, len(fuzzing.targets))
-        verdict = fuzzing.run(fuzzing.targets[place], seed, number)
+        outcome = fuzzing.run(fuzzing.targets[place], seed, number)
         if now - told > 10:
             told = now
             say(_progress(fuzzing, now - begun, seconds))
-        if verdict.kind == "failure":
-            say(f"failure {fuzzing.targets[place].name}/{seed}/{number}: {verdict.signature}")
+        if outcome.kind == "failure":
+            say(f"failure {fuzzing.targets[place].name}/{seed}/{number}: {outcome.signature}")
     say(_progress(fuzzing, time.monotonic() - begun, seconds))
 
 
@@ -209,7 +209,7 @@ def main(arguments: list[str] | None = None) -> int:
         fuzz(fuzzing, options.seed, options.seconds, options.cases, tell)
         print(_table(fuzzing))
         for failure in fuzzing.failures.values():
-            print(f"FAILED {failure.name}: {failure.verdict.signature}; kept in {failure.folder}")
+            print(f"FAILED {failure.name}: {failure.outcome.signature}; kept in {failure.folder}")
     return int(bool(fuzzing.failures))
 
 

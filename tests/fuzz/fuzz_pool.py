@@ -31,7 +31,7 @@ LIMITS = Limits()
 LATE = "it did not end in time"
 
 
-class Verdict(NamedTuple):
+class Outcome(NamedTuple):
     """How a case ended: ``"success"``, ``"refused"`` or ``"failure"``, and the reason in words.
 
     Two failures with the same signature have one cause.
@@ -42,7 +42,7 @@ class Verdict(NamedTuple):
     signature: str = ""
 
 
-def judged(case: Callable[[], object], named: str, limits: Limits = LIMITS) -> Verdict:
+def judged(case: Callable[[], object], named: str, limits: Limits = LIMITS) -> Outcome:
     """Call `case` in a forked process.
 
     Args:
@@ -51,7 +51,7 @@ def judged(case: Callable[[], object], named: str, limits: Limits = LIMITS) -> V
         limits: The limits.
 
     Returns:
-        The verdict. Accepted are a return, and a ValueError, TypeError or OSError that has `named`.
+        The outcome. Accepted are a return, and a ValueError, TypeError or OSError that has `named`.
     """
     reader, writer = os.pipe()
     number = os.fork()
@@ -87,29 +87,29 @@ def _limit(limits: Limits) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def _outcome(case: Callable[[], object], named: str) -> Verdict:
+def _outcome(case: Callable[[], object], named: str) -> Outcome:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             case()
     except (ValueError, TypeError, OSError) as error:
         if named in str(error):
-            return Verdict("refused", f"{type(error).__name__}: {error}"[:500])
+            return Outcome("refused", f"{type(error).__name__}: {error}"[:500])
         return _failure(error, "the file is not named")
     except BaseException as error:
         return _failure(error, "not an accepted error")
-    return Verdict("success")
+    return Outcome("success")
 
 
-def _failure(error: BaseException, what: str) -> Verdict:
+def _failure(error: BaseException, what: str) -> Outcome:
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if "/fastbert/" in frame.filename] or frames
     place = f"{os.path.basename(own[-1].filename)}:{own[-1].lineno}"
     text = "".join(traceback.format_exception(error))[-4000:]
-    return Verdict("failure", f"{what}\n{text}", f"{type(error).__name__} at {place}, {what}")
+    return Outcome("failure", f"{what}\n{text}", f"{type(error).__name__} at {place}, {what}")
 
 
-def _received(number: int, reader: int, limits: Limits) -> Verdict:
+def _received(number: int, reader: int, limits: Limits) -> Outcome:
     # A busy machine may give a process half of its time.
     deadline = time.monotonic() + 2 * limits.seconds
     parts = []
@@ -119,13 +119,13 @@ def _received(number: int, reader: int, limits: Limits) -> Verdict:
             os.kill(number, signal.SIGKILL)
             os.waitpid(number, 0)
             reason = f"no end within {2 * limits.seconds:.0f} s"
-            return Verdict("failure", reason, LATE)
+            return Outcome("failure", reason, LATE)
         part = os.read(reader, 1 << 16)
         if not part:
             break
         parts.append(part)
     status = os.waitstatus_to_exitcode(os.waitpid(number, 0)[1])
     if parts:
-        return Verdict(*pickle.loads(b"".join(parts)))
+        return Outcome(*pickle.loads(b"".join(parts)))
     reason = f"it ended by {signal.Signals(-status).name}" if status < 0 else f"status {status}"
-    return Verdict("failure", reason, LATE if status == -signal.SIGXCPU else reason)
+    return Outcome("failure", reason, LATE if status == -signal.SIGXCPU else reason)

@@ -87,9 +87,9 @@ def test_a_fault_of_a_reader_is_reported_and_kept(fault, kind, words, tmp_path) 
     limits = Limits(seconds=1.0, memory=1 << 28)
     # The first case of the seed that changes the file.
     with fuzz.opened([target], tmp_path / "out", limits) as fuzzing:
-        verdict = fuzzing.run(target, 0, 1)
-        assert verdict.kind == kind
-        assert re.search(words, verdict.signature)
+        outcome = fuzzing.run(target, 0, 1)
+        assert outcome.kind == kind
+        assert re.search(words, outcome.signature)
         if fault is raise_key_error:
             fuzzing.run(target, 0, 1)
         assert len(fuzzing.failures) == (kind == "failure")

@@ -58,8 +58,8 @@ class Outcome(NamedTuple):
 
     def __str__(self) -> str:
         how = "caught" if self.quick else "caught only with --every-case"
-        verdict = f"{how} by {self.by}" if self.caught else "SURVIVED"
-        return f"{self.fault.name}: {verdict} ({self.seconds:.0f} s)"
+        outcome = f"{how} by {self.by}" if self.caught else "SURVIVED"
+        return f"{self.fault.name}: {outcome} ({self.seconds:.0f} s)"
 
 
 def copy_tree(folder: Path) -> Path:

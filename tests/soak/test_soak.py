@@ -1,4 +1,4 @@
-"""The verdict of `make soak`, and one round of its turns."""
+"""The result of `make soak`, and one round of its turns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`compare_all` gives the verdicts of `compare`, and `InFloat64` an exact oracle."""
+"""`compare_all` gives the comparisons of `compare`, and `InFloat64` an exact oracle."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def shifted(share: float) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("share", [0.1, 2.0, 1000.0])
-def test_the_verdicts_are_those_of_compare(share: float) -> None:
+def test_the_comparisons_are_those_of_compare(share: float) -> None:
     actual = shifted(share)
     oracle = dict.fromkeys(actual, ORACLE)
     joint = compare_all(actual, oracle, Yardstick(lambda: dict.fromkeys(actual, X @ W.T)))

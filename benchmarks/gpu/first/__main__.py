@@ -58,7 +58,7 @@ def main() -> int:
     text = screen.screen(outcomes, missed)
     screen.write(outcomes, folder, text)
     print("\n".join(["", *text]))
-    return 0 if all(outcome.verdict == OK for outcome in outcomes) else 1
+    return 0 if all(outcome.result == OK for outcome in outcomes) else 1
 
 
 def has_gpu() -> bool:

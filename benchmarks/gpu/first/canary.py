@@ -3,7 +3,7 @@
     python -m benchmarks.gpu.first.canary --family attention
 
 The first quick case of the family runs. The program prints a JSON object before the run, and
-another one with the verdict after it. The exit status is 0 if the case ran, 1 if it failed, and
+another one with the result after it. The exit status is 0 if the case ran, 1 if it failed, and
 ``HUNG`` if it took longer than the limit; the steps after the canary then skip the family.
 """
 
@@ -42,15 +42,15 @@ def main() -> int:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the case, print the verdict, and return the exit status; a hang ends the process."""
+    """Run the case, print the result, and return the exit status; a hang ends the process."""
     device = "cuda" if options.backend == "cuda" else "cpu"
     options = argparse.Namespace(
         **vars(options), op=None, quick=True, shard="0/1", reruns=0, emulate=None
     )
-    said: dict[str, Any] = {MARK: options.family, "backend": options.backend, "verdict": "started"}
+    said: dict[str, Any] = {MARK: options.family, "backend": options.backend, "result": "started"}
     cases = smoke.selected(options, device)
     if not cases:
-        smoke.say({**said, "verdict": FAILED, "faults": ["no quick case is served"]})
+        smoke.say({**said, "result": FAILED, "faults": ["no quick case is served"]})
         return 1
     said |= {"op": cases[0].op, "case": cases[0].name}
     if device == "cuda":
@@ -59,13 +59,13 @@ def run(options: argparse.Namespace) -> int:
     start = time.monotonic()
 
     def hangs() -> None:
-        smoke.say({**said, "verdict": HANGS, "faults": [f"no end after {options.limit} s"]})
+        smoke.say({**said, "result": HANGS, "faults": [f"no end after {options.limit} s"]})
         os._exit(HUNG)
 
     with limited(options.limit, hangs):
         faults = smoke.tried(cases[0], options, device)["faults"]
     seconds = round(time.monotonic() - start, 2)
-    smoke.say({**said, "verdict": FAILED if faults else OK, "faults": faults, "seconds": seconds})
+    smoke.say({**said, "result": FAILED if faults else OK, "faults": faults, "seconds": seconds})
     return 1 if faults else 0
 
 

@@ -35,8 +35,8 @@ class Outcome:
 
     Args:
         step: The step.
-        verdict: "ok", "FAILED", "OUT OF TIME" or "NOT RUN".
-        reason: The reason of another verdict than "ok", in words.
+        result: "ok", "FAILED", "OUT OF TIME" or "NOT RUN".
+        reason: The reason of another result than "ok", in words.
         seconds: Seconds that the step took.
         statuses: Exit status of each command; None if it was ended at the limit.
         outputs: Standard output of each command.
@@ -45,7 +45,7 @@ class Outcome:
     """
 
     step: Step
-    verdict: str = OK
+    result: str = OK
     reason: str = ""
     seconds: float = 0.0
     statuses: list[int | None] = field(default_factory=list)
@@ -136,11 +136,11 @@ class Running:
         found.seconds = round(time.monotonic() - self.start, 1)
         ended = found.statuses.count(None)
         if ended:
-            found.verdict = OUT_OF_TIME
+            found.result = OUT_OF_TIME
             found.reason = f"{ended} of {len(found.statuses)} processes after {found.seconds:.0f} s"
         elif any(found.statuses):
             number = next(n for n, status in enumerate(found.statuses) if status)
-            found.verdict = FAILED
+            found.result = FAILED
             found.reason = f"exit status {found.statuses[number]}: {last_line(found, number)}"
         return found
 
@@ -172,8 +172,8 @@ def without_hung_families(step: Step, before: Outcome) -> tuple[Step, dict[str, 
 
 def obstacle(step: Step, before: Outcome) -> str | None:
     """Return why a step does not run after the outcome of the step that it waits for, or None."""
-    if before.verdict == NOT_RUN or (before.verdict != OK and not before.step.families):
-        return f"{before.step.name}: {before.verdict}"
+    if before.result == NOT_RUN or (before.result != OK and not before.step.families):
+        return f"{before.step.name}: {before.result}"
     return None
 
 
@@ -206,10 +206,10 @@ def play(
 
     def keep(outcome: Outcome) -> None:
         found[outcome.step.name] = outcome
-        words = {"verdict": outcome.verdict, "reason": outcome.reason, "seconds": outcome.seconds}
+        words = {"result": outcome.result, "reason": outcome.reason, "seconds": outcome.seconds}
         keep_row(outcome.step, {**words, "skipped": outcome.skipped})
         notify(
-            f"[{outcome.step.name}] {outcome.verdict} after {outcome.seconds} s {outcome.reason}"
+            f"[{outcome.step.name}] {outcome.result} after {outcome.seconds} s {outcome.reason}"
         )
 
     def look_beside() -> None:

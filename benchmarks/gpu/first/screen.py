@@ -100,12 +100,12 @@ def graph_lines(outcome: Outcome) -> Iterator[str]:
 
 def canary_lines(outcome: Outcome) -> Iterator[str]:
     said = {record[canary.MARK]: record for record in records(outcome) if canary.MARK in record}
-    good = [family for family, record in said.items() if record["verdict"] == canary.OK]
+    good = [family for family, record in said.items() if record["result"] == canary.OK]
     yield f"{len(good)} of {len(outcome.step.families)} families of CUDA C++ kernels run"
     for family in outcome.step.families:
-        record = said.get(family, {"verdict": "never started", "faults": []})
-        if record["verdict"] != canary.OK:
-            yield f"{family} {record['verdict']}: {'; '.join(record.get('faults', []))}"
+        record = said.get(family, {"result": "never started", "faults": []})
+        if record["result"] != canary.OK:
+            yield f"{family} {record['result']}: {'; '.join(record.get('faults', []))}"
 
 
 def attention_lines(outcome: Outcome) -> Iterator[str]:
@@ -135,7 +135,7 @@ def machine_lines(outcome: Outcome) -> Iterator[str]:
 
 
 def of(outcome: Outcome) -> list[str]:
-    """Return the lines of a step on the screen, without its verdict."""
+    """Return the lines of a step on the screen, without its result."""
     skipped = [f"skipped {family}: {reason}" for family, reason in outcome.skipped.items()]
     return [*(_lines(outcome) if outcome.outputs else []), *skipped]
 
@@ -164,23 +164,23 @@ def _lines(outcome: Outcome) -> list[str]:
 def settle(outcome: Outcome) -> None:
     """Fail a step that ended well but did nothing, or one of whose cases has a fault."""
     name = outcome.step.name
-    if outcome.verdict != OK:
+    if outcome.result != OK:
         return
     if name.startswith(("smoke", "sanitizer", "graphs")) and not records(outcome):
-        outcome.verdict, outcome.reason = FAILED, "no case ran"
+        outcome.result, outcome.reason = FAILED, "no case ran"
     elif name.startswith("smoke") and len(list(smoke_lines(outcome))) > 1:
-        outcome.verdict, outcome.reason = FAILED, "cases have faults"
+        outcome.result, outcome.reason = FAILED, "cases have faults"
     elif name.startswith("check") and not parities(outcome):
-        outcome.verdict, outcome.reason = FAILED, "no tensor was compared"
+        outcome.result, outcome.reason = FAILED, "no tensor was compared"
 
 
 def screen(outcomes: Sequence[Outcome], missed: Sequence[str]) -> list[str]:
-    """Return the lines of the screen: a block per step, its verdict first."""
+    """Return the lines of the screen: a block per step, its result first."""
     text = []
     for outcome in outcomes:
         lines = of(outcome)
         settle(outcome)
-        head = f"{outcome.step.name:<15} {outcome.verdict:<12} {outcome.seconds:6.1f} s"
+        head = f"{outcome.step.name:<15} {outcome.result:<12} {outcome.seconds:6.1f} s"
         first = lines[0] if lines else outcome.step.about
         text.append(f"{head}  {first}{f' [{outcome.reason}]' if outcome.reason else ''}")
         text += [f"{'':<16}{line[:150]}" for line in lines[1 : 1 + SHOWN]]
@@ -195,7 +195,7 @@ def write(outcomes: Sequence[Outcome], folder: Path, text: Sequence[str]) -> Non
     """Write ``summary.json`` and ``first.log``."""
     steps = [
         {
-            "step": o.step.name, "verdict": o.verdict, "reason": o.reason, "seconds": o.seconds,
+            "step": o.step.name, "result": o.result, "reason": o.reason, "seconds": o.seconds,
             "statuses": o.statuses, "lines": of(o),
         }
         for o in outcomes

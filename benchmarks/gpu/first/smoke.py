@@ -3,7 +3,7 @@
     python -m benchmarks.gpu.first.smoke --backend triton --shard 0/16 --reruns 20
 
 The program prints a JSON object for each case: before its runs, and again after them with the
-verdict and the kernels that were launched. A fault of the device or a case that hangs would spoil
+result and the kernels that were launched. A fault of the device or a case that hangs would spoil
 the cases after it, so the program then starts itself again with the next case. A case hangs if it
 takes longer than ``--limit`` without the compilation of its kernels.
 """
