@@ -145,7 +145,7 @@ def main() -> None:
 
     about = f"{'real' if real else 'generated'} reviews; from scratch with hidden size {hidden}"
     print(f"{about}\n{HEADER}", flush=True)
-    found = []
+    classifiers = []
     for layers in options.layers:
         for heads in options.heads:
             folder = options.out / f"untrained-{layers}-{heads}"
@@ -153,7 +153,7 @@ def main() -> None:
             config = BertConfig(vocab_size=vocab_size, max_position_embeddings=length, **shape)
             untrained(config, tokenizer, folder)
             chosen = classify(f"scratch-{layers}-{heads}", folder, options.epochs, scratch_rate)
-            found.append(train(f"from scratch, {layers} layers, {heads} heads", chosen))
+            classifiers.append(train(f"from scratch, {layers} layers, {heads} heads", chosen))
     model = options.pretrained or (
         PRETRAINED
         if real
@@ -162,8 +162,8 @@ def main() -> None:
         )
     )
     chosen = classify("fine-tuned", model, options.pretrained_epochs, pretrained_rate)
-    found.append(train("pre-trained, fine-tuned", chosen))
-    write(options.out, "attention_classifiers", about, found)
+    classifiers.append(train("pre-trained, fine-tuned", chosen))
+    write(options.out, "attention_classifiers", about, classifiers)
 
 
 if __name__ == "__main__":

@@ -33,13 +33,13 @@ Results = dict[str, Any]
 def texts(folder: Path, packages: list[str], count: int, max_length: int) -> tests.Texts:
     """Return the passages of packages; those of the validation part are not used."""
     parts = labelled(packages, count)
-    found = []
+    encoded = []
     for part in ("train", "test"):
         rows = parts[part]
         labels = [packages.index(row["label"]) for row in rows]
         passages = [row["text"] for row in rows]
-        found.append(fitting.encode(folder, passages, labels, max_length=max_length))
-    return tests.Texts(*found)
+        encoded.append(fitting.encode(folder, passages, labels, max_length=max_length))
+    return tests.Texts(*encoded)
 
 
 def measure(data: tests.Texts, start: Starts, options: argparse.Namespace) -> Results:
@@ -117,8 +117,8 @@ def draw(results: Results, path: Path, caption: str) -> None:
         axes.plot(*points(results["seeds"]), "s", color="tab:blue", label="other seeds")
         trained = [row for row in results["uniform"] if "trained" in row.name]
         axes.plot(*points(trained), "^", color="tab:green", label="uniform, trained")
-        plain = [row for row in results["uniform"] if "trained" not in row.name]
-        axes.plot(*points(plain), "v", color="tab:olive", label="uniform, inference only")
+        untrained = [row for row in results["uniform"] if "trained" not in row.name]
+        axes.plot(*points(untrained), "v", color="tab:olive", label="uniform, inference only")
         axes.set(title=title, xlabel="Jensen-Shannon divergence of the weights, nats")
         axes.set_ylabel("total variation distance of the predictions")
         axes.set_xlim(0, 0.7)

@@ -61,7 +61,7 @@ def train(name: str, options: ClassifyOptions) -> Classifier:
     console.print(f"{name}:", highlight=False)
     result = finetune(options, console=console)
     rows = [row for row in read_log(result.log) if row["event"] == "evaluation"]
-    found = Classifier(
+    classifier = Classifier(
         name,
         f"{options.epochs} epochs, {options.learning_rate:g}, {options.batch_size} texts",
         {part: result.figures[part]["accuracy"] for part in PARTS if part in result.figures},
@@ -69,8 +69,8 @@ def train(name: str, options: ClassifyOptions) -> Classifier:
         [row["accuracy"] for row in rows],
         result.seconds,
     )
-    print(line(found), flush=True)
-    return found
+    print(line(classifier), flush=True)
+    return classifier
 
 
 HEADER = (
@@ -78,32 +78,34 @@ HEADER = (
 )
 
 
-def line(found: Classifier) -> str:
+def line(classifier: Classifier) -> str:
     """Return the results as a line of a table under `HEADER`."""
-    cells = [f"{found.accuracy[p]:.1%}" if p in found.accuracy else "" for p in PARTS]
-    return f"| {found.name} | {found.options} | {' | '.join(cells)} |"
+    cells = [f"{classifier.accuracy[p]:.1%}" if p in classifier.accuracy else "" for p in PARTS]
+    return f"| {classifier.name} | {classifier.options} | {' | '.join(cells)} |"
 
 
-def write(folder: Path, stem: str, about: str, found: Sequence[Classifier], **more: Any) -> None:
+def write(
+    folder: Path, stem: str, about: str, classifiers: Sequence[Classifier], **more: Any
+) -> None:
     """Write ``<stem>.json``, ``<stem>.md`` and ``<stem>.png`` with results and the machine."""
     machine = describe()
-    rows = [dataclasses.asdict(classifier) for classifier in found]
+    rows = [dataclasses.asdict(classifier) for classifier in classifiers]
     content = {"about": about, "machine": dataclasses.asdict(machine), "rows": rows, **more}
     json_file.write(folder / f"{stem}.json", content, json_file.record)
-    table = "\n".join([HEADER, *map(line, found)])
+    table = "\n".join([HEADER, *map(line, classifiers)])
     header = "\n".join([about, *machine.lines()])
     (folder / f"{stem}.md").write_text(f"{table}\n\n{header}\n", encoding="utf-8")
-    _draw(found, folder / f"{stem}.png", header)
+    _draw(classifiers, folder / f"{stem}.png", header)
 
 
-def _draw(found: Sequence[Classifier], path: Path, caption: str) -> None:
+def _draw(classifiers: Sequence[Classifier], path: Path, caption: str) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 5.5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
-    for classifier in found:
+    for classifier in classifiers:
         label = f"{classifier.name} ({classifier.options})"
         epochs = range(1, len(classifier.per_epoch) + 1)
         axes.plot(epochs, classifier.per_epoch, "o-", markersize=4, label=label)

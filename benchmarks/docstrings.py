@@ -69,9 +69,9 @@ def _paragraphs(path: Path) -> list[str]:
         return []
     nodes = [node for node in ast.walk(tree) if isinstance(node, _DOCUMENTED)]
     texts = [ast.get_docstring(node) or "" for node in nodes]
-    found = [part.strip("\n") for text in texts for part in re.split(r"\n[ \t]*\n", text)]
+    paragraphs = [part.strip("\n") for text in texts for part in re.split(r"\n[ \t]*\n", text)]
     # A class and its methods often repeat a paragraph.
-    return list(dict.fromkeys(part for part in found if part and _is_prose(part)))
+    return list(dict.fromkeys(part for part in paragraphs if part and _is_prose(part)))
 
 
 def _is_prose(paragraph: str) -> bool:

@@ -50,8 +50,8 @@ def probe(encoder: ContextEncoder, train: int, test: int, rank: int, epochs: int
         with torch.no_grad():
             layers.append(score([fitted(row) for row in rows[train:]], distances[train:]))
         print(f"probe, layer {layer}: {layers[-1]}", flush=True)
-    plain = [linear_distances(len(tree.words)) for tree in trees[train:]]
-    return {"layers": layers, "linear": score(plain, distances[train:])}
+    baseline = [linear_distances(len(tree.words)) for tree in trees[train:]]
+    return {"layers": layers, "linear": score(baseline, distances[train:])}
 
 
 def table(senses: SenseAccuracy, layers: list[ProbeScore], linear: ProbeScore) -> str:
@@ -61,9 +61,11 @@ def table(senses: SenseAccuracy, layers: list[ProbeScore], linear: ProbeScore) -
         "|---|---:|---:|---:|",
         f"| baseline | {senses.most_frequent:.1%} | {linear.spearman:.3f} | {linear.uuas:.1%} |",
     ]
-    for layer, (accuracy, found) in enumerate(zip(senses.layers, layers, strict=True)):
+    for layer, (accuracy, layer_result) in enumerate(zip(senses.layers, layers, strict=True)):
         name = "0, embedding output" if layer == 0 else str(layer)
-        lines.append(f"| {name} | {accuracy:.1%} | {found.spearman:.3f} | {found.uuas:.1%} |")
+        lines.append(
+            f"| {name} | {accuracy:.1%} | {layer_result.spearman:.3f} | {layer_result.uuas:.1%} |"
+        )
     return "\n".join(lines)
 
 

@@ -96,14 +96,14 @@ def measured(*arguments: object) -> Measured:
 
 def _family(pid: int) -> list[int]:
     """Return a process with all processes that it started."""
-    found = [pid]
+    members = [pid]
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
         try:
             children = task.read_text(encoding="utf-8").split()
         except OSError:
             continue
-        found += [member for child in children for member in _family(int(child))]
-    return found
+        members += [member for child in children for member in _family(int(child))]
+    return members
 
 
 def _cpu(pid: int) -> float:
@@ -164,21 +164,21 @@ def main() -> None:
         corpus = options.out / f"corpus-{workers}"
         shutil.rmtree(corpus, ignore_errors=True)
         given = ("--tokenizer", tokenizer) if tokenizer.exists() else ()
-        found = measured(
+        measurement = measured(
             *("-m", "fastbert", "prepare", text, corpus, "--workers", workers, "--json", *given)
         )
         what = "with a given vocabulary" if given else "with a vocabulary that is trained"
         print(
-            f"prepare {what}, {workers} process(es): {size:,.0f} MB in {found.seconds:.0f} s, "
-            f"{found.cpu:.0f} CPU seconds ({size / found.cpu:.1f} MB per CPU second), memory "
-            f"{found.memory:.0f} MB",
+            f"prepare {what}, {workers} process(es): {size:,.0f} MB in {measurement.seconds:.0f} s"
+            f", {measurement.cpu:.0f} CPU seconds ({size / measurement.cpu:.1f} MB per CPU second)"
+            f", memory {measurement.memory:.0f} MB",
             flush=True,
         )
         if not given:
             shutil.copytree(corpus / "tokenizer", tokenizer)
     last = options.out / f"corpus-{options.workers[-1]}"
-    found = measured("-c", READ, last)
-    print(f"{found.output.strip()}; memory {found.memory:.0f} MB", flush=True)
+    measurement = measured("-c", READ, last)
+    print(f"{measurement.output.strip()}; memory {measurement.memory:.0f} MB", flush=True)
     stored = sum(path.stat().st_size for path in last.rglob("*") if path.is_file())
     print(f"size on disk: {stored / 1e6:,.0f} MB in {sum(1 for _ in last.rglob('*'))} files")
 

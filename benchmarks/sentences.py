@@ -158,16 +158,16 @@ def contest(
     spread: str, texts: list[str], models: dict[str, Any], rounds: int
 ) -> list[dict[str, Any]]:
     """Time the contenders in turns and keep medians; a contender that is not near is refused."""
-    found: dict[str, Tensor] = {}
+    embeddings: dict[str, Tensor] = {}
 
     def run(name: str, _: int) -> None:
-        found[name] = encode(models[name], spread, texts)
+        embeddings[name] = encode(models[name], spread, texts)
 
     calls = {name: functools.partial(run, name) for name in models}
     times = alternate(calls, seconds=0.0, min_samples=rounds, max_samples=rounds, settle=PAUSE_S)
     rows = []
     for name in models:
-        difference = float((found[name] - found["stock fp32"]).abs().max())
+        difference = float((embeddings[name] - embeddings["stock fp32"]).abs().max())
         seconds = times[name].median if difference <= NEAR else None
         rows.append(
             {

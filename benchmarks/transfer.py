@@ -56,8 +56,8 @@ def labelled(packages: Sequence[str], count: int) -> dict[str, list[dict[str, st
 
 
 def _passages(document: Document, names: re.Pattern[str]) -> list[str]:
-    found = [" ".join(passages(text, Counter())) for text in document.paragraphs]
-    fits = [text for text in found if SHORTEST <= len(text.split()) <= LONGEST]
+    paragraphs = [" ".join(passages(text, Counter())) for text in document.paragraphs]
+    fits = [text for text in paragraphs if SHORTEST <= len(text.split()) <= LONGEST]
     return [text for text in fits if not names.search(text)]
 
 
@@ -95,7 +95,7 @@ def main() -> None:
     runs += [
         ("from scratch", scratch, options.scratch_epochs, rate) for rate in options.scratch_rates
     ]
-    found = [
+    results = [
         train(
             name,
             ClassifyOptions(
@@ -111,7 +111,7 @@ def main() -> None:
         )
         for name, folder, epochs, rate in runs
     ]
-    write(options.out, "transfer", about, found)
+    write(options.out, "transfer", about, results)
 
 
 if __name__ == "__main__":

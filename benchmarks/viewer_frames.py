@@ -159,8 +159,8 @@ def measure(tab: Any, page: str, motion: Motion, layer: int = 11) -> dict[str, f
 
 
 def _work(session: Any) -> float:
-    found = session.send("Performance.getMetrics")["metrics"]
-    return next(each["value"] for each in found if each["name"] == "TaskDuration")
+    metrics = session.send("Performance.getMetrics")["metrics"]
+    return next(each["value"] for each in metrics if each["name"] == "TaskDuration")
 
 
 def table(rows: dict[str, dict[str, float]]) -> str:

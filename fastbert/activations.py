@@ -91,9 +91,9 @@ ACTIVATIONS = {
     )
 }
 # The names of the activations that are not gated.
-PLAIN = tuple(name for name, activation in ACTIVATIONS.items() if not activation.gated)
+UNGATED = tuple(name for name, activation in ACTIVATIONS.items() if not activation.gated)
 # Value of the argument `approximate` of ``ops.linear_gelu`` → name of the activation.
-APPROXIMATIONS = {ACTIVATIONS[name].approximate: name for name in PLAIN}
+APPROXIMATIONS = {ACTIVATIONS[name].approximate: name for name in UNGATED}
 
 
 def of_name(name: str) -> Activation:

@@ -23,9 +23,9 @@ def checksum(path: Path, advance: Callable[[int], object] = lambda size: None) -
         ValueError: If `path` is a pipe or a device, which may have no end.
     """
     check_file(path)
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(_BLOCK):
-            found.update(block)
+            digest.update(block)
             advance(len(block))
-    return found.hexdigest()
+    return digest.hexdigest()

@@ -92,12 +92,12 @@ def fonts_for(texts: Iterable[str]) -> tuple[list[str], set[str]]:
         return families, missing
     entries = _installed()
     while missing:
-        found = {entry: _drawn_by(entry.fname, missing) for entry in entries}
-        best = max(entries, key=lambda entry: len(found[entry]), default=None)
-        if best is None or not found[best]:
+        drawn = {entry: _drawn_by(entry.fname, missing) for entry in entries}
+        best = max(entries, key=lambda entry: len(drawn[entry]), default=None)
+        if best is None or not drawn[best]:
             break
         families.append(best.name)
-        missing -= found[best]
+        missing -= drawn[best]
     return families, missing
 
 

@@ -46,10 +46,10 @@ def _gather(
     """Return table rows in fp32 [BLOCK_M, BLOCK_N]; a row with an index out of range is NaN."""
     pointers = index_ptr + rows.to(tl.int64) * stride_index
     index = tl.load(pointers, mask=rows < rows_total, other=0).to(tl.int64)
-    found = ((index >= 0) & (index < table_rows))[:, None]
+    in_table = ((index >= 0) & (index < table_rows))[:, None]
     offsets = index[:, None] * stride_table + cols[None, :]
-    values = tl.load(table_ptr + offsets, mask=inside & found, other=0.0).to(tl.float32)
-    return tl.where(found, values, float("nan"))
+    values = tl.load(table_ptr + offsets, mask=inside & in_table, other=0.0).to(tl.float32)
+    return tl.where(in_table, values, float("nan"))
 
 
 @triton.jit

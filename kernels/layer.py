@@ -165,26 +165,26 @@ def layer_backward(
         dy, saved.last_projected, weight2, saved.last_mean, saved.last_rstd, residual=saved.first,
         x_bias=b2, seed=inputs.output_seed, dropout_p=shape.output_p,
     )  # fmt: skip
-    found: list[Tensor | None] = [*[None] * 10, db2, dweight2, dbias2]
+    gradients: list[Tensor | None] = [*[None] * 10, db2, dweight2, dbias2]
     if not any(needs[:10]):
-        return found
+        return gradients
     dprojected = _cast(dresidual if dx is None else dx, shape.dtype)
-    dinner, found[8], activated = feed_forward.backward(
+    dinner, gradients[8], activated = feed_forward.backward(
         dprojected, w2, saved.inner, activation=shape.activation
     )
     inner_rows = saved.first if saved.inner_rows is None else saved.inner_rows
-    found[7] = dinner.t() @ inner_rows if needs[7] else None
-    found[9] = dprojected.t() @ activated if needs[9] else None
+    gradients[7] = dinner.t() @ inner_rows if needs[7] else None
+    gradients[9] = dprojected.t() @ activated if needs[9] else None
     if not any(needs[:7]):
-        return found
+        return gradients
     dfirst = _add_product(dresidual, dinner, w1)
-    dresidual, dx, found[5], found[6], found[4] = layer_norm.backward(
+    dresidual, dx, gradients[5], gradients[6], gradients[4] = layer_norm.backward(
         dfirst, saved.projected, weight1, saved.mean, saved.rstd, residual=saved.hidden, x_bias=bo,
         seed=inputs.attention_output_seed, dropout_p=shape.attention_output_p,
     )  # fmt: skip
     dprojected = _cast(dresidual if dx is None else dx, shape.dtype)
     if needs[3]:
-        found[3] = dprojected.t() @ _joined(saved.out, inputs).view(dprojected.shape)
+        gradients[3] = dprojected.t() @ _joined(saved.out, inputs).view(dprojected.shape)
     if any(needs[:3]):
         dqkv = torch.empty_like(saved.qkv)
         (dout,) = _heads(dprojected @ wo, 1, inputs, shape)
@@ -193,10 +193,10 @@ def layer_backward(
             into=_heads(dqkv, 3, inputs, shape), **_options(inputs, shape, dout.shape[-1]),
         )  # fmt: skip
         rows = saved.hidden if saved.rows is None else saved.rows
-        found[0] = _add_product(dresidual, dqkv, wqkv) if needs[0] else None
-        found[1] = dqkv.t() @ rows if needs[1] else None
-        found[2] = sum_rows(dqkv, bqkv.dtype) if needs[2] else None
-    return found
+        gradients[0] = _add_product(dresidual, dqkv, wqkv) if needs[0] else None
+        gradients[1] = dqkv.t() @ rows if needs[1] else None
+        gradients[2] = sum_rows(dqkv, bqkv.dtype) if needs[2] else None
+    return gradients
 
 
 def _heads(rows: Tensor, parts: int, inputs: Inputs, shape: LayerShape) -> tuple[Tensor, ...]:

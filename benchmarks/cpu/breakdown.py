@@ -58,12 +58,12 @@ def operations(
         calls[WHOLE] = lambda _: built.call(batch)
         timings = alternate(calls, seconds=seconds, min_samples=3)
     amounts = work(config, lengths, SIZES[BY_NAME[engine].form])
-    found = []
+    rows = []
     for name, timing in timings.items():
         count, amount = amounts[name]
         taken = {"operation": name, "count": count, "seconds": count * timing.median}
-        found.append({**taken, "flops": count * amount.flops, "bytes": count * amount.bytes})
-    return found
+        rows.append({**taken, "flops": count * amount.flops, "bytes": count * amount.bytes})
+    return rows
 
 
 def _calls(
@@ -77,8 +77,8 @@ def _calls(
     from fastbert.ops import backend
 
     layers, layout, heads = model.encoder.layer, tokens.layout, model.config.num_attention_heads
-    found = of_config(gated=False)[model.config.hidden_act]
-    activation, approximate = found.name, found.approximate
+    gelu = of_config(gated=False)[model.config.hidden_act]
+    activation, approximate = gelu.name, gelu.approximate
     linear = torch.ops.fastbert_C.linear
     rows = (layout.batch, layout.length) if layout.cu_seqlens is None else (hidden.shape[0],)
     packed = layers[0].attention.self.qkv(hidden).view(*rows, 3, heads, -1)
@@ -174,7 +174,7 @@ def work(config, lengths: Sequence[int], size: int) -> dict[str, tuple[int, Work
 
 def run(scale: Scale, setting: Setting, threads: int) -> list[dict[str, Any]]:
     """Return an entry per shape and format, with the operations and their rooflines."""
-    found = []
+    entries = []
     engines = [BY_NAME[name] for name in NAMES]
     with tempfile.TemporaryDirectory() as folder:
         prepare(Path(folder), scale.config, engines, setting)
@@ -183,7 +183,7 @@ def run(scale: Scale, setting: Setting, threads: int) -> list[dict[str, Any]]:
                 for match in matches(scale):
                     entry: dict[str, Any] = {"label": match.shape.name, "engine": engine.name}
                     try:
-                        if not found or found[-1]["engine"] != engine.name:
+                        if not entries or entries[-1]["engine"] != engine.name:
                             worker.ask("load")
                         answer = worker.ask(
                             "breakdown", lengths=list(match.shape.lengths), seconds=setting.seconds
@@ -192,20 +192,20 @@ def run(scale: Scale, setting: Setting, threads: int) -> list[dict[str, Any]]:
                         entry["operations"] = with_roofline(answer["operations"], limits)
                     except Failed as failure:
                         entry["refused"] = str(failure)
-                    found.append(entry)
+                    entries.append(entry)
                     for text in lines([entry]):
                         setting.notify(text)
-    return found
+    return entries
 
 
 def with_roofline(operations: Sequence[Mapping[str, Any]], limits) -> list[dict[str, Any]]:
     """Add to each operation its share of the whole and its floor over its time; add the rest."""
     whole = next(o["seconds"] for o in operations if o["operation"] == WHOLE)
     named = sum(o["seconds"] for o in operations if o["operation"] != WHOLE)
-    found = []
+    rows = []
     for operation in operations:
         amount = Work(operation["flops"], operation["bytes"])
-        found.append(
+        rows.append(
             {
                 **operation,
                 "share": operation["seconds"] / whole,
@@ -215,7 +215,7 @@ def with_roofline(operations: Sequence[Mapping[str, Any]], limits) -> list[dict[
             }
         )
     rest = whole - named
-    return [*found, {"operation": REST, "seconds": rest, "share": rest / whole}]
+    return [*rows, {"operation": REST, "seconds": rest, "share": rest / whole}]
 
 
 def lines(entries: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -138,11 +138,11 @@ def _compare(answers: Mapping[str, dict[str, Any]], rows: Mapping[str, CpuRow]) 
     numbers = {name: np.asarray(answer["sample"]) for name, answer in answers.items()}
     order = sorted(numbers, key=lambda name: (rows[name].dtype != FP32, rows[name].ours))
     right = numbers[order[0]] if order else None
-    for name, found in numbers.items():
-        if not np.isfinite(found).all():
+    for name, output in numbers.items():
+        if not np.isfinite(output).all():
             rows[name].refused = "its result is not finite"
             continue
-        difference = float(np.sqrt(np.mean((found - right) ** 2) / np.mean(right**2)))
+        difference = float(np.sqrt(np.mean((output - right) ** 2) / np.mean(right**2)))
         rows[name].difference = difference
         if difference > CLOSE:
             rows[name].refused = f"its result is wrong by {difference:.2f} of the RMS of fp32"

@@ -59,15 +59,15 @@ class Match:
 
 def matches(scale: Scale) -> list[Match]:
     """Return the matches of a model; short single sequences first show how fast an engine is."""
-    found = []
+    listed = []
     for length in scale.single:
         shape = EncoderShape(f"{scale.name} 1×{length}", scale.config, (length,))
-        found.append(Match(ONE, shape))
+        listed.append(Match(ONE, shape))
     for batch, length in scale.batches:
         name = f"{scale.name} {batch}×{length}"
         for kind, lengths in ((FULL, (length,) * batch), (HALF, half_padded(batch, length))):
-            found.append(Match(kind, EncoderShape(f"{name} {kind}", scale.config, lengths)))
-    return found
+            listed.append(Match(kind, EncoderShape(f"{name} {kind}", scale.config, lengths)))
+    return listed
 
 
 def target_of(row: CpuRow, match: Match) -> Target:
@@ -106,10 +106,10 @@ def run(scale: Scale, setting: Setting, threads: int, names: Sequence[str] = ())
             setting.notify(f"  {name}: {reason}")
         for match in matches(scale):
             setting.notify(f"[{setting.section}] {match.shape.name}")
-            found = play(match.shape, scale.name, workers, refused, notes, setting)
-            judge(found, lambda row, match=match: target_of(row, match))
-            rows += found
-            for row in found:
+            results = play(match.shape, scale.name, workers, refused, notes, setting)
+            judge(results, lambda row, match=match: target_of(row, match))
+            rows += results
+            for row in results:
                 setting.notify(f"  {line(row)}")
     return rows
 

@@ -78,12 +78,12 @@ def first_cuda(scale: Scale, device: str) -> Iterator[Match]:
 def _first(scale: Scale, device: str, without: str) -> Iterator[Match]:
     for length in scale.lengths[:2]:
         for match in _dense(scale, device, length, scale.head_dims[0], BF16):
-            kept = [
+            contenders = [
                 c
                 for c in match.contenders
                 if c.name in FIRST_PEERS or (c.ours and backend_of(c.name) != without)
             ]
-            yield dataclasses.replace(match, contenders=kept)
+            yield dataclasses.replace(match, contenders=contenders)
 
 
 def packed(scale: Scale, device: str) -> Iterator[Match]:

@@ -108,7 +108,7 @@ def sections(folder: Path) -> dict[str, Section]:
     """Return every section by name, in the order of the run."""
     python = sys.executable
     fastbert = (python, "-m", "fastbert")
-    found = [
+    listed = [
         Section(
             "build",
             "the extension with its CUDA kernels, in place",
@@ -127,8 +127,8 @@ def sections(folder: Path) -> dict[str, Section]:
         ),
     ]
     for name, paths in TEST_GROUPS.items():
-        found.append(Section(name, "the tests, on CUDA if they take a device", (pytest(paths),)))
-    found.append(
+        listed.append(Section(name, "the tests, on CUDA if they take a device", (pytest(paths),)))
+    listed.append(
         Section(
             "check",
             "parity of every operation, backend and dtype",
@@ -138,8 +138,8 @@ def sections(folder: Path) -> dict[str, Section]:
     )
     for name in BENCHES:
         command = (python, "-m", "benchmarks.gpu.bench", name, "--out", str(folder))
-        found.append(Section(name, "times of fastbert and its peers", (command,)))
-    return {section.name: section for section in found}
+        listed.append(Section(name, "times of fastbert and its peers", (command,)))
+    return {section.name: section for section in listed}
 
 
 def refused_architectures() -> str | None:

@@ -132,7 +132,7 @@ def uniform_weights(
         The distances of four models: the last layer or all layers, in inference or in training.
     """
     seen = fitting.observe(base, texts.test)
-    found = []
+    results = []
     count = base.config.num_hidden_layers
     for where, layers in (("last layer", [count - 1]), ("all layers", list(range(count)))):
         changed = copy.deepcopy(base)
@@ -143,8 +143,8 @@ def uniform_weights(
         fitting.fit(trained, texts.train, options, seed=seed, name=name, progress=progress)
         for label, model in ((f"uniform {where}, inference only", changed), (name, trained)):
             now = fitting.observe(model, texts.test)
-            found.append(fitting.distance(label, now, seen, texts.test))
-    return found
+            results.append(fitting.distance(label, now, seen, texts.test))
+    return results
 
 
 def seed_variance(
@@ -172,14 +172,14 @@ def seed_variance(
         The distances of each model.
     """
     seen = fitting.observe(base, texts.test)
-    found = []
+    results = []
     for seed in seeds:
         model = start(seed)
         name = f"seed {seed}"
         fitting.fit(model, texts.train, options, seed=seed, name=name, progress=progress)
         now = fitting.observe(model, texts.test)
-        found.append(fitting.distance(name, now, seen, texts.test))
-    return found
+        results.append(fitting.distance(name, now, seen, texts.test))
+    return results
 
 
 def frozen_weights(
@@ -218,7 +218,7 @@ def frozen_weights(
             rolled = [on_tokens(s.rolled, p) for s, p in zip(seen, parts, strict=True)]
             weights["rollout of the model"] = rolled
     table = base.get_input_embeddings().weight
-    found = []
+    results = []
     for name, (train, test) in weights.items():
         accuracies = []
         for seed in seeds:
@@ -233,8 +233,8 @@ def frozen_weights(
                 predicted = model(texts.test.ids, test).argmax(-1)
             accuracies.append((predicted == texts.test.labels).double().mean().item())
         spread = statistics.stdev(accuracies) if len(accuracies) > 1 else 0.0
-        found.append(Guided(name, statistics.mean(accuracies), spread))
-    return found
+        results.append(Guided(name, statistics.mean(accuracies), spread))
+    return results
 
 
 def _guided(weights: Tensor) -> fitting.Loss:
@@ -287,11 +287,11 @@ def adversarial_attention(
     if min(strengths, default=0) < 0:
         raise ValueError(f"strengths: got {min(strengths)}, allowed: at least 0")
     train, seen = (fitting.observe(base, part) for part in (texts.train, texts.test))
-    found: list[Adversary] = []
+    adversaries: list[Adversary] = []
     strongest = {}
     for scope in scopes:
         for strength in sorted(strengths):
-            if strength == 0 and found:
+            if strength == 0 and adversaries:
                 continue  # Without a divergence in the loss, the scopes give the same model.
             model = start(seed)
             name = f"adversary, {scope}, λ = {strength:g}"
@@ -301,9 +301,9 @@ def adversarial_attention(
             )
             now = fitting.observe(model, texts.test)
             away = fitting.distance(name, now, seen, texts.test)
-            found.append(Adversary(scope, strength, away))
+            adversaries.append(Adversary(scope, strength, away))
             strongest[scope] = model
-    return found, strongest
+    return adversaries, strongest
 
 
 def adversarial_loss(base: Observed, scope: str, strength: float) -> fitting.Loss:

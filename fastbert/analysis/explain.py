@@ -125,11 +125,11 @@ def explain(
     read = subject.reading(weights[-1].mean(1)[0]).tolist()
     rolled = subject.reading(rollout(weights)[0]).tolist()
     values = (gradients, integrated, read, rolled)
-    found = {
+    attributions = {
         name: Attribution(list(row), joined(row, pieces))
         for name, row in zip(METHODS, values, strict=False)
     }
-    found["leave-one-out"] = _leave_one_out(subject, pieces, index, float(logits[index]))
+    attributions["leave-one-out"] = _leave_one_out(subject, pieces, index, float(logits[index]))
     outside = [i for i, word in enumerate(pieces.word_of) if word is None]
     return Explanation(
         text=text,
@@ -139,7 +139,7 @@ def explain(
         pieces=pieces.pieces,
         words=pieces.words,
         word_of=pieces.word_of,
-        attributions=found,
+        attributions=attributions,
         steps=steps,
         baseline=baseline,
         completeness_error=error,
@@ -147,8 +147,8 @@ def explain(
             "attention": sum(read[i] for i in outside),
             "rollout": sum(rolled[i] for i in outside),
         },
-        spearman=correlations(found, spearman),
-        kendall=correlations(found, kendall),
+        spearman=correlations(attributions, spearman),
+        kendall=correlations(attributions, kendall),
         pair=pair,
         second=pieces.second,
     )
@@ -169,19 +169,21 @@ def joined(values: Sequence[float], pieces: Pieces) -> list[float]:
 
 
 def correlations(
-    found: dict[str, Attribution], correlate: Callable[[Tensor, Tensor], float]
+    attributions: dict[str, Attribution], correlate: Callable[[Tensor, Tensor], float]
 ) -> dict[str, dict[str, float]]:
     """Correlate the absolute values of the words, for each pair of methods.
 
     Args:
-        found: Values by method.
+        attributions: Values by method.
         correlate: `spearman` or `kendall`.
 
     Returns:
         The correlations by two names of methods; NaN for fewer than three words, or if all words
         have the same value.
     """
-    sizes = {name: torch.tensor(a.words, dtype=torch.float64).abs() for name, a in found.items()}
+    sizes = {
+        name: torch.tensor(a.words, dtype=torch.float64).abs() for name, a in attributions.items()
+    }
     few = any(len(size) < FEWEST for size in sizes.values())
     return {
         a: {b: math.nan if few else correlate(sizes[a], sizes[b]) for b in sizes} for a in sizes

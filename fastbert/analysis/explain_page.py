@@ -79,9 +79,9 @@ def _maps(explanation: Explanation) -> list[str]:
         "<p>A deeper colour means a larger share of the largest value. Orange words count for the "
         "label, and blue words against it. Attention and rollout have no sign.</p>",
     ]
-    for name, found in explanation.attributions.items():
+    for name, attribution in explanation.attributions.items():
         parts.append(f"<h3>{escape(name)}</h3><p>{escape(METHODS[name])}</p>")
-        parts.append(page.heat(explanation.words, found.words, explanation.second))
+        parts.append(page.heat(explanation.words, attribution.words, explanation.second))
     return parts
 
 

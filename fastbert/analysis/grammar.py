@@ -59,13 +59,13 @@ def sentences(count: int, *, seed: int) -> list[Tree]:
         (True, 1)
     """
     rng = random.Random(seed)
-    found: dict[tuple[str, ...], Tree] = {}
-    while len(found) < count:
+    trees: dict[tuple[str, ...], Tree] = {}
+    while len(trees) < count:
         writer = _Writer(rng)
         writer.clause(0)
         if 4 <= len(writer.words) <= 30:
-            found[tuple(writer.words)] = Tree(writer.words, writer.heads)
-    return list(found.values())
+            trees[tuple(writer.words)] = Tree(writer.words, writer.heads)
+    return list(trees.values())
 
 
 class _Writer:

@@ -48,13 +48,13 @@ class ContextEncoder:
 
     def split(self, text: str) -> Pieces:
         """Encode a text, and assign each token to its word; see `Subject.split`."""
-        found = split(self.tokenizer, text)
-        if len(found.ids) > self.limit:
+        pieces = split(self.tokenizer, text)
+        if len(pieces.ids) > self.limit:
             raise ValueError(
-                f"TEXT: got {len(found.ids)} tokens, allowed: at most {self.limit}, the positions "
+                f"TEXT: got {len(pieces.ids)} tokens, allowed: at most {self.limit}, the positions "
                 f"of {self.folder}"
             )
-        return found
+        return pieces
 
     @torch.no_grad()
     def words(self, texts: Sequence[Pieces]) -> list[Tensor]:
@@ -66,7 +66,7 @@ class ContextEncoder:
         Returns:
             For each text, a tensor of shape ``(states, words, H)``, fp32 on the CPU.
         """
-        found = []
+        vectors = []
         for start in range(0, len(texts), BATCH):
             batch = texts[start : start + BATCH]
             ids, mask = padded(
@@ -75,8 +75,8 @@ class ContextEncoder:
             device = self.model.device
             output = self.model(ids.to(device), mask.to(device), output_hidden_states=True)
             rows = torch.stack(output.hidden_states, 1).cpu()
-            found += [_of_words(row, pieces) for row, pieces in zip(rows, batch, strict=True)]
-        return found
+            vectors += [_of_words(row, pieces) for row, pieces in zip(rows, batch, strict=True)]
+        return vectors
 
     def layer(self, number: int) -> int:
         """Return the number of a state from 0; a negative number counts from the last state.
@@ -113,4 +113,4 @@ def places(pieces: Pieces, word: str) -> list[int]:
     Returns:
         The indices.
     """
-    return [i for i, found in enumerate(pieces.words) if found.lower() == word.lower()]
+    return [i for i, piece in enumerate(pieces.words) if piece.lower() == word.lower()]

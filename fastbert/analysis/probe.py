@@ -62,13 +62,13 @@ def edges(distances: Tensor) -> set[tuple[int, int]]:
     """
     rows = distances.tolist()
     joined, others = [0], set(range(1, len(rows)))
-    found = set()
+    pairs = set()
     while others:
         _, i, j = min((rows[i][j], i, j) for i in joined for j in others)
-        found.add((min(i, j), max(i, j)))
+        pairs.add((min(i, j), max(i, j)))
         joined.append(j)
         others.remove(j)
-    return found
+    return pairs
 
 
 class DistanceProbe(nn.Module):
@@ -182,13 +182,13 @@ def score(predicted: Sequence[Tensor], expected: Sequence[Tensor]) -> ProbeScore
     """
     by_length: dict[int, list[float]] = defaultdict(list)
     right = total = 0
-    for ours, theirs in zip(predicted, expected, strict=True):
-        count = len(theirs)
-        wanted = edges(theirs)
+    for ours, true in zip(predicted, expected, strict=True):
+        count = len(true)
+        wanted = edges(true)
         right += len(edges(ours) & wanted)
         total += len(wanted)
         if count in LENGTHS:
-            rows = (spearman(a, b) for a, b in zip(ours, theirs, strict=True))
+            rows = (spearman(a, b) for a, b in zip(ours, true, strict=True))
             # A word whose distances are all equal has no ranking.
             by_length[count] += [row for row in rows if not math.isnan(row)]
     means = [statistics.mean(values) for values in by_length.values() if values]

@@ -68,12 +68,12 @@ def read_usages(path: str | os.PathLike[str] = SENTENCES) -> list[Usage]:
         FileNotFoundError: If there is no such file.
         ValueError: If a row is broken. The message names the file and the line.
     """
-    found = []
+    usages = []
     for place, values in read_records(Path(path), Usage._fields):
         if not all(isinstance(value, str) and value.strip() for value in values):
             raise ValueError(f"{place}: got {values!r:.200}, allowed: word, sense and text")
-        found.append(Usage(*values))
-    return found
+        usages.append(Usage(*values))
+    return usages
 
 
 def nearest_centroids(train: Tensor, labels: Sequence[str], test: Tensor) -> list[str]:
@@ -120,12 +120,12 @@ def folds_of(usages: Sequence[Usage], folds: int) -> list[int]:
             f"folds: got {folds}, allowed: from 2 to {fewest}, the usages of the rarest sense"
         )
     seen: Counter[tuple[str, str]] = Counter()
-    found = []
+    lists = []
     for usage in usages:
         key = (usage.word, usage.sense)
-        found.append(seen[key] % folds)
+        lists.append(seen[key] % folds)
         seen[key] += 1
-    return found
+    return lists
 
 
 def sense_accuracy(
@@ -193,10 +193,10 @@ def usage_vectors(encoder: ContextEncoder, usages: Sequence[Usage]) -> Tensor:
     texts = [encoder.split(usage.text) for usage in usages]
     indices = []
     for usage, pieces in zip(usages, texts, strict=True):
-        found = places(pieces, usage.word)
-        if not found:
+        positions = places(pieces, usage.word)
+        if not positions:
             raise ValueError(f"text: got {usage.text!r:.200}, allowed: a text with {usage.word!r}")
-        indices.append(found[0])
+        indices.append(positions[0])
     states = encoder.words(texts)
     return torch.stack([rows[:, i] for rows, i in zip(states, indices, strict=True)])
 
@@ -206,9 +206,11 @@ def _accuracy(vectors: Tensor, senses: Sequence[str], fold: Sequence[int]) -> fl
     right = 0
     for part in set(fold):
         held = [i for i, f in enumerate(fold) if f == part]
-        kept = [i for i, f in enumerate(fold) if f != part]
-        found = nearest_centroids(vectors[kept], [senses[i] for i in kept], vectors[held])
-        right += sum(a == senses[i] for a, i in zip(found, held, strict=True))
+        training = [i for i, f in enumerate(fold) if f != part]
+        predicted = nearest_centroids(
+            vectors[training], [senses[i] for i in training], vectors[held]
+        )
+        right += sum(a == senses[i] for a, i in zip(predicted, held, strict=True))
     return right / len(senses)
 
 

@@ -173,15 +173,15 @@ class Subject:
             ValueError: If a text is blank, or if there are more tokens than the model has
                 positions.
         """
-        found = split(self.tokenizer, text, pair)
-        if len(found.ids) > self.limit:
+        pieces = split(self.tokenizer, text, pair)
+        if len(pieces.ids) > self.limit:
             raise ValueError(
-                f"TEXT: got {len(found.ids)} tokens, allowed: at most {self.limit}, the positions "
+                f"TEXT: got {len(pieces.ids)} tokens, allowed: at most {self.limit}, the positions "
                 f"of {self.name}"
             )
         if getattr(self.model.config, "type_vocab_size", 1) < 2:
-            return replace(found, types=[])
-        return found
+            return replace(pieces, types=[])
+        return pieces
 
     def embed(self, ids: Sequence[int]) -> Tensor:
         """Return the word embeddings of tokens, detached, of shape ``(1, L, H)``."""
@@ -240,13 +240,13 @@ class Subject:
             if types:
                 inputs["token_type_ids"] = torch.tensor([list(types)], device=self.device)
             output = self.model(**inputs, output_attentions=True)
-        found = list(getattr(output, "attentions", None) or ())
-        if not found or any(weights is None for weights in found):
+        attentions = list(getattr(output, "attentions", None) or ())
+        if not attentions or any(weights is None for weights in attentions):
             raise ValueError(
                 f"MODEL: {self.name} returns no attention weights, allowed: a model with attention "
                 "(in transformers with attn_implementation='eager')"
             )
-        return found
+        return attentions
 
     def reading(self, weights: Tensor) -> Tensor:
         """Return the weights by which the classifier reads the tokens, of shape ``(L,)``.

@@ -85,5 +85,5 @@ def on_tokens(weights: Tensor, examples: Examples) -> Tensor:
     Returns:
         Tensor of shape ``(N, L)``.
     """
-    kept = weights * inside(examples)
-    return kept / kept.sum(1, keepdim=True)
+    inner_weights = weights * inside(examples)
+    return inner_weights / inner_weights.sum(1, keepdim=True)

@@ -115,7 +115,7 @@ def word_map(
     files = _files(Path(texts))
     encoder = model if isinstance(model, ContextEncoder) else ContextEncoder(model)
     number = encoder.layer(layer)
-    kept, too_long = [], 0
+    occurrences, too_long = [], 0
     for place, sentence in _sentences(files, word):
         try:
             pieces = encoder.split(sentence)
@@ -123,22 +123,22 @@ def word_map(
             too_long += 1
             continue
         if index := places(pieces, word)[:1]:
-            kept.append((place, pieces, index[0]))
-    if len(kept) < 2:
+            occurrences.append((place, pieces, index[0]))
+    if len(occurrences) < 2:
         raise ValueError(
-            f"word: got {word!r}, which {len(kept)} sentences of {texts} have as a whole word, "
-            "allowed: a word in at least two"
+            f"word: got {word!r}, which {len(occurrences)} sentences of {texts} have as a whole "
+            "word, allowed: a word in at least two"
         )
-    step = max(1.0, len(kept) / MOST)
-    chosen = [kept[int(i * step)] for i in range(min(MOST, len(kept)))]
+    step = max(1.0, len(occurrences) / MOST)
+    chosen = [occurrences[int(i * step)] for i in range(min(MOST, len(occurrences)))]
     states = encoder.words([pieces for _, pieces, _ in chosen])
     rows = [s[number, i] for s, (_, _, i) in zip(states, chosen, strict=True)]
     points, explained = project(torch.stack(rows))
-    found = [
+    matches = [
         Occurrence(place, pieces.text, x, y)
         for (place, pieces, _), (x, y) in zip(chosen, points.tolist(), strict=True)
     ]
-    return WordMap(word, number, found, explained, len(kept), too_long)
+    return WordMap(word, number, matches, explained, len(occurrences), too_long)
 
 
 def _files(texts: Path) -> list[Path]:
@@ -215,8 +215,14 @@ def html(result: WordMap) -> str:
         f"{first:.1%} and {second:.1%} of the variance. {result.too_long} sentences were too long."
     )
     rows = [
-        (str(i + 1), found.text, found.place, f"{found.x:.2f}", f"{found.y:.2f}")
-        for i, found in enumerate(result.occurrences)
+        (
+            str(i + 1),
+            occurrence.text,
+            occurrence.place,
+            f"{occurrence.x:.2f}",
+            f"{occurrence.y:.2f}",
+        )
+        for i, occurrence in enumerate(result.occurrences)
     ]
     return page.document(
         f"The word {result.word} in {count} sentences",
@@ -233,7 +239,9 @@ def html(result: WordMap) -> str:
 
 def _picture(result: WordMap) -> str:
     """Return the points as SVG."""
-    xs, ys = ([getattr(found, axis) for found in result.occurrences] for axis in ("x", "y"))
+    xs, ys = (
+        [getattr(occurrence, axis) for occurrence in result.occurrences] for axis in ("x", "y")
+    )
 
     def place(value: float, values: list[float], size: int) -> float:
         spread = max(values) - min(values)
@@ -241,9 +249,9 @@ def _picture(result: WordMap) -> str:
         return MARGIN + share * (size - 2 * MARGIN)
 
     lines = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="group" aria-label="Map of the word">']
-    for i, found in enumerate(result.occurrences):
-        label = escape(f"{i + 1}: {found.text} ({found.place})", quote=True)
-        x, y = place(found.x, xs, WIDTH), HEIGHT - place(found.y, ys, HEIGHT)
+    for i, occurrence in enumerate(result.occurrences):
+        label = escape(f"{i + 1}: {occurrence.text} ({occurrence.place})", quote=True)
+        x, y = place(occurrence.x, xs, WIDTH), HEIGHT - place(occurrence.y, ys, HEIGHT)
         lines.append(
             f'<circle cx="{x:.1f}" cy="{y:.1f}" r="7" role="img" tabindex="{0 if i == 0 else -1}" '
             f'aria-label="{label}"/>'

@@ -46,12 +46,12 @@ Times = dict[tuple[Any, ...], dict[str, dict[str, float]]]
 
 def points(results: Path = RESULTS) -> list[Point]:
     """Return the points of the table, sorted; those with one backend are left out."""
-    found = {key: (PREDICTED, times) for key, times in _predicted(results).items()}
-    found |= {key: (MEASURED, times) for key, times in _measured(results).items()}
+    times_by_key = {key: (PREDICTED, times) for key, times in _predicted(results).items()}
+    times_by_key |= {key: (MEASURED, times) for key, times in _measured(results).items()}
     # A measurement replaces the predictions of its architecture, whichever GPU they are for.
-    measured = {_without_gpu(key) for key, (kind, _) in found.items() if kind == MEASURED}
+    measured = {_without_gpu(key) for key, (kind, _) in times_by_key.items() if kind == MEASURED}
     rows = []
-    for key, (kind, times) in found.items():
+    for key, (kind, times) in times_by_key.items():
         if kind == PREDICTED and _without_gpu(key) in measured:
             continue
         forward, backward = times.get(FORWARD, {}), times.get(BACKWARD, {})
@@ -68,7 +68,7 @@ def _without_gpu(key: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _predicted(results: Path) -> Times:
-    found: Times = {}
+    times: Times = {}
     gpus = {gpu.name: gpu for gpu in REPRESENTATIVES}
     for op in OPERATIONS:
         for backend, name in FILE_OF.items():
@@ -85,9 +85,9 @@ def _predicted(results: Path) -> Times:
                         continue
                     shape, width, size, _ = place
                     key = (op, gpu.arch, gpu.name, _bits(row["dtype"]), shape, width, size)
-                    by_direction = found.setdefault(key, {})
+                    by_direction = times.setdefault(key, {})
                     by_direction.setdefault(row["direction"], {})[backend] = estimate
-    return found
+    return times
 
 
 def _estimate(row: dict[str, Any], launches: dict[str, list[dict[str, Any]]], gpu: Gpu) -> float:
@@ -101,7 +101,7 @@ def _estimate(row: dict[str, Any], launches: dict[str, list[dict[str, Any]]], gp
 
 def _measured(results: Path) -> Times:
     """Return the times of runs on GPUs; a later folder and a larger batch count more."""
-    found: Times = {}
+    measured: Times = {}
     largest: dict[tuple[Any, ...], tuple[str, int]] = {}
     for file in sorted(path for name in SECTIONS for path in results.glob(f"*/{name}")):
         content = json.loads(file.read_text(encoding="utf-8"))
@@ -119,10 +119,10 @@ def _measured(results: Path) -> Times:
             key = (row["op"], gpu.arch, gpu.name, _bits(row["dtype"]), shape, width, size)
             rank = (file.parent.name, batch)
             if rank > largest.get(key, ("", 0)):
-                found[key], largest[key] = {}, rank
+                measured[key], largest[key] = {}, rank
             if rank == largest[key]:
-                found[key].setdefault(row["direction"], {})[backend] = row["seconds"]
-    return found
+                measured[key].setdefault(row["direction"], {})[backend] = row["seconds"]
+    return measured
 
 
 def _shape_of(row: dict[str, Any]) -> str:
@@ -134,12 +134,12 @@ def _shape_of(row: dict[str, Any]) -> str:
 
 def _place(op: str, case: str) -> tuple[str, int, int, int] | None:
     """Return the name, width, size and batch of a shape, or None if the table has no such."""
-    if op == "attention" and (found := ATTENTION.match(case)):
-        return case, int(found[2]), int(found[1]), 0
-    if op == "layer_norm" and (found := ROWS.match(case)):
-        return f"{found[2]} columns", int(found[2]), 0, int(found[1])
-    if op in PRODUCTS and (found := PRODUCT.match(case)):
-        return case, int(found[2]), int(found[1]), 0
+    if op == "attention" and (match := ATTENTION.match(case)):
+        return case, int(match[2]), int(match[1]), 0
+    if op == "layer_norm" and (match := ROWS.match(case)):
+        return f"{match[2]} columns", int(match[2]), 0, int(match[1])
+    if op in PRODUCTS and (match := PRODUCT.match(case)):
+        return case, int(match[2]), int(match[1]), 0
     return None
 
 
@@ -147,13 +147,13 @@ def _bits(dtype: str) -> str:
     return SIXTEEN_BITS if dtype == "bfloat16" else dtype
 
 
-def lines(found: Iterable[Point]) -> Iterator[str]:
+def lines(entries: Iterable[Point]) -> Iterator[str]:
     """Yield the file with a line for each point; times have four digits."""
     yield "{"
     yield ' "note": "seconds; python -m fastbert.bench.choice writes this file from the records",'
     yield ' "points": ['
     rows = []
-    for point in found:
+    for point in entries:
         content = point._asdict()
         for name in (FORWARD, BACKWARD):
             content[name] = {k: float(f"{v:.4g}") for k, v in sorted(content[name].items())}

@@ -129,7 +129,7 @@ def requests(device: str) -> dict[str, str | None]:
     Triton's interpreter is left out, because it is a check and too slow to run a model.
     """
     seen: list[object] = []
-    found: dict[str, str | None] = {}
+    refusals: dict[str, str | None] = {}
     for request in (None, *backends.BACKENDS):
         usable = request is None or backends.unavailable(request, device) is None
         if not usable or (request == "triton" and device == "cpu"):
@@ -137,8 +137,8 @@ def requests(device: str) -> dict[str, str | None]:
         choices = _choices(request, device)
         if choices not in seen:
             seen.append(choices)
-            found[f"fastbert {request or 'auto'}"] = request
-    return found
+            refusals[f"fastbert {request or 'auto'}"] = request
+    return refusals
 
 
 def _choices(request: str | None, device: str) -> object:

@@ -52,29 +52,29 @@ def plot_matches(path: Path, rows: Sequence[Mapping[str, Any]], machine: Machine
     for row in rows:
         if row.get("rate") is not None:
             panels.setdefault(f"{row['series']}, {row['unit']}", []).append(row)
-    heights = [0.5 + 0.36 * sum(row["ours"] for row in found) for found in panels.values()]
+    heights = [0.5 + 0.36 * sum(row["ours"] for row in panel) for panel in panels.values()]
     head = 1.1
     with _picture(path, 8.5, head + sum(heights, 0.7 * len(heights)), 110) as figure:
         if panels:
             grid = figure.subplots(
                 len(panels), 1, squeeze=False, gridspec_kw={"height_ratios": heights}
             )
-            for axes, (title, found) in zip(grid.flat, panels.items(), strict=True):
-                _draw_pairs(axes, title, found)
+            for axes, (title, panel) in zip(grid.flat, panels.items(), strict=True):
+                _draw_pairs(axes, title, panel)
         _head(figure, machine, 110)
 
 
 def _peers_of(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Return the peers of a row that are at least as exact, the fastest one first."""
     exact = row["dtype"] in ("fp32", "float32")
-    found = [
+    peers = [
         peer
         for peer in rows
         if not peer["ours"]
         and peer["label"] == row["label"]
         and (peer["dtype"] == row["dtype"] or not exact)
     ]
-    return sorted(found, key=lambda peer: -peer["rate"])
+    return sorted(peers, key=lambda peer: -peer["rate"])
 
 
 def _draw_pairs(axes: Any, title: str, rows: Sequence[Mapping[str, Any]]) -> None:

@@ -105,23 +105,23 @@ class Bound:
 
 def cases() -> tuple[Case, ...]:
     """Return the shapes of the goals and of the choice: attention, rows, products and the loss."""
-    found = []
+    made = []
     for head_dim in (64, 32, 128):
         for length in (128, 256, 512, 1024, 2048):
             sizes = (TOKENS // length, HIDDEN // head_dim, length, length, head_dim)
-            found.append(Case("attention", f"S{length} D{head_dim}", sizes))
+            made.append(Case("attention", f"S{length} D{head_dim}", sizes))
     for columns in (1024, 768):
-        found.append(Case("layer_norm", f"{TOKENS}×{columns}", (TOKENS, columns)))
+        made.append(Case("layer_norm", f"{TOKENS}×{columns}", (TOKENS, columns)))
         dropped = {"dropout_p": 0.1}
-        found.append(Case("layer_norm", f"{TOKENS}×{columns} drop", (TOKENS, columns), dropped))
+        made.append(Case("layer_norm", f"{TOKENS}×{columns} drop", (TOKENS, columns), dropped))
     for hidden, inner in ((768, 3072), (1024, 4096), (384, 1536)):
         for rows in (TOKENS, 2048, 128):
             for op in ("linear_gelu", "feed_forward"):
-                found.append(Case(op, f"{rows}×{hidden}×{inner}", (rows, hidden, inner)))
+                made.append(Case(op, f"{rows}×{hidden}×{inner}", (rows, hidden, inner)))
     for hidden in (768, 1024):
         shape = (TOKENS, hidden, 30522)
-        found.append(Case("linear_cross_entropy", "×".join(map(str, shape)), shape))
-    return tuple(found)
+        made.append(Case("linear_cross_entropy", "×".join(map(str, shape)), shape))
+    return tuple(made)
 
 
 def dtypes_of(case: Case) -> tuple[torch.dtype, ...]:
@@ -287,7 +287,7 @@ def predict(
         reason = cuda_operators.obstacle() or _refusal(selected)
         if reason is not None:
             raise ValueError(f"backend: got 'cuda', which cannot be predicted here: {reason}")
-    found = Prediction([], {})
+    prediction = Prediction([], {})
     for case, dtype in _with_dtypes(selected):
         by_arch: dict[int, dict[str, list[Launched]]] = {}
         name = f"{case.op} {case.name} {backends.dtype_name(dtype)}"
@@ -295,12 +295,12 @@ def predict(
             notify(f"{name} sm_{arch}")
             by_arch[arch] = count(case, dtype, arch, GRID_OF[arch], backend)
             for direction, launches in by_arch[arch].items():
-                found.launches[f"{name} {direction} sm_{arch}"] = launches
+                prediction.launches[f"{name} {direction} sm_{arch}"] = launches
         for direction in (FORWARD, BACKWARD):
             for gpu in gpus:
                 launches = by_arch[code_for(gpu)][direction]
-                found.bounds.append(bound(case, dtype, direction, launches, gpu))
-    return found
+                prediction.bounds.append(bound(case, dtype, direction, launches, gpu))
+    return prediction
 
 
 def _with_dtypes(selected: Sequence[Case]) -> list[tuple[Case, torch.dtype]]:

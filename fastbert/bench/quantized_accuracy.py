@@ -51,12 +51,12 @@ def real_sentences(count: int = 256) -> list[str]:
 
     Generated stories follow if the documentation has fewer sentences.
     """
-    found = dict.fromkeys(
+    sentences = dict.fromkeys(
         sentence
         for sentence in _documented()
         if len(sentence.split()) in WORDS and sentence[0].isupper() and sentence[-1] == "."
     )
-    chosen = list(found)[:: max(1, len(found) // count)][:count]
+    chosen = list(sentences)[:: max(1, len(sentences) // count)][:count]
     told = dict.fromkeys(itertools.chain.from_iterable(stories(count, seed=0)))
     return [*chosen, *itertools.islice(told, count - len(chosen))]
 
@@ -104,7 +104,7 @@ def errors(name: str, actual: Tensor, against: str, right: Tensor) -> dict[str, 
     difference = actual - right
     pairs = torch.triu_indices(len(right), len(right), 1).unbind()
     similar = [x @ x.T for x in (actual, right)]
-    ours, theirs = (s[pairs].numpy() for s in similar)
+    ours, reference = (s[pairs].numpy() for s in similar)
     nearest = [s.fill_diagonal_(-2.0).argmax(1) for s in similar]
     return {
         "name": name,
@@ -112,9 +112,9 @@ def errors(name: str, actual: Tensor, against: str, right: Tensor) -> dict[str, 
         "max_error": difference.abs().max().item(),
         "rms_error": difference.square().mean().sqrt().item(),
         "rms": right.square().mean().sqrt().item(),
-        "similarity_max_error": float(abs(ours - theirs).max()),
-        "spearman": float(stats.spearmanr(ours, theirs).statistic),
-        "kendall": float(stats.kendalltau(ours, theirs).statistic),
+        "similarity_max_error": float(abs(ours - reference).max()),
+        "spearman": float(stats.spearmanr(ours, reference).statistic),
+        "kendall": float(stats.kendalltau(ours, reference).statistic),
         "top_1": (nearest[0] == nearest[1]).double().mean().item(),
     }
 
@@ -135,6 +135,6 @@ def measure(sentences: list[str]) -> list[dict[str, Any]]:
         "int8": lambda: quantize(load(torch.bfloat16)),
         "int8, fp32": lambda: quantize(load(torch.float32)),
     }
-    found = {name: embeddings(make(), sentences) for name, make in models.items()}
-    pairs = [*((name, "float64") for name in found if name != "float64"), ("int8", "bf16")]
-    return [errors(name, found[name], against, found[against]) for name, against in pairs]
+    vectors = {name: embeddings(make(), sentences) for name, make in models.items()}
+    pairs = [*((name, "float64") for name in vectors if name != "float64"), ("int8", "bf16")]
+    return [errors(name, vectors[name], against, vectors[against]) for name, against in pairs]

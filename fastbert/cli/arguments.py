@@ -82,7 +82,7 @@ def name_as_typed(message: str, names: Mapping[str, str]) -> str:
     outside, after = r"(?<![\w./\\'\"=-])", r"(?![\w/\\'\"=-]|\.\w)"
 
     def typed(match: re.Match[str]) -> str:
-        return re.sub(rf"\b{name}\b", lambda found: names[found[0]], match[0])
+        return re.sub(rf"\b{name}\b", lambda word: names[word[0]], match[0])
 
     message = re.sub(rf"^{name}(?:(?:, | and ){name})*(?=: )", typed, message)
     message = re.sub(rf"{outside}{name}(?= \([\d.]+(?:e[+-]?\d+)?\))", typed, message)

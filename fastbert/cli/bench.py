@@ -104,15 +104,15 @@ def print_bounds(names: list[str], json_path: Path | None, backend: str) -> None
         one_of("--op", name, tuple(known))
     selected = [case for case in predict.cases() if case.op in (names or known)]
     with err.status("predicting") as status:
-        found = predict.predict(
+        prediction = predict.predict(
             selected, notify=lambda text: status.update(f"executing {text}"), backend=backend
         )
     if json_path is not None and str(json_path) == "-":
-        print_json(found.to_dict())
+        print_json(prediction.to_dict())
         return
     if json_path is not None:
-        json_file.write(json_path, found.to_dict(), json_file.record)
-    for line in predict.markdown(found.bounds):
+        json_file.write(json_path, prediction.to_dict(), json_file.record)
+    for line in predict.markdown(prediction.bounds):
         typer.echo(line)
 
 

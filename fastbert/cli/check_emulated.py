@@ -76,8 +76,8 @@ def _backends(asked: str | None) -> tuple[str, ...]:
     reasons = {name: emulation.obstacle(name) for name in emulation.BACKENDS}
     chosen = tuple(name for name, reason in reasons.items() if reason is None)
     if not chosen:
-        found = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
-        raise ValueError(f"--emulate: no backend can run here: {found}")
+        refusals = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+        raise ValueError(f"--emulate: no backend can run here: {refusals}")
     for name, reason in reasons.items():
         if reason is not None:
             err.print(f"note: the backend {name} is left out: {reason}", highlight=False)

@@ -113,7 +113,7 @@ def _rows(
         loaded = loaded.to("cuda")
     dtypes = ("float32", "bfloat16") if dtype is None else (dtype,)
     with err.status("check") as status:
-        found = findings(
+        results = findings(
             loaded,
             texts=texts,
             tokenizer=None if texts is None else tokenizer,
@@ -121,7 +121,7 @@ def _rows(
             seed=seed,
             notify=lambda text: status.update(f"check {text}"),
         )
-        for each in found:
+        for each in results:
             if isinstance(each, Row):
                 yield each
             else:

@@ -53,9 +53,9 @@ class FriendlyGroup(TyperGroup):
         return super().main(*arguments, **options)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        found = super().resolve_command(ctx, args)
-        ctx.meta[COMMAND] = found[1]
-        return found
+        resolved = super().resolve_command(ctx, args)
+        ctx.meta[COMMAND] = resolved[1]
+        return resolved
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -92,7 +92,7 @@ def _write_json(text: str) -> None:
         text.encode(sys.stdout.encoding or "utf-8")
     except UnicodeEncodeError:
         # In JSON text, such characters are inside strings only.
-        text = re.sub(r"[^\x00-\x7f]", lambda found: json.dumps(found[0])[1:-1], text)
+        text = re.sub(r"[^\x00-\x7f]", lambda match: json.dumps(match[0])[1:-1], text)
     sys.stdout.write(text)
 
 

@@ -49,41 +49,42 @@ def explain(
 
     if output is not None:
         page.check_output(output)
-    found = compute(model, text, pair, target=target, steps=steps)
+    explanation = compute(model, text, pair, target=target, steps=steps)
     if output is not None:
-        write_page(found, output)
+        write_page(explanation, output)
         err.print(f"note: wrote {output}", soft_wrap=True, highlight=False, markup=False)
     if as_json:
-        print_json(found)
+        print_json(explanation)
     else:
-        _print(found)
+        _print(explanation)
 
 
-def _print(found: Explanation) -> None:
-    difference = found.logit - found.baseline
+def _print(explanation: Explanation) -> None:
+    difference = explanation.logit - explanation.baseline
     out.print(
-        f"label {found.label}, logit {found.logit:.4f}; integrated gradients: {found.steps} steps, "
-        f"completeness error {found.completeness_error:.2g} of {difference:.4f}",
+        f"label {explanation.label}, logit {explanation.logit:.4f}; "
+        f"integrated gradients: {explanation.steps} steps, "
+        f"completeness error {explanation.completeness_error:.2g} of {difference:.4f}",
         highlight=False,
         markup=False,
         soft_wrap=True,
     )
     values = new_table()
     values.add_column("word", style="bold")
-    for name in found.attributions:
+    for name in explanation.attributions:
         values.add_column(name, justify="right")
-    columns = [attribution.words for attribution in found.attributions.values()]
-    for place, (word, *row) in enumerate(zip(found.words, *columns, strict=True)):
-        if place == found.second:
+    columns = [attribution.words for attribution in explanation.attributions.values()]
+    for place, (word, *row) in enumerate(zip(explanation.words, *columns, strict=True)):
+        if place == explanation.second:
             values.add_section()
         # Rich reads brackets in a str as markup, but not in a Text.
         values.add_row(Text(word), *(f"{value:.4f}" for value in row))
     out.print(values)
     matrix = new_table("Spearman's rank correlation of the absolute values")
     matrix.add_column("method", style="bold")
-    for name in found.spearman:
+    for name in explanation.spearman:
         matrix.add_column(name, justify="right")
-    for name, correlations in found.spearman.items():
+    for name, correlations in explanation.spearman.items():
         cells = ("undefined" if v != v else f"{v:.2f}" for v in correlations.values())
         matrix.add_row(name, *cells)
     out.print(matrix)

@@ -163,11 +163,11 @@ def _compiler() -> dict[str, Any]:
 
     major, minor = torch.cuda.get_device_capability() if torch.cuda.is_available() else (9, 0)
     arch = 10 * major + minor
-    found = assembler(arch)
+    path = assembler(arch)
     return {
         "GPU architecture": f"sm_{arch}",
-        "ptxas": f"{found.version}, {found.path}",
-        "warning": found.warning(arch),
+        "ptxas": f"{path.version}, {path.path}",
+        "warning": path.warning(arch),
     }
 
 
@@ -203,10 +203,10 @@ def _times_of_this_gpu() -> list[dict[str, Any]]:
     """Return the rows of the table of times for this machine's GPU."""
     from fastbert.ops import backend, gpu_times
 
-    found = backend.capability()
-    if found is None:
+    arch = backend.capability()
+    if arch is None:
         return []
-    points = [point for point in gpu_times.POINTS if gpu_times.is_code_for(point, found)]
+    points = [point for point in gpu_times.POINTS if gpu_times.is_code_for(point, arch)]
     return gpu_times.rows(points, backend.ORDER["cuda"])
 
 
@@ -252,13 +252,13 @@ def _products_of_cuda() -> list[dict[str, str]]:
         "a weight by columns": (x, operand(768, 3072).t(), None),
     }
     with_bias = {"a bias of every second element": (x, weight, operand(3072, 2)[:, 0])}
-    found: list[tuple[str, str, str | None]] = []
+    products: list[tuple[str, str, str | None]] = []
     for product, always in PRODUCTS.items():
         if always is not None:
-            found.append((product, "all", always))
+            products.append((product, "all", always))
             continue
         of_product = kinds | with_bias if "b1" in product else kinds
-        found += [(product, name, library_reason(*given)) for name, given in of_product.items()]
+        products += [(product, name, library_reason(*given)) for name, given in of_product.items()]
     fused = "the epilogue saves a pass over the pre-activation"
     return [
         {
@@ -267,7 +267,7 @@ def _products_of_cuda() -> list[dict[str, str]]:
             "by": "library" if reason else "CUDA C++",
             "reason": reason or fused,
         }
-        for product, operands, reason in found
+        for product, operands, reason in products
     ]
 
 

@@ -38,14 +38,14 @@ def word_map(
     from fastbert.analysis import word_map as compute
 
     page.check_output(output)
-    found = compute(model, texts, word, layer=layer)
-    write_map(found, output)
+    result = compute(model, texts, word, layer=layer)
+    write_map(result, output)
     if as_json:
-        print_json(found)
+        print_json(result)
         return
-    shares = sum(found.explained)
+    shares = sum(result.explained)
     out.print(
-        f"{len(found.occurrences)} of {found.found} sentences, {shares:.1%} of the variance "
+        f"{len(result.occurrences)} of {result.found} sentences, {shares:.1%} of the variance "
         f"→ {output}",
         highlight=False,
         markup=False,

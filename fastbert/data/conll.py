@@ -128,8 +128,8 @@ def _without_comments(sentences: list[list[_Line]]) -> list[list[_Line]]:
         other = len(line.fields) != width
         return first.startswith("#") and (other or (first == "#" and last not in tags))
 
-    kept = [list(dropwhile(is_comment, lines)) for lines in sentences]
-    return list(filter(None, kept))
+    stripped = [list(dropwhile(is_comment, lines)) for lines in sentences]
+    return list(filter(None, stripped))
 
 
 def _width(path: Path, sentences: list[list[_Line]]) -> int:

@@ -175,13 +175,13 @@ _READERS = {".jsonl": _read_jsonl, ".parquet": _read_parquet}
 
 
 def _read_all(source: Path, files: Iterable[Path], skipped: Counter[str]) -> Iterator[Document]:
-    found = False
+    any_text = False
     for path in files:
         for document in _READERS.get(content_suffix(path), _read_text)(path):
-            found = True
+            any_text = True
             yield document
     reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(skipped.items()))
-    if not found:
+    if not any_text:
         reasons = f"; files skipped: {reasons}" if reasons else ""
         raise ValueError(f"corpus: no text in {source}, allowed: {ALLOWED}{reasons}")
     if skipped:

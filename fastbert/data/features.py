@@ -96,11 +96,13 @@ def flatten(texts: list[Text], max_length: int | None, labels: str | None = None
                 allowed = f"{length}, as many as {text.prefix}input_ids"
                 raise text.wrong(name, f"{len(values)} values", allowed)
         keep = _mask(text, length)
-        kept = length if keep is None else int(keep.sum())
-        if kept == 0:
+        real_tokens = length if keep is None else int(keep.sum())
+        if real_tokens == 0:
             raise text.wrong("input_ids", "no tokens", "at least one")
-        if max_length is not None and kept > max_length:
-            raise text.wrong("input_ids", f"{kept} tokens", f"at most max_length = {max_length}")
+        if max_length is not None and real_tokens > max_length:
+            raise text.wrong(
+                "input_ids", f"{real_tokens} tokens", f"at most max_length = {max_length}"
+            )
         for name, values in given.items():
             rows[name].append(values if keep is None else values[keep])
     flat = {name: np.concatenate(parts) for name, parts in rows.items()}
@@ -137,10 +139,10 @@ def label_column(texts: list[Text], names: Sequence[str] = LABELS) -> str | None
         ValueError: If the texts have columns of several of these names, or if only some texts have
             the column.
     """
-    found = [name for name in names if any(text.get(name) is not None for text in texts)]
-    if len(found) > 1:
-        raise ValueError(f"labels: got the columns {', '.join(found)}, allowed: one of them")
-    return found[0] if found and _in_all(texts, found[0]) else None
+    columns = [name for name in names if any(text.get(name) is not None for text in texts)]
+    if len(columns) > 1:
+        raise ValueError(f"labels: got the columns {', '.join(columns)}, allowed: one of them")
+    return columns[0] if columns and _in_all(texts, columns[0]) else None
 
 
 def sequence_labels(texts: list[Text], name: str) -> Tensor:

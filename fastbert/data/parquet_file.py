@@ -52,8 +52,8 @@ def read_rows(
     with file:
         for column in columns:
             if (count := names.count(column)) != 1:
-                found = f"{count} columns" if count else "no column"
-                raise ValueError(f"{path} has {found} {column!r}, allowed: {', '.join(names)}")
+                present = f"{count} columns" if count else "no column"
+                raise ValueError(f"{path} has {present} {column!r}, allowed: {', '.join(names)}")
         # A row can be a whole book, so a batch has few rows.
         batches = file.iter_batches(batch_size=256, columns=list(columns), row_groups=groups)
         while True:

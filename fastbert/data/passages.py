@@ -56,15 +56,15 @@ def passages(text: str, dropped: Dropped) -> Document:
     for filled, block in groupby(lines, key=lambda line: bool(line.strip())):
         if not filled:
             continue
-        kept = list(_text_lines(list(block), dropped))
-        if not kept:
+        remaining = list(_text_lines(list(block), dropped))
+        if not remaining:
             continue
-        short = len(kept) == 1 and len(kept[0]) <= _SHORT
-        whole = any(map(has_mark, kept)) or (not short and all(map(needs_no_mark, kept)))
+        short = len(remaining) == 1 and len(remaining[0]) <= _SHORT
+        whole = any(map(has_mark, remaining)) or (not short and all(map(needs_no_mark, remaining)))
         if not whole:
-            dropped["headings" if short else "fragments"] += len(kept)
+            dropped["headings" if short else "fragments"] += len(remaining)
             continue
-        sentences += split_paragraph(kept)
+        sentences += split_paragraph(remaining)
     return sentences
 
 

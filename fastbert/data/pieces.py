@@ -62,11 +62,11 @@ def find_text(source: Path) -> tuple[list[Path], int]:
     """
     if not source.exists():
         raise FileNotFoundError(f"text: {source} does not exist, allowed: a file or folder")
-    found = list(text_files(source)) if source.is_dir() else [source]
-    texts = [path for path in found if content_suffix(path) in SUFFIXES]
+    files = list(text_files(source)) if source.is_dir() else [source]
+    texts = [path for path in files if content_suffix(path) in SUFFIXES]
     if not texts:
         raise ValueError(f"text: {source} is or has no file of {', '.join(SUFFIXES)}")
-    return texts, len(found) - len(texts)
+    return texts, len(files) - len(texts)
 
 
 def cut(files: Sequence[Path], piece_bytes: int) -> list[Piece]:

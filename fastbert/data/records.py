@@ -88,11 +88,11 @@ def read_records(
     suffix = content_suffix(path)
     if suffix not in FORMATS:
         raise ValueError(f"{path}: got the suffix {suffix!r}, allowed: {', '.join(FORMATS)}")
-    found = False
+    any_record = False
     for record in readers[suffix](path, fields, optional):
-        found = True
+        any_record = True
         yield record
-    if not found:
+    if not any_record:
         raise ValueError(f"{path}: the file has no rows, allowed: at least one")
 
 
@@ -203,8 +203,8 @@ def _cause(path: Path, values: Sequence[str]) -> str:
 
 def _column(path: Path, columns: list[str], field: str) -> int:
     if (count := columns.count(field)) != 1:
-        found = f"{count} columns" if count else "no column"
-        message = f"{path}, line 1: {found} {field!r}, allowed: {', '.join(columns):.200}"
+        present = f"{count} columns" if count else "no column"
+        message = f"{path}, line 1: {present} {field!r}, allowed: {', '.join(columns):.200}"
         raise NoField(message, field) if not count else ValueError(message)
     return columns.index(field)
 
@@ -238,6 +238,6 @@ def _table(path: Path, fields: Sequence[str], optional: Sequence[str]) -> Iterat
             raise NoField(message, field)
     there = [field for field in optional if field in names]
     for number, values in enumerate(read_rows(path, (*fields, *there)), start=1):
-        found = dict(zip(there, values[len(fields) :], strict=True))
-        more = tuple(found.get(field) for field in optional)
+        row = dict(zip(there, values[len(fields) :], strict=True))
+        more = tuple(row.get(field) for field in optional)
         yield Record(f"{path}, row {number}", (*values[: len(fields)], *more))

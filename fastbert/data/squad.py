@@ -72,13 +72,13 @@ def read_questions(path: Path, *, answered: bool = True) -> Iterator[Question]:
     suffix = content_suffix(path)
     if suffix not in FORMATS:
         raise ValueError(f"{path}: got the suffix {suffix!r}, allowed: {', '.join(FORMATS)}")
-    found = False
+    any_question = False
     for question in (_articles if suffix == ".json" else _rows)(path, answered):
         for answer in question.answers:
             _check_answer(question, answer)
-        found = True
+        any_question = True
         yield question
-    if not found:
+    if not any_question:
         raise ValueError(f"{path}: the file has no question, allowed: at least one")
 
 

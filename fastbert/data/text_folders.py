@@ -29,13 +29,13 @@ def read_text_folder(folder: Path) -> Iterator[Record]:
             file or the folder.
     """
     labels = sorted(path for path in folder.iterdir() if path.is_dir() and path.name != UNLABELLED)
-    found = False
+    any_text = False
     for label in labels:
         for path in sorted(label.glob("*.txt")):
             text = read_text(path)
             if not text.strip():
                 raise ValueError(f"{path}: the file is empty, allowed: a text")
-            found = True
+            any_text = True
             yield Record(str(path), (text, label.name))
-    if not found:
+    if not any_text:
         raise ValueError(f"{folder}: no texts, allowed: a subfolder of .txt files for each label")

@@ -86,10 +86,10 @@ def _tensors(output: Any, mask: Tensor) -> dict[str, Tensor]:
     }
 
 
-def _same_ids(ours: WordPieceTokenizer, theirs: Any, pairs: Sequence[Pair]) -> bool:
+def _same_ids(ours: WordPieceTokenizer, stock: Any, pairs: Sequence[Pair]) -> bool:
     """Return whether both tokenizers give the same ids and token types, without truncation."""
     for a, b in pairs:
-        encoded = theirs(a, b)
+        encoded = stock(a, b)
         if ours.encode_pair(a, b) != (encoded["input_ids"], encoded["token_type_ids"]):
             return False
     return True

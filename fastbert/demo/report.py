@@ -118,20 +118,20 @@ def _training(report: DemoReport) -> list[str]:
 
 def _reopened(report: DemoReport) -> list[str]:
     lines = ["## The checkpoint in transformers", ""]
-    found = report.reopened
-    if found is None:
+    reopened = report.reopened
+    if reopened is None:
         return [*lines, "transformers is not installed, so no comparison was made.", ""]
-    same = "gave the same ids" if found.same_ids else "**gave different ids**"
+    same = "gave the same ids" if reopened.same_ids else "**gave different ids**"
     lines += [
-        f"transformers {found.transformers} opened `model/` and computed one padded batch of "
-        f"{found.pairs} pairs of up to {found.longest} tokens. Both tokenizers {same}. The table "
-        "has the errors of fastbert in fp32 against transformers in float64. The yardstick is the "
-        "error of transformers in fp32.",
+        f"transformers {reopened.transformers} opened `model/` and computed one padded batch of "
+        f"{reopened.pairs} pairs of up to {reopened.longest} tokens. Both tokenizers {same}. "
+        "The table has the errors of fastbert in fp32 against transformers in float64. The "
+        "yardstick is the error of transformers in fp32.",
         "",
     ]
     rows = [
         (t.name, f"{t.error:.2e}", f"{t.yardstick:.2e}", f"{t.ratio:.2f}", _result(t.passed))
-        for t in found.tensors
+        for t in reopened.tensors
     ]
     return lines + _table(("tensor", "error", "yardstick", "ratio", "result"), rows)
 

@@ -35,7 +35,7 @@ class BestEvaluation:
     """The best of the evaluations so far, by one figure; of equal ones, the first is the best.
 
     Attributes:
-        found: The best evaluation; None before the first one.
+        evaluation: The best evaluation; None before the first one.
         misses: Number of evaluations after the best one.
         weights: Weights of the model after the best evaluation, on the CPU; None if they are not
             kept, or before the first evaluation.
@@ -49,7 +49,7 @@ class BestEvaluation:
             keeps_weights: Whether the weights of the best evaluation are kept.
         """
         self._model, self._keeps_weights = model, keeps_weights
-        self.found: Evaluation | None = None
+        self.evaluation: Evaluation | None = None
         self.misses = 0
         self.weights: dict[str, Tensor] | None = None
 
@@ -59,10 +59,10 @@ class BestEvaluation:
         Args:
             evaluation: An evaluation of the model with its present weights.
         """
-        if self.found is not None and not evaluation.value > self.found.value:
+        if self.evaluation is not None and not evaluation.value > self.evaluation.value:
             self.misses += 1
             return False
-        self.found, self.misses = evaluation, 0
+        self.evaluation, self.misses = evaluation, 0
         if self._keeps_weights:
             # A tensor on the CPU would change with the next step.
             present = checkpoints.weights_of(self._model)
@@ -71,23 +71,23 @@ class BestEvaluation:
 
     def content(self) -> dict[str, Any] | None:
         """Return the plain data that a checkpoint needs; None before the first evaluation."""
-        if self.found is None:
+        if self.evaluation is None:
             return None
-        return {**self.found._asdict(), "misses": self.misses}
+        return {**self.evaluation._asdict(), "misses": self.misses}
 
     def tensors(self) -> dict[str, Mapping[str, Tensor]]:
         """Return the tensors that a checkpoint needs, by the stem of their file."""
         return {} if self.weights is None else {"best": self.weights}
 
-    def restore(self, found: checkpoints.Checkpoint) -> None:
+    def restore(self, checkpoint: checkpoints.Checkpoint) -> None:
         """Continue with the best evaluation of a checkpoint.
 
         Raises:
             ValueError: If the checkpoint does not fit. The message names the file.
         """
-        with found.reading(checkpoints.STATE):
+        with checkpoint.reading(checkpoints.STATE):
             # Checkpoints were once without the best evaluation.
-            content = found.content.get("best")
+            content = checkpoint.content.get("best")
             if content is None:
                 return
             content = dict(content)
@@ -97,9 +97,9 @@ class BestEvaluation:
             figure, value = content["figure"], content["value"]
             if not isinstance(figure, str) or type(value) is not float or math.isinf(value):
                 raise ValueError(f"best: got {content!r:.200}, allowed: a figure with its value")
-            self.found = Evaluation(figure, value, content["epoch"], content["step"])
+            self.evaluation = Evaluation(figure, value, content["epoch"], content["step"])
         if self._keeps_weights:
-            with found.fitting("best") as weights:
+            with checkpoint.fitting("best") as weights:
                 own = checkpoints.weights_of(self._model)
                 if weights.keys() != own.keys():
                     raise ValueError("got other names than the model has")

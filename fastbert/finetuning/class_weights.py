@@ -120,7 +120,7 @@ def parse_class_weights(text: str | None) -> Given | None:
     """
     if text is None or text.strip() == BALANCED:
         return text and BALANCED
-    found: dict[str, float] = {}
+    weights: dict[str, float] = {}
     for part in text.split(","):
         name, _, number = (piece.strip() for piece in part.rpartition("="))
         try:
@@ -128,6 +128,6 @@ def parse_class_weights(text: str | None) -> Given | None:
         except ValueError:
             value = 0.0
         allowed = f"{BALANCED!r}, or NAME=NUMBER,NAME=NUMBER with each label once"
-        check("class_weights", text, allowed, bool(name and value) and name not in found)
-        found[name] = value
-    return found
+        check("class_weights", text, allowed, bool(name and value) and name not in weights)
+        weights[name] = value
+    return weights

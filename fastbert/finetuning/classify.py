@@ -184,7 +184,7 @@ class Classify(Task):
     def learn(self, examples: Sequence[Text]) -> None:
         """Take the labels of the training part, unless they are known."""
         if self.labels is None and not self.regression:
-            self.labels = Labels.found_in(_labels_of(examples))
+            self.labels = Labels.of_values(_labels_of(examples))
 
     def weigh(self, examples: Sequence[Text]) -> str | None:
         """Compute the weights of the labels; see `Task.weigh`."""
@@ -269,12 +269,12 @@ class Classify(Task):
             return [{"scores": dict(zip(names, row[0].tolist(), strict=True))} for row in rows]
         if self.multi is not None:
             return self.multi.answers(torch.cat(list(rows)), names)
-        found = []
+        answers = []
         for row in rows:
             scores = dict(zip(names, row[0].softmax(-1).tolist(), strict=True))
             label = names[int(row.argmax())]
-            found.append({"label": label, "score": scores[label], "scores": scores})
-        return found
+            answers.append({"label": label, "score": scores[label], "scores": scores})
+        return answers
 
     def describe(self, figures: Figures) -> str:
         """Format accuracy and F1, or the correlations."""

@@ -105,8 +105,8 @@ def _compute(
             loss, labels = 0.0, 0.0
             if output.loss is not None and (labels := task.labels_in(chosen)):
                 loss = float(output.loss) * labels
-            found = task.rows(output, [len(feature["input_ids"]) for feature in chosen])
-            rows = [(i, row.float().cpu()) for i, row in zip(indices, found, strict=True)]
+            outputs = task.rows(output, [len(feature["input_ids"]) for feature in chosen])
+            rows = [(i, row.float().cpu()) for i, row in zip(indices, outputs, strict=True)]
             computed.append(_Computed(rows, loss, labels))
     finally:
         for module, training in modes.items():

@@ -156,7 +156,7 @@ def _finetune(
     data = fingerprint(examples)
     anew = resume.starts_anew(options.folder, options.overwrite, accelerator)
     source = Source(options.model)
-    found = None if anew else _resumable(options, task, data, source, accelerator, say)
+    checkpoint = None if anew else _resumable(options, task, data, source, accelerator, say)
     longest = min(task.longest or source.config.max_length, source.config.max_length)
     tokenizer = source.tokenizer(options.max_length or longest)
     parts = {name: Part(items, encode(task, items, tokenizer)) for name, items in examples.items()}
@@ -169,19 +169,19 @@ def _finetune(
         f"{options.batch_size} sequences in {options.epochs} epochs on "
         f"{accelerator.num_processes} process(es)"
     )
-    if found is not None:
-        run.restore(found)
-        say(f"resumed after step {run.step:,} of {run.total:,}, from {found.folder}")
-        earlier = found.content.get("processes", 1)
+    if checkpoint is not None:
+        run.restore(checkpoint)
+        say(f"resumed after step {run.step:,} of {run.total:,}, from {checkpoint.folder}")
+        earlier = checkpoint.content.get("processes", 1)
         if earlier != accelerator.num_processes:
             say(f"the checkpoint is of {earlier} process(es), so dropout draws other masks")
     signals = StopSignals()
     panels = {"loss": "loss", task.main[0]: task.main[1]}
     record = open_record(
-        run, console, signals, resumed=found is not None, describe=_describe, panels=panels
+        run, console, signals, resumed=checkpoint is not None, describe=_describe, panels=panels
     )
     if run.first:
-        _remove_earlier(options.folder, with_checkpoints=found is None)
+        _remove_earlier(options.folder, with_checkpoints=checkpoint is None)
         meeting.begin(options.folder)
     return _finish(run, record, signals)
 
@@ -217,7 +217,7 @@ def _finish(run: FinetuningRun, record: Record, signals: StopSignals) -> Finetun
             if judgement.confusion is not None and name != "train":
                 confusions[name] = judgement.confusion
     run.end_if_stopped(stop, record)
-    best = run.best.found and run.best.found._asdict()
+    best = run.best.evaluation and run.best.evaluation._asdict()
     content = {
         "task": task.name,
         "steps": run.step,
@@ -247,23 +247,25 @@ def _finish(run: FinetuningRun, record: Record, signals: StopSignals) -> Finetun
         kept=run.kept(),
         stopped_early=run.stops_early(),
         figures=figures,
-        summary={name: task.describe(found) for name, found in figures.items()},
+        summary={name: task.describe(part_figures) for name, part_figures in figures.items()},
     )
 
 
 def _kept(run: FinetuningRun) -> str:
     """Say which model a finished run keeps, and why."""
-    kept, found = run.kept(), run.best.found
-    model = f"kept: the model after epoch {kept['epoch']} of {run.options.epochs}"
+    last, evaluation = run.kept(), run.best.evaluation
+    model = f"kept: the model after epoch {last['epoch']} of {run.options.epochs}"
     if run.options.eval_every is not None:
-        model = f"kept: the model in epoch {kept['epoch']} of {run.options.epochs}"
-    model = f"{model} (step {kept['step']})"
-    if found is None:
+        model = f"kept: the model in epoch {last['epoch']} of {run.options.epochs}"
+    model = f"{model} (step {last['step']})"
+    if evaluation is None:
         return f"{model}, the last; no validation part says which is the best"
-    best = f"the best by {run.judging.main[1]}, {found.value:.4g}"
+    best = f"the best by {run.judging.main[1]}, {evaluation.value:.4g}"
     if run.best.weights is not None:
         return f"{model}, {best}"
-    return f"{model}, the last; {best}, is that of epoch {found.epoch} (step {found.step})"
+    return (
+        f"{model}, the last; {best}, is that of epoch {evaluation.epoch} (step {evaluation.step})"
+    )
 
 
 def _resumable(
@@ -280,10 +282,10 @@ def _resumable(
         ValueError: If the checkpoint is of a run with another task, another model, other data or
             other options.
     """
-    found = resume.find(options.folder, say, accelerator)
-    if found is None:
+    checkpoint = resume.find(options.folder, say, accelerator)
+    if checkpoint is None:
         return None
-    content, name = found.content, "examples of the data, by their SHA-256"
+    content, name = checkpoint.content, "examples of the data, by their SHA-256"
     files = "files of the model, by their SHA-256"
     given = {"task": task.name, name: data, **options.decisive(), files: source.digest}
     # Checkpoints of pre-training were once without a task.
@@ -295,4 +297,4 @@ def _resumable(
         files: content.get("source"),
     }
     resume.refuse_another_run(options.folder, given, earlier)
-    return found
+    return checkpoint

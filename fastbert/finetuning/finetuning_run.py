@@ -197,8 +197,8 @@ class FinetuningRun(Run):
         outputs = evaluate.compute(
             self.model, self.judging, part.features, bf16=bf16, accelerator=self.accelerator
         )
-        found = self.judging.judge(part.examples, part.features, outputs.rows)
-        return Judgement({"loss": outputs.loss, **found.figures}, found.confusion)
+        figures = self.judging.judge(part.examples, part.features, outputs.rows)
+        return Judgement({"loss": outputs.loss, **figures.figures}, figures.confusion)
 
     def ends_epoch(self) -> bool:
         """Return whether the current step ends an epoch."""
@@ -248,9 +248,9 @@ class FinetuningRun(Run):
 
     def kept(self) -> dict[str, int]:
         """Return the step and the epoch, from 1, of the model that a finished run keeps."""
-        found = self.best.found
-        if self.best.weights is not None and found is not None:
-            return {"epoch": found.epoch, "step": found.step}
+        best = self.best.evaluation
+        if self.best.weights is not None and best is not None:
+            return {"epoch": best.epoch, "step": best.step}
         return {"epoch": (self.step - 1) // self.steps_per_epoch + 1, "step": self.step}
 
     def content(self) -> dict[str, Any]:
@@ -274,14 +274,14 @@ class FinetuningRun(Run):
             **self.best.tensors(),
         }
 
-    def restore(self, found: checkpoints.Checkpoint) -> None:
+    def restore(self, checkpoint: checkpoints.Checkpoint) -> None:
         """Continue where a checkpoint was written."""
-        super().restore(found)
-        self.best.restore(found)
-        content = found.content
-        with found.reading(checkpoints.STATE):
+        super().restore(checkpoint)
+        self.best.restore(checkpoint)
+        content = checkpoint.content
+        with checkpoint.reading(checkpoints.STATE):
             self.counted, self.tokens = content["batches"], content["tokens"]
-        with found.fitting("random") as random:
+        with checkpoint.fitting("random") as random:
             losses = random.pop("losses")
             checkpoints.check_like("losses", losses, self.losses)
             self.losses.copy_(losses)

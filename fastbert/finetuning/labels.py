@@ -35,13 +35,13 @@ class Labels:
         self.names = list(names)
         self._indices = {name: index for index, name in enumerate(self.names)}
         if len(self.names) < least or len(self._indices) < len(self.names):
-            found = ", ".join(self.names) or "none"
-            raise ValueError(f"labels: got {found:.200}, allowed: at least two different names")
+            listed = ", ".join(self.names) or "none"
+            raise ValueError(f"labels: got {listed:.200}, allowed: at least two different names")
         numbers = any(name.removeprefix("-").isdecimal() for name in self.names)
         self._by_index = by_index and not numbers
 
     @classmethod
-    def found_in(cls, values: Iterable[Value]) -> Labels:
+    def of_values(cls, values: Iterable[Value]) -> Labels:
         """Return the labels that appear in data, sorted as numbers if all of them are numbers."""
         names = {str(value) for value in values}
         numbers = all(name.removeprefix("-").isdecimal() for name in names)

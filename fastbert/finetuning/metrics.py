@@ -162,21 +162,21 @@ def entities(tags: Sequence[str]) -> list[Entity]:
         >>> entities(["B-PER", "I-PER", "O", "I-LOC"])
         [('PER', 0, 1), ('LOC', 3, 3)]
     """
-    found: list[Entity] = []
+    spans: list[Entity] = []
     kind, start, open_ = "", 0, False
     for index, tag in enumerate([*tags, "O"]):
         match = ENTITY.match(tag)
         prefix, this = (match[1], match[2] or UNNAMED) if match else ("O", "")
         begins = prefix != "O" and (not open_ or this != kind or prefix in "BSU")
         if open_ and (begins or prefix == "O"):
-            found.append((kind, start, index - 1))
+            spans.append((kind, start, index - 1))
             open_ = False
         if begins:
             kind, start, open_ = this, index, True
         if open_ and prefix in "ELSU":
-            found.append((kind, start, index))
+            spans.append((kind, start, index))
             open_ = False
-    return found
+    return spans
 
 
 def entity_scores(expected: Sequence[Sequence[str]], predicted: Sequence[Sequence[str]]) -> Figures:

@@ -118,8 +118,10 @@ class Source:
             fields = {name: settings.pop(name) for name in FIELDS if name in settings}
             config = config.replace(extra={**config.extra, **settings}, **fields)
         if not whole and not self._same_head(task, config):
-            kept = {n: t for n, t in stored.tensors.items() if not n.startswith(task.head)}
-            stored = checkpoint.Stored(stored.folder, stored.content, kept)
+            encoder_weights = {
+                n: t for n, t in stored.tensors.items() if not n.startswith(task.head)
+            }
+            stored = checkpoint.Stored(stored.folder, stored.content, encoder_weights)
         with torch.device("meta"):
             tensors = checkpoint.fit(task.kind(config, backend=backend), stored)
         model = task.kind(config, backend=backend)

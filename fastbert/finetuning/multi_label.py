@@ -79,12 +79,12 @@ class MultiLabel:
             logits: As in `chosen`.
             names: The names of the labels.
         """
-        found = []
+        answers = []
         for row, chosen in zip(logits.sigmoid().tolist(), self.chosen(logits), strict=True):
             scores = dict(zip(names, row, strict=True))
             labels = [name for name, is_chosen in zip(names, chosen, strict=True) if is_chosen]
-            found.append({"labels": labels, "scores": scores})
-        return found
+            answers.append({"labels": labels, "scores": scores})
+        return answers
 
 
 def targets(labels: Labels, values: Sequence[Value], place: str) -> list[float]:
@@ -98,7 +98,7 @@ def targets(labels: Labels, values: Sequence[Value], place: str) -> list[float]:
     Raises:
         ValueError: If there is no such label. The message names the place.
     """
-    found = [0.0] * len(labels.names)
+    row = [0.0] * len(labels.names)
     for value in values:
-        found[labels.index(value, place)] = 1.0
-    return found
+        row[labels.index(value, place)] = 1.0
+    return row

@@ -293,8 +293,8 @@ def _task(
     answering: Mapping[str, Any],
 ) -> Task:
     """Return the task of a fine-tuned model."""
-    found = source.classes()
-    if found == [AnswerQuestions.kind.__name__]:
+    classes = source.classes()
+    if classes == [AnswerQuestions.kind.__name__]:
         chosen = {name: value for name, value in answering.items() if value is not None}
         check_answering(**{**DEFAULTS, **chosen})
         with naming_config(source.folder):
@@ -303,9 +303,9 @@ def _task(
         if value is not None:
             allowed = f"None, because {source.folder} does not answer questions"
             raise ValueError(f"{name}: got {value!r}, allowed: {allowed}")
-    if found == [Tag.kind.__name__]:
+    if classes == [Tag.kind.__name__]:
         return Tag(words_field, "tags", _labels(source))
-    if found == [Classify.kind.__name__]:
+    if classes == [Classify.kind.__name__]:
         fields = (text_field,) if pair_field is None else (text_field, pair_field)
         # The scores are those of the text-classification pipeline of transformers.
         with naming_config(source.folder):
@@ -318,6 +318,6 @@ def _task(
         multi = MultiLabel() if several else None
         return Classify(fields, "label", labels, regression=False, multi=multi)
     raise ValueError(
-        f"model: {source.folder} is a {', '.join(found) or 'model without a class'}, allowed: "
+        f"model: {source.folder} is a {', '.join(classes) or 'model without a class'}, allowed: "
         f"{', '.join(CLASSES)}"
     )

@@ -91,9 +91,9 @@ def encode(task: Task, examples: Sequence[Example], tokenizer: ModelTokenizer) -
 
 def fingerprint(parts: Mapping[str, Sequence[Example]]) -> str:
     """Return the SHA-256 of all examples, without the places where they were read."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for name, examples in parts.items():
-        found.update(f"{name} {len(examples)}\n".encode())
+        digest.update(f"{name} {len(examples)}\n".encode())
         for example in examples:
-            found.update(json.dumps(example[1:]).encode() + b"\n")
-    return found.hexdigest()
+            digest.update(json.dumps(example[1:]).encode() + b"\n")
+    return digest.hexdigest()

@@ -50,16 +50,16 @@ def find_parts(
     parts = {} if data.is_dir() else {"train": [data]}
     if data.is_dir():
         for part, names in NAMES.items():
-            found = [path for path in sorted(data.iterdir()) if _is_part(path, names, formats)]
-            found = [path for path in found if folders or path.is_file()]
-            if found and not _are_shards(found) and len(found) > 1:
-                listed = ", ".join(path.name for path in found)
+            paths = [path for path in sorted(data.iterdir()) if _is_part(path, names, formats)]
+            paths = [path for path in paths if folders or path.is_file()]
+            if paths and not _are_shards(paths) and len(paths) > 1:
+                listed = ", ".join(path.name for path in paths)
                 raise ValueError(
                     f"data: {data} has several files for the part {part}: {listed}; allowed: one, "
                     "its shards, or the path of the file itself"
                 )
-            if found:
-                parts[part] = found
+            if paths:
+                parts[part] = paths
     parts |= {name: [path] for name, path in given.items() if path is not None}
     if "train" not in parts:
         kinds = ", ".join(f"train{suffix}" for suffix in formats)

@@ -216,7 +216,7 @@ class Tag(Task):
     def learn(self, examples: Sequence[Sentence]) -> None:
         """Take the tags of the training part, unless they are known."""
         if self.labels is None:
-            self.labels = Labels.found_in(tag for example in examples for tag in example.tags)
+            self.labels = Labels.of_values(tag for example in examples for tag in example.tags)
             self._choose_main()
 
     def weigh(self, examples: Sequence[Sentence]) -> str | None:
@@ -274,10 +274,10 @@ class Tag(Task):
         self, examples: Sequence[Sentence], features: Sequence[Feature], rows: Sequence[Tensor]
     ) -> list[list[int]]:
         """Return the index of the tag of each word."""
-        found: list[list[int]] = [[] for _ in examples]
+        predicted: list[list[int]] = [[] for _ in examples]
         for feature, row in zip(features, rows, strict=True):
-            found[feature["example"]] += row[feature["places"]].argmax(-1).tolist()
-        return found
+            predicted[feature["example"]] += row[feature["places"]].argmax(-1).tolist()
+        return predicted
 
     def judge(
         self, examples: Sequence[Sentence], features: Sequence[Feature], rows: Sequence[Tensor]
@@ -302,15 +302,15 @@ class Tag(Task):
     ) -> list[dict[str, Any]]:
         """Return the words with their tags, and the entities if the tags mark entities."""
         names = self._names()
-        found = []
+        answers = []
         predicted = self._predicted(examples, features, rows)
         for example, indices in zip(examples, predicted, strict=True):
             tags = [names[index] for index in indices]
             answer: dict[str, Any] = {"words": example.words, "tags": tags}
             if metrics.have_entities(names):
                 answer["entities"] = [_entity(example, *each) for each in metrics.entities(tags)]
-            found.append(answer)
-        return found
+            answers.append(answer)
+        return answers
 
     def describe(self, figures: Figures) -> str:
         """Format F1 and accuracy."""
@@ -334,12 +334,12 @@ def _entity(example: Sentence | PlainSentence, kind: str, first: int, last: int)
 
 def _plain_sentences(path: Path) -> list[PlainSentence]:
     lines = enumerate(read_text(path).split("\n"), start=1)
-    found = [
+    sentences = [
         _plain_sentence(f"{path}, line {n}", line.strip()) for n, line in lines if line.strip()
     ]
-    if not found:
+    if not sentences:
         raise ValueError(f"{path}: the file has no sentence, allowed: at least one")
-    return found
+    return sentences
 
 
 def _plain_sentence(place: str, text: str) -> PlainSentence:

@@ -62,8 +62,8 @@ def quantize(model: BertPreTrainedModel, *, inplace: bool = False) -> BertPreTra
     _check(model, places)
     if not inplace:
         # The weights of the linear layers are about to be replaced and need no copy.
-        kept = {id(linear.weight): linear.weight for _, _, linear in places}
-        model = copy.deepcopy(model, kept)
+        weights = {id(linear.weight): linear.weight for _, _, linear in places}
+        model = copy.deepcopy(model, weights)
         places = _places(model)
     forget_prepared_calls(model)
     while places:

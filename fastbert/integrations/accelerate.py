@@ -145,13 +145,13 @@ def _unchecked(model: Any) -> None:
 
 def _accelerate(model: Any, probing: Callable[[nn.Module], Any] | None = _unchecked) -> None:
     modules = _modules(model)
-    found = [pair for module in modules.values() for pair in _encoders(module)]
-    if not found:
+    encoders = [pair for module in modules.values() for pair in _encoders(module)]
+    if not encoders:
         raise ValueError(_nothing_found(model, modules))
     for problem in filter(None, map(reader_of_padding, modules.values())):
         raise ValueError(problem)
-    plain = [(hf_model, stock) for hf_model, stock in found if not _accelerated(hf_model)]
-    for hf_model, stock in plain:
+    pairs = [(hf_model, stock) for hf_model, stock in encoders if not _accelerated(hf_model)]
+    for hf_model, stock in pairs:
         if "forward" in hf_model.__dict__:
             raise ValueError(
                 f"{stock.__name__} has a forward of its own, which accelerate's prepare and its "
@@ -159,7 +159,7 @@ def _accelerate(model: Any, probing: Callable[[nn.Module], Any] | None = _unchec
             )
     changed: list[tuple[Any, Any]] = []
     try:
-        for hf_model, stock in plain:
+        for hf_model, stock in pairs:
             kind: Any = type(hf_model)
             changed.append((hf_model, kind))
             # The facts of a binding include the class.
@@ -228,13 +228,13 @@ def obstacles(model: Any) -> dict[str, str | None]:
         TypeError: If no module is found in `model`.
         ValueError: If encoders are in several attributes of `model`.
     """
-    found: dict[str, str | None] = {}
+    reasons: dict[str, str | None] = {}
     for path, module in _accelerated_inside(model):
         bound = _served(module)
-        found[path] = bound if isinstance(bound, str) else None
+        reasons[path] = bound if isinstance(bound, str) else None
         if "forward" in module.__dict__:
-            found[path] = "it has a forward of its own"
-    return found
+            reasons[path] = "it has a forward of its own"
+    return reasons
 
 
 def _accelerated_inside(model: Any) -> Iterator[tuple[str, nn.Module]]:
@@ -483,8 +483,8 @@ def _selected(states: tuple[Tensor, ...], wanted: Any) -> tuple[Tensor | None, .
     if isinstance(wanted, bool):
         return states
     numbers = [wanted] if isinstance(wanted, int) else list(wanted)
-    kept = {number % len(states) for number in numbers if -len(states) <= number < len(states)}
-    return tuple(state if i in kept else None for i, state in enumerate(states))
+    selected = {number % len(states) for number in numbers if -len(states) <= number < len(states)}
+    return tuple(state if i in selected else None for i, state in enumerate(states))
 
 
 def _pooled(hf_model: Any, encoded: Encoded, mask: Tensor | None) -> Tensor | None:

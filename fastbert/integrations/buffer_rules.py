@@ -67,9 +67,9 @@ def _frequency_problem(name: str, buffer: Tensor, expected: Tensor, config: Any)
     base = float((rotary[kind] if kind else rotary)["rope_theta"])
     dim = 2 * len(buffer)
     exact = frequencies(base, dim, torch.device("cpu"))
-    found = buffer.detach().float().cpu()
+    actual = buffer.detach().float().cpu()
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        if torch.allclose(found, exact.to(dtype).float(), rtol=1e-6, atol=0.0):
+        if torch.allclose(actual, exact.to(dtype).float(), rtol=1e-6, atol=0.0):
             return None
-    place = int((found - exact).abs().argmax())
-    return f"got {float(found[place]):.6g} at {place}, allowed: {float(exact[place]):.6g}"
+    place = int((actual - exact).abs().argmax())
+    return f"got {float(actual[place]):.6g} at {place}, allowed: {float(exact[place]):.6g}"

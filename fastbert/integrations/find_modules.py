@@ -26,7 +26,7 @@ DEPTH = 4
 OBJECTS = 10_000
 ITEMS = 1_000
 # Values of these types hold no module.
-PLAIN = (str, bytes, bytearray, int, float, complex, range, Tensor, type, types.ModuleType)
+VALUE_TYPES = (str, bytes, bytearray, int, float, complex, range, Tensor, type, types.ModuleType)
 # Objects of these packages lead to every thread or every logger of the process.
 SHARED = {"asyncio", "concurrent", "logging", "multiprocessing", "threading", "_thread"}
 # Slots of pydantic that hold attributes by name.
@@ -79,27 +79,27 @@ def find_modules(wrapper: Any, encoders: Encoders) -> dict[str, nn.Module]:
         TypeError: If there is no module at all.
         ValueError: If encoders are in several attributes. The message names them.
     """
-    found: list[Candidate] = []
+    candidates: list[Candidate] = []
     others: dict[str, nn.Module] = {}
     for reached, inside in _modules_in(wrapper, encoders):
         if inside:
-            found.append(Candidate(reached, inside))
+            candidates.append(Candidate(reached, inside))
         else:
             others[reached.path] = reached.value
-    kept = _outermost(found)
-    if len({reached.place for reached in kept}) > 1:
-        places = ", ".join(f"{one.path} ({class_name(one.value)})" for one in kept)
+    outermost = _outermost(candidates)
+    if len({reached.place for reached in outermost}) > 1:
+        places = ", ".join(f"{one.path} ({class_name(one.value)})" for one in outermost)
         raise ValueError(
             f"model: got {class_name(wrapper)} with encoders in {places}, allowed: encoders "
-            f"in one attribute. Pass one of these objects, such as the one in {kept[0].path}"
+            f"in one attribute. Pass one of these objects, such as the one in {outermost[0].path}"
         )
-    if not kept and not others:
+    if not outermost and not others:
         raise TypeError(
             f"model: got {class_name(wrapper)} without a module within {DEPTH} attributes, "
             "allowed: a torch.nn.Module, or an object that holds one. Pass the attribute that "
             "holds the module"
         )
-    return {one.path: one.value for one in kept} or others
+    return {one.path: one.value for one in outermost} or others
 
 
 def reader_of_padding(outer: nn.Module) -> str:
@@ -129,13 +129,13 @@ def reader_of_padding(outer: nn.Module) -> str:
     return ""
 
 
-def _outermost(found: list[Candidate]) -> list[Reached]:
+def _outermost(candidates: list[Candidate]) -> list[Reached]:
     """Leave out each module whose encoders are all in a larger module, or in an earlier one."""
     return [
         reached
-        for i, (reached, inside) in enumerate(found)
-        if not any(inside < other.encoders for other in found)
-        and not any(inside == other.encoders for other in found[:i])
+        for i, (reached, inside) in enumerate(candidates)
+        if not any(inside < other.encoders for other in candidates)
+        and not any(inside == other.encoders for other in candidates[:i])
     ]
 
 
@@ -185,7 +185,7 @@ def _inside(reached: Reached) -> Iterator[Reached]:
 
 def _may_hold_a_module(value: Any) -> bool:
     kind = type(value)
-    if value is None or issubclass(kind, PLAIN):
+    if value is None or issubclass(kind, VALUE_TYPES):
         return False
     if kind.__module__ == "builtins":
         return issubclass(kind, (dict, list, tuple))

@@ -94,7 +94,7 @@ def leaves_of(model: BertModel, hf_model: nn.Module) -> list[Leaf]:
     Raises:
         ValueError: If the HF model lacks a module.
     """
-    found = []
+    leaves = []
     for path, hf_paths in families.pairs(model.config):
         parent, _, name = path.rpartition(".")
         if path == "pooler.dense" or not model.get_submodule(parent)._modules.get(name):
@@ -104,8 +104,8 @@ def leaves_of(model: BertModel, hf_model: nn.Module) -> list[Leaf]:
             place.put(JoinedLinear([nn.Identity() for _ in places]))
         module = place.get()
         assert module is not None
-        found.append(Leaf(path, place, module, hf_paths, places))
-    return found
+        leaves.append(Leaf(path, place, module, hf_paths, places))
+    return leaves
 
 
 def drops_of(model: BertModel, hf_model: nn.Module) -> list[Drop]:
@@ -114,13 +114,13 @@ def drops_of(model: BertModel, hf_model: nn.Module) -> list[Drop]:
         if "dropout_p" in module.__dict__:
             module.dropout_p = 0.0
     config = model.config
-    found = []
+    drops = []
     for path, hf_path in families.family_of(config.model_type).dropouts.items():
         for layer in range(len(model.encoder.layer)) if "{layer}" in path else (0,):
             parent, _, name = families.place(hf_path, layer, config).rpartition(".")
             module = model.get_submodule(path.format(layer=layer))
-            found.append(Drop(module, _submodule(hf_model, parent), name))
-    return found
+            drops.append(Drop(module, _submodule(hf_model, parent), name))
+    return drops
 
 
 def containers_of(hf_model: nn.Module, model: BertModel, leaves: list[Leaf]) -> Iterator[Inside]:
@@ -156,17 +156,17 @@ def rounded_frequencies(hf_model: nn.Module, config: BertConfig) -> dict[float, 
         of an HF model on the device meta have no values, and are written before the HF model runs.
     """
     bases = sorted(set(config.architecture.rotary_bases))
-    found: dict[float, Tensor] = {}
+    buffers: dict[float, Tensor] = {}
     for name, buffer in hf_model.named_buffers():
         if not bases or not name.endswith("inv_freq") or "original_" in name or buffer.is_meta:
             continue
         exact = {base: frequencies(base, config.head_dim, buffer.device) for base in bases}
-        found[min(bases, key=lambda base: float((exact[base] - buffer).abs().max()))] = buffer
+        buffers[min(bases, key=lambda base: float((exact[base] - buffer).abs().max()))] = buffer
     rounded = any(
         not torch.allclose(buffer.float(), exact[base], rtol=1e-6, atol=0.0)
-        for base, buffer in found.items()
+        for base, buffer in buffers.items()
     )
-    return found if rounded else {}
+    return buffers if rounded else {}
 
 
 def _place(root: nn.Module, path: str) -> Place:

@@ -152,8 +152,8 @@ def equal(a: Any, b: Any) -> bool:
         return a.keys() == b.keys() and all(equal(a[key], b[key]) for key in a)
     if isinstance(a, functools.partial):
         return equal((a.func, a.args, a.keywords), (b.func, b.args, b.keywords))
-    plain = (int, float, str, bytes, frozenset, set, torch.dtype, torch.device)
-    return isinstance(a, plain) and bool(a == b)
+    comparable = (int, float, str, bytes, frozenset, set, torch.dtype, torch.device)
+    return isinstance(a, comparable) and bool(a == b)
 
 
 def shown(value: Any) -> str:

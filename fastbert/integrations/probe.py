@@ -118,9 +118,9 @@ def _results(model: nn.Module, batch: dict[str, Tensor]) -> Results:
     states = model(**batch).last_hidden_state[real]
     weights = torch.randn(states.shape, generator=torch.Generator().manual_seed(SEED))
     (states * weights).sum().backward()
-    found: Results = {"last_hidden_state": states.detach()}
+    results: Results = {"last_hidden_state": states.detach()}
     for name, parameter in model.named_parameters():
         is_key = name.endswith(("key.bias", "k_lin.bias", "attn.k.bias"))
         if parameter.grad is not None and not is_key:
-            found[name] = parameter.grad
-    return found
+            results[name] = parameter.grad
+    return results

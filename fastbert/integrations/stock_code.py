@@ -224,8 +224,8 @@ def _functions(value: Any) -> list[FunctionType] | None:
         value = value.__func__
     if isinstance(value, property):
         parts = [f for f in (value.fget, value.fset, value.fdel) if f is not None]
-        found = [f for f in parts if isinstance(f, FunctionType)]
-        return found if len(found) == len(parts) else None
+        functions = [f for f in parts if isinstance(f, FunctionType)]
+        return functions if len(functions) == len(parts) else None
     return [value] if isinstance(value, FunctionType) else None
 
 
@@ -266,5 +266,5 @@ def _method_problem(base: type, body: CodeType, name: str, value: FunctionType) 
         if not inner or depth > 9:
             return f"got a wrapper of {wrapper}, allowed: a wrapper around the function in its file"
         function = inner[0]
-    found = function.__code__.co_name
-    return None if found in (name, ALIASES.get(name)) else f"got {found}, allowed: {name}"
+    code_name = function.__code__.co_name
+    return None if code_name in (name, ALIASES.get(name)) else f"got {code_name}, allowed: {name}"

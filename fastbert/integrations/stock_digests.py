@@ -108,7 +108,7 @@ def _file_digest(module: str) -> str:
 @functools.cache
 def _digests(module: str) -> dict[tuple[str, int], tuple[str, str]]:
     """Return the path and the digest of each function in a file, by its name and first line."""
-    found: dict[tuple[str, int], tuple[str, str]] = {}
+    digests: dict[tuple[str, int], tuple[str, str]] = {}
 
     def visit(node: ast.AST, before: str) -> None:
         for child in ast.iter_child_nodes(node):
@@ -117,11 +117,11 @@ def _digests(module: str) -> dict[tuple[str, int], tuple[str, str]]:
                 path = f"{before}{child.name}."
                 if not isinstance(child, ast.ClassDef):
                     line = min([child.lineno, *(d.lineno for d in child.decorator_list)])
-                    found[child.name, line] = path[:-1], digest_of(child)
+                    digests[child.name, line] = path[:-1], digest_of(child)
             visit(child, path)
 
     visit(ast.parse(_source(module)), "")
-    return found
+    return digests
 
 
 def _syntax(node: Any) -> Iterator[str]:

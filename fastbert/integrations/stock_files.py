@@ -31,16 +31,16 @@ def file_of(name: str) -> tuple[dict[tuple[str, int], list[Placed]], CodeType] |
         whole = None
     if whole is None:
         return None
-    found: dict[tuple[str, int], list[Placed]] = {}
+    placed: dict[tuple[str, int], list[Placed]] = {}
     waiting = [(whole, "")]
     while waiting:
         parent, outermost = waiting.pop()
         for child in parent.co_consts:
             if isinstance(child, CodeType):
                 place = Placed(child, parent, outermost or child.co_name)
-                found.setdefault((child.co_name, child.co_firstlineno), []).append(place)
+                placed.setdefault((child.co_name, child.co_firstlineno), []).append(place)
                 waiting.append((child, place.outermost))
-    return found, whole
+    return placed, whole
 
 
 @functools.cache
@@ -72,12 +72,12 @@ def body_of(kind: type) -> CodeType | None:
 @functools.cache
 def constants_of(body: CodeType) -> dict[str, Any]:
     """Return the constants that a class statement stores under names."""
-    found = {}
+    constants = {}
     for before, step in itertools.pairwise(dis.get_instructions(body)):
         constant = before.opname in ("LOAD_CONST", "LOAD_SMALL_INT")
         if constant and step.opname == "STORE_NAME":
-            found[step.argval] = before.argval
-    return found
+            constants[step.argval] = before.argval
+    return constants
 
 
 def codes_inside(code: CodeType) -> Iterator[CodeType]:
@@ -91,11 +91,11 @@ def codes_inside(code: CodeType) -> Iterator[CodeType]:
 @functools.cache
 def identifiers(code: CodeType) -> frozenset[str]:
     """Return the names in a code object, and the strings in it that could be names."""
-    found: set[str] = set()
+    names: set[str] = set()
     for each in codes_inside(code):
-        found.update(each.co_names)
-        found.update(c for c in each.co_consts if isinstance(c, str) and c.isidentifier())
-    return frozenset(found)
+        names.update(each.co_names)
+        names.update(c for c in each.co_consts if isinstance(c, str) and c.isidentifier())
+    return frozenset(names)
 
 
 def content(cell: Any) -> Any:

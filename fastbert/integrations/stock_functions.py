@@ -211,10 +211,10 @@ def _loaded_problem(name: str, value: Any, module: str) -> str | None:
         known = value.__name__ in (name, name.lstrip("_"), f"_{name}")
         return None if known else f"{title}: got {value.__name__}, allowed: {name}"
     if isinstance(value, type):
-        found = sys.modules.get(value.__module__)
+        current = sys.modules.get(value.__module__)
         for part in value.__qualname__.split("."):
-            found = getattr(found, part, None)
-        if found is not value and value.__module__ != "typing":
+            current = getattr(current, part, None)
+        if current is not value and value.__module__ != "typing":
             return f"{title}: got {value!r}, allowed: a class that its module names"
         return None
     kind = type(value)

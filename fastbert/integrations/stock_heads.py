@@ -104,8 +104,8 @@ def as_saved(folder: Path, architectures: list[str]) -> tuple[Any, Any]:
             the model.
         OSError: If a file cannot be read.
     """
-    found = (getattr(transformers, name, None) for name in architectures)
-    kind = next((each for each in found if each is not None), transformers.AutoModel)
+    classes = (getattr(transformers, name, None) for name in architectures)
+    kind = next((each for each in classes if each is not None), transformers.AutoModel)
     return _load(kind, folder), transformers.AutoTokenizer.from_pretrained(folder)
 
 
@@ -138,8 +138,8 @@ def fill_mask(folder: Path, text: str, top_k: int) -> tuple[str, list[dict[str, 
     special = set(tokenizer.all_special_ids) - {tokenizer.mask_token_id}
 
     def sentence(filled: list[int], place: int) -> str:
-        kept = [t for i, t in enumerate(filled) if i == place or t not in special]
-        return tokenizer.decode(kept)
+        shown = [t for i, t in enumerate(filled) if i == place or t not in special]
+        return tokenizer.decode(shown)
 
     token = tokenizer.convert_ids_to_tokens
     return mask, fill_masks(logits, ids, positions, top_k, token=token, sentence=sentence)

@@ -180,10 +180,10 @@ def _never_runs(name: str, config: BertConfig) -> bool:
 
     The last groups never run if there are fewer layers than groups.
     """
-    choices, found = config.architecture, _SHARED_LAYER.match(name)
-    if choices.groups is None or found is None:
+    choices, match = config.architecture, _SHARED_LAYER.match(name)
+    if choices.groups is None or match is None:
         return False
-    group, inner = int(found[1]), int(found[2])
+    group, inner = int(match[1]), int(match[2])
     last = max(choices.order(config.num_hidden_layers))
     exists = group < choices.groups and inner < choices.group_size
     return exists and group * choices.group_size + inner > last
@@ -206,13 +206,13 @@ def _renamed(left: dict[str, Tensor], names: Iterator[tuple[tuple[str, ...], tup
     for old, new in names:
         for kind in ("weight", "bias"):
             parts = [left.pop(f"{name}.{kind}", None) for name in old]
-            found = [part for part in parts if part is not None]
-            if len(found) < len(old):
+            present = [part for part in parts if part is not None]
+            if len(present) < len(old):
                 continue  # The caller reports missing weights.
             if len(old) == len(new):
-                renamed = found
+                renamed = present
             else:
-                whole = torch.cat(found)
+                whole = torch.cat(present)
                 renamed = [part.contiguous() for part in whole.chunk(len(new))]
             named |= {f"{name}.{kind}": part for name, part in zip(new, renamed, strict=True)}
     return named | left

@@ -205,17 +205,17 @@ def _listing(folder: Path) -> list[tuple[str, Path]]:
     """Return the type and the folder of each module; every folder is inside `folder`."""
     listing = folder / LISTING
     content = json_file.read(listing, list)
-    found = []
+    listed = []
     for entry in content:
         kind, path = (entry.get(key) if isinstance(entry, dict) else None for key in _KEYS)
         if not isinstance(kind, str) or not isinstance(path, str):
             raise ValueError(f"{listing}: got {entry!r:.200}, allowed: a module's type and path")
-        found.append((kind, _inside(folder, path)))
+        listed.append((kind, _inside(folder, path)))
     names = [str(entry.get("name")) for entry in content if "name" in entry]
     if len(set(names)) < len(names):
         # sentence-transformers stores modules by name, so the last would replace the first.
         raise ValueError(f"{listing}: got the names {', '.join(names)}, allowed: different names")
-    return found
+    return listed
 
 
 _KEYS = ("type", "path")
@@ -223,8 +223,8 @@ _KEYS = ("type", "path")
 
 def _inside(folder: Path, path: str) -> Path:
     windows = PureWindowsPath(path)
-    plain = not windows.anchor and ".." not in windows.parts and not re.search(r"[\\\0]", path)
-    if not plain or not (folder / path).resolve().is_relative_to(folder.resolve()):
+    is_inside = not windows.anchor and ".." not in windows.parts and not re.search(r"[\\\0]", path)
+    if not is_inside or not (folder / path).resolve().is_relative_to(folder.resolve()):
         raise ValueError(
             f"{folder / LISTING}: got the path {path!r}, allowed: a folder inside this one"
         )
@@ -233,7 +233,7 @@ def _inside(folder: Path, path: str) -> Path:
 
 def _served(folder: Path) -> list[tuple[str, Path]]:
     """Return the class and the folder of each module; the first module is the Transformer."""
-    found = []
+    parts = []
     for kind, path in _listing(folder):
         package, _, name = kind.rpartition(".")
         if not package.startswith("sentence_transformers.") or name not in _CLASSES:
@@ -241,14 +241,14 @@ def _served(folder: Path) -> list[tuple[str, Path]]:
                 f"{folder / LISTING}: got the module {kind!r}, allowed: {', '.join(_CLASSES)} of "
                 "sentence_transformers"
             )
-        found.append((name, path))
-    names = [name for name, _ in found]
+        parts.append((name, path))
+    names = [name for name, _ in parts]
     if names[:1] != ["Transformer"] or names.count("Transformer") > 1:
         raise ValueError(
             f"{folder / LISTING}: got {', '.join(names) or 'no module'}, allowed: one Transformer, "
             "as the first module"
         )
-    return found
+    return parts
 
 
 # The modules after the Transformer

@@ -91,7 +91,7 @@ def run(
     from fastbert.inference import Embedder
 
     texts = _texts(source, field, id_field, reporter)
-    shards = {name: Shard.of(found) for name, found in texts.items()}
+    shards = {name: Shard.of(part) for name, part in texts.items()}
     # A wrong model or option is an error before any work. The workers have models of their own.
     embedder = Embedder(model, **options)
     width, folders = embedder.width, embedder.folders
@@ -203,21 +203,21 @@ def _texts(source: Path, field: str, id_field: str | None, reporter: Reporter) -
     """Check and count the texts of all files of INPUT, by their names without suffix, sorted."""
     if not source.is_dir():
         raise ValueError(f"INPUT: got {str(source)!r}, allowed with --ray: a folder of files")
-    found: dict[str, Texts] = {}
+    texts: dict[str, Texts] = {}
     for path in sorted(source.iterdir()):
         suffix, stem = content_suffix(path), Path(content_name(path)).stem
         if suffix not in FORMATS or path.name.startswith("."):
             continue
-        if stem in found:
+        if stem in texts:
             raise ValueError(
-                f"INPUT: got {found[stem].path.name} and {path.name} in {source}, allowed: "
+                f"INPUT: got {texts[stem].path.name} and {path.name} in {source}, allowed: "
                 "names that differ without their suffixes, because each becomes a .parquet"
             )
         fields = ("text",) if suffix == ".txt" else (field,)
-        found[stem] = Texts(path, fields, reporter, id_field)
-    if not found:
+        texts[stem] = Texts(path, fields, reporter, id_field)
+    if not texts:
         raise ValueError(f"INPUT: {str(source)!r} has no {', '.join(FORMATS)} file, allowed: some")
-    return found
+    return texts
 
 
 def _begin(target: Path, facts: dict[str, Any]) -> None:
@@ -231,8 +231,8 @@ def _begin(target: Path, facts: dict[str, Any]) -> None:
             )
         json_file.write(manifest, facts)
         return
-    theirs = json_file.read(manifest)
-    if changed := [name for name in facts if theirs.get(name) != facts[name]]:
+    recorded = json_file.read(manifest)
+    if changed := [name for name in facts if recorded.get(name) != facts[name]]:
         raise ValueError(
             f"OUT: {target} was begun with another {', '.join(changed)}, allowed: the same, or "
             "another folder"

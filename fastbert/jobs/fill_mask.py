@@ -71,7 +71,7 @@ def _predict_by_transformers(
     from fastbert.integrations.stock_heads import fill_mask as fill
 
     refuse_backend(backend, config.model_type)
-    mask, found = fill(folder, text, top_k)
-    if not found:
+    mask, predictions = fill(folder, text, top_k)
+    if not predictions:
         raise ValueError(f"TEXT: got {text!r}, allowed: text with at least one {mask}")
-    return found
+    return predictions

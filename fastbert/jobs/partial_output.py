@@ -145,10 +145,16 @@ class PartialOutput:
             )
         try:
             state = json_file.read(self.folder / STATE)
-            theirs, done, totals = state["fingerprint"], state["rows"], Counter(state["totals"])
+            fingerprint, done, totals = (
+                state["fingerprint"],
+                state["rows"],
+                Counter(state["totals"]),
+            )
             if not all(type(n) is int and n >= 0 for n in (done, *totals.values())):
                 return
-            other = [name for name in self.fingerprint if theirs[name] != self.fingerprint[name]]
+            other = [
+                name for name in self.fingerprint if fingerprint[name] != self.fingerprint[name]
+            ]
             whole = (self.folder / ROWS).stat().st_size >= self._size(done)
         except (OSError, ValueError, KeyError, TypeError):
             return

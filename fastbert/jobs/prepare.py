@@ -244,14 +244,14 @@ class _Run:
 
     def _done(self, pieces: list[Piece]) -> dict[int, PieceRecord]:
         """Return the records of the finished pieces; a file that was changed is read again."""
-        found = {}
+        finished = {}
         for number, piece in enumerate(pieces):
             path = self._record(number)
             if path.exists():
                 record = PieceRecord.load(path)
                 if record.key == _key(piece):
-                    found[number] = record
-        return found
+                    finished[number] = record
+        return finished
 
     def _prepare(
         self, pieces: list[Piece], done: dict[int, PieceRecord], tokenizer: WordPieceTokenizer

@@ -120,14 +120,14 @@ class Texts:
         columns = tuple(names)
         digest, count = hashlib.sha256(), 0
         for count, row in enumerate(readers[content_suffix(self.path)](columns), 1):
-            found = dict(zip(columns, row.values, strict=True))
+            values = dict(zip(columns, row.values, strict=True))
             for field in self.fields:
-                digest.update(self._checked(row.place, field, found[field]))
+                digest.update(self._checked(row.place, field, values[field]))
             own = None
             if self.id_field is not None:
-                own = self._checked_id(row.place, found[self.id_field], first=count == 1)
+                own = self._checked_id(row.place, values[self.id_field], first=count == 1)
                 digest.update(self._checked(row.place, self.id_field, str(own)))
-            yield tuple(found[field] for field in self.fields), own
+            yield tuple(values[field] for field in self.fields), own
         self.count, self.digest = count, digest.hexdigest()
 
     def _checked(self, place: str, field: str, value: Any) -> bytes:

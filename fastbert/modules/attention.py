@@ -265,19 +265,19 @@ def _join(
         if fused in state:
             unexpected.append(fused)
         parameter = getattr(module.qkv, kind).detach()
-        parts, kept = list(parameter.chunk(3)), 0
+        parts, joined = list(parameter.chunk(3)), 0
         for i, name in enumerate(QKV):
             key = f"{prefix}{name}.{kind}"
             part = state.pop(key, None)
             if part is not None and part.shape == parts[i].shape:
                 parts[i] = part
                 continue
-            kept += 1
+            joined += 1
             if part is None:
                 missing.append(key)
             else:
                 got, expected = tuple(part.shape), tuple(parts[i].shape)
                 errors.append(f"size mismatch for {key}: got {got}, expected {expected}")
-        if kept:
+        if joined:
             parts = [part.to(parameter.device) for part in parts]
-        state[fused] = parameter if kept == len(parts) else torch.cat(parts)
+        state[fused] = parameter if joined == len(parts) else torch.cat(parts)

@@ -225,9 +225,9 @@ class BertModel(BertPreTrainedModel):
         )
         others = (position_ids, inputs_embeds, cu_seqlens, max_seqlen)
         if not want_attentions and not want_states and all(other is None for other in others):
-            found = self.encode_at_once(input_ids, attention_mask, token_type_ids)
-            if found is not None:
-                return found
+            result = self.encode_at_once(input_ids, attention_mask, token_type_ids)
+            if result is not None:
+                return result
         tokens = enter(
             self.config,
             input_ids,
@@ -255,10 +255,10 @@ class BertModel(BertPreTrainedModel):
             other devices than the CPU, with gradients, under autocast, in training, with hooks, and
             for an argument that is not allowed, which they explain.
         """
-        found = self._prepared.run(self, input_ids, attention_mask, token_type_ids)
-        if found is None:
+        result = self._prepared.run(self, input_ids, attention_mask, token_type_ids)
+        if result is None:
             return None
-        return Encoded(found.rows, found.layout, None, None, found.pooled)
+        return Encoded(result.rows, result.layout, None, None, result.pooled)
 
     def encode_rows(
         self,

@@ -195,8 +195,8 @@ class BertEncoder(nn.Module):
             operation that another backend serves, or `layers` if the layers run one by one for
             another reason.
         """
-        found = plan(self.running(), Mode.now(device, dtype, False, length=length))
-        return Choice(found.backend or layers, found.reason)
+        planned = plan(self.running(), Mode.now(device, dtype, False, length=length))
+        return Choice(planned.backend or layers, planned.reason)
 
 
 def chosen_layers(name: str, wanted: bool | Sequence[int], count: int) -> frozenset[int]:

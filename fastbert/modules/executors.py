@@ -25,7 +25,7 @@ from fastbert.ops.gpu_layer import gpu_layer
 from fastbert.ops.gpu_times import length_class, rows_class
 from fastbert.ops.layer_parts import Parts, choose_parts
 from fastbert.ops.layer_weights import LayerWeights
-from fastbert.ops.register import PLAIN, is_watched
+from fastbert.ops.register import TENSOR_TYPES, is_watched
 
 
 class Settings(NamedTuple):
@@ -195,7 +195,7 @@ class _Training(Executor):
     """Each layer as one function of autograd, after which `Call.after` sees the rows."""
 
     def refuses(self, call: Call) -> str | None:
-        if type(call.hidden) not in PLAIN or is_watched():
+        if type(call.hidden) not in TENSOR_TYPES or is_watched():
             return "something watches the operators, or the rows are of a class of their own"
         for i, dropouts in enumerate(self.settings.dropouts):
             given = NO_SEEDS if call.seeds is None else call.seeds[i]

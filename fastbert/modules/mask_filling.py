@@ -34,7 +34,7 @@ def fill_masks(
         other masks stay in its sentence.
     """
     top = logits.float().softmax(-1).topk(min(top_k, logits.shape[-1]), dim=-1)
-    found = []
+    filled = []
     for place, values, tokens in zip(
         positions, top.values.tolist(), top.indices.tolist(), strict=True
     ):
@@ -47,5 +47,5 @@ def fill_masks(
             }
             for probability, number in zip(values, tokens, strict=True)
         ]
-        found.append({"position": place, "candidates": candidates})
-    return found
+        filled.append({"position": place, "candidates": candidates})
+    return filled

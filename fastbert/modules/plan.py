@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from fastbert.activations import PLAIN
+from fastbert.activations import UNGATED
 from fastbert.modules.executors import (
     CpuInference,
     CpuTraining,
@@ -133,10 +133,10 @@ def plan(layers: Sequence[nn.Module], mode: Mode) -> Plan:
     for number, (_, problems) in enumerate(walked):
         for path, problem in problems.items():
             return one_by_one(f"layer.{number}{path and f'.{path}'} {problem}", chooses)
-    found = [modules for modules, _ in walked]
+    layer_modules = [modules for modules, _ in walked]
     try:
         executor, weights, settings, reason = (_training if mode.gradient else _inference)(
-            found, mode
+            layer_modules, mode
         )
     except _NoExecutor as error:
         return Plan([], None, None, error.backend, error.reason, chooses)
@@ -164,24 +164,24 @@ def _require(holds: bool, reason: str) -> None:
 
 
 # The class of the executor with its arguments, and the reason in words.
-_Found = tuple[type[Executor], list[LayerWeights], Settings, str]
+_Planned = tuple[type[Executor], list[LayerWeights], Settings, str]
 
 
 # Training
 
 
-def _training(found: list[Modules], mode: Mode) -> _Found:
-    hooked = has_backward_hooks([module for modules in found for module in modules.values()])
+def _training(layers: list[Modules], mode: Mode) -> _Planned:
+    hooked = has_backward_hooks([module for modules in layers for module in modules.values()])
     _require(not hooked, "a module has backward hooks")
-    kinds = {type(modules[path]) for modules in found for path in LINEARS}
+    kinds = {type(modules[path]) for modules in layers for path in LINEARS}
     _require(QuantizedLinear not in kinds, "a linear layer is int8")
     on_cpu = mode.device == "cpu"
     # Only the CPU's function takes these layers.
     _require(on_cpu or JoinedLinear not in kinds, "a linear layer is joined")
-    _require_uniform_parts(found)
-    beyond = _beyond_bert(found)
+    _require_uniform_parts(layers)
+    beyond = _beyond_bert(layers)
     absent = _absent() if on_cpu else None
-    weights = [_weights(modules, absent) for modules in found]
+    weights = [_weights(modules, absent) for modules in layers]
     parameters = [tensor for layer in weights for tensor in layer.flat()]
     _require_parameters(parameters)
     dtype = mode.dtype if mode.autocast is None else mode.autocast
@@ -191,10 +191,10 @@ def _training(found: list[Modules], mode: Mode) -> _Found:
         mode.dtype in (dtype, torch.float32) and dtypes <= allowed,
         f"rows are {mode.dtype}, products {dtype}, or parameters of another dtype",
     )
-    inner = any(m[OUTPUT].training and m[OUTPUT].dropout_p > 0.0 for m in found)
+    inner = any(m[OUTPUT].training and m[OUTPUT].dropout_p > 0.0 for m in layers)
     _require(not inner, "there is dropout inside the feed-forward")
-    settings, reason = _agreed(found, ASKING, mode, dtype, OPERATIONS)
-    settings = settings._replace(dropouts=tuple(map(_dropouts, found)))
+    settings, reason = _agreed(layers, ASKING, mode, dtype, OPERATIONS)
+    settings = settings._replace(dropouts=tuple(map(_dropouts, layers)))
     if settings.backend == "triton":
         _require(beyond is None, str(beyond))
         _require(JoinedLinear not in kinds, "a linear layer is joined")
@@ -213,8 +213,8 @@ def _training(found: list[Modules], mode: Mode) -> _Found:
 # Inference
 
 
-def _inference(found: list[Modules], mode: Mode) -> _Found:
-    kinds = {type(modules[path]) for modules in found for path in LINEARS}
+def _inference(layers: list[Modules], mode: Mode) -> _Planned:
+    kinds = {type(modules[path]) for modules in layers for path in LINEARS}
     int8, joined, on_cpu = QuantizedLinear in kinds, JoinedLinear in kinds, mode.device == "cpu"
     _require(not int8 or kinds == {QuantizedLinear}, "some linear layers are int8, others are not")
     # Only the CPU's call takes these weights.
@@ -222,18 +222,18 @@ def _inference(found: list[Modules], mode: Mode) -> _Found:
         on_cpu or not (int8 or joined),
         f"a linear layer is int8 or joined, and the rows are on {mode.device}",
     )
-    training = int8 and any(modules[path].training for modules in found for path in LINEARS)
+    training = int8 and any(modules[path].training for modules in layers for path in LINEARS)
     _require(not training, "a quantised layer is in training mode")
-    _require_uniform_parts(found)
-    beyond = _beyond_bert(found)
+    _require_uniform_parts(layers)
+    beyond = _beyond_bert(layers)
     _require(beyond is None or on_cpu, str(beyond))
     _require(beyond is None or not int8, f"a linear layer is int8, and {beyond}")
     scales: tuple[Tensor, ...] = ()
     if int8:
-        weights, scales = _int8_weights(found)
+        weights, scales = _int8_weights(layers)
     else:
         absent = _absent() if on_cpu else None
-        weights = [_weights(modules, absent) for modules in found]
+        weights = [_weights(modules, absent) for modules in layers]
     _require_parameters([tensor for layer in weights for tensor in layer.flat()], int8)
     dtype = mode.dtype if mode.autocast is None else mode.autocast
     allowed = {dtype} if mode.autocast is None else {dtype, torch.float32}
@@ -241,9 +241,9 @@ def _inference(found: list[Modules], mode: Mode) -> _Found:
     dtypes = {mode.dtype} if int8 else dtypes
     held = "rows" if int8 else "weights"
     _require(dtypes <= allowed, f"{held} are {dtypes}, the products {dtype}")
-    _require(not any(map(_drops, found)), "there is dropout in training")
+    _require(not any(map(_drops, layers)), "there is dropout in training")
     settings, reason = _agreed(
-        found,
+        layers,
         INT8_ASKING if int8 else ASKING,
         mode,
         dtype,
@@ -281,45 +281,45 @@ def _dropouts(modules: Modules) -> tuple[float, ...]:
     return (first, *sums, *of_norms)
 
 
-def _require_uniform_parts(found: list[Modules]) -> None:
-    stored = {(_parts_of(modules[QKV]), _parts_of(modules[INNER])) for modules in found}
+def _require_uniform_parts(layers: list[Modules]) -> None:
+    stored = {(_parts_of(modules[QKV]), _parts_of(modules[INNER])) for modules in layers}
     _require(len(stored) == 1, "the layers differ in the number of projections")
 
 
-def _beyond_bert(found: list[Modules]) -> str | None:
+def _beyond_bert(layers: list[Modules]) -> str | None:
     """Return in words what a layer has that a layer of BERT has not, or None."""
-    for number, modules in enumerate(found):
+    for number, modules in enumerate(layers):
         if type(modules[""]) is PreNormLayer:
             return f"layer.{number} has its layer norms before attention and feed-forward"
         if modules[ATTENTION].rotary is not None or modules[ATTENTION].window is not None:
             return "attention has rotary positions or a window"
-        if modules[OUTPUT].activation not in PLAIN:
+        if modules[OUTPUT].activation not in UNGATED:
             return f"the activation is {modules[OUTPUT].activation}"
     return None
 
 
 def _agreed(
-    found: list[Modules],
+    layers: list[Modules],
     asking: Sequence[str],
     mode: Mode,
     dtype: torch.dtype,
     operations: Sequence[str],
 ) -> tuple[Settings, str]:
     """Return the settings that all layers share, and the reason for the backend in words."""
-    rotaries = [m[ATTENTION].rotary for m in found if m[ATTENTION].rotary is not None]
-    distances = tuple(-1 if m[ATTENTION].window is None else m[ATTENTION].window for m in found)
+    rotaries = [m[ATTENTION].rotary for m in layers if m[ATTENTION].rotary is not None]
+    distances = tuple(-1 if m[ATTENTION].window is None else m[ATTENTION].window for m in layers)
     windows = distances if max(distances) >= 0 else ()
-    kinds = {type(m[""]) for m in found}
+    kinds = {type(m[""]) for m in layers}
     _require(
-        len(kinds) == 1 and len(rotaries) in (0, len(found)),
+        len(kinds) == 1 and len(rotaries) in (0, len(layers)),
         "the layers differ in their norms or in rotary positions",
     )
-    heads = {modules[ATTENTION].heads for modules in found}
-    activations = {modules[OUTPUT].activation for modules in found}
+    heads = {modules[ATTENTION].heads for modules in layers}
+    activations = {modules[OUTPUT].activation for modules in layers}
     # The first layer with norms before attention has an Identity in the place of a norm.
-    leaves = [m[path] for m in found for path in NORMS if type(m[path]) is not nn.Identity]
+    leaves = [m[path] for m in layers for path in NORMS if type(m[path]) is not nn.Identity]
     eps = {norm.eps for norm in leaves}
-    modules = [m[path] for m in found for path in asking] + rotaries
+    modules = [m[path] for m in layers for path in asking] + rotaries
     requests = {(m.operation, m.backend) for m in modules if type(m) is not nn.Identity}
     requested = dict(requests)
     _require(
@@ -327,7 +327,7 @@ def _agreed(
         "the layers differ in heads, eps, activation or backend",
     )
     activation, common = activations.pop(), heads.pop()
-    columns = found[0][NORMS[1]].weight.shape[0]
+    columns = layers[0][NORMS[1]].weight.shape[0]
     request = Request(
         mode.device, dtype, columns // common, ("window",) if windows else (), activation,
         columns=columns, length=mode.length, rows=mode.rows, trained=mode.gradient,
@@ -393,12 +393,12 @@ def _of_leaf(leaf: nn.Module, absent: Any) -> tuple[tuple[Any, ...], tuple[Any, 
     return (weight,), (absent if bias is None else bias,)
 
 
-def _int8_weights(found: list[Modules]) -> tuple[list[LayerWeights], tuple[Tensor, ...]]:
+def _int8_weights(layers: list[Modules]) -> tuple[list[LayerWeights], tuple[Tensor, ...]]:
     """Return the parameters of the layers, and the scales and column sums of the weights."""
     weights: list[LayerWeights] = []
     scales: list[Tensor] = []
     now = layout()
-    for modules in found:
+    for modules in layers:
         fields: list[Any] = []
         for path in LEAVES:
             own = modules[path]._parameters

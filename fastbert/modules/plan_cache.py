@@ -110,13 +110,13 @@ class PlanCache(NotCopied):
         parameters = [p for layer in dict.fromkeys(layers) for p in layer.parameters()]
         if recorded and any(p.requires_grad for p in parameters):
             mode = mode._replace(gradient=True)
-        found = plan(layers, mode)
-        if found.run is None or backends.EXTENSION is None:
-            return found
+        made = plan(layers, mode)
+        if made.run is None or backends.EXTENSION is None:
+            return made
         snapshot = Snapshot(encoder, self.HOLDER, [vars(gpu_times)])
         facts = _Parameters(parameters, recorded)
         # A change by another thread since the first plan is in this plan, or the facts see it.
-        found = plan(layers, mode)
-        now = layout() if found.settings is not None and found.settings.scales else None
-        self._guarded[key] = _Guarded(found, snapshot, facts, now)
-        return found
+        made = plan(layers, mode)
+        now = layout() if made.settings is not None and made.settings.scales else None
+        self._guarded[key] = _Guarded(made, snapshot, facts, now)
+        return made

@@ -31,7 +31,7 @@ from fastbert.ops.register import is_watched
 FUNCTIONS = ("encoder", "embedding", "linear")
 
 
-class Found(NamedTuple):
+class PreparedResult(NamedTuple):
     """The result of a prepared call.
 
     Attributes:
@@ -59,7 +59,7 @@ class PreparedCall(NotCopied):
         """Forget the prepared call, which holds the parameters of the model."""
         self._prepared = None
 
-    def run(self, model: Any, ids: Any, mask: Any, token_types: Any) -> Found | None:
+    def run(self, model: Any, ids: Any, mask: Any, token_types: Any) -> PreparedResult | None:
         """Run the whole encoder as one call, if the model and the arguments allow it.
 
         Args:
@@ -81,17 +81,17 @@ class PreparedCall(NotCopied):
             prepared = self._prepared = _prepare(model)
         if prepared is None or prepared[1] is None:
             return None
-        found, longest = torch.ops.fastbert_C.bert(ids, mask, token_types, *prepared[1])
-        if not found:
+        outputs, longest = torch.ops.fastbert_C.bert(ids, mask, token_types, *prepared[1])
+        if not outputs:
             # The dtype of a parameter may have changed in place, which is no fact of a snapshot.
             self._prepared = None
             return None
-        pooled = found[1] if model.pooler is not None else None
+        pooled = outputs[1] if model.pooler is not None else None
         batch, length = ids.shape
         layout = BatchLayout(batch, length)
-        if len(found) > 2:
-            layout = BatchLayout(batch, length, found[-1], longest, found[-2])
-        return Found(found[0], layout, pooled)
+        if len(outputs) > 2:
+            layout = BatchLayout(batch, length, outputs[-1], longest, outputs[-2])
+        return PreparedResult(outputs[0], layout, pooled)
 
 
 def forget_prepared_calls(model: nn.Module) -> None:
@@ -185,13 +185,15 @@ def _embedding(model: Any) -> list[Tensor] | None:
     sizes = (config.vocab_size, config.max_position_embeddings, config.type_vocab_size)
     if any(table.weight.shape[0] != size for table, size in zip(tables, sizes, strict=False)):
         return None
-    found = [words.weight, positions.weight, norm.weight, norm.bias]
-    found += [] if types is None else [types.weight]
-    if {type(tensor) for tensor in found} != {nn.Parameter} or words.weight.device.type != "cpu":
+    parameters = [words.weight, positions.weight, norm.weight, norm.bias]
+    parameters += [] if types is None else [types.weight]
+    if {type(tensor) for tensor in parameters} != {
+        nn.Parameter
+    } or words.weight.device.type != "cpu":
         return None
     request = backends.Request("cpu", words.weight.dtype, columns=words.weight.shape[1])
     choice = backends.resolve("embedding", embeddings.backend, request)
-    return found if choice.backend == "cpu" else None
+    return parameters if choice.backend == "cpu" else None
 
 
 def _pooler(pooler: Any) -> list[Tensor] | None:
@@ -201,9 +203,9 @@ def _pooler(pooler: Any) -> list[Tensor] | None:
     dense = pooler.dense
     if _is_called(pooler) or deviation(dense, Linear) is not None:
         return None
-    found = [dense.weight, dense.bias]
-    if {type(tensor) for tensor in found} != {nn.Parameter}:
+    parameters = [dense.weight, dense.bias]
+    if {type(tensor) for tensor in parameters} != {nn.Parameter}:
         return None
     request = backends.Request("cpu", dense.weight.dtype)
     choice = backends.resolve("linear", dense.backend, request)
-    return found if choice.backend == "cpu" else None
+    return parameters if choice.backend == "cpu" else None

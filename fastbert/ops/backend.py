@@ -222,11 +222,11 @@ def capability() -> tuple[int, int] | None:
 
 def refuse_old_gpu() -> str | None:
     """Return the reason why the current GPU cannot run the kernels, or None if it can."""
-    found = capability()
-    if found is None or found >= OLDEST_CAPABILITY:
+    arch = capability()
+    if arch is None or arch >= OLDEST_CAPABILITY:
         return None
     return (
-        f"the GPU has compute capability {found[0]}.{found[1]}, allowed: 8.0 and higher (older "
+        f"the GPU has compute capability {arch[0]}.{arch[1]}, allowed: 8.0 and higher (older "
         "matrix units lack bf16 and the operand layouts of the kernels)"
     )
 
@@ -237,20 +237,20 @@ def refuse_missing_code() -> str | None:
     Machine code runs on later GPUs of the same major number, code of an architecture with a letter
     on that architecture alone, and PTX ("+PTX") on every later GPU.
     """
-    found = capability()
-    if found is None:
+    arch = capability()
+    if arch is None:
         return None
     for name in CUDA_ARCHS.split(";"):
         number = name.removesuffix("+PTX")
         major, _, minor = number.rstrip("af").partition(".")
         built = (int(major or 0), int(minor or 0))
         alone = not number.endswith(minor)
-        if built == found or (
-            not alone and built <= found and (built[0] == found[0] or name.endswith("+PTX"))
+        if built == arch or (
+            not alone and built <= arch and (built[0] == arch[0] or name.endswith("+PTX"))
         ):
             return None
     return (
-        f"the GPU has compute capability {found[0]}.{found[1]}, the extension was built for "
+        f"the GPU has compute capability {arch[0]}.{arch[1]}, the extension was built for "
         f"{CUDA_ARCHS}"
     )
 
@@ -371,10 +371,10 @@ def _order_on_gpu(
     op: str, dtype: str, width: int, size: int, trained: bool
 ) -> tuple[tuple[str, ...], str]:
     """Return the backends, the first choice first, and their times in words; "" without times."""
-    found = capability()
-    if found is None:
+    arch = capability()
+    if arch is None:
         return ORDER["cuda"], ""
-    point = gpu_times.nearest(gpu_times.POINTS, op, found, dtype, width, size)
+    point = gpu_times.nearest(gpu_times.POINTS, op, arch, dtype, width, size)
     times = "" if point is None else gpu_times.reason(point, trained)
     return gpu_times.order(point, trained, ORDER["cuda"]), times
 

@@ -107,12 +107,12 @@ class _CpuLayer(torch.autograd.Function):
         hidden: Tensor,
         *parameters: Tensor,
     ) -> Tensor:
-        y, *kept = torch.ops.fastbert_C.layer_forward(
+        y, *intermediates = torch.ops.fastbert_C.layer_forward(
             hidden, parameters, *sequences[:3], seeds, rotation, settings.dropouts,
             *sequences[3:], *settings[1:],
         )  # fmt: skip
         ctx.numbers, ctx.settings = sequences[3:], settings
-        groups = (parameters, kept, sequences[:3], seeds, rotation)
+        groups = (parameters, intermediates, sequences[:3], seeds, rotation)
         ctx.ends = list(accumulate(map(len, groups), initial=1))
         ctx.save_for_backward(hidden, *chain(*groups))
         ctx.set_materialize_grads(False)
@@ -122,13 +122,13 @@ class _CpuLayer(torch.autograd.Function):
     @first_derivative
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors
-        parameters, kept, rows, seeds, rotation = (
+        parameters, intermediates, rows, seeds, rotation = (
             saved[begin:end] for begin, end in pairwise(ctx.ends)
         )
         gradients = torch.ops.fastbert_C.layer_backward(
-            dy, saved[0], parameters, kept, *rows, seeds, rotation, ctx.settings.dropouts,
+            dy, saved[0], parameters, intermediates, *rows, seeds, rotation, ctx.settings.dropouts,
             *ctx.numbers, *ctx.settings[1:],
         )  # fmt: skip
         needed = ctx.needs_input_grad[4:]
-        found = [g if needs else None for g, needs in zip(gradients, needed, strict=True)]
-        return None, None, None, None, *found
+        wanted = [g if needs else None for g, needs in zip(gradients, needed, strict=True)]
+        return None, None, None, None, *wanted

@@ -114,11 +114,11 @@ def _check_labels(labels: Tensor, ignore_index: int, classes: int) -> None:
 
 
 def _fake(a: Any) -> tuple[Tensor, ...]:
-    rows, kept = a.hidden.shape[0], a.backend in KEEPING
+    rows, saves = a.hidden.shape[0], a.backend in KEEPING
     shape = (rows,) if a.reduction == "none" else ()
     loss = a.hidden.new_empty(shape, dtype=_loss_dtype(a.hidden))
-    statistics = a.hidden.new_empty((2, rows) if kept else (0,), dtype=torch.float32)
-    return loss, statistics, a.hidden.new_empty(rows + 1 if kept else 0, dtype=torch.int32)
+    statistics = a.hidden.new_empty((2, rows) if saves else (0,), dtype=torch.float32)
+    return loss, statistics, a.hidden.new_empty(rows + 1 if saves else 0, dtype=torch.int32)
 
 
 def _loss_dtype(hidden: Tensor) -> torch.dtype:

@@ -43,9 +43,9 @@ def dropout(
     # embeddings therefore gives 0 at dropped elements, and at no other element.
     token = torch.zeros(rows, dtype=torch.int64, device=x.device)
     table, zeros, ones = x.new_zeros(1, columns), x.new_zeros(columns), x.new_ones(columns)
-    kept = embedding(
+    mask = embedding(
         token, token, token, table, table, table, zeros, ones,
         dropout_p=dropout_p, dropout_seed=seed, backend=backends.prefer("embedding", backend),
     )  # fmt: skip
     scale = 0.0 if dropout_p == 1.0 else 1.0 / (1.0 - dropout_p)
-    return (x * scale).masked_fill(kept.view(x.shape) == 0.0, 0.0)
+    return (x * scale).masked_fill(mask.view(x.shape) == 0.0, 0.0)

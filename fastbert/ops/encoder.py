@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastbert.activations import ACTIVATIONS, PLAIN
+from fastbert.activations import ACTIVATIONS, UNGATED
 from fastbert.ops import backend as backends
 from fastbert.ops.arguments import (
     check_cu_seqlens,
@@ -226,8 +226,8 @@ def _triton_forward(
     allowed = "1 on the triton backend"
     require(inner_projections == 1, "inner_projections", inner_projections, allowed)
     require(not pre_norm, "pre_norm", pre_norm, "False on the triton backend")
-    allowed = f"{', '.join(PLAIN)} on the triton backend"
-    require(activation in PLAIN, "activation", repr(activation), allowed)
+    allowed = f"{', '.join(UNGATED)} on the triton backend"
+    require(activation in UNGATED, "activation", repr(activation), allowed)
     layers = _checked_layers(hidden, parameters, heads)
     require(not scales, "scales", f"{len(scales)} tensors", "none on the triton backend")
     require(dtype == hidden.dtype, "dtype", dtype, f"{hidden.dtype}, as hidden")

@@ -47,14 +47,14 @@ def gpu_layer(
 
 def _copies(parameters: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     """Return the parameters, those of the products in `dtype`, all converted at once."""
-    found = list(parameters)
+    tensors = list(parameters)
     places = [i for i in OF_PRODUCTS if parameters[i].dtype != dtype]
     if places:
         copies = [torch.empty_like(parameters[i], dtype=dtype) for i in places]
         torch._foreach_copy_(copies, [parameters[i] for i in places])
         for i, copy in zip(places, copies, strict=True):
-            found[i] = copy
-    return found
+            tensors[i] = copy
+    return tensors
 
 
 @without_autocast
@@ -84,11 +84,11 @@ def _backward(dy: Tensor, ctx: Any) -> list[Tensor | None]:
     tensors, last = ctx.saved_tensors, INPUTS + PARAMETERS
     inputs, saved = Inputs(*tensors[:INPUTS]), Saved(*tensors[last:])
     needs = ctx.needs_input_grad[3:]
-    dhidden, *found = layer_backward(
+    dhidden, *dparameters = layer_backward(
         dy, tensors[INPUTS:last], inputs, saved, ctx.shape, needs, ctx.launchers
     )
     gradients = [dhidden if needs[0] else None]
-    for gradient, needed, dtype in zip(found, needs[1:], ctx.dtypes, strict=True):
+    for gradient, needed, dtype in zip(dparameters, needs[1:], ctx.dtypes, strict=True):
         # A product under autocast has a gradient in the dtype of autocast.
         wanted = gradient if needed else None
         gradients.append(wanted if wanted is None or wanted.dtype == dtype else wanted.to(dtype))

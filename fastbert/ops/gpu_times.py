@@ -104,20 +104,20 @@ def nearest(
         size: As in `Point`.
     """
     kind = SIXTEEN_BITS if dtype in ("bfloat16", "float16") else dtype
-    found = [
+    candidates = [
         point
         for point in points
         if point.op == op and point.dtype == kind and is_code_for(point, capability)
     ]
-    found = [point for point in found if point.kind == MEASURED] or found
-    if not found:
+    candidates = [point for point in candidates if point.kind == MEASURED] or candidates
+    if not candidates:
         return None
-    arch = max([point.arch for point in found])
-    found = [point for point in found if point.arch == arch]
-    closest = _closest([point.width for point in found], width)
-    found = [point for point in found if point.width == closest]
-    closest = _closest([point.size for point in found], size)
-    return next(point for point in found if point.size == closest)
+    arch = max([point.arch for point in candidates])
+    candidates = [point for point in candidates if point.arch == arch]
+    closest = _closest([point.width for point in candidates], width)
+    candidates = [point for point in candidates if point.width == closest]
+    closest = _closest([point.size for point in candidates], size)
+    return next(point for point in candidates if point.size == closest)
 
 
 def is_code_for(point: Point, capability: tuple[int, int]) -> bool:

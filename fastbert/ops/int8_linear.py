@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fastbert import reference
-from fastbert.activations import PLAIN
+from fastbert.activations import UNGATED
 from fastbert.ops import backend as backends
 from fastbert.ops.arguments import (
     as_matrix,
@@ -23,7 +23,7 @@ from fastbert.reference import Int8Weight, int8_weight, pack, unpack
 __all__ = ["Int8Weight", "int8_linear", "int8_weight", "layout", "pack", "unpack"]
 
 # The products apply activations that are not gated in their epilogue.
-ACTIVATIONS = ("none", *PLAIN)
+ACTIVATIONS = ("none", *UNGATED)
 
 
 def layout() -> tuple[int, int]:

@@ -56,24 +56,24 @@ def launchers(parts: Parts) -> Launchers:
     """Return the launchers of the three operations."""
     from fastbert.kernels import layer_parts
 
-    found = layer_parts.TRITON
+    chosen = layer_parts.TRITON
     if parts.attention == "cuda":
-        found = found._replace(
+        chosen = chosen._replace(
             attention=layer_parts.Attention(_attention_forward, _attention_backward, _allocate_none)
         )
     if parts.feed_forward == "cuda":
-        found = found._replace(
+        chosen = chosen._replace(
             feed_forward=layer_parts.FeedForward(
                 _feed_forward_forward, _feed_forward_backward, _allocate_none
             )
         )
     if parts.layer_norm == "cuda":
-        found = found._replace(
+        chosen = chosen._replace(
             layer_norm=layer_parts.LayerNorm(
                 _layer_norm_forward, _layer_norm_backward, _allocate_none
             )
         )
-    return found
+    return chosen
 
 
 def _allocate_none(*arguments: Any) -> None:

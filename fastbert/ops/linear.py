@@ -106,8 +106,8 @@ def linear(
 
 def _reads_parts(backend: str, x: Tensor, transformed: bool) -> bool:
     """Return whether a layer whose gradient is wanted reads its weights without joining them."""
-    plain = not (transformed or torch.compiler.is_compiling())
-    return plain and backend == "cpu" and x.requires_grad and torch.is_grad_enabled()
+    eager = not (transformed or torch.compiler.is_compiling())
+    return eager and backend == "cpu" and x.requires_grad and torch.is_grad_enabled()
 
 
 def _parts(weight: Any, bias: Any) -> tuple[list[Tensor], list[Any]]:

@@ -67,8 +67,8 @@ def parameters_for(
     backend: str, dtype: torch.dtype, *parameters: Tensor | None
 ) -> tuple[Tensor | None, ...]:
     """Return the parameters in the dtypes in which `backend` multiplies them by `dtype`."""
-    kept = (dtype, torch.float32) if backend == "cpu" else (dtype,)
-    return tuple([p if p is None or p.dtype in kept else p.to(dtype) for p in parameters])
+    allowed = (dtype, torch.float32) if backend == "cpu" else (dtype,)
+    return tuple([p if p is None or p.dtype in allowed else p.to(dtype) for p in parameters])
 
 
 def needs_gradient(*tensors: Tensor | None) -> bool:

@@ -25,7 +25,7 @@ IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {}
 ARGUMENTS: dict[str, Callable[..., Any]] = {}
 OPERATORS: dict[str, Operator] = {}
 # A subclass of tensors may define how operators treat it.
-PLAIN = (Tensor, torch.nn.Parameter)
+TENSOR_TYPES = (Tensor, torch.nn.Parameter)
 
 
 class Operator:
@@ -61,7 +61,7 @@ class Operator:
         wants_gradient = False
         for argument in given:
             if isinstance(argument, Tensor):
-                if type(argument) not in PLAIN:
+                if type(argument) not in TENSOR_TYPES:
                     return self.overload(*arguments)
                 wants_gradient = wants_gradient or argument.requires_grad
         if wants_gradient and torch.is_grad_enabled():
@@ -178,9 +178,9 @@ def differentiable(
     @functools.wraps(backward)
     def gradient(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         ctx.needs = arguments(*ctx.needs_input_grad)
-        found = backward(ctx, *gradients) if any(g is not None for g in gradients) else {}
+        grads = backward(ctx, *gradients) if any(g is not None for g in gradients) else {}
         needs = ctx.needs._asdict()
-        return arguments(*(found.get(name) if needed else None for name, needed in needs.items()))
+        return arguments(*(grads.get(name) if needed else None for name, needed in needs.items()))
 
     torch.library.register_autograd(f"fastbert::{name}", gradient, setup_context=setup, lib=LIBRARY)
     OPERATORS[name].function = _function(name, setup, gradient)
@@ -229,14 +229,14 @@ def first_derivative(backward: Callable[..., Any]) -> Callable[..., Any]:
         if all(gradient is None for gradient in gradients):
             return (None,) * len(ctx.needs_input_grad)
         with torch.no_grad():
-            found = backward(ctx, *gradients)
+            grads = backward(ctx, *gradients)
         if not torch.is_grad_enabled():
-            return found
+            return grads
         name = backward.__module__.rpartition(".")[2]
         message = _no_second_derivative(f"fastbert.ops.{name}").encode()
-        fail = torch._C._functions.DelayedError(message, len(found))
+        fail = torch._C._functions.DelayedError(message, len(grads))
         # The result must depend on something, so that a second derivative reaches the error.
-        return fail(*(None if x is None else x.detach().requires_grad_() for x in found))
+        return fail(*(None if x is None else x.detach().requires_grad_() for x in grads))
 
     return run
 

@@ -27,7 +27,7 @@ READS_PADDING = (
 INFERENCE, ALL_OUTPUTS, GRADIENTS = "inference", "all outputs", "gradients"
 OPTIONS = {"output_hidden_states": True, "output_attentions": True}
 
-Found = Mapping[str, Tensor]
+Tensors = Mapping[str, Tensor]
 
 
 class Measured(NamedTuple):
@@ -37,13 +37,13 @@ class Measured(NamedTuple):
         fast: The results of the accelerated copy.
         oracle: The results of the copy in float64.
         stock: Computes the results of the stock copy.
-        found: What was found on the way: fields that one of the copies lacks or that are left out.
+        rows: Fields that one of the copies lacks, and fields that are left out.
     """
 
-    fast: Found
-    oracle: Found
-    stock: Callable[[], Found]
-    found: list[Row | LeftOut]
+    fast: Tensors
+    oracle: Tensors
+    stock: Callable[[], Tensors]
+    rows: list[Row | LeftOut]
 
 
 class Pass:
@@ -69,7 +69,7 @@ class Pass:
         self.subject, self.sides, self.encoders = subject, sides, list(encoders)
         self.name, self.dtype = batch.name, dtype
         # By whether hidden states and attention weights are asked for.
-        self.kept: dict[bool, Found] = {}
+        self.comparable: dict[bool, Tensors] = {}
         self.values = moved(batch.values, subject.device, dtype)
         self.wide = moved(self.values, subject.device, torch.float64)
 
@@ -102,7 +102,7 @@ class Pass:
             parts = [_only(each, names) for each in joint]
             judged = {result.name: result for result in self._judged(mode, parts)}
             results = [judged.get(result.name, result) for result in results]
-        return [*measured.found, *(self._row(mode, result) for result in results)]
+        return [*measured.rows, *(self._row(mode, result) for result in results)]
 
     def _judged(self, mode: str, parts: list[Measured]) -> list[Comparison]:
         """Judge the joint results of several batches."""
@@ -120,7 +120,7 @@ class Pass:
         options = OPTIONS if mode == ALL_OUTPUTS else {}
         with torch.no_grad():
             try:
-                exact, kept = self._exact(options)
+                exact, comparable = self._exact(options)
                 self._stock(options)
             except Exception as error:
                 told = _told(error)
@@ -135,21 +135,21 @@ class Pass:
                 fast = self._fast(options)
             except Exception as error:
                 return self._failed(mode, "call", f"the accelerated model raises {_told(error)}")
-        found: list[Row | LeftOut] = list(self._differences(mode, fast, exact))
-        found += self._reading_padding(mode, kept)
+        rows: list[Row | LeftOut] = list(self._differences(mode, fast, exact))
+        rows += self._reading_padding(mode, comparable)
         shared = [
             name
             for name, x in exact.items()
-            if name in fast and fast[name].shape == x.shape and bool(kept[name].any())
+            if name in fast and fast[name].shape == x.shape and bool(comparable[name].any())
         ]
-        chosen = functools.partial(_chosen, kept={name: kept[name] for name in shared})
-        return Measured(chosen(fast), chosen(exact), lambda: chosen(self._stock(options)), found)
+        chosen = functools.partial(_chosen, comparable={name: comparable[name] for name in shared})
+        return Measured(chosen(fast), chosen(exact), lambda: chosen(self._stock(options)), rows)
 
     def _gradients(self) -> Measured | Row | LeftOut:
         if not any(p.requires_grad for p in self.sides.fast.parameters()):
             return self._left_out(GRADIENTS, "all", "no parameter requires a gradient")
-        exact, kept = self._exact({})
-        drawn = directions(exact, kept)
+        exact, comparable = self._exact({})
+        drawn = directions(exact, comparable)
         drawn = {n: d for n, d in drawn.items() if exact[n].requires_grad and bool(d.any())}
         if not drawn:
             return self._left_out(GRADIENTS, "all", "no compared field depends on a parameter")
@@ -158,15 +158,15 @@ class Pass:
             fast = gradients(self.sides.fast, self._fast({}), drawn)
         except Exception as error:
             return self._failed(GRADIENTS, "call", f"the accelerated model raises {_told(error)}")
-        found = list(self._differences(GRADIENTS, fast, oracle))
+        rows = list(self._differences(GRADIENTS, fast, oracle))
         groups = kinds(name for name in oracle if name in fast)
 
-        def stock() -> Found:
+        def stock() -> Tensors:
             return joined(gradients(self.sides.stock, self._stock({}), drawn), groups)
 
-        return Measured(joined(fast, groups), joined(oracle, groups), stock, list(found))
+        return Measured(joined(fast, groups), joined(oracle, groups), stock, list(rows))
 
-    def _differences(self, mode: str, fast: Found, oracle: Found) -> Iterator[Row]:
+    def _differences(self, mode: str, fast: Tensors, oracle: Tensors) -> Iterator[Row]:
         """Yield a failed row for each result that only one model has, or of another size."""
         for name in sorted(fast.keys() | oracle.keys()):
             if name not in oracle or name not in fast:
@@ -176,14 +176,14 @@ class Pass:
                 sizes = f"{fast[name].numel()} elements, and stock {oracle[name].numel()}"
                 yield self._failed(mode, name, f"{name}: the accelerated model gives {sizes}")
 
-    def _reading_padding(self, mode: str, kept: Found) -> Iterator[LeftOut]:
+    def _reading_padding(self, mode: str, comparable: Tensors) -> Iterator[LeftOut]:
         """Yield the fields that are not compared as a whole.
 
         A field with an element for each token may lack those of padding, which mean nothing.
         """
         mask = self.values.get("attention_mask")
         real, positions = (1, 1) if mask is None else (int(mask.bool().sum()), mask.numel())
-        for name, elements in kept.items():
+        for name, elements in comparable.items():
             count, compared = elements.numel(), int(elements.sum())
             if compared * positions not in (count * positions, count * real):
                 told = f"{count - compared} of {count} elements, {READS_PADDING}"
@@ -191,7 +191,7 @@ class Pass:
 
     # Running the copies
 
-    def _exact(self, options: dict[str, Any]) -> tuple[Found, Found]:
+    def _exact(self, options: dict[str, Any]) -> tuple[Tensors, Tensors]:
         """Return the oracle's fields, and which of their elements do not read padding."""
         side = self.sides.oracle
 
@@ -200,12 +200,12 @@ class Pass:
                 return self._run(side, self.wide, options)
 
         exact, asked = run(), bool(options)
-        if asked not in self.kept:
+        if asked not in self.comparable:
             with torch.no_grad(), self._same_numbers():
-                self.kept[asked] = self._not_reading_padding(exact, run)
-        return exact, self.kept[asked]
+                self.comparable[asked] = self._not_reading_padding(exact, run)
+        return exact, self.comparable[asked]
 
-    def _not_reading_padding(self, exact: Found, run: Callable[[], Found]) -> Found:
+    def _not_reading_padding(self, exact: Tensors, run: Callable[[], Tensors]) -> Tensors:
         """Return which elements do not read padding, whatever the parameters and the states are."""
         with ChangedPadding(self.sides.oracle, self.encoders, torch.zeros_like) as changed:
             zeroed = run()
@@ -257,22 +257,22 @@ class Pass:
         return LeftOut(self.name, dtype_name(self.dtype), mode, field, reason)
 
 
-def _chosen(found: Found, kept: Found) -> Found:
-    return {name: found[name][elements] for name, elements in kept.items()}
+def _chosen(tensors: Tensors, comparable: Tensors) -> Tensors:
+    return {name: tensors[name][elements] for name, elements in comparable.items()}
 
 
 def _only(measured: Measured, names: list[str]) -> Measured:
     """Return the results of a few names."""
 
-    def few(found: Found) -> Found:
-        return {name: found[name] for name in names}
+    def few(tensors: Tensors) -> Tensors:
+        return {name: tensors[name] for name in names}
 
     return Measured(
-        few(measured.fast), few(measured.oracle), lambda: few(measured.stock()), measured.found
+        few(measured.fast), few(measured.oracle), lambda: few(measured.stock()), measured.rows
     )
 
 
-def _together(parts: list[Found]) -> Found:
+def _together(parts: list[Tensors]) -> Tensors:
     """Return the results of several batches, each name as one tensor."""
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 

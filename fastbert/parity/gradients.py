@@ -30,22 +30,22 @@ def kinds(names: Iterable[str]) -> dict[str, list[str]]:
         >>> kinds(["layer.0.query.bias", "layer.0.key.bias", "layer.1.key.bias"])
         {'layer.*.query.bias': ['layer.0.query.bias', 'layer.0.key.bias', 'layer.1.key.bias']}
     """
-    found: dict[str, list[str]] = {}
+    groups: dict[str, list[str]] = {}
     for name in names:
         kind = re.sub(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)", "*", name)
         if kind.endswith("bias"):
             for key, query in KEYS.items():
                 kind = re.sub(key, query, kind)
-        found.setdefault(kind, []).append(name)
-    return found
+        groups.setdefault(kind, []).append(name)
+    return groups
 
 
-def directions(exact: Mapping[str, Tensor], kept: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def directions(exact: Mapping[str, Tensor], comparable: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Draw the gradient of each field, which is the same for all dtypes and 0 where not compared.
 
     Args:
         exact: The fields in float64.
-        kept: Which elements of the fields are compared.
+        comparable: Which elements of the fields are compared.
 
     Returns:
         Numbers that bf16 represents, on the devices of the fields.
@@ -54,7 +54,7 @@ def directions(exact: Mapping[str, Tensor], kept: Mapping[str, Tensor]) -> dict[
     for name, x in exact.items():
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
         numbers = torch.randn(x.shape, generator=generator).bfloat16().to(x)
-        drawn[name] = numbers * kept[name]
+        drawn[name] = numbers * comparable[name]
     return drawn
 
 
@@ -72,18 +72,19 @@ def gradients(
         The gradient of each parameter that requires one and is reached.
     """
     named = {name: p for name, p in side.named_parameters() if p.requires_grad}
-    found = torch.autograd.grad(
+    grads = torch.autograd.grad(
         [out[name] for name in drawn],
         list(named.values()),
         [numbers.to(out[name].dtype) for name, numbers in drawn.items()],
         allow_unused=True,
     )
-    pairs = zip(named, found, strict=True)
+    pairs = zip(named, grads, strict=True)
     return {name: (g.to_dense() if g.is_sparse else g) for name, g in pairs if g is not None}
 
 
-def joined(found: Mapping[str, Tensor], groups: Mapping[str, list[str]]) -> dict[str, Tensor]:
+def joined(tensors: Mapping[str, Tensor], groups: Mapping[str, list[str]]) -> dict[str, Tensor]:
     """Return the gradients of each kind of parameter as one flat tensor."""
     return {
-        kind: torch.cat([found[name].flatten() for name in names]) for kind, names in groups.items()
+        kind: torch.cat([tensors[name].flatten() for name in names])
+        for kind, names in groups.items()
     }

@@ -36,11 +36,11 @@ def fields(output: Any, given: Mapping[str, Any]) -> dict[str, Tensor]:
         Tensors of one dimension. A tuple in a mapping, such as ``hidden_states``, is one field.
     """
     inputs = {id(value) for value in given.values()}
-    found: dict[str, list[Tensor]] = {}
+    tensors: dict[str, list[Tensor]] = {}
     for name, tensor in _tensors("", output):
         if tensor.is_floating_point() and id(tensor) not in inputs:
-            found.setdefault(name or "output", []).append(tensor.flatten())
-    return {name: torch.cat(parts) for name, parts in found.items()}
+            tensors.setdefault(name or "output", []).append(tensor.flatten())
+    return {name: torch.cat(parts) for name, parts in tensors.items()}
 
 
 def _tensors(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
@@ -68,12 +68,12 @@ def unchanged(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> dict
     Returns:
         Bool tensors of the shapes of the fields.
     """
-    found = {}
+    copies = {}
     for name, x in before.items():
         scale = x.abs().max() if x.numel() else 0.0
         # NaN equals nothing, so that an element that is not finite counts as changed.
-        found[name] = (x - after[name]).abs() <= NOISE * scale
-    return found
+        copies[name] = (x - after[name]).abs() <= NOISE * scale
+    return copies
 
 
 @contextlib.contextmanager

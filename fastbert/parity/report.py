@@ -92,8 +92,8 @@ class Report(NamedTuple):
         failed = [f"{row.batch}, {row.mode}, {row.dtype}: {row.detail}" for row in self.failures]
         places: dict[tuple[str, str, str], list[str]] = {}
         for each in self.left_out:
-            found = places.setdefault((each.mode, each.field, each.reason), [])
-            found.append(f"{each.batch} {each.dtype}")
+            listed = places.setdefault((each.mode, each.field, each.reason), [])
+            listed.append(f"{each.batch} {each.dtype}")
         left = [
             f"not compared: {field}, {mode} ({', '.join(batches)}): {reason}"
             for (mode, field, reason), batches in places.items()

@@ -51,9 +51,9 @@ class Subject(NamedTuple):
         module = model if isinstance(model, nn.Module) else getattr(model, "model", None)
         if not isinstance(module, nn.Module):
             raise TypeError(f"model: got {type(model).__name__}, allowed: {ACCEPTED} around them")
-        theirs = type(module).__module__.startswith("sentence_transformers.")
-        features = theirs and isinstance(module, nn.Sequential)
-        if theirs and not features:  # A CrossEncoder before sentence-transformers 6.
+        is_sentence_model = type(module).__module__.startswith("sentence_transformers.")
+        features = is_sentence_model and isinstance(module, nn.Sequential)
+        if is_sentence_model and not features:  # A CrossEncoder before sentence-transformers 6.
             module = module.model
         for name, parameter in module.named_parameters():
             if not parameter.is_floating_point():
@@ -175,8 +175,8 @@ def in_dtype(module: nn.Module, dtype: torch.dtype) -> nn.Module:
         parameter.data = parameter.data.to(dtype)
     for part in module.modules():
         for name, buffer in part._buffers.items():
-            kept = name in part._non_persistent_buffers_set and dtype != torch.float64
-            if buffer is not None and buffer.is_floating_point() and not kept:
+            keeps_dtype = name in part._non_persistent_buffers_set and dtype != torch.float64
+            if buffer is not None and buffer.is_floating_point() and not keeps_dtype:
                 part._buffers[name] = buffer.to(dtype)
     return module
 

@@ -71,11 +71,11 @@ def verify(
     rows: list[Row] = []
     left_out: list[LeftOut] = []
     with Console(stderr=True).status("verify") as status:
-        found = findings(
+        results = findings(
             model, batch, texts=texts, tokenizer=tokenizer, dtypes=dtypes, seed=seed,
             notify=lambda text: status.update(f"verify {text}"),
         )  # fmt: skip
-        for each in found:
+        for each in results:
             if isinstance(each, Row):
                 rows.append(each)
             else:
@@ -173,8 +173,8 @@ def _in_one_dtype(
         for mode in MODES if subject.has_options else (INFERENCE, GRADIENTS):
             notify(f"{name}: {batch.name}, {mode}")
             with _plain_context():
-                found = step.findings(mode, functools.partial(others, batch))
-            yield from found
+                rows = step.findings(mode, functools.partial(others, batch))
+            yield from rows
 
 
 def _batches(

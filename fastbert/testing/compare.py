@@ -12,9 +12,9 @@ inequality finds a bias that the maximum misses. There is no other tolerance any
 
 The result does not depend on the processor. The products of torch are more exact on one processor
 than on another, so a yardstick from torch alone may be too exact by luck. A `Yardstick` can also
-run the reference with plain sums, in several orders that are the same on every processor.
-A result that fails against the run of torch is judged again against the runs with plain sums. The
-errors of the yardstick are then the largest of all runs, never below the errors of a plain sum.
+run the reference with sums in several fixed orders, which are the same on every processor. A result
+that fails against the run of torch is judged again against the runs in fixed orders. The errors of
+the yardstick are then the largest of all runs.
 """
 
 from __future__ import annotations
@@ -167,10 +167,10 @@ def compare(
     runs = _runs(yardstick)
     judged = _Judged(name, actual, oracle, next(runs), factor, tested)
     while not judged.comparison.passed:
-        plain = None if judged.comparison.problem else next(runs, None)
-        if plain is None:
+        run = None if judged.comparison.problem else next(runs, None)
+        if run is None:
             break
-        judged.widen(plain)
+        judged.widen(run)
     return judged.comparison
 
 
@@ -187,7 +187,7 @@ def compare_all(
 
     The runs of the yardstick are visited once for all results, so that a `Yardstick` that keeps no
     results needs the memory of one run. A result is not judged again if an error is more than
-    ``HOPELESS`` times its limit after the first run with plain sums, because other orders of the
+    ``HOPELESS`` times its limit after the first run in a fixed order, because other orders of the
     terms draw their errors from the same distribution.
 
     Args:
@@ -212,13 +212,13 @@ def compare_all(
         _Judged(name, actual[name], oracle[name], yardstick.library[name], factor, tested)
         for name in oracle
     ]
-    runs = yardstick.plain()
+    runs = yardstick.in_fixed_orders()
     while open_ones := [each for each in judged if each.is_open]:
-        plain = next(runs, None)
-        if plain is None:
+        tensors = next(runs, None)
+        if tensors is None:
             break
         for each in open_ones:
-            each.widen(plain[each.comparison.name])
+            each.widen(tensors[each.comparison.name])
     return [each.comparison for each in judged]
 
 
@@ -250,17 +250,17 @@ class _Judged:
     @property
     def is_open(self) -> bool:
         """Whether the result failed so far and another run may change that."""
-        found = self.comparison
-        if found.passed or found.problem is not None:
+        comparison = self.comparison
+        if comparison.passed or comparison.problem is not None:
             return False
-        return self.runs == 1 or found.is_close
+        return self.runs == 1 or comparison.is_close
 
-    def widen(self, plain: Tensor) -> None:
+    def widen(self, run: Tensor) -> None:
         """Judge again with a further run of the yardstick, unless the run is not finite."""
         self.runs += 1
-        plain = plain.detach().cpu()
-        if bool(torch.isfinite(plain).all()):
-            more = _errors(plain, self.oracle)
+        run = run.detach().cpu()
+        if bool(torch.isfinite(run).all()):
+            more = _errors(run, self.oracle)
             self.limits = max(self.limits[0], more[0]), max(self.limits[1], more[1])
             self.comparison = self._compared()
 
@@ -288,12 +288,12 @@ def _check(factor: float, reason: str | None, *oracles: Tensor) -> None:
 
 
 def _runs(yardstick: Tensor | Yardstick) -> Iterator[Tensor]:
-    """Yield the run of torch, and then the runs with plain sums."""
+    """Yield the run of torch, and then the runs in fixed orders."""
     if isinstance(yardstick, Tensor):
         yield yardstick
         return
     yield yardstick.library
-    yield from yardstick.plain()
+    yield from yardstick.in_fixed_orders()
 
 
 def _errors(x: Tensor, oracle: Tensor) -> tuple[float, float]:

@@ -62,8 +62,8 @@ def read(sass: str) -> list[Instruction]:
 
     Examples:
         >>> from fastbert.testing.machine_code import read
-        >>> [found] = read("/*0010*/  @!P0 LDG.E.128 R4, desc[UR4][R2.64] ;")
-        >>> found.address, found.guard, found.name, found.operands
+        >>> [instruction] = read("/*0010*/  @!P0 LDG.E.128 R4, desc[UR4][R2.64] ;")
+        >>> instruction.address, instruction.guard, instruction.name, instruction.operands
         (16, '@!P0', 'LDG', ['R4', 'desc[UR4][R2.64]'])
     """
     return [

@@ -25,10 +25,10 @@ def find(op: str | None = None, name: str | None = None, quick: bool = False) ->
         raise ValueError(f"op: got {op!r}, allowed: {', '.join(OPS)}")
     if name is not None and name.startswith(RANDOM):
         return [named(name, op)]
-    found = [
+    selected = [
         c for c in CASES if op in (None, c.op) and name in (None, c.name) and (c.quick or not quick)
     ]
-    if not found:
+    if not selected:
         names = ", ".join(sorted({c.name for c in CASES if op in (None, c.op)}))
         raise ValueError(f"case: got {name!r}, allowed: {names}")
-    return found
+    return selected

@@ -97,9 +97,9 @@ def _step(instruction: Instruction, flight: _Flight, faults: dict[tuple[int, int
 
 def _operand(instruction: Instruction) -> range:
     """Return the registers of operand A of a product; none if A is in shared memory."""
-    if instruction.name != "HGMMA" or (found := REGISTER.match(instruction.operands[1])) is None:
+    if instruction.name != "HGMMA" or (match := REGISTER.match(instruction.operands[1])) is None:
         return range(0)
-    first = int(found[1])
+    first = int(match[1])
     return range(first, first + OPERAND_REGISTERS)
 
 
@@ -109,10 +109,10 @@ def _written(instruction: Instruction) -> range:
         return range(0)
     operands = iter(instruction.operands)
     first = next((x for x in operands if not PREDICATE.match(x)), "")
-    found = REGISTER.match(first)
-    if found is None:
+    match = REGISTER.match(first)
+    if match is None:
         return range(0)
-    return range(int(found[1]), int(found[1]) + _width(instruction))
+    return range(int(match[1]), int(match[1]) + _width(instruction))
 
 
 def _width(instruction: Instruction) -> int:
@@ -137,9 +137,9 @@ def _following(code: dict[int, Instruction]) -> dict[int, list[int]]:
     order = sorted(code)
     next_of = dict(itertools.pairwise(order))
     returns = [next_of[a] for a in order if code[a].name == "CALL" and a in next_of]
-    found: dict[int, list[int]] = {address: [] for address in order}
+    next_addresses: dict[int, list[int]] = {address: [] for address in order}
     for address in order:
-        instruction, following = code[address], found[address]
+        instruction, following = code[address], next_addresses[address]
         ends = instruction.name in ("EXIT", "RET", "BRA", "BRX", "JMP", "CALL", "BREAK")
         if (not ends or instruction.guard or "!UPT" in instruction.operands) and address in next_of:
             following.append(next_of[address])
@@ -150,8 +150,8 @@ def _following(code: dict[int, Instruction]) -> dict[int, list[int]]:
                 following.append(next_of[address])
         elif instruction.name == "RET":
             following += returns
-    _join(code, found)
-    return found
+    _join(code, next_addresses)
+    return next_addresses
 
 
 # Where the threads of each convergence barrier may meet.
@@ -190,6 +190,6 @@ def _united(one: _Joins, other: _Joins) -> _Joins:
 
 def _targets(instruction: Instruction, code: dict[int, Instruction]) -> Iterator[int]:
     for operand in instruction.operands:
-        found = re.match(r"0x([0-9a-f]+)$", operand)
-        if found and int(found[1], 16) in code:
-            yield int(found[1], 16)
+        match = re.match(r"0x([0-9a-f]+)$", operand)
+        if match and int(match[1], 16) in code:
+            yield int(match[1], 16)

@@ -3,12 +3,11 @@
 PyTorch chooses the order of the summation in a product, a sum or a mean by processor and shape. One
 library sums a row in a single chain. Another library sums a row in sixteen chains and is up to 1.6
 times more exact. A result must not depend on that choice. A `Yardstick` therefore also runs the
-reference with plain sums. Their order is stated here, and their bits are the same on every
-processor.
+reference with sums in fixed orders, whose bits are the same on every processor.
 
-A plain product rounds each term and each partial sum to fp32. It adds chains of ``CHAIN``
-consecutive terms and then adds the chains, first to last. A plain sum is the product with ones.
-Plain order 0 takes the terms as they are; every other order shuffles them first.
+A product in a fixed order rounds each term and each partial sum to fp32. It adds chains of
+``CHAIN`` consecutive terms and then adds the chains, first to last. A sum is the product with ones.
+Order 0 takes the terms as they are; every other order shuffles them first.
 
 The errors of a large tensor hardly differ between orders. The errors of a few elements, or of one
 dominant element, differ like independent draws, so that the largest of them is a bound and not one
@@ -32,12 +31,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 # A chain has this many terms. BLAS libraries keep a sum in a register for 128 to 512 terms.
 CHAIN = 128
-# There are this many plain orders.
+# The number of fixed orders.
 ORDERS = 16
 
 
 class Yardstick:
-    """The result of a reference in the tested dtype, by torch at once and by plain sums on demand.
+    """The result of a reference in the tested dtype, by torch and, on demand, in fixed orders.
 
     ``yardstick[key]`` is the yardstick of a part of the result, and ``yardstick.map(function)`` is
     the yardstick of a function of the result. The attribute ``library`` is the result by torch.
@@ -45,8 +44,8 @@ class Yardstick:
     Args:
         run: Computes a tensor, or a container of tensors, from scratch at every call. The state of
             torch's random numbers on the CPU is the same at every call.
-        keep: Whether the results with plain sums are kept. With False, a second call of `plain`
-            computes them again.
+        keep: Whether the results in fixed orders are kept. With False, a second call of
+            `in_fixed_orders` computes them again.
     """
 
     def __init__(self, run: Callable[[], Any], *, keep: bool = True) -> None:
@@ -56,7 +55,7 @@ class Yardstick:
         def result(order: int | None) -> Any:
             if order is None:
                 return run()
-            with torch.random.fork_rng(devices=()), plain_sums(order):
+            with torch.random.fork_rng(devices=()), fixed_order_sums(order):
                 torch.set_rng_state(state)
                 return run()
 
@@ -78,8 +77,8 @@ class Yardstick:
         """Yield the yardstick of each element of the result."""
         return (self[index] for index in range(len(self.library)))
 
-    def plain(self) -> Iterator[Any]:
-        """Yield the result with plain sums for each of the plain orders in turn."""
+    def in_fixed_orders(self) -> Iterator[Any]:
+        """Yield the result in each of the fixed orders in turn."""
         return (self._result(order) for order in range(ORDERS))
 
 
@@ -111,8 +110,8 @@ def run_sides(function: Callable[[Any], Any], actual: Any, oracle: Any, stock: A
     return [function(actual), function(oracle), Yardstick(lambda: function(stock))]
 
 
-def plain_product(a: Tensor, b: Tensor, order: int = 0) -> Tensor:
-    """Compute the plain matrix product of two tensors.
+def fixed_order_product(a: Tensor, b: Tensor, order: int = 0) -> Tensor:
+    """Compute the matrix product of two tensors in a fixed order of summation.
 
     Args:
         a: Tensor of shape ``(*, M, K)``.
@@ -125,8 +124,8 @@ def plain_product(a: Tensor, b: Tensor, order: int = 0) -> Tensor:
 
     Examples:
         >>> import torch
-        >>> from fastbert.testing.yardstick import plain_product
-        >>> plain_product(torch.ones(2, 3).half(), torch.ones(3, 2).half())
+        >>> from fastbert.testing.yardstick import fixed_order_product
+        >>> fixed_order_product(torch.ones(2, 3).half(), torch.ones(3, 2).half())
         tensor([[3., 3.],
                 [3., 3.]])
     """
@@ -149,32 +148,32 @@ def plain_product(a: Tensor, b: Tensor, order: int = 0) -> Tensor:
 
 
 @contextlib.contextmanager
-def plain_sums(order: int = 0) -> Iterator[None]:
-    """Make torch's products, sums and means of fp32, fp16 and bf16 plain inside the block.
+def fixed_order_sums(order: int = 0) -> Iterator[None]:
+    """Compute torch's products, sums and means of fp32, fp16 and bf16 in a fixed order.
 
     Args:
-        order: Order of the terms, as in `plain_product`.
+        order: Order of the terms, as in `fixed_order_product`.
     """
     # Fused attention hides its products; the math form of torch's attention shows them.
-    with sdpa_kernel(SDPBackend.MATH), _PlainSums(order):
+    with sdpa_kernel(SDPBackend.MATH), _FixedOrderSums(order):
         yield
 
 
-class _PlainSums(TorchDispatchMode):
+class _FixedOrderSums(TorchDispatchMode):
     def __init__(self, order: int) -> None:
         super().__init__()
         self.order = order
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):
         kwargs = kwargs or {}
-        plain = PLAIN.get(function)
-        if plain is not None and args[0].dtype in (torch.float32, torch.float16, torch.bfloat16):
-            return plain(self.order, *args, **kwargs)
+        compute = FIXED_ORDER.get(function)
+        if compute is not None and args[0].dtype in (torch.float32, torch.float16, torch.bfloat16):
+            return compute(self.order, *args, **kwargs)
         # In inference mode, torch does not decompose compound operations.
         if function._can_decompose():
             with self:
                 return function.decompose(*args, **kwargs)
-        # The reference backend is an operator in Python, whose products must become plain too.
+        # The reference backend is an operator in Python, whose products need the fixed order too.
         if function.namespace == "fastbert":
             device = next(x.device.type for x in args if isinstance(x, Tensor))
             key = getattr(torch._C.DispatchKey, device.upper())
@@ -184,21 +183,21 @@ class _PlainSums(TorchDispatchMode):
 
 
 def _product(order: int, a: Tensor, b: Tensor) -> Tensor:
-    return plain_product(a, b, order).to(a.dtype)
+    return fixed_order_product(a, b, order).to(a.dtype)
 
 
 def _product_and_sum(
     order: int, c: Tensor, a: Tensor, b: Tensor, *, beta: float = 1.0, alpha: float = 1.0
 ) -> Tensor:
-    return (alpha * plain_product(a, b, order) + beta * c).to(a.dtype)
+    return (alpha * fixed_order_product(a, b, order) + beta * c).to(a.dtype)
 
 
 def _product_with_vector(order: int, a: Tensor, b: Tensor) -> Tensor:
-    return plain_product(a, b.unsqueeze(-1), order).squeeze(-1).to(a.dtype)
+    return fixed_order_product(a, b.unsqueeze(-1), order).squeeze(-1).to(a.dtype)
 
 
 def _product_of_vectors(order: int, a: Tensor, b: Tensor) -> Tensor:
-    return plain_product(a.unsqueeze(0), b.unsqueeze(-1), order).reshape(()).to(a.dtype)
+    return fixed_order_product(a.unsqueeze(0), b.unsqueeze(-1), order).reshape(()).to(a.dtype)
 
 
 def _sum(
@@ -212,11 +211,11 @@ def _sum(
 ) -> Tensor:
     dims = [dim] if isinstance(dim, int) else dim or range(x.dim())
     dims = sorted(d % x.dim() for d in dims)
-    kept = [d for d in range(x.dim()) if d not in dims]
+    remaining = [d for d in range(x.dim()) if d not in dims]
     dtype = x.dtype if dtype is None else dtype
-    terms = x.to(torch.promote_types(x.dtype, dtype)).permute(*kept, *dims)
-    terms = terms.reshape(*(x.shape[d] for d in kept), 1, math.prod(x.shape[d] for d in dims))
-    total = plain_product(terms, torch.ones_like(terms).mT, order)[..., 0, 0]
+    terms = x.to(torch.promote_types(x.dtype, dtype)).permute(*remaining, *dims)
+    terms = terms.reshape(*(x.shape[d] for d in remaining), 1, math.prod(x.shape[d] for d in dims))
+    total = fixed_order_product(terms, torch.ones_like(terms).mT, order)[..., 0, 0]
     if mean:
         total = total / terms.shape[-1]
     if keepdim:
@@ -226,7 +225,7 @@ def _sum(
 
 _aten = torch.ops.aten
 _mean = functools.partial(_sum, mean=True)
-PLAIN: dict[Any, Callable[..., Tensor]] = {
+FIXED_ORDER: dict[Any, Callable[..., Tensor]] = {
     _aten.mm.default: _product,
     _aten.bmm.default: _product,
     _aten.addmm.default: _product_and_sum,

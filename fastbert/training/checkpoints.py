@@ -357,8 +357,8 @@ def restore_moments(optimizer: Any, saved: Mapping[str, Tensor]) -> None:
 def _numbered(home: Path) -> list[tuple[int, Path]]:
     """Return the checkpoints in a folder with their steps, the newest first."""
     paths = home.iterdir() if home.is_dir() else ()
-    found = [(int(match[1]), path) for path in paths if (match := NAME.match(path.name))]
-    return sorted(found, reverse=True)
+    numbered = [(int(match[1]), path) for path in paths if (match := NAME.match(path.name))]
+    return sorted(numbered, reverse=True)
 
 
 def _remove_empty(folder: Path) -> None:

@@ -29,7 +29,7 @@ class Divergence:
 
     def __init__(self, device: torch.device) -> None:
         """Start with a sound state on `device`."""
-        self._found = torch.zeros((), dtype=torch.bool, device=device)
+        self._diverged = torch.zeros((), dtype=torch.bool, device=device)
         self._sound = torch.zeros((), dtype=torch.int64, device=device)
         # The places of the steps since the last call of `place`.
         self._places: list[Place] = []
@@ -44,15 +44,15 @@ class Divergence:
             place: Place of the batch.
         """
         self._places.append(place)
-        self._found |= ~norm.isfinite()
-        self._sound += ~self._found
-        optimizer.found_inf = self._found.float()
+        self._diverged |= ~norm.isfinite()
+        self._sound += ~self._diverged
+        optimizer.found_inf = self._diverged.float()
 
     def place(self) -> Place | None:
         """Return the place of the first batch whose gradient was not finite, or None."""
         if not self._places:
             return None
-        if bool(self._found):
+        if bool(self._diverged):
             return self._places[int(self._sound)]
         self._sound.zero_()
         self._places.clear()

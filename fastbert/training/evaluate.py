@@ -126,7 +126,7 @@ def evaluate(
         ['mlm_accuracy', 'mlm_baseline_accuracy', 'mlm_loss', 'nsp_accuracy', 'nsp_loss']
     """
     device = next(model.parameters()).device
-    masked = pairs = found = mlm_hits = nsp_hits = 0
+    masked = pairs = count = mlm_hits = nsp_hits = 0
     mlm_sum = nsp_sum = 0.0
     counts = torch.zeros(model.config.vocab_size, dtype=torch.int64)
     was_training = model.training
@@ -138,7 +138,7 @@ def evaluate(
             moved = to_device(batch, device)
             with MaskedPredictions(model) as predictions:
                 output = model(**moved, output_logits=False)
-            found += 1
+            count += 1
             masked += labels.numel()
             mlm_hits += int(predictions.hits(moved["labels"]))
             if "next_sentence_label" not in moved:
@@ -151,7 +151,7 @@ def evaluate(
             nsp_hits += int((output.seq_relationship_logits.argmax(dim=-1) == wanted).sum())
     finally:
         model.train(was_training)
-    if not found:
+    if not count:
         raise ValueError("batches: got none, allowed: at least one batch")
     return {
         "mlm_loss": mlm_sum / max(1, masked),

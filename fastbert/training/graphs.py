@@ -40,7 +40,7 @@ TOKENS = (
 # The fields of a module with the hooks that a replay would not call.
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 # The types of the numbers, flags and names in a module.
-PLAIN = (bool, int, float, str, type(None))
+CONSTANT_TYPES = (bool, int, float, str, type(None))
 Observer = Callable[[Any, dict[str, Any]], None]
 
 
@@ -225,13 +225,13 @@ class GraphedStep:
             if far is not None:
                 return self._in_bucket(far, tokens, mask, labels)
             longest = layout.max_seqlen or layout.length
-            found = self.buckets.find(tokens.positions.shape[0], layout.batch, longest)
-            if found is None or layout.mask is not None:
+            bucket = self.buckets.find(tokens.positions.shape[0], layout.batch, longest)
+            if bucket is None or layout.mask is not None:
                 return self._without_bucket(given | labels)
             for name, kind in self._labels.items():
                 if kind.per_token:
                     labels[name] = layout.rows(labels[name])
-            return self._in_bucket(found, tokens, None, labels)
+            return self._in_bucket(bucket, tokens, None, labels)
 
     def _check(self, batch: dict[str, Any]) -> None:
         if not self.model.training:
@@ -374,7 +374,7 @@ class GraphedStep:
             (part.__dict__, name)
             for part in self._parts
             for name, value in part.__dict__.items()
-            if isinstance(value, PLAIN)
+            if isinstance(value, CONSTANT_TYPES)
         ]
 
     def _has_hooks(self) -> bool:

@@ -192,11 +192,11 @@ class Run(ABC):
 
     def random_state(self) -> dict[str, Tensor]:
         """Return the states of the random numbers of this process."""
-        found = {"cpu": torch.get_rng_state()}
+        states = {"cpu": torch.get_rng_state()}
         if self.device.type != "cpu":
             module = torch.get_device_module(self.device)
-            found["device"] = module.get_rng_state(self.device)
-        return found
+            states["device"] = module.get_rng_state(self.device)
+        return states
 
     def restore_random(self, saved: Mapping[str, Tensor]) -> None:
         """Continue with the random numbers of a checkpoint of as many processes.
@@ -302,19 +302,19 @@ class Run(ABC):
     def _write_model(self, model: Any) -> None:
         save_checkpoint(self.options.folder / CHECKPOINT, model, self.tokenizer)
 
-    def restore(self, found: checkpoints.Checkpoint) -> None:
+    def restore(self, checkpoint: checkpoints.Checkpoint) -> None:
         """Continue where a checkpoint was written."""
-        content = found.content
+        content = checkpoint.content
         if content["step"] > self.total:
             raise ValueError(
-                f"{found.folder / checkpoints.STATE}: step: got {content['step']}, "
+                f"{checkpoint.folder / checkpoints.STATE}: step: got {content['step']}, "
                 f"allowed: at most the {self.total} steps of the run"
             )
         self.step = self.saved = content["step"]
         self.seconds, self.before = content["seconds"], content["before"]
-        with found.fitting("weights") as weights:
+        with checkpoint.fitting("weights") as weights:
             checkpoints.restore_weights(self.model, weights)
-        with found.fitting("optimizer") as moments:
+        with checkpoint.fitting("optimizer") as moments:
             checkpoints.restore_moments(self.own_optimizer, moments)
         continue_schedule(self.schedule, self.step)
 

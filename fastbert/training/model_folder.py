@@ -32,12 +32,12 @@ def refuse_existing(output: Path, *, overwrite: bool) -> None:
 def has_weights_of(folder: Path, model: BertPreTrainedModel) -> bool:
     """Return whether a folder has a checkpoint with all weights of a model."""
     try:
-        found = checkpoints.weights_of(type(model).from_pretrained(folder))
+        actual = checkpoints.weights_of(type(model).from_pretrained(folder))
     except (OSError, ValueError):
         return False
     expected = checkpoints.weights_of(model)
-    return found.keys() == expected.keys() and all(
-        torch.equal(found[name], weight) for name, weight in expected.items()
+    return actual.keys() == expected.keys() and all(
+        torch.equal(actual[name], weight) for name, weight in expected.items()
     )
 
 

@@ -37,9 +37,9 @@ class Copies:
 
     def clip(self, norm: float) -> Tensor:
         """Limit the L2 norm of the gradient, and return the norm before that."""
-        found = self._accelerator.clip_grad_norm_(self.model.parameters(), norm)
-        assert found is not None
-        return found
+        norm_before = self._accelerator.clip_grad_norm_(self.model.parameters(), norm)
+        assert norm_before is not None
+        return norm_before
 
     def rest(self) -> None:
         """Give back memory that a forward pass without a backward pass holds."""

@@ -177,13 +177,13 @@ def fingerprint(documents: Documents | PreparedCorpus) -> str:
     """Return the SHA-256 of the text of all documents, or of the manifest of a prepared corpus."""
     if isinstance(documents, PreparedCorpus):
         return documents.fingerprint
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for document in documents:
-        found.update(f"{len(document)}\n".encode())
+        digest.update(f"{len(document)}\n".encode())
         for sentence in document:
             text = sentence.encode("utf-8", "surrogatepass")
-            found.update(f"{len(text)}\n".encode() + text)
-    return found.hexdigest()
+            digest.update(f"{len(text)}\n".encode() + text)
+    return digest.hexdigest()
 
 
 def prepare(

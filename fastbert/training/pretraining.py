@@ -140,8 +140,8 @@ def _pretrain(
         verify(gathered, accelerator, console)
     text = fingerprint(gathered)
     anew = resume.starts_anew(options.folder, options.overwrite, accelerator)
-    found = None if anew else _resumable(options, text, accelerator, say)
-    tokenizer = None if found is None else found.tokenizer()
+    checkpoint = None if anew else _resumable(options, text, accelerator, say)
+    tokenizer = None if checkpoint is None else checkpoint.tokenizer()
     batches_per_step = accelerator.num_processes * options.accumulate
     prepared = prepare(options, gathered, say, tokenizer, batches_per_step)
     run = PretrainingRun(options, prepared, text, accelerator)
@@ -158,10 +158,10 @@ def _pretrain(
             "model FLOPs utilization is left out: the peak of this processor in "
             f"{options.precision} is not known"
         )
-    if found is not None:
-        run.restore(found)
-        say(f"resumed after step {run.step:,} of {run.total:,}, from {found.folder}")
-        earlier = found.content["processes"]
+    if checkpoint is not None:
+        run.restore(checkpoint)
+        say(f"resumed after step {run.step:,} of {run.total:,}, from {checkpoint.folder}")
+        earlier = checkpoint.content["processes"]
         if earlier != accelerator.num_processes:
             say(f"the checkpoint is of {earlier} process(es), so dropout draws other masks")
     tracker = None
@@ -175,7 +175,7 @@ def _pretrain(
         run,
         console,
         signals,
-        resumed=found is not None,
+        resumed=checkpoint is not None,
         describe=describe,
         panels=panels_of(options.objective),
         tracker=tracker,
@@ -219,8 +219,8 @@ def _resumable(
         ValueError: If the checkpoint is of a run with other options, or another text or number of
             batches per step.
     """
-    found = resume.find(options.folder, say, accelerator)
-    if found is None:
+    checkpoint = resume.find(options.folder, say, accelerator)
+    if checkpoint is None:
         return None
     name, batches = "text of the corpus, by its SHA-256", "processes × accumulate"
     given = {
@@ -229,7 +229,7 @@ def _resumable(
         name: text,
         **options.decisive(),
     }
-    content = found.content
+    content = checkpoint.content
     # Older checkpoints are without a task, and without options that had their default then.
     earlier = {
         "task": content.get("task", TASK),
@@ -239,4 +239,4 @@ def _resumable(
         **content["options"],
     }
     resume.refuse_another_run(options.folder, given, earlier)
-    return found
+    return checkpoint

@@ -327,20 +327,20 @@ class PretrainingRun(Run):
         checkpoints.restore_weights(model, {**tensors["weights"], **tensors.get("average", {})})
         return model
 
-    def restore(self, found: checkpoints.Checkpoint) -> None:
+    def restore(self, checkpoint: checkpoints.Checkpoint) -> None:
         """Continue where a checkpoint was written."""
-        super().restore(found)
-        content = found.content
+        super().restore(checkpoint)
+        content = checkpoint.content
         if self.average is not None:
-            with found.fitting("average") as average:
+            with checkpoint.fitting("average") as average:
                 self.average.restore(average)
-        with found.reading(checkpoints.STATE):
+        with checkpoint.reading(checkpoints.STATE):
             taken = content["position"] * content["processes"]
             self.epoch, self.position = content["epoch"], taken // self.accelerator.num_processes
             self.tokens, self.evaluation = content["tokens"], content["evaluation"]
             # Checkpoints were once without FLOPs.
             self.flops = content.get("flops", 0.0)
-        with found.fitting("processes") as saved:
+        with checkpoint.fitting("processes") as saved:
             if content["processes"] == self.accelerator.num_processes:
                 self.meter.restore(saved["sums"][self.accelerator.process_index])
                 self.restore_random(saved)

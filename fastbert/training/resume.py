@@ -68,11 +68,11 @@ def find(
     Raises:
         ValueError: If all checkpoints are damaged.
     """
-    found = checkpoints.newest(output, say) if accelerator.is_main_process else None
-    number = _of_the_first(0 if found is None else found.content["step"], accelerator)
-    if number and found is None:
-        found = checkpoints.read(checkpoints.folder_of(output, number))
-    return found
+    checkpoint = checkpoints.newest(output, say) if accelerator.is_main_process else None
+    number = _of_the_first(0 if checkpoint is None else checkpoint.content["step"], accelerator)
+    if number and checkpoint is None:
+        checkpoint = checkpoints.read(checkpoints.folder_of(output, number))
+    return checkpoint
 
 
 def _of_the_first(number: int, accelerator: Accelerator) -> int:

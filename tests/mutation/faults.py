@@ -875,8 +875,8 @@ EMBEDDING = (
         "index_one_beyond_the_table",
         "embedding",
         "kernels/embedding.py",
-        "found = ((index >= 0) & (index < table_rows))",
-        "found = ((index >= 0) & (index <= table_rows))",
+        "in_table = ((index >= 0) & (index < table_rows))",
+        "in_table = ((index >= 0) & (index <= table_rows))",
     ),
     Fault(
         "embedding_dropout_not_in_the_backward",

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fastbert import ops, reference
-from fastbert.activations import ACTIVATIONS, APPROXIMATIONS, PLAIN, of_config
+from fastbert.activations import ACTIVATIONS, APPROXIMATIONS, UNGATED, of_config
 
 FUNCTIONS = [name for name in ops.__all__ if inspect.isfunction(getattr(ops, name))]
 
@@ -28,7 +28,7 @@ def test_int8_linear_in_plain_pytorch_is_the_operation():
     x, residual = torch.randn(2, 5, 70), torch.randn(2, 5, 41)
     weight = reference.pack(*reference.int8_weight(torch.randn(41, 70)), 16, 4)
     bias = torch.randn(41)
-    for activation in ("none", *PLAIN):
+    for activation in ("none", *UNGATED):
         options = {"residual": residual, "activation": activation}
         expected = reference.int8_linear(x, weight, bias, **options)
         actual = ops.int8_linear(x, weight, bias, backend="reference", **options)
@@ -69,7 +69,7 @@ def test_the_slope_of_an_activation_is_its_derivative(name):
 
 
 def test_every_name_of_an_activation_leads_to_it():
-    assert {name: ACTIVATIONS[name].approximate for name in PLAIN} == {
+    assert {name: ACTIVATIONS[name].approximate for name in UNGATED} == {
         name: approximate for approximate, name in APPROXIMATIONS.items()
     }
     assert set(of_config(gated=False)) == {"gelu", "gelu_new", "gelu_pytorch_tanh", "relu"}

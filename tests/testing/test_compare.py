@@ -9,7 +9,7 @@ from fastbert import reference
 from fastbert.testing.compare import assert_close, compare
 from fastbert.testing.parity import oracle_and_yardstick
 from fastbert.testing.selection import find
-from fastbert.testing.yardstick import Yardstick, plain_product
+from fastbert.testing.yardstick import Yardstick, fixed_order_product
 
 
 @pytest.fixture(params=[torch.float32, torch.float16, torch.bfloat16], ids=str)
@@ -51,7 +51,7 @@ def test_a_small_bias_that_the_maximum_misses_is_caught_by_the_rms():
     assert not result.passed
 
 
-# Yardsticks with plain sums
+# Yardsticks with sums in fixed orders
 
 
 def beside(library: torch.Tensor, run) -> Yardstick:
@@ -78,9 +78,9 @@ def product():
     return a, b, oracle, {"exact": oracle.float(), "plain": in_one_chain(a, b)}
 
 
-def test_a_plain_product_passes_beside_every_library(product):
+def test_a_product_in_a_fixed_order_passes_beside_every_library(product):
     a, b, oracle, libraries = product
-    right = plain_product(a, b.mT, 100)
+    right = fixed_order_product(a, b.mT, 100)
     assert not compare("alone", right, oracle, libraries["exact"]).passed
     for library in libraries.values():
         assert_close("product", right, oracle, beside(library, lambda: a @ b.mT))
@@ -104,7 +104,7 @@ def test_a_wrong_product_fails_beside_every_library(product, library):
         assert not result.passed, str(result)
 
 
-def test_a_dropped_key_is_caught_beside_plain_sums(attention_out):
+def test_a_dropped_key_is_caught_beside_fixed_orders(attention_out):
     case, oracle, library = attention_out
     inputs = case.inputs(library.dtype)
     mask = torch.ones(case.shape[0], case.shape[3], dtype=torch.bool)
@@ -126,14 +126,14 @@ def test_one_dominant_element_is_judged_by_several_orders():
         def weights(logits: torch.Tensor) -> torch.Tensor:
             return (logits / 8).double().softmax(-1).float()
 
-        right, alone = (weights(plain_product(q, k.mT, order)) for order in (100, 200))
+        right, alone = (weights(fixed_order_product(q, k.mT, order)) for order in (100, 200))
         yardstick = beside(alone, lambda q=q, k=k, weights=weights: weights(q @ k.mT))
         assert_close(f"seed {seed}", right, oracle, yardstick)
         lucky += not compare("alone", right, oracle, alone).passed
     assert lucky > 0
 
 
-def test_an_overflow_of_the_plain_sums_allows_nothing():
+def test_an_overflow_in_fixed_orders_allows_nothing():
     a = torch.full((1, 2), 300.0, dtype=torch.float16)
     oracle = torch.full((8, 8), 3.0, dtype=torch.float64)
     yardstick = beside(oracle.half(), lambda: (a @ a.mT).expand(8, 8))

@@ -142,8 +142,8 @@ def largest(got: Tensor, expected: Tensor) -> str:
 
 def training(model: BertForPreTraining, recorder: Recorders, mixed: bool = False) -> list[str]:
     """Compare the losses of replays with those of plain steps with the same seeds of dropout."""
-    plain = copy.deepcopy(model)
-    own, graphed = optimizer_of(plain), optimizer_of(model)
+    eager = copy.deepcopy(model)
+    own, graphed = optimizer_of(eager), optimizer_of(model)
     step = GraphedStep(model, graphed, BUCKETS, 8, recorder, clip_norm=CLIP)
     faults = []
     for number, lengths in enumerate(LENGTHS * 2):
@@ -154,9 +154,9 @@ def training(model: BertForPreTraining, recorder: Recorders, mixed: bool = False
             torch.manual_seed(number)
             got = step(**batch)
             torch.manual_seed(number)
-            loss = plain(**batch).loss
+            loss = eager(**batch).loss
         loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), CLIP)
+        norm = torch.nn.utils.clip_grad_norm_(eager.parameters(), CLIP)
         own.step()
         own.zero_grad()
         for name, a, b in (("loss", got.loss, loss), ("norm", got.gradient_norm, norm)):

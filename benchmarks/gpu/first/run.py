@@ -117,32 +117,34 @@ class Running:
 
     def finish(self) -> Outcome:
         """End the commands that still run, with their children, and return the outcome."""
-        found = Outcome(self.step, skipped=self.skipped)
+        outcome = Outcome(self.step, skipped=self.skipped)
         for process, path in zip(self.processes, self.paths, strict=True):
             if process is None:
-                found.statuses.append(127)
+                outcome.statuses.append(127)
             elif process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(KILLED_S)
-                found.statuses.append(None)
+                outcome.statuses.append(None)
             else:
-                found.statuses.append(process.returncode)
-            found.outputs.append(path.with_suffix(".out").read_text("utf-8", "replace"))
-            found.errors.append(path.with_suffix(".err").read_text("utf-8", "replace"))
+                outcome.statuses.append(process.returncode)
+            outcome.outputs.append(path.with_suffix(".out").read_text("utf-8", "replace"))
+            outcome.errors.append(path.with_suffix(".err").read_text("utf-8", "replace"))
         self.hand_on(ended=True)
         for tail in self.tails:
             tail.file.close()
-        found.seconds = round(time.monotonic() - self.start, 1)
-        ended = found.statuses.count(None)
+        outcome.seconds = round(time.monotonic() - self.start, 1)
+        ended = outcome.statuses.count(None)
         if ended:
-            found.result = OUT_OF_TIME
-            found.reason = f"{ended} of {len(found.statuses)} processes after {found.seconds:.0f} s"
-        elif any(found.statuses):
-            number = next(n for n, status in enumerate(found.statuses) if status)
-            found.result = FAILED
-            found.reason = f"exit status {found.statuses[number]}: {last_line(found, number)}"
-        return found
+            outcome.result = OUT_OF_TIME
+            outcome.reason = (
+                f"{ended} of {len(outcome.statuses)} processes after {outcome.seconds:.0f} s"
+            )
+        elif any(outcome.statuses):
+            number = next(n for n, status in enumerate(outcome.statuses) if status)
+            outcome.result = FAILED
+            outcome.reason = f"exit status {outcome.statuses[number]}: {last_line(outcome, number)}"
+        return outcome
 
 
 def last_line(outcome: Outcome, number: int) -> str:
@@ -160,11 +162,11 @@ def without_hung_families(step: Step, before: Outcome) -> tuple[Step, dict[str, 
     """
     pairs = zip(before.step.families, before.statuses, strict=True)
     hung = {family: status for family, status in pairs if status in (None, HUNG)}
-    kept = [n for n, family in enumerate(step.families) if family not in hung]
+    indices = [n for n, family in enumerate(step.families) if family not in hung]
     less = dataclasses.replace(
         step,
-        commands=tuple(step.commands[n] for n in kept),
-        families=tuple(step.families[n] for n in kept),
+        commands=tuple(step.commands[n] for n in indices),
+        families=tuple(step.families[n] for n in indices),
     )
     reason = f"its {before.step.name} hangs"
     return less, {family: reason for family in dict.fromkeys(step.families) if family in hung}
@@ -202,15 +204,13 @@ def play(
     """
     end = time.monotonic() + limit_s
     waiting, beside = list(plan), list[Running]()
-    found: dict[str, Outcome] = {}
+    outcomes: dict[str, Outcome] = {}
 
     def keep(outcome: Outcome) -> None:
-        found[outcome.step.name] = outcome
+        outcomes[outcome.step.name] = outcome
         words = {"result": outcome.result, "reason": outcome.reason, "seconds": outcome.seconds}
         keep_row(outcome.step, {**words, "skipped": outcome.skipped})
-        notify(
-            f"[{outcome.step.name}] {outcome.result} after {outcome.seconds} s {outcome.reason}"
-        )
+        notify(f"[{outcome.step.name}] {outcome.result} after {outcome.seconds} s {outcome.reason}")
 
     def look_beside() -> None:
         for running in [r for r in beside if r.done()]:
@@ -219,7 +219,7 @@ def play(
 
     while waiting:
         look_beside()
-        step = next((s for s in waiting if not s.after or s.after in found), None)
+        step = next((s for s in waiting if not s.after or s.after in outcomes), None)
         left = end - time.monotonic()
         if left <= 0:
             break
@@ -229,7 +229,7 @@ def play(
         waiting.remove(step)
         skipped: dict[str, str] = {}
         if step.after:
-            before = found[step.after]
+            before = outcomes[step.after]
             if reason := obstacle(step, before):
                 keep(Outcome(step, NOT_RUN, reason))
                 continue
@@ -257,4 +257,4 @@ def play(
         keep(running.finish())
     for step in waiting:
         keep(Outcome(step, NOT_RUN, f"the {limit_s:.0f} s of the plan were over"))
-    return [found[step.name] for step in plan]
+    return [outcomes[step.name] for step in plan]

@@ -74,7 +74,7 @@ def selected(options: argparse.Namespace, device: str) -> list[Case]:
     """Return the cases of the shard that the backend serves."""
     number, shards = map(int, options.shard.split("/"))
     dtype = getattr(torch, options.dtype)
-    found = [
+    cases = [
         case
         for case in CASES
         if options.op in (None, case.op)
@@ -82,7 +82,7 @@ def selected(options: argparse.Namespace, device: str) -> list[Case]:
         and (case.quick or not options.quick)
         and parity.refusal(case, options.backend, dtype, device) is None
     ]
-    return found[number::shards]
+    return cases[number::shards]
 
 
 def run(options: argparse.Namespace) -> int:

@@ -40,9 +40,9 @@ class EpochExamples(Sequence[Instance]):
         """
         self.pairs = source.objective != "none"
         self._shards = shards
-        self._first = np.cumsum([0, *(len(found.label) for found in plans)])
-        self._spans = np.concatenate([found.spans for found in plans])
-        self.label = np.concatenate([found.label for found in plans])
+        self._first = np.cumsum([0, *(len(each.label) for each in plans)])
+        self._spans = np.concatenate([each.spans for each in plans])
+        self.label = np.concatenate([each.label for each in plans])
         self._tokenizer = source.corpus.tokenizer
         spans = self._spans
         special = 3 if self.pairs else 2
@@ -158,14 +158,12 @@ class PreparedExamples:
             ValueError: If no document has the two sentences of a pair.
         """
         plans = [self._plan(place, index) for place in range(len(self._chosen))]
-        if not any(len(found.label) for found in plans):
+        if not any(len(plan.label) for plan in plans):
             raise ValueError(
                 "documents: each of them is a single sentence, allowed: documents of at least 2 "
                 'sentences, or the objective "none"'
             )
-        shards = [
-            (found[0], self._chosen[self._other(i)][0]) for i, found in enumerate(self._chosen)
-        ]
+        shards = [(plan[0], self._chosen[self._other(i)][0]) for i, plan in enumerate(self._chosen)]
         return EpochExamples(shards, plans, self)
 
     def _other(self, place: int) -> int:
@@ -194,7 +192,7 @@ def _by_shard(
     corpus: PreparedCorpus, documents: np.ndarray | None
 ) -> list[tuple[Shard, np.ndarray | None, int]]:
     """Return each shard with chosen documents, their numbers in the shard, and their number."""
-    found: list[tuple[Shard, np.ndarray | None, int]] = []
+    groups: list[tuple[Shard, np.ndarray | None, int]] = []
     start = 0
     for shard in corpus.shards:
         end = start + shard.record.documents
@@ -204,6 +202,6 @@ def _by_shard(
             first, last = np.searchsorted(documents, [start, end])
             own, count = documents[first:last] - start, int(last - first)
         if count:
-            found.append((shard, own, count))
+            groups.append((shard, own, count))
         start = end
-    return found
+    return groups

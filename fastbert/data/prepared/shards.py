@@ -153,7 +153,7 @@ class ShardWriter:
         for part in PARTS:
             os.replace(self._partial(part), self._folder / f"{self._name}.{part}")
         sync(self._folder)
-        sums = {part: found.hexdigest() for part, found in self._sums.items()}
+        sums = {part: digest.hexdigest() for part, digest in self._sums.items()}
         return ShardRecord(self._name, self._tokens, self._sentences, self._documents, sums)
 
     def _partial(self, part: str) -> Path:
@@ -283,11 +283,11 @@ class Shard:
 
 
 def _map(path: Path, size: int, dtype: str) -> np.ndarray:
-    found = path.stat().st_size
-    if found != size:
+    size_on_disk = path.stat().st_size
+    if size_on_disk != size:
         raise ValueError(
-            f"{path}: has {found:,} bytes, allowed: {size:,}, as in the manifest; the file is "
-            "truncated or of another corpus"
+            f"{path}: has {size_on_disk:,} bytes, allowed: {size:,}, as in the manifest; the file "
+            "is truncated or of another corpus"
         )
     # A file without a byte cannot be mapped.
     if not size:
