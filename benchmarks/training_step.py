@@ -41,7 +41,7 @@ def contest(
 
     Args:
         name: Name of the model.
-        config: Its configuration.
+        config: Configuration of the model.
         form: Format, a key of ``NAMES``.
         steps: Number of timed steps of each engine.
         threads: Number of threads of each engine.

@@ -59,7 +59,7 @@ class StepTrace(Trace):
 
     Args:
         model: The model that a step updates.
-        optimizer: Its optimizer.
+        optimizer: The optimizer of the model.
     """
 
     def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -211,7 +211,7 @@ def _alternate(
         return {}
 
 
-# Format of a row of fastbert → the rows that its target is compared with.
+# Format of fastbert → whether a row is a peer, whose time a target compares with fastbert's.
 PEERS: dict[str, Callable[[CpuRow], bool]] = {
     BF16: lambda row: not row.ours,
     FP32: lambda row: row.contender.startswith("transformers") and row.dtype == FP32,

@@ -86,7 +86,7 @@ def _varlen_lines(matches: Matches) -> Iterator[str]:
 
 
 def _memory_lines(rows: Sequence[GpuRow]) -> Iterator[str]:
-    """Yield the peak memory of the loss, beside that of PyTorch with the logits of all tokens."""
+    """Yield the peak memory of the loss, and its share of PyTorch's peak with all logits."""
     eager = {
         (row.series, row.label): row.peak_bytes for row in rows if row.contender == "torch eager"
     }

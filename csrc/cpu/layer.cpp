@@ -4,7 +4,7 @@
 //
 // Rows between the layers, parameters and their gradients are in fp32. Under autocast, products and
 // attention have another dtype: the products round their operands, and the results of products and
-// of attention have this dtype, as those of the operators one by one.
+// of attention have this dtype, as when the operators run one by one.
 //
 // A call may choose the queries. Then it returns the chosen rows only, and the other rows serve as
 // keys and values.

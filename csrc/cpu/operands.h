@@ -1,5 +1,5 @@
-// The conversion of tensors to the plain operands of isa/kernels.h, and the chunks and scratch
-// memory that the CPU operators share.
+// The conversion of tensors to the operands of isa/kernels.h, which have pointers and strides, and
+// the chunks and scratch memory that the CPU operators share.
 
 #pragma once
 

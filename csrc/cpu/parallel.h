@@ -41,8 +41,9 @@ bool use_threads();
 // request and stays with the thread; the next call on the same thread returns it again.
 void* thread_scratch(int64_t bytes);
 
-// Calls body() in one parallel region, whose threads do the loops of the calling thread in it,
-// except for loops inside a loop. torch's operators take one thread there.
+// Calls body() in one parallel region. The threads of the region share the loops that body() runs
+// on the calling thread, but not the loops inside such a loop. An operator of torch runs on one
+// thread in body().
 void together(const std::function<void()>& body);
 
 // A body of a loop, and the function that calls it for a task.

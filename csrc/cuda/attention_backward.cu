@@ -64,7 +64,8 @@ __device__ bool attended_by_any(const AttentionMask& mask, const uint8_t* pairs,
   return false;
 }
 
-// delta of 32 queries: four threads share a row.
+// Returns the delta of a query, which is the sum of dO · O over its row. Four threads share a row,
+// so a block of 128 threads computes the delta of 32 queries.
 template <class T, int kHeadDim>
 __device__ float row_product(const unsigned char* dout, const unsigned char* out) {
   const int row = static_cast<int>(threadIdx.x) / 4, part = static_cast<int>(threadIdx.x) % 4;

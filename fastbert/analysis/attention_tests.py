@@ -64,7 +64,7 @@ class Adversary:
     Attributes:
         scope: The weights that had to differ: ``"read"`` or ``"every"``.
         strength: The factor λ of their divergence in the loss.
-        distance: Its distance from the base model.
+        distance: Distance of the model's predictions from those of the base model.
     """
 
     scope: str

@@ -225,7 +225,8 @@ def observe(model: nn.Module, examples: Examples, batch_size: int = 64) -> Obser
                 output.logits.softmax(-1),
                 read(weights),
                 every(weights),
-                # A query at padding has no weights; the identity alone is left of its row.
+                # A query at padding has no weights, so its row of the rollout is a row of the
+                # identity matrix.
                 rollout(weights)[:, 0],
             )
         )

@@ -204,7 +204,7 @@ class Subject:
 
         Args:
             sequences: N sequences of ids, special tokens included.
-            types: Their N sequences of token types; nothing means that all are 0.
+            types: N sequences of token types; if there are none, all token types are 0.
 
         Returns:
             Logits of shape ``(N, labels)``, fp32 on the CPU.

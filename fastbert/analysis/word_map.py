@@ -47,7 +47,7 @@ class WordMap:
         layer: Number of the state: 0 is the embedding output, and N the output of layer N.
         occurrences: The occurrences in the order of the texts.
         explained: Share of the variance in each of the two dimensions.
-        found: Number of sentences with the word; more than `occurrences` if there are too many.
+        found: Number of sentences with the word. At most ``MOST`` of them are in `occurrences`.
         too_long: Number of sentences with the word that are longer than the model's positions.
     """
 

@@ -14,7 +14,7 @@ from fastbert.bench.operations import OpRow
 from fastbert.machine import Machine
 from fastbert.picture import literal, picture
 
-OURS, THEIRS = "#2a6fbb", "#b0b0b0"
+OURS, PEERS = "#2a6fbb", "#b0b0b0"
 
 
 def plot_bench(
@@ -86,7 +86,7 @@ def _draw_pairs(axes: Any, title: str, rows: Sequence[Mapping[str, Any]]) -> Non
         if peers:
             note = f"{row['rate'] / peers[0]['rate']:.2f} ×"
             best = peers[0]["rate"]
-            axes.barh(place + 0.19, best, height=0.28, color=THEIRS)
+            axes.barh(place + 0.19, best, height=0.28, color=PEERS)
             name = literal(peers[0]["contender"])
             axes.annotate(
                 name, (best, place + 0.19), (4, 0), textcoords="offset points", va="center",
@@ -155,7 +155,7 @@ def _operation_bars(rows: Sequence[OpRow]) -> tuple[str, str, list[Bar]] | None:
 
 def _draw(axes, title: str, unit: str, bars: Sequence[Bar]) -> None:
     labels, lengths, notes = zip(*bars, strict=True)
-    colors = [OURS if ": fastbert" in label else THEIRS for label in labels]
+    colors = [OURS if ": fastbert" in label else PEERS for label in labels]
     drawn = axes.barh(range(len(bars)), lengths, color=colors)
     axes.bar_label(drawn, notes, padding=3, fontsize=7)
     axes.set_yticks(range(len(bars)), list(map(literal, labels)), fontsize=7)

@@ -40,7 +40,7 @@ def refuse_together(ctx: typer.Context, model: str | None, texts: Path | None) -
     for name in given:
         if name in OF_TEXTS and texts is None:
             raise ValueError(
-                f"{names[name]}: got {ctx.params[name]!r} without TEXTS, allowed: the two together"
+                f"{names[name]}: got {ctx.params[name]!r} without TEXTS, allowed: with TEXTS"
             )
 
 

@@ -103,7 +103,7 @@ class _Candidate(NamedTuple):
 
     Attributes:
         text: The answer.
-        score: Its score, see `_Span`.
+        score: Score of the answer; see `_Span`.
         none: The smallest score of no answer in a window.
     """
 

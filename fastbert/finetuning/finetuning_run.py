@@ -197,8 +197,8 @@ class FinetuningRun(Run):
         outputs = evaluate.compute(
             self.model, self.judging, part.features, bf16=bf16, accelerator=self.accelerator
         )
-        figures = self.judging.judge(part.examples, part.features, outputs.rows)
-        return Judgement({"loss": outputs.loss, **figures.figures}, figures.confusion)
+        judgement = self.judging.judge(part.examples, part.features, outputs.rows)
+        return Judgement({"loss": outputs.loss, **judgement.figures}, judgement.confusion)
 
     def ends_epoch(self) -> bool:
         """Return whether the current step ends an epoch."""

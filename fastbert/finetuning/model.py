@@ -25,7 +25,7 @@ class Source:
 
     Attributes:
         folder: Folder of its files.
-        config: Its configuration.
+        config: Configuration of the model.
     """
 
     def __init__(self, model: str | os.PathLike[str]) -> None:

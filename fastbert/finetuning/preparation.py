@@ -22,7 +22,7 @@ class Part:
 
     Attributes:
         examples: The examples.
-        features: Their sequences; the entry ``"example"`` is the index of the example.
+        features: Sequences of the examples; the entry ``"example"`` is the index of the example.
     """
 
     examples: list[Example]

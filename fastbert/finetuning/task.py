@@ -160,7 +160,7 @@ class Task(ABC):
 
         Args:
             examples: The examples.
-            features: Their sequences.
+            features: Sequences of the examples.
             rows: The logits of each sequence as `rows` returns them, in fp32 on the CPU.
 
         Returns:

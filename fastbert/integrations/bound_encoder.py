@@ -185,9 +185,10 @@ class BoundEncoder:
         """Build the ``BertModel`` and find the modules of `hf_model`, or raise ValueError."""
         config = families.read_config(hf_model.config.to_dict())
         layers = layers_of(hf_model, config)
-        if layers != max(config.architecture.order(config.num_hidden_layers)) + 1:
+        stored = max(config.architecture.order(config.num_hidden_layers)) + 1
+        if layers != stored:
             if config.architecture.rotary_bases or config.architecture.groups is not None:
-                raise ValueError(f"config: got {layers} layers, allowed: num_hidden_layers")
+                raise ValueError(f"config: got {layers} layers, allowed: {stored}")
             config = config.replace(num_hidden_layers=layers)
         with torch.device("meta"):
             model = BertModel(config, add_pooling_layer=False)

@@ -263,7 +263,8 @@ def _follow_lookups(record: Record, table: Any) -> None:
     for name in LOOKUPS:
         record.entries.append(Entry(vars(table), name, vars(table).get(name, MISSING)))
         if name in vars(table):
-            record.problem = record.problem or f"{title}.{name}: got an own one, allowed: none"
+            problem = f"{title}.{name}: got an attribute of its own, allowed: none"
+            record.problem = record.problem or problem
     for base in type(table).__mro__:
         if not within(base.__module__, COMPARED):
             continue

@@ -85,8 +85,8 @@ def stock_class(kind: type) -> Any:
     """Return the class of transformers that `kind` is or inherits from, or None."""
     for base in kind.__mro__:
         name = MODULES.get(base.__name__)
-        # A class of fastbert that replaces an accelerated HF model's class has the names of the
-        # class.
+        # `accelerate` gives a model a class of fastbert that has the name and the module of the
+        # model's own class.
         if name is None or "fastbert_restores" in vars(base):
             continue
         if base.__module__ == f"transformers.models.{name}.modeling_{name}":

@@ -1,10 +1,10 @@
 """Reading and writing one safetensors file; a damaged file raises ValueError.
 
-A file has the length of the header (8 bytes, little-endian), a JSON header
-``{name: {dtype, shape, data_offsets}}``, and the data. This module compares the size of the file
-with the last of the offsets before the file is mapped. The safetensors library then checks the
-header, because it needs only milliseconds for any header. The library keeps the last of two equal
-keys, so this module refuses equal keys.
+A file has the length of the header (8 bytes, little-endian), a JSON header ``{name: {dtype, shape,
+data_offsets}}``, and the data. This module compares the size of the file with the largest offset in
+the header before it maps the file. The safetensors library then checks the header, because it needs
+only milliseconds for any header. The library keeps the last of two equal keys, so this module
+refuses equal keys.
 """
 
 from __future__ import annotations

@@ -276,7 +276,9 @@ def _read_dense(folder: Path) -> Dense:
     _check_features(path, content)
     inputs, outputs = (_count(path, content, name) for name in sizes)
     if inputs is None or outputs is None:
-        raise ValueError(f"{path}: it lacks in_features or out_features, allowed: both")
+        raise ValueError(
+            f"{path}: the file lacks in_features or out_features, allowed: a file with both"
+        )
     function = content.get("activation_function", "torch.nn.Tanh")
     return Dense(
         folder,

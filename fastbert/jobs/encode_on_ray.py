@@ -216,7 +216,9 @@ def _texts(source: Path, field: str, id_field: str | None, reporter: Reporter) -
         fields = ("text",) if suffix == ".txt" else (field,)
         texts[stem] = Texts(path, fields, reporter, id_field)
     if not texts:
-        raise ValueError(f"INPUT: {str(source)!r} has no {', '.join(FORMATS)} file, allowed: some")
+        raise ValueError(
+            f"INPUT: {str(source)!r} has no {', '.join(FORMATS)} file, allowed: at least one"
+        )
     return texts
 
 

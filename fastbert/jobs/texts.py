@@ -43,7 +43,7 @@ class Texts:
             order mark; see `read_text`.
         fields: Names of the fields of a .jsonl file or of the columns of a .csv, .tsv or .parquet
             file. A .txt file has the only field "text", which is its line.
-        reporter: Its ``reading`` is entered while the file is read for the first time.
+        reporter: Object whose context manager ``reading`` surrounds the first reading of the file.
         id_field: Name of the field or column of the ids, which are texts or integers, but not both
             in one file; None means that there are no ids. The attribute ``id_type`` is ``str`` or
             ``int``, or None without ids.

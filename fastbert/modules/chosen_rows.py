@@ -31,8 +31,8 @@ class ChosenRows(NamedTuple):
     """The rows that a head reads, which include the first row of each sequence.
 
     Attributes:
-        indices: Their indices among all rows, int64 of shape ``(N,)``, increasing.
-        layout: Their division into sequences, which is packed.
+        indices: Indices of the chosen rows among all rows, int64 of shape ``(N,)``, increasing.
+        layout: Division of the chosen rows into packed sequences.
     """
 
     indices: Tensor
@@ -51,7 +51,7 @@ def choose_rows(hidden: Tensor, layout: BatchLayout, reads: Reads) -> ChosenRows
 
     Args:
         hidden: All rows, of shape ``(T, H)``, on the CPU.
-        layout: Their division into sequences.
+        layout: Division of the rows into sequences.
         reads: Function that marks the rows.
     """
     total, ends = hidden.shape[0], ends_of(layout).long()
@@ -78,7 +78,7 @@ def run_layer(layer: BertLayer, hidden: Tensor, layout: BatchLayout, chosen: Cho
     Args:
         layer: A layer that may compute chosen rows; see ``fastbert.modules.plan``.
         hidden: All rows before the layer, of shape ``(T, H)``.
-        layout: Their division into sequences.
+        layout: Division of the rows into sequences.
         chosen: The chosen rows.
     """
     attention = layer.attention.self

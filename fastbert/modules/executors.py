@@ -64,7 +64,7 @@ class Call(NamedTuple):
 
     Attributes:
         hidden: Rows of shape ``(T, H)`` before the first layer.
-        layout: Their division into sequences.
+        layout: Division of the rows into sequences.
         after: Function of the number of a layer, from 1, and of the rows after that layer. It
             returns the rows with which the next layer continues.
         between: Whether `after` must see the rows after every layer, not only after the last one.

@@ -56,7 +56,7 @@ class Walked(NamedTuple):
     """The result of a walk over a layer.
 
     Attributes:
-        modules: The plain modules by path; the layer itself is always among them.
+        modules: The modules without a deviation by path; the layer itself is always among them.
         problems: The deviations of the other modules by path, in the order of the table. Modules
             inside a module that deviates are in neither dictionary.
     """
@@ -72,7 +72,7 @@ def walk(layer: Any) -> Walked:
         layer: A layer, or a module in the place of a layer.
 
     Returns:
-        The plain modules and the deviations. The path of the layer is an empty string.
+        The modules without a deviation, and the deviations. The layer's path is an empty string.
     """
     pre_norm = type(layer) is PreNormLayer
     modules: Modules = {"": layer}

@@ -116,7 +116,8 @@ def dropout_seeds(count: int, device: torch.device) -> tuple[Tensor, ...]:
     Like `dropout_seed`, the function draws from torch's generator of `device`.
     """
     seeds = torch.randint(-(2**63), 2**63 - 1, (count,), dtype=torch.int64, device=device)
-    # Triton's kernels are compiled for addresses of multiples of 16 bytes, as those of two seeds.
+    # Triton compiles kernels for addresses that are multiples of 16 bytes, and each of two seeds
+    # needs such an address.
     return torch.stack((seeds, seeds), dim=1)[:, 0].split(1)
 
 

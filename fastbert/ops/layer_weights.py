@@ -20,15 +20,15 @@ class LayerWeights(NamedTuple):
             ``(3H, H)``, or up to three tensors ``(·, H)``.
         qkv_bias: Biases of these projections.
         projection: Weight ``(H, H)`` of the projection after attention.
-        projection_bias: Its bias ``(H,)``.
+        projection_bias: Bias ``(H,)`` of this projection.
         first_norm: Weight ``(H,)`` of the layer norm of attention.
-        first_norm_bias: Its bias ``(H,)``.
+        first_norm_bias: Bias ``(H,)`` of this layer norm.
         inner: Weights of the first product of the feed-forward: one tensor ``(F, H)``, or two.
         inner_bias: Biases of the first product.
         outer: Weight ``(H, F)`` of the second product of the feed-forward.
-        outer_bias: Its bias ``(H,)``.
+        outer_bias: Bias ``(H,)`` of this product.
         second_norm: Weight ``(H,)`` of the layer norm of the feed-forward.
-        second_norm_bias: Its bias ``(H,)``.
+        second_norm_bias: Bias ``(H,)`` of this layer norm.
     """
 
     qkv: Tensors

@@ -51,7 +51,7 @@ class Pass:
 
     Args:
         subject: The model.
-        sides: Its copies.
+        sides: Copies of the model.
         encoders: Names of the encoders in the copies.
         batch: The batch.
         dtype: The tested dtype.

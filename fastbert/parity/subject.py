@@ -26,8 +26,8 @@ class Subject(NamedTuple):
     Attributes:
         name: Name of its class.
         module: The module that is copied and called.
-        takes_features: Whether the module takes the whole batch as one dict, as those of
-            sentence-transformers do.
+        takes_features: Whether the module takes the whole batch as one dict, as a module of
+            sentence-transformers does.
         tokenizer: Makes a batch from a list of texts, or None.
     """
 

@@ -115,7 +115,7 @@ def findings(
     if batch is not None and texts is not None:
         raise ValueError("texts: got texts with a batch, allowed: one of the two")
     if tokenizer is not None and texts is None:
-        raise ValueError("tokenizer: got a tokenizer without texts, allowed: the two together")
+        raise ValueError("tokenizer: got a tokenizer without texts, allowed: a tokenizer and texts")
     subject = Subject.of(model, tokenizer)
     own = None if batch is None else batches.given(batch)
     for name in chosen:

@@ -16,8 +16,8 @@ class Instruction:
     """One instruction of machine code.
 
     Args:
-        address: Address in its function.
-        guard: Predicate under which it runs, such as "@!P0"; empty if it always runs.
+        address: Address of the instruction in its function.
+        guard: Predicate of the instruction, such as "@!P0"; empty if it always runs.
         operation: Name with modifiers, such as "HGMMA.64x128x16.F32.BF16".
         rest: Text of the operands.
     """

@@ -60,7 +60,7 @@ class Checkpoint(NamedTuple):
     """A checkpoint on the disk.
 
     Attributes:
-        folder: Its folder.
+        folder: Folder of the checkpoint.
         content: Content of ``state.json``.
     """
 

@@ -76,9 +76,9 @@ def refusal(refused, tmp_path):
 
 
 def agrees(actual: torch.Tensor, folder: Path) -> None:
-    theirs = sentence_transformers.SentenceTransformer(str(folder), device="cpu")
-    exact = theirs.double().encode(TEXTS, convert_to_tensor=True)
-    plain = Yardstick(lambda: theirs.float().encode(TEXTS, convert_to_tensor=True))
+    stock = sentence_transformers.SentenceTransformer(str(folder), device="cpu")
+    exact = stock.double().encode(TEXTS, convert_to_tensor=True)
+    plain = Yardstick(lambda: stock.float().encode(TEXTS, convert_to_tensor=True))
     assert actual.shape == exact.shape
     assert_close("embeddings", actual, exact, plain)
 
@@ -155,7 +155,7 @@ def test_every_pooling_mode_alone_and_joined(mode, include_prompt, save, encode)
     agrees(encode(folder), folder)
 
 
-def test_every_mode_of_ours_is_one_of_theirs():
+def test_every_mode_of_ours_is_one_of_sentence_transformers():
     ours = {{"lasttoken": "last"}.get(mode, mode) for mode in MODES}
     assert ours == set(POOLINGS)
 
@@ -331,7 +331,11 @@ def test_a_list_of_modules_that_is_none(content, save, refusal):
         ("2_Dense/config.json", {"module_output_name": "scores"}, "module_output_name: got 'sco"),
         ("2_Dense/config.json", {"in_features": 31}, "in_features: got 31, allowed: 32, the size"),
         ("2_Dense/config.json", {"in_features": True}, "in_features: got True, allowed: an int"),
-        ("2_Dense/config.json", {"in_features": None}, "it lacks in_features or out_features"),
+        (
+            "2_Dense/config.json",
+            {"in_features": None},
+            "the file lacks in_features or out_features",
+        ),
         ("2_Dense/config.json", {"out_features": 2**28}, "linear.weight: got shape (8, 32)"),
         ("2_Dense/config.json", {"bias": False}, "got the weights linear.bias, linear.weight"),
         ("2_Dense/config.json", {"use_residual": True}, "allowed: linear.weight, linear.bias, res"),
@@ -360,9 +364,9 @@ def test_a_list_of_modules_that_is_none(content, save, refusal):
 def test_a_setting_that_is_not_served_is_named(file, values, message, save, refusal):
     folder = save(models.Pooling(HIDDEN), dense(), models.Normalize())
     change(folder / file, **values)
-    found = refusal(folder)
-    assert message in found
-    assert str((folder / file).parent) in found
+    told = refusal(folder)
+    assert message in told
+    assert str((folder / file).parent) in told
 
 
 @pytest.mark.parametrize("file", ["1_Pooling/config.json", "2_Dense/config.json"])
@@ -407,9 +411,9 @@ def test_scores_are_those_of_the_cross_encoder(
         json.loads(line)["scores"] for line in target.read_text(encoding="utf-8").splitlines()
     ]
     actual = torch.tensor([list(scores.values()) for scores in records])
-    theirs = sentence_transformers.CrossEncoder(str(tmp_path / "folder"), device="cpu")
-    plain = theirs.predict(pairs, convert_to_tensor=True)
-    exact = theirs.double().predict(pairs, convert_to_tensor=True)
+    stock = sentence_transformers.CrossEncoder(str(tmp_path / "folder"), device="cpu")
+    plain = stock.predict(pairs, convert_to_tensor=True)
+    exact = stock.double().predict(pairs, convert_to_tensor=True)
     assert_close("scores", actual, *(side.view(len(pairs), labels) for side in (exact, plain)))
 
 

@@ -1,4 +1,4 @@
-"""Run tests of a peer in a process of their own, and read what became of each."""
+"""Run tests of a peer in a separate process, and read the outcome of each test."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def unpacked(
 
     Args:
         name: Name of the distribution.
-        version: Its version.
+        version: Version of the distribution.
         cache: Folder for distributions.
         parts: Folders of the distribution.
         stubs: Content of files that the distribution lacks, by their path.

@@ -40,8 +40,8 @@ def test_two_blocks_of_sm_80_share_a_multiprocessor_and_nothing_spills(compiled)
 
 def test_registers_and_shared_memory_are_those_of_the_record(compiled, folder):
     name = "90a" if compiled[0] == 90 else str(compiled[0])
-    found = _machine_code.resources(folder / f"gemm{name}.cubin")
-    assert found == _machine_code.recorded(name, "product")
+    result = _machine_code.resources(folder / f"gemm{name}.cubin")
+    assert result == _machine_code.recorded(name, "product")
 
 
 @pytest.mark.every_case
@@ -49,9 +49,9 @@ def test_registers_and_shared_memory_are_those_of_the_record(compiled, folder):
 def test_other_architectures_have_those_of_the_record(folder, arch):
     _, report = cuda_gemm.machine_code(folder, arch)
     assert set(re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill", report)) == {("0", "0")}
-    found = _machine_code.resources(folder / f"gemm{arch}.cubin")
-    assert found == _machine_code.recorded(str(arch), "product")
-    assert max(line["registers"] for line in found.values()) <= 256
+    result = _machine_code.resources(folder / f"gemm{arch}.cubin")
+    assert result == _machine_code.recorded(str(arch), "product")
+    assert max(line["registers"] for line in result.values()) <= 256
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -98,10 +98,10 @@ LIMITS = {
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_the_epilogue_has_few_instructions_for_an_element(compiled, direction):
-    """The loop is that of a warp for 32 elements of a lane.
+    """One pass of a warp through the loop computes 32 elements in each lane.
 
-    On Hopper, it has the copies too, three times. The first warp alone executes them; README.md in
-    csrc/cuda/hopper has the counts without them.
+    On Hopper, the loop also contains the code of the copies, three times. Only the first warp
+    executes the copies; README.md in csrc/cuda/hopper has the counts without them.
     """
     arch, kernels, _ = compiled
     for dtype in ("bfloat16", "float16"):

@@ -33,7 +33,7 @@ def of_owner(items):
 
 
 class Record:
-    """A record as ``fastbert.modules.snapshot`` makes it, of dictionaries alone."""
+    """A record like the records of ``fastbert.modules.snapshot``, with dictionaries only."""
 
     def __init__(self, extension, *dicts) -> None:
         self._unchanged, self._tags = extension.unchanged, extension.Tags()

@@ -148,7 +148,7 @@ def device_works() -> bool:
 def restart(said: dict[str, Any], first: int, reason: str) -> None:
     """Report the case as failed, and start the program again with the next case."""
     say({**said, MARK: "done", "faults": [f"the process was given up: {reason}"], "kernels": {}})
-    # The words before the arguments name this program, or a program that runs it.
+    # The words before the arguments name this program or the program that starts it.
     words = sys.orig_argv[1:]
     if "--first" in words:
         at = words.index("--first")
