@@ -47,7 +47,7 @@ def base(extension) -> int:
 
 def use(extension, address: int, size: int) -> None:
     """Set the table at ``address``; its ``size`` in bytes must be the size in this build."""
-    found = symbols(extension.__file__)
-    assert size == found[of("baseline")][1], "the table is another build's"
-    set_kernels = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(base(extension) + found[SET_KERNELS][0])
+    names = symbols(extension.__file__)
+    assert size == names[of("baseline")][1], "the table is another build's"
+    set_kernels = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(base(extension) + names[SET_KERNELS][0])
     set_kernels(address)

@@ -57,8 +57,8 @@ def chosen(items: Sequence[pytest.Item]) -> list[pytest.Item]:
     for item in items:
         if not item.get_closest_marker("every_case"):
             cases[item.nodeid.partition("[")[0]].append(item)
-    found = {case for of_test in cases.values() for case in covering(of_test)}
-    return [item for item in items if item in found]
+    covering_cases = {case for of_test in cases.values() for case in covering(of_test)}
+    return [item for item in items if item in covering_cases]
 
 
 def covering(cases: list[pytest.Item]) -> list[pytest.Item]:

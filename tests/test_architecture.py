@@ -112,7 +112,7 @@ def drawn() -> str:
 
 def sources(root: Path) -> dict[str, Path]:
     """Module name → file, of everything in the packages; ``fastbert/kernels`` is a link."""
-    found = {}
+    modules = {}
     for package in PACKAGES:
         files = sorted((root / package).rglob("*.py"))
         # rglob follows links in some versions of Python only.
@@ -120,8 +120,8 @@ def sources(root: Path) -> dict[str, Path]:
         files += sorted((root / package / "kernels").glob("*.py"))
         for file in files:
             parts = file.relative_to(root).with_suffix("").parts
-            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file
-    return found
+            modules[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file
+    return modules
 
 
 def imported(file: Path) -> Iterator[str]:
@@ -157,7 +157,7 @@ def cycles(graph: Mapping[str, set[str]]) -> list[list[str]]:
     index: dict[str, int] = {}
     lowest: dict[str, int] = {}
     stack: list[str] = []
-    found: list[list[str]] = []
+    components: list[list[str]] = []
 
     def visit(module: str) -> None:
         index[module] = lowest[module] = len(index)
@@ -171,13 +171,13 @@ def cycles(graph: Mapping[str, set[str]]) -> list[list[str]]:
         if lowest[module] == index[module]:
             position = stack.index(module)
             if len(stack) - position > 1 or module in graph.get(module, ()):
-                found.append(sorted(stack[position:]))
+                components.append(sorted(stack[position:]))
             del stack[position:]
 
     for module in sorted(graph):
         if module not in index:
             visit(module)
-    return found
+    return components
 
 
 def room(module: str) -> str | None:
@@ -233,7 +233,7 @@ def test_every_room_is_known():
 
 
 @pytest.mark.parametrize(
-    ("graph", "found"),
+    ("graph", "expected"),
     [
         ({"a": {"b"}, "b": {"c"}, "c": set()}, []),
         ({"a": {"b", "c"}, "b": {"d"}, "c": {"d"}, "d": set()}, []),
@@ -243,8 +243,8 @@ def test_every_room_is_known():
         ({"a": {"a"}}, [["a"]]),
     ],
 )
-def test_cycles_of_a_small_graph_are_found(graph, found):
-    assert cycles(graph) == found
+def test_cycles_of_a_small_graph_are_found(graph, expected):
+    assert cycles(graph) == expected
 
 
 def plant(root: Path, files: Mapping[str, str]) -> None:

@@ -92,16 +92,16 @@ def test_the_headers_beside_nvcc_come_first(look_up, tmp_path):
 
 def test_an_nvcc_that_is_a_script_elsewhere_names_its_own_folders(look_up, tmp_path):
     own = make_toolkit(tmp_path / "cuda-13.0")
-    found = look_up(own=own)
-    assert found == toolkit.Toolkit([f"{own}/include"], [f"{own}/lib"], "cudart")
+    folders = look_up(own=own)
+    assert folders == toolkit.Toolkit([f"{own}/include"], [f"{own}/lib"], "cudart")
 
 
 def test_torchs_packages_of_cuda_13(look_up, tmp_path):
     cuda = tmp_path / "site" / "nvidia" / "cu13"
     make_crt(make_runtime(cuda / "include"))
     make_library(cuda / "lib" / "libcudart.so.13")
-    found = look_up("13.2", cuda.parent)
-    assert found == toolkit.Toolkit([f"{cuda}/include"], [f"{cuda}/lib"], ":libcudart.so.13")
+    folders = look_up("13.2", cuda.parent)
+    assert folders == toolkit.Toolkit([f"{cuda}/include"], [f"{cuda}/lib"], ":libcudart.so.13")
 
 
 def test_torchs_packages_of_cuda_12(look_up, tmp_path):
@@ -109,10 +109,10 @@ def test_torchs_packages_of_cuda_12(look_up, tmp_path):
     make_runtime(site / "cuda_runtime" / "include", major=12)
     make_crt(site / "cuda_nvcc" / "include")
     make_library(site / "cuda_runtime" / "lib" / "libcudart.so.12")
-    found = look_up("12.6", site, release="12.9")
-    assert found.include_dirs == [f"{site}/cuda_runtime/include", f"{site}/cuda_nvcc/include"]
-    assert found.library_dirs == [f"{site}/cuda_runtime/lib"]
-    assert found.runtime == ":libcudart.so.12"
+    folders = look_up("12.6", site, release="12.9")
+    assert folders.include_dirs == [f"{site}/cuda_runtime/include", f"{site}/cuda_nvcc/include"]
+    assert folders.library_dirs == [f"{site}/cuda_runtime/lib"]
+    assert folders.runtime == ":libcudart.so.12"
 
 
 def test_nvcc_completes_the_packages_of_torch(look_up, tmp_path):
@@ -121,8 +121,8 @@ def test_nvcc_completes_the_packages_of_torch(look_up, tmp_path):
     make_crt(own / "include")
     make_runtime(cuda / "include")
     make_library(cuda / "lib" / "libcudart.so.13")
-    found = look_up("13.2", cuda.parent, own=own)
-    assert found.include_dirs == [f"{own}/include", f"{cuda}/include"]
+    folders = look_up("13.2", cuda.parent, own=own)
+    assert folders.include_dirs == [f"{own}/include", f"{cuda}/include"]
 
 
 def test_a_package_without_crt_is_not_enough(look_up, tmp_path):

@@ -92,10 +92,10 @@ def package_files() -> set[str]:
     """
     kinds = ("py", "json", "jsonl", "html")
     files = (p for kind in kinds for p in (ROOT / "fastbert").rglob(f"*.{kind}"))
-    found = [p for p in files if "web" not in p.relative_to(ROOT).parts]
+    listed = [p for p in files if "web" not in p.relative_to(ROOT).parts]
     data = {"gpu_times.json", "stock_digests.json", "senses.jsonl", "page.html"}
-    assert data <= {p.name for p in found}
-    return {p.relative_to(ROOT).as_posix() for p in found} | kernel_files()
+    assert data <= {p.name for p in listed}
+    return {p.relative_to(ROOT).as_posix() for p in listed} | kernel_files()
 
 
 @pytest.mark.every_case

@@ -36,19 +36,19 @@ def pairs(cases):
 def test_every_pair_of_values_occurs_in_few_cases(sizes):
     values = {f"p{i}": [object() for _ in range(size)] for i, size in enumerate(sizes)}
     cases = grid("test", **values)
-    found = quick_cases.chosen(cases)
-    assert pairs(found) == pairs(cases)
+    selected = quick_cases.chosen(cases)
+    assert pairs(selected) == pairs(cases)
     first, second = sorted(sizes)[-2:]
-    assert first * second <= len(found) < 2 * first * second
-    assert found == [case for case in cases if case in found]
+    assert first * second <= len(selected) < 2 * first * second
+    assert selected == [case for case in cases if case in selected]
 
 
 def test_a_test_that_is_marked_has_every_value_in_as_few_cases_as_it_has_values():
     cases = grid("test_a", mark="each_value", x=[1, 2], y=[1, 2, 3, 4, 5], z=[1, 2, 3])
-    found = quick_cases.chosen(cases)
-    assert len(found) == 5
+    selected = quick_cases.chosen(cases)
+    assert len(selected) == 5
     for name in "xyz":
-        values = [{case.callspec.params[name] for case in of} for of in (found, cases)]
+        values = [{case.callspec.params[name] for case in of} for of in (selected, cases)]
         assert values[0] == values[1]
 
 

@@ -65,8 +65,8 @@ def test_every_gate_is_a_target_and_every_room_names_gates():
 
 def test_the_turn_of_a_commit_is_a_slice_and_a_gate():
     tracked("tests")
-    found, gate = turns.of_this_commit()
-    assert found in ROOMS
+    of_commit, gate = turns.of_this_commit()
+    assert of_commit in ROOMS
     assert gate in GATES
 
 

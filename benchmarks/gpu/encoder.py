@@ -30,7 +30,7 @@ from fastbert.testing.cases import Inputs
 LARGE = BertConfig.preset("large")
 BF16, FP16 = torch.bfloat16, torch.float16
 ROTATED_BATCHES = 4
-THEIRS = encoder.STOCK
+STOCK = encoder.STOCK
 
 
 @dataclass(frozen=True)
@@ -77,13 +77,13 @@ def _inference(shape, dtype, device, goal, *, compiled, ratio=None) -> Match:
         for name in own_engines(device)
     ]
     for path in transformers_paths():
-        prepare = functools.partial(_forward, THEIRS + path, shape, dtype, device)
-        contenders.append(Contender(THEIRS + path, prepare))
+        prepare = functools.partial(_forward, STOCK + path, shape, dtype, device)
+        contenders.append(Contender(STOCK + path, prepare))
     if compiled:
         prepare = functools.partial(
-            _forward, f"{THEIRS}sdpa", shape, dtype, device, change=compiler(device)
+            _forward, f"{STOCK}sdpa", shape, dtype, device, change=compiler(device)
         )
-        contenders.append(Contender(f"{THEIRS}sdpa compiled", prepare))
+        contenders.append(Contender(f"{STOCK}sdpa compiled", prepare))
     return _match(INFERENCE, shape, dtype, contenders, "tokens/s", shape.tokens, goal, ratio)
 
 
@@ -179,7 +179,7 @@ def training(scale: Scale, device: str) -> Iterator[Match]:
                 )
                 for engine in (
                     *own_engines(device),
-                    *(THEIRS + path for path in transformers_paths()),
+                    *(STOCK + path for path in transformers_paths()),
                 )
             ]
             yield _match(TRAINING, shape, BF16, contenders, "sequences/s", len(shape.lengths), goal)
@@ -213,12 +213,12 @@ def _latency(shape, dtype, device, goal) -> Match:
         prepare = functools.partial(_graphed, shape, dtype, device)
         contenders.append(Contender(f"{OURS}graphed", prepare, ours=True))
     for path in transformers_paths():
-        prepare = functools.partial(_forward, THEIRS + path, shape, dtype, device)
-        contenders.append(Contender(THEIRS + path, prepare))
+        prepare = functools.partial(_forward, STOCK + path, shape, dtype, device)
+        contenders.append(Contender(STOCK + path, prepare))
     if stock_models.installed() and device == "cuda":
         change = compiler(device, mode="reduce-overhead")
-        prepare = functools.partial(_forward, f"{THEIRS}sdpa", shape, dtype, device, change=change)
-        contenders.append(Contender(f"{THEIRS}sdpa compiled, CUDA graph", prepare))
+        prepare = functools.partial(_forward, f"{STOCK}sdpa", shape, dtype, device, change=change)
+        contenders.append(Contender(f"{STOCK}sdpa compiled, CUDA graph", prepare))
     return _match(LATENCY, shape, dtype, contenders, "ms", 1.0, goal)
 
 

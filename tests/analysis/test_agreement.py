@@ -20,13 +20,13 @@ def test_rank_correlations_equal_those_of_scipy(ties):
         if ties:
             x, y = (x * 2).round(), (y * 2).round()
         pairs = ((spearman, stats.spearmanr), (kendall, stats.kendalltau))
-        for ours, theirs in pairs:
-            expected = float(theirs(x.numpy(), y.numpy()).statistic)
-            found = ours(x, y)
+        for ours, stock in pairs:
+            expected = float(stock(x.numpy(), y.numpy()).statistic)
+            actual = ours(x, y)
             if math.isnan(expected):
-                assert math.isnan(found)
+                assert math.isnan(actual)
             else:
-                assert math.isclose(found, expected, abs_tol=1e-12)
+                assert math.isclose(actual, expected, abs_tol=1e-12)
 
 
 def test_a_constant_side_has_no_correlation_and_other_shapes_are_refused():
@@ -49,9 +49,9 @@ def test_distances_of_distributions():
             for a, m in zip(side[0], middle[0], strict=True)
             if a > 0
         )
-    found = jensen_shannon(p, q)
-    assert math.isclose(float(found[0]), by_hand, rel_tol=1e-12)
-    assert math.isclose(float(found[1]), math.log(2), rel_tol=1e-12)
+    result = jensen_shannon(p, q)
+    assert math.isclose(float(result[0]), by_hand, rel_tol=1e-12)
+    assert math.isclose(float(result[1]), math.log(2), rel_tol=1e-12)
 
 
 def test_the_gradient_at_zero_is_finite():

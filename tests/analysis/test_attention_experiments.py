@@ -70,11 +70,11 @@ def test_uniform_weights_are_exactly_uniform_also_after_training(texts, start, l
         weights = model(texts.test.ids, mask, output_attentions=True).attentions
     wanted = expected_uniform(mask)[:, None, None, :] * mask[:, None, :, None]
     chosen = {layer % 2 for layer in layers}
-    for layer, found in enumerate(weights):
+    for layer, layer_weights in enumerate(weights):
         if layer in chosen:
-            assert torch.equal(found, wanted.expand_as(found))
+            assert torch.equal(layer_weights, wanted.expand_as(layer_weights))
         else:
-            assert not torch.allclose(found, wanted.expand_as(found), atol=0.01)
+            assert not torch.allclose(layer_weights, wanted.expand_as(layer_weights), atol=0.01)
     # Keys and values of the layer were trained, and the query projection stayed 0.
     for layer in chosen:
         now, before = (m.bert.encoder.layer[layer].attention.self.qkv for m in (model, untouched))
@@ -90,14 +90,14 @@ def test_uniform_weights_refuse_a_layer_that_does_not_exist(start):
 
 def test_uniform_weights_compare_four_models(texts, base, start):
     before = copy.deepcopy(base.state_dict())
-    found = uniform_weights(base, start, texts, FitOptions(epochs=1))
-    assert [row.name for row in found] == [
+    result = uniform_weights(base, start, texts, FitOptions(epochs=1))
+    assert [row.name for row in result] == [
         f"uniform {where}, {how}"
         for where in ("last layer", "all layers")
         for how in ("inference only", "trained")
     ]
     assert all(torch.equal(v, before[k]) for k, v in base.state_dict().items())
-    last, everywhere = found[0], found[2]
+    last, everywhere = result[0], result[2]
     assert 0 < last.jsd_every < everywhere.jsd_every
     seen = f.observe(base, texts.test)
     uniform = expected_uniform(texts.test.mask)
@@ -120,11 +120,11 @@ def test_an_adversary_keeps_the_predictions_and_changes_the_weights(texts, base)
         loss = adversarial_loss(seen, scope, 1.0)
         losses = f.fit(model, texts.train, OPTIONS, seed=1, name="adversary", loss=loss)
         assert losses[-1] < losses[0] - 0.05
-    found, strongest = adversarial_attention(
+    adversaries, strongest = adversarial_attention(
         base, lambda _: copy.deepcopy(base), texts, OPTIONS, strengths=[1.0, 0.0], scopes=["read"]
     )
-    assert [(a.scope, a.strength) for a in found] == [("read", 0.0), ("read", 1.0)]
-    plain, strong = (a.distance for a in found)
+    assert [(a.scope, a.strength) for a in adversaries] == [("read", 0.0), ("read", 1.0)]
+    plain, strong = (a.distance for a in adversaries)
     assert strong.jsd_read > plain.jsd_read + 0.05
     assert strong.tvd < 0.1
     assert strong.accuracy == 1.0
@@ -143,8 +143,8 @@ def test_the_adversarial_loss_is_tvd_minus_lambda_jsd(texts, base, start):
         jsd = f.divergence(getattr(away, scope), getattr(seen, scope)[rows], batch.mask)
         expected = (tvd - 0.7 * jsd).mean()
         with torch.no_grad():
-            found = adversarial_loss(seen, scope, 0.7)(other, batch, rows)
-        assert_close(found, expected)
+            loss = adversarial_loss(seen, scope, 0.7)(other, batch, rows)
+        assert_close(loss, expected)
 
 
 @pytest.mark.parametrize(
@@ -187,8 +187,8 @@ def test_frozen_weights_tell_which_tokens_matter(texts, base):
             return output
 
     few = FitOptions(epochs=3, batch_size=8, learning_rate=2e-3)
-    found = frozen_weights(base, texts, others={"label": OnTheLabel()}, seeds=[0, 1], options=few)
-    by_name = {row.weights: row.accuracy for row in found}
+    result = frozen_weights(base, texts, others={"label": OnTheLabel()}, seeds=[0, 1], options=few)
+    by_name = {row.weights: row.accuracy for row in result}
     assert list(by_name) == [
         "uniform",
         "learned by the classifier",

@@ -57,9 +57,9 @@ def sums(tokenizer, function) -> tuple[Subject, torch.Tensor, torch.Tensor]:
 
 def test_a_linear_model_has_closed_forms(tokenizer):
     subject, rows, pad = sums(tokenizer, lambda s: s)
-    found = explain(subject, TEXT, target="first", steps=3)
+    explanation = explain(subject, TEXT, target="first", steps=3)
     inside = split(tokenizer, TEXT).inside
-    values = {name: a.pieces for name, a in found.attributions.items()}
+    values = {name: a.pieces for name, a in explanation.attributions.items()}
     assert_close(torch.tensor(values["gradient × input"]), rows)
     integrated = torch.tensor(values["integrated gradients"]).float()
     assert_close(integrated[inside], (rows - pad)[inside])
@@ -68,24 +68,24 @@ def test_a_linear_model_has_closed_forms(tokenizer):
     without = [values["leave-one-out"][i] for i in inside]
     assert max(abs(a - float(rows[i])) for a, i in zip(without, inside, strict=True)) < 1e-5
     assert [values["leave-one-out"][i] for i in outside] == [None, None]
-    assert abs(found.completeness_error) < 1e-5
-    assert found.label == "first"
-    assert math.isclose(found.logit, float(rows.sum()), abs_tol=1e-5)
+    assert abs(explanation.completeness_error) < 1e-5
+    assert explanation.label == "first"
+    assert math.isclose(explanation.logit, float(rows.sum()), abs_tol=1e-5)
 
 
 def test_integrated_gradients_of_a_square(tokenizer):
     """For ``g(s)``, they are ``w · (eᵢ − pad) (g(s₁) − g(s₀)) / (s₁ − s₀)``."""
     subject, rows, pad = sums(tokenizer, lambda s: s.square())
-    found = explain(subject, TEXT, target="first", steps=8)
+    explanation = explain(subject, TEXT, target="first", steps=8)
     inside = split(tokenizer, TEXT).inside
     last = rows.sum()
     first = last - (rows - pad)[inside].sum()
-    values = torch.tensor(found.attributions["integrated gradients"].pieces).float()
+    values = torch.tensor(explanation.attributions["integrated gradients"].pieces).float()
     assert_close(values[inside], (rows - pad)[inside] * (first + last))
-    assert math.isclose(found.baseline, float(first**2), rel_tol=1e-5, abs_tol=1e-5)
+    assert math.isclose(explanation.baseline, float(first**2), rel_tol=1e-5, abs_tol=1e-5)
     # The plain gradient at the text is another value, so the two methods differ.
     assert_close(
-        torch.tensor(found.attributions["gradient × input"].pieces),
+        torch.tensor(explanation.attributions["gradient × input"].pieces),
         2 * last * rows,
     )
 
@@ -115,20 +115,20 @@ def test_rollout_refuses_other_shapes():
 
 def test_leave_one_out_is_the_fall_of_the_logit(folder):
     subject = Subject.load(folder)
-    found = explain(subject, TEXT)
+    explanation = explain(subject, TEXT)
     ids = subject.split(TEXT).ids
-    index = found.label and subject.labels.index(found.label)
+    index = explanation.label and subject.labels.index(explanation.label)
     assert index == int(subject.logits([ids])[0].argmax())
 
     def logit(kept: list[int]) -> float:
         with torch.no_grad():
             return float(subject.model(torch.tensor([kept])).logits[0, index])
 
-    for word, fall in enumerate(found.attributions["leave-one-out"].words):
-        kept = [token for token, of in zip(ids, found.word_of, strict=True) if of != word]
+    for word, fall in enumerate(explanation.attributions["leave-one-out"].words):
+        kept = [token for token, of in zip(ids, explanation.word_of, strict=True) if of != word]
         assert math.isclose(fall, logit(ids) - logit(kept), abs_tol=1e-5)
-    for place, of in enumerate(found.word_of):
-        value = found.attributions["leave-one-out"].pieces[place]
+    for place, of in enumerate(explanation.word_of):
+        value = explanation.attributions["leave-one-out"].pieces[place]
         if of is None:
             assert value is None
         else:
@@ -137,23 +137,28 @@ def test_leave_one_out_is_the_fall_of_the_logit(folder):
 
 
 def test_words_are_the_sums_of_their_tokens_and_attention_is_a_distribution(folder):
-    found = explain(folder, TEXT)
+    explanation = explain(folder, TEXT)
     words = ["The", "old", "dog", "ran", "to", "the", "garden", ",", "unbelievably", "."]
-    assert found.words == words
-    assert found.word_of.count(found.words.index("unbelievably")) > 1
+    assert explanation.words == words
+    assert explanation.word_of.count(explanation.words.index("unbelievably")) > 1
     for name in ("gradient × input", "integrated gradients", "attention", "rollout"):
-        attribution = found.attributions[name]
-        sums = [0.0] * len(found.words)
-        for value, word in zip(attribution.pieces, found.word_of, strict=True):
+        attribution = explanation.attributions[name]
+        sums = [0.0] * len(explanation.words)
+        for value, word in zip(attribution.pieces, explanation.word_of, strict=True):
             if word is not None:
                 sums[word] += value
         assert sums == attribution.words
     for name in ("attention", "rollout"):
-        attribution = found.attributions[name]
+        attribution = explanation.attributions[name]
         assert math.isclose(sum(attribution.pieces), 1.0, abs_tol=1e-5)
-        assert math.isclose(sum(attribution.words) + found.special[name], 1.0, abs_tol=1e-5)
-    assert list(found.attributions) == list(METHODS) == list(found.spearman) == list(found.kendall)
-    assert all(math.isclose(found.spearman[name][name], 1.0) for name in METHODS)
+        assert math.isclose(sum(attribution.words) + explanation.special[name], 1.0, abs_tol=1e-5)
+    assert (
+        list(explanation.attributions)
+        == list(METHODS)
+        == list(explanation.spearman)
+        == list(explanation.kendall)
+    )
+    assert all(math.isclose(explanation.spearman[name][name], 1.0) for name in METHODS)
 
 
 PAIR = ("The old dog ran.", "The dog ran home.")
@@ -162,11 +167,12 @@ PAIR = ("The old dog ran.", "The dog ran home.")
 def test_a_pair_is_explained_with_its_token_types(folder):
     """Each value is that of an explicit call with the token types of the pair."""
     subject = Subject.load(folder)
-    found = explain(subject, *PAIR)
-    assert found.words == ["The", "old", "dog", "ran", ".", "The", "dog", "ran", "home", "."]
-    assert (found.pair, found.second) == (PAIR[1], 5)
+    explanation = explain(subject, *PAIR)
+    assert explanation.words == ["The", "old", "dog", "ran", ".", "The", "dog", "ran", "home", "."]
+    assert (explanation.pair, explanation.second) == (PAIR[1], 5)
     ids, types = subject.tokenizer.encode_pair(*PAIR)
-    assert [p for p, w in zip(found.pieces, found.word_of, strict=True) if w is None] == [
+    special = zip(explanation.pieces, explanation.word_of, strict=True)
+    assert [p for p, w in special if w is None] == [
         "[CLS]", "[SEP]", "[SEP]",
     ]  # fmt: skip
 
@@ -180,54 +186,54 @@ def test_a_pair_is_explained_with_its_token_types(folder):
     whole = call(every, output_attentions=True)
     index = int(whole.logits[0].argmax())
     logit = float(whole.logits[0, index])
-    assert found.label == subject.labels[index]
-    assert math.isclose(found.logit, logit, abs_tol=1e-5)
+    assert explanation.label == subject.labels[index]
+    assert math.isclose(explanation.logit, logit, abs_tol=1e-5)
     # Without the token types, the logit is another one.
     alone = subject.logits([ids])[0, index]
     assert abs(float(alone) - logit) > 1e-3
-    values = found.attributions
+    values = explanation.attributions
     assert_close(torch.tensor(values["attention"].pieces), whole.attentions[-1].mean(1)[0, 0])
     assert_close(torch.tensor(values["rollout"].pieces), rollout(whole.attentions)[0, 0])
     for word, fall in enumerate(values["leave-one-out"].words):
-        kept = [i for i in every if found.word_of[i] != word]
+        kept = [i for i in every if explanation.word_of[i] != word]
         assert math.isclose(fall, logit - float(call(kept).logits[0, index]), abs_tol=1e-5)
     total = sum(values["integrated gradients"].pieces)
-    difference = found.logit - found.baseline
-    assert math.isclose(total, difference + found.completeness_error, abs_tol=1e-5)
-    assert abs(found.completeness_error) < 0.05 * max(1.0, abs(difference))
+    difference = explanation.logit - explanation.baseline
+    assert math.isclose(total, difference + explanation.completeness_error, abs_tol=1e-5)
+    assert abs(explanation.completeness_error) < 0.05 * max(1.0, abs(difference))
     embeddings = subject.embed(ids).requires_grad_()
     out = subject.model(inputs_embeds=embeddings, token_type_ids=torch.tensor([types]))
     (gradient,) = torch.autograd.grad(out.logits[0, index], embeddings)
     product = (gradient * embeddings.detach())[0].sum(-1)
     assert_close(torch.tensor(values["gradient × input"].pieces), product, rtol=1e-4, atol=1e-5)
-    assert html(found).count('<p class="heat">') == 2 * len(METHODS)
+    assert html(explanation).count('<p class="heat">') == 2 * len(METHODS)
 
 
 def test_a_text_with_a_special_token_and_of_two_words(folder):
-    found = explain(folder, "dog [SEP]")
-    assert found.words == ["dog", "[SEP]"]
-    assert all(math.isnan(v) for row in found.spearman.values() for v in row.values())
+    explanation = explain(folder, "dog [SEP]")
+    assert explanation.words == ["dog", "[SEP]"]
+    assert all(math.isnan(v) for row in explanation.spearman.values() for v in row.values())
 
 
 def test_hostile_text_is_escaped(folder, tmp_path):
     text = '<script>alert(1)</script> "quoted" & more'
-    found = explain(folder, text, target="<b>other</b>")
-    content = html(found)
+    explanation = explain(folder, text, target="<b>other</b>")
+    content = html(explanation)
     assert "<script" not in content
     assert "<b>" not in content
     assert "&lt;b&gt;other&lt;/b&gt;" in content
     assert "http://" not in content
     assert "https://" not in content
-    write_page(found, tmp_path / "page.html")
+    write_page(explanation, tmp_path / "page.html")
     assert (tmp_path / "page.html").read_bytes() == content.encode("utf-8")
 
 
 def test_heat_maps_and_tables_escape_their_words_and_scale_their_colours():
-    found = page.heat(["<i>", "b", "c"], [2.0, -1.0, 0.0])
-    assert "<i>" not in found
-    assert found.count("<span") == 3
-    assert 'style="background: rgb(var(--plus) / 0.600)" title="2">&lt;i&gt;</span>' in found
-    assert 'style="background: rgb(var(--minus) / 0.300)" title="-1">b</span>' in found
+    html = page.heat(["<i>", "b", "c"], [2.0, -1.0, 0.0])
+    assert "<i>" not in html
+    assert html.count("<span") == 3
+    assert 'style="background: rgb(var(--plus) / 0.600)" title="2">&lt;i&gt;</span>' in html
+    assert 'style="background: rgb(var(--minus) / 0.300)" title="-1">b</span>' in html
     assert "/ 0.000" in page.heat(["a"], [math.nan])
     rows = page.table("<u>", ("<p>", "<q>"), [("<r>", "<s>")])
     assert not any(mark in rows for mark in ("<u>", "<p>", "<q>", "<r>", "<s>"))
@@ -292,10 +298,10 @@ def test_models_of_transformers_give_the_same_explanation(folder, tokenizer):
         folder, attn_implementation="eager"
     )
     for model in (stock, fastbert.accelerate(stock)):
-        theirs = explain(Subject(model, tokenizer, list(ours.scores), 40), TEXT)
-        assert theirs.label == ours.label
+        expected = explain(Subject(model, tokenizer, list(ours.scores), 40), TEXT)
+        assert expected.label == ours.label
         for name in METHODS:
-            a, b = (torch.tensor(e.attributions[name].words) for e in (ours, theirs))
+            a, b = (torch.tensor(e.attributions[name].words) for e in (ours, expected))
             assert float((a - b).abs().max()) < 1e-4 * max(1.0, float(a.abs().max())), name
 
 
@@ -312,11 +318,11 @@ def test_attention_is_that_of_the_tokens_which_the_head_reads(tokenizer, pooling
     model = transformers.ModernBertForSequenceClassification._from_config(
         config, attn_implementation="eager"
     ).eval()
-    found = explain(Subject(model, tokenizer, ["no", "yes"], 40), TEXT)
+    explanation = explain(Subject(model, tokenizer, ["no", "yes"], 40), TEXT)
     ids = torch.tensor([tokenizer.encode(TEXT)])
     with torch.no_grad():
         weights = model(ids, output_attentions=True).attentions
     last, rolled = weights[-1].mean(1)[0], rollout(weights)[0]
     for name, rows in (("attention", last), ("rollout", rolled)):
         expected = rows[0] if pooling == "cls" else rows.mean(0)
-        assert_close(torch.tensor(found.attributions[name].pieces), expected)
+        assert_close(torch.tensor(explanation.attributions[name].pieces), expected)

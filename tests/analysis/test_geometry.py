@@ -70,13 +70,13 @@ class Planted:
         self.split = encoder.split
 
     def words(self, texts):
-        found = []
+        vectors = []
         for pieces in texts:
             rows = torch.zeros(2, len(pieces.words), 2)
             for i, word in enumerate(pieces.words[1:]):
                 rows[1, i, int(word == "ran")] = 1.0
-            found.append(rows)
-        return found
+            vectors.append(rows)
+        return vectors
 
 
 def test_accuracy_by_layer_and_by_word(encoder, monkeypatch):
@@ -88,12 +88,12 @@ def test_accuracy_by_layer_and_by_word(encoder, monkeypatch):
     usages += [Usage("cat", "only", f"A cat ran {place}.") for place in ("out", "in", "up")]
     planted = Planted(encoder)
     monkeypatch.setattr("fastbert.analysis.senses.ContextEncoder", Planted)
-    found = sense_accuracy(planted, usages, folds=3)
-    assert found.by_word == {"dog": [0.5, 1.0], "cat": [1.0, 1.0]}
+    result = sense_accuracy(planted, usages, folds=3)
+    assert result.by_word == {"dog": [0.5, 1.0], "cat": [1.0, 1.0]}
     # Six of nine sentences have the word with two senses.
-    assert found.layers == [pytest.approx(2 / 3), 1.0]
-    assert found.most_frequent == pytest.approx(2 / 3)
-    assert (found.sentences, found.senses, found.folds) == (9, {"dog": 2, "cat": 1}, 3)
+    assert result.layers == [pytest.approx(2 / 3), 1.0]
+    assert result.most_frequent == pytest.approx(2 / 3)
+    assert (result.sentences, result.senses, result.folds) == (9, {"dog": 2, "cat": 1}, 3)
 
 
 def test_a_held_out_sentence_is_not_in_its_centroid(encoder, monkeypatch):
@@ -177,21 +177,21 @@ def texts(tmp_path):
 
 
 def test_a_map_has_each_sentence_with_the_word(encoder, texts, tmp_path):
-    found = word_map(encoder, texts, "dog", layer=-1)
-    assert [o.text for o in found.occurrences] == [
+    page_map = word_map(encoder, texts, "dog", layer=-1)
+    assert [o.text for o in page_map.occurrences] == [
         "My dog is <b>good</b>.",
         "The dog ran home.",
         "The Dog & cat slept.",
     ]
-    assert (found.layer, found.found, found.too_long) == (2, 3, 1)
-    states = encoder.words([encoder.split(o.text) for o in found.occurrences])
+    assert (page_map.layer, page_map.found, page_map.too_long) == (2, 3, 1)
+    states = encoder.words([encoder.split(o.text) for o in page_map.occurrences])
     rows = torch.stack([rows[2, 1] for rows in states])
     points, explained = project(rows)
-    assert_close(torch.tensor([(o.x, o.y) for o in found.occurrences]).double(), points)
-    assert found.explained == pytest.approx(explained)
-    write_map(found, tmp_path / "map.html")
+    assert_close(torch.tensor([(o.x, o.y) for o in page_map.occurrences]).double(), points)
+    assert page_map.explained == pytest.approx(explained)
+    write_map(page_map, tmp_path / "map.html")
     page = (tmp_path / "map.html").read_text(encoding="utf-8")
-    assert page == html(found)
+    assert page == html(page_map)
     assert "<b>" not in page
     assert page.count("<circle") == 3
     assert page.count('tabindex="0" aria-label') == 1
@@ -274,11 +274,11 @@ def test_a_planted_metric_is_recovered_among_noise():
     assert len(vectors) > 250
     probe = fit_probe(vectors[:200], distances[:200], rank=24, epochs=60, learning_rate=1e-2)
     with torch.no_grad():
-        found = score([probe(v) for v in vectors[200:]], distances[200:])
+        result = score([probe(v) for v in vectors[200:]], distances[200:])
     plain = score([torch.cdist(v, v).square() for v in vectors[200:]], distances[200:])
     linear = score([linear_distances(len(v)) for v in vectors[200:]], distances[200:])
-    assert found.uuas > 0.95
-    assert found.spearman > 0.95
+    assert result.uuas > 0.95
+    assert result.spearman > 0.95
     assert max(plain.uuas, linear.uuas) < 0.6
 
 

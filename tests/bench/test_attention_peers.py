@@ -66,8 +66,8 @@ def test_gradients_of_a_padded_peer():
 
     def gradients(one):
         out = one.restore(one.run())
-        found = torch.autograd.grad(out.square().sum(), one.targets)
-        return [one.restore(gradient) for gradient in found]
+        grads = torch.autograd.grad(out.square().sum(), one.targets)
+        return [one.restore(gradient) for gradient in grads]
 
     results = run_sides(gradients, prepared, oracle, ready)
     for name, *three in zip("qkv", *results, strict=True):

@@ -132,8 +132,8 @@ def test_unknown_names_are_refused(monkeypatch, capsys):
 
 
 def test_the_shapes_and_targets():
-    found = {match.shape.name: match for match in encoder.matches(encoder.SCALES["bert-base"])}
-    assert list(found) == [
+    matches = {match.shape.name: match for match in encoder.matches(encoder.SCALES["bert-base"])}
+    assert list(matches) == [
         "BERT-base 1×32",
         "BERT-base 1×128",
         "BERT-base 8×128 full",
@@ -142,11 +142,11 @@ def test_the_shapes_and_targets():
         "BERT-base 4×512 half padded",
     ]
     for name in ("BERT-base 8×128 half padded", "BERT-base 4×512 half padded"):
-        lengths = found[name].shape.lengths
+        lengths = matches[name].shape.lengths
         assert 0.45 < sum(lengths) / (len(lengths) * max(lengths)) < 0.55
 
     def target(shape: str, engine: str) -> Target:
-        return encoder.target_of(row(engine, label=shape), found[shape])
+        return encoder.target_of(row(engine, label=shape), matches[shape])
 
     assert target("BERT-base 8×128 full", "fastbert bf16") == Target(2.0, 3.0)
     assert target("BERT-base 4×512 half padded", "fastbert bf16 autocast") == Target(3.5, 5.0)
@@ -201,10 +201,10 @@ def test_each_format_is_held_against_its_own_peers():
     assert "- OpenVINO bf16" not in lines
 
 
-def contest_dict(found: CpuRow) -> dict:
-    found.rate, found.tflops, found.of_measured_floor = 1.0, 1.0, 0.5
-    found.p10 = found.p90 = found.seconds
-    return {k: v for k, v in vars(found).items() if v is not None}
+def contest_dict(row: CpuRow) -> dict:
+    row.rate, row.tflops, row.of_measured_floor = 1.0, 1.0, 0.5
+    row.p10 = row.p90 = row.seconds
+    return {k: v for k, v in vars(row).items() if v is not None}
 
 
 class Fake:
@@ -228,10 +228,10 @@ def played(workers: dict[str, Fake], setting: Setting | None = None) -> dict[str
     shape = EncoderShape("tiny 2×16", SMALL, (16, 9))
     setting = setting or Setting("s", 0.0, lambda text: None, ceilings=MACHINE)
     notes = {"OpenVINO bf16": "a note"}
-    found = contest.play(
+    result = contest.play(
         shape, "series", workers, {"ONNX Runtime fp32": "not installed: onnx"}, notes, setting
     )
-    return {found_row.contender: found_row for found_row in found}
+    return {found_row.contender: found_row for found_row in result}
 
 
 def test_nobody_is_left_out_silently(monkeypatch):
@@ -314,12 +314,12 @@ def test_a_worker_gives_its_reason_and_can_end(tmp_path):
 
 
 def test_limits_are_measured():
-    found = ceilings.measure(1, size=64, copied=1 << 20)
-    assert set(found.products) == set(found.units) == set(ceilings.FORMATS)
+    limits = ceilings.measure(1, size=64, copied=1 << 20)
+    assert set(limits.products) == set(limits.units) == set(ceilings.FORMATS)
     # A lower rate would mean that the loop is broken.
-    assert min(found.products.values()) > 1e9
-    assert found.limits("fp32").measured_flops == found.products["fp32"]
-    assert found.bytes > 1e8
+    assert min(limits.products.values()) > 1e9
+    assert limits.limits("fp32").measured_flops == limits.products["fp32"]
+    assert limits.bytes > 1e8
 
 
 def test_the_breakdown_counts_a_whole_forward_pass():
@@ -331,12 +331,12 @@ def test_the_breakdown_counts_a_whole_forward_pass():
         {"operation": "QKV", "seconds": 0.3, "count": 12, "flops": 3e10, "bytes": 1e6},
         {"operation": breakdown.WHOLE, "seconds": 0.5, "count": 1, "flops": 3e10, "bytes": 0.0},
     ]
-    found = breakdown.with_roofline(measured, MACHINE.limits("fp32"))
-    assert found[0]["of_roofline"] == pytest.approx(0.5)
-    assert found[0]["share"] == pytest.approx(0.6)
-    assert found[-1]["operation"] == breakdown.REST
-    assert found[-1]["seconds"] == pytest.approx(0.2)
-    entries = [{"label": "l", "engine": "fast", "operations": found}]
+    result = breakdown.with_roofline(measured, MACHINE.limits("fp32"))
+    assert result[0]["of_roofline"] == pytest.approx(0.5)
+    assert result[0]["share"] == pytest.approx(0.6)
+    assert result[-1]["operation"] == breakdown.REST
+    assert result[-1]["seconds"] == pytest.approx(0.2)
+    entries = [{"label": "l", "engine": "fast", "operations": result}]
     entries.append({"label": "m", "engine": "fast", "refused": "too slow"})
     assert breakdown.lines(entries)[-5:] == [
         "| shape | engine | QKV | whole | rest |",
@@ -362,9 +362,9 @@ def test_the_estimate_is_minutes():
 
 
 def test_real_sentences():
-    found = quantized_accuracy.real_sentences(64)
-    assert len(found) == len(set(found)) == 64
-    assert all(sentence.endswith(".") and len(sentence.split()) > 5 for sentence in found)
+    sentences = quantized_accuracy.real_sentences(64)
+    assert len(sentences) == len(set(sentences)) == 64
+    assert all(sentence.endswith(".") and len(sentence.split()) > 5 for sentence in sentences)
 
 
 def test_errors_and_order_of_embeddings():

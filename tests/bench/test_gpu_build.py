@@ -42,7 +42,7 @@ def architectures() -> str:
 
 
 @pytest.mark.parametrize(
-    ("given", "found", "has_hopper"),
+    ("given", "expected", "has_hopper"),
     [
         (None, "8.0;9.0a;10.0+PTX", True),
         ("", "8.0;9.0a;10.0+PTX", True),
@@ -57,14 +57,14 @@ def architectures() -> str:
         ("Ampere", "8.0;8.6+PTX", False),
     ],
 )
-def test_the_list_is_read_as_torch_accepts_it(machine, capsys, given, found, has_hopper):
+def test_the_list_is_read_as_torch_accepts_it(machine, capsys, given, expected, has_hopper):
     machine(given)
-    assert architectures() == found
-    words = f"CUDA code for {found}, {'with' if has_hopper else 'without'} the kernels of Hopper"
+    assert architectures() == expected
+    words = f"CUDA code for {expected}, {'with' if has_hopper else 'without'} the kernels of Hopper"
     assert words in capsys.readouterr().err
     # torch compiles for the same list.
-    assert os.environ[VARIABLE] == found
-    assert ("9.0a" in found) == has_hopper
+    assert os.environ[VARIABLE] == expected
+    assert ("9.0a" in expected) == has_hopper
 
 
 def test_a_toolkit_before_12_8_has_another_default(machine):
@@ -136,7 +136,7 @@ def test_a_build_without_hopper_kernels_fails_on_hopper(monkeypatch):
         ("8.0;9.0a", (9, 0), False),
         ("8.0+PTX", (8, 0), False),
     ):
-        monkeypatch.setattr(backend, "capability", lambda found=capability: found)
+        monkeypatch.setattr(backend, "capability", lambda arch=capability: arch)
         monkeypatch.setattr(backend, "CUDA_ARCHS", archs)
         with pytest.raises(SystemExit) as ended:
             exec(sections.HAS_HOPPER)  # the code of a command

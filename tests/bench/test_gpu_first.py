@@ -133,20 +133,20 @@ def test_the_rehearsal_has_the_steps_of_the_plan():
 
 def test_a_step_that_fails_does_not_stop_the_next(tmp_path):
     bad = "import sys; print('so far'); sys.exit('the reason')"
-    found = run([step("one", "print(1)", bad), step("two", "print(2)")], tmp_path)
-    assert found["one"].result == FAILED
-    assert found["one"].statuses == [0, 1]
-    assert found["one"].reason == "exit status 1: the reason"
-    assert found["one"].outputs == ["1\n", "so far\n"]
-    assert found["two"].result == OK
+    outcomes = run([step("one", "print(1)", bad), step("two", "print(2)")], tmp_path)
+    assert outcomes["one"].result == FAILED
+    assert outcomes["one"].statuses == [0, 1]
+    assert outcomes["one"].reason == "exit status 1: the reason"
+    assert outcomes["one"].outputs == ["1\n", "so far\n"]
+    assert outcomes["two"].result == OK
 
 
 def test_a_command_that_is_missing_is_a_failure(tmp_path):
     plan = [Step("one", "", (("no-such-tool", "x"),), 10), step("two", "print(2)")]
-    found = run(plan, tmp_path)
-    assert found["one"].result == FAILED
-    assert "no-such-tool" in found["one"].reason
-    assert found["two"].result == OK
+    outcomes = run(plan, tmp_path)
+    assert outcomes["one"].result == FAILED
+    assert "no-such-tool" in outcomes["one"].reason
+    assert outcomes["two"].result == OK
 
 
 def test_a_step_that_hangs_is_ended_with_its_children(tmp_path):
@@ -154,11 +154,11 @@ def test_a_step_that_hangs_is_ended_with_its_children(tmp_path):
     sleep = f"import os, time; open({str(child)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
     hangs = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {sleep!r}])"
     start = time.monotonic()
-    found = run([step("one", hangs, "print(1)", limit_s=5), step("two", "print(2)")], tmp_path)
+    outcomes = run([step("one", hangs, "print(1)", limit_s=5), step("two", "print(2)")], tmp_path)
     assert time.monotonic() - start < 40
-    assert found["one"].result == OUT_OF_TIME
-    assert found["one"].statuses == [None, 0]
-    assert found["two"].result == OK
+    assert outcomes["one"].result == OUT_OF_TIME
+    assert outcomes["one"].statuses == [None, 0]
+    assert outcomes["two"].result == OK
     pid = int(child.read_text(encoding="utf-8"))
     state = Path(f"/proc/{pid}/stat")
     assert not state.exists() or state.read_text(encoding="utf-8").split()[2] == "Z"
@@ -166,10 +166,10 @@ def test_a_step_that_hangs_is_ended_with_its_children(tmp_path):
 
 def test_the_end_of_the_plan_is_said(tmp_path):
     plan = [step("one", "import time; time.sleep(60)"), step("two", "print(2)")]
-    found = run(plan, tmp_path, limit_s=2)
-    assert found["one"].result == OUT_OF_TIME
-    assert found["two"].result == NOT_RUN
-    assert "the 2 s of the plan were over" in found["two"].reason
+    outcomes = run(plan, tmp_path, limit_s=2)
+    assert outcomes["one"].result == OUT_OF_TIME
+    assert outcomes["two"].result == NOT_RUN
+    assert "the 2 s of the plan were over" in outcomes["two"].reason
 
 
 def test_a_step_waits_for_the_background_and_lets_others_pass(tmp_path):
@@ -180,16 +180,16 @@ def test_a_step_waits_for_the_background_and_lets_others_pass(tmp_path):
         step("needs", f"{note}('needs ')", after="build"),
         step("other", f"{note}('other ')"),
     ]
-    found = run(plan, tmp_path)
+    outcomes = run(plan, tmp_path)
     assert log.read_text(encoding="utf-8").split() == ["other", "build", "needs"]
-    assert list(found) == ["build", "needs", "other"]
+    assert list(outcomes) == ["build", "needs", "other"]
 
 
 def test_a_step_after_a_failure_is_not_run(tmp_path):
     plan = [step("build", "raise SystemExit(1)", background=True), step("cuda", "", after="build")]
-    found = run(plan, tmp_path)
-    assert found["cuda"].result == NOT_RUN
-    assert found["cuda"].reason == "build: FAILED"
+    outcomes = run(plan, tmp_path)
+    assert outcomes["cuda"].result == NOT_RUN
+    assert outcomes["cuda"].reason == "build: FAILED"
 
 
 def test_a_row_is_handed_on_before_its_command_ends(tmp_path):
@@ -232,13 +232,13 @@ def test_a_family_whose_canary_hangs_is_skipped(tmp_path):
         step("smoke-cuda", *notes, families=families, after="canary"),
         step("attention-cuda", notes[0], families=("a",), after="canary"),
     ]
-    found = run(plan, tmp_path)
-    assert found["canary"].result == FAILED
+    outcomes = run(plan, tmp_path)
+    assert outcomes["canary"].result == FAILED
     assert sorted(log.read_text()) == ["b", "c"]
-    assert found["smoke-cuda"].result == OK
-    assert found["smoke-cuda"].skipped == {"a": "its canary hangs"}
-    assert found["attention-cuda"].result == NOT_RUN
-    shown = screen.screen(list(found.values()), [])
+    assert outcomes["smoke-cuda"].result == OK
+    assert outcomes["smoke-cuda"].skipped == {"a": "its canary hangs"}
+    assert outcomes["attention-cuda"].result == NOT_RUN
+    shown = screen.screen(list(outcomes.values()), [])
     assert sum("skipped a: its canary hangs" in text for text in shown) == 2
 
 
@@ -249,10 +249,10 @@ def test_a_canary_that_never_ends_skips_its_family(tmp_path):
         step("canary", sleep, "", families=("a", "b"), limit_s=4),
         step("smoke-cuda", "", "", families=("a", "b"), after="canary"),
     ]
-    found = run(plan, tmp_path)
-    assert found["canary"].statuses == [None, 0]
-    assert found["smoke-cuda"].skipped == {"a": "its canary hangs"}
-    assert len(found["smoke-cuda"].statuses) == 1
+    outcomes = run(plan, tmp_path)
+    assert outcomes["canary"].statuses == [None, 0]
+    assert outcomes["smoke-cuda"].skipped == {"a": "its canary hangs"}
+    assert len(outcomes["smoke-cuda"].statuses) == 1
 
 
 def test_without_a_build_there_is_no_canary_and_no_step_after_it(tmp_path):
@@ -261,9 +261,9 @@ def test_without_a_build_there_is_no_canary_and_no_step_after_it(tmp_path):
         step("canary", "", families=("a",), after="build"),
         step("smoke-cuda", "", families=("a",), after="canary"),
     ]
-    found = run(plan, tmp_path)
-    assert [found[name].result for name in ("canary", "smoke-cuda")] == [NOT_RUN, NOT_RUN]
-    assert found["smoke-cuda"].reason == "canary: NOT RUN"
+    outcomes = run(plan, tmp_path)
+    assert [outcomes[name].result for name in ("canary", "smoke-cuda")] == [NOT_RUN, NOT_RUN]
+    assert outcomes["smoke-cuda"].reason == "canary: NOT RUN"
 
 
 # The limit of a case
@@ -431,26 +431,26 @@ def line(state, case, faults=(), kernels=("a",)):
 
 def test_the_screen_names_the_case_that_never_ended(tmp_path):
     text = line("started", "one") + line("done", "one") + line("started", "two")
-    found = outcome("smoke", text, OUT_OF_TIME)
-    shown = screen.screen([found], ["b"])
+    smoke = outcome("smoke", text, OUT_OF_TIME)
+    shown = screen.screen([smoke], ["b"])
     assert "1 of 1 cases, 1 kernels" in shown[0]
     assert "rotary two: never ended" in shown[1]
     assert shown[-1] == "no case launched: b"
 
 
 def test_a_fault_in_a_line_fails_the_step(tmp_path):
-    found = outcome("smoke", line("done", "one", ["out is not finite"]))
-    shown = screen.screen([found], [])
-    assert found.result == FAILED
+    result = outcome("smoke", line("done", "one", ["out is not finite"]))
+    shown = screen.screen([result], [])
+    assert result.result == FAILED
     assert "rotary one: out is not finite" in shown[1]
 
 
 @pytest.mark.parametrize("name", ["smoke", "smoke-cuda", "sanitizer", "check-float32", "graphs"])
 def test_a_step_that_did_nothing_is_no_success(tmp_path, name):
-    found = outcome(name, "")
-    found.step = Step(name, "", (("compute-sanitizer", "--tool", "memcheck"),), 10)
-    screen.screen([found], [])
-    assert found.result == FAILED
+    result = outcome(name, "")
+    result.step = Step(name, "", (("compute-sanitizer", "--tool", "memcheck"),), 10)
+    screen.screen([result], [])
+    assert result.result == FAILED
 
 
 def test_graphs_that_compute_something_else_are_a_fault(monkeypatch, capsys, tmp_path):
@@ -463,11 +463,11 @@ def test_graphs_that_compute_something_else_are_a_fault(monkeypatch, capsys, tmp
     monkeypatch.setattr(graphs.Latest, "replay", once)
     monkeypatch.setattr(sys, "argv", ["graphs", "--rehearse"])
     assert graphs.main() == 1
-    found = outcome("graphs", capsys.readouterr().out)
-    shown = screen.screen([found], [])
+    result = outcome("graphs", capsys.readouterr().out)
+    shown = screen.screen([result], [])
     assert "0 of 3 comparisons agree" in shown[0]
     assert "inference: packed (90, 80, 20): largest difference" in shown[1]
-    assert "replays draw the same dropout masks" in " ".join(screen.graph_lines(found))
+    assert "replays draw the same dropout masks" in " ".join(screen.graph_lines(result))
 
 
 def test_the_screen_begins_with_the_machine(tmp_path):
@@ -477,8 +477,8 @@ def test_the_screen_begins_with_the_machine(tmp_path):
 
 
 def test_kernels_that_no_case_launched():
-    found = outcome("smoke", line("done", "one", kernels=("a", "b")))
-    assert screen.never_launched([found], ["a", "b", "c"]) == ["c"]
+    result = outcome("smoke", line("done", "one", kernels=("a", "b")))
+    assert screen.never_launched([result], ["a", "b", "c"]) == ["c"]
 
 
 def test_a_benchmark_that_was_ended_shows_the_matches_before(tmp_path):
@@ -493,10 +493,10 @@ def test_a_benchmark_that_was_ended_shows_the_matches_before(tmp_path):
 
 
 def test_at_most_eight_files(tmp_path):
-    found = [outcome("smoke", line("done", "one")), outcome("machine", "x" * 100_000)]
+    outcomes = [outcome("smoke", line("done", "one")), outcome("machine", "x" * 100_000)]
     rows = screen.Rows(tmp_path)
-    rows.add(found[0].step, {"smoke": "done"})
-    screen.write(found, tmp_path, ["text"])
+    rows.add(outcomes[0].step, {"smoke": "done"})
+    screen.write(outcomes, tmp_path, ["text"])
     assert {p.name for p in tmp_path.iterdir()} == {"summary.json", "rows.jsonl", "first.log"}
     # Each of the two attention steps adds a JSON file and a plot.
     assert len(list(tmp_path.iterdir())) + 4 <= 8

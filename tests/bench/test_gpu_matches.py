@@ -127,7 +127,7 @@ def scaled(x, weight, bias):
 
 
 @pytest.mark.parametrize("direction", [limits.FORWARD, limits.BACKWARD])
-def test_ours_is_refused_when_wrong_and_theirs_is_noted(direction):
+def test_ours_is_refused_when_wrong_and_a_peer_is_noted(direction):
     rows = play(
         a_match(
             peer(scaled, "fastbert wrong", ours=True),

@@ -43,10 +43,10 @@ def test_without_a_gpu_nothing_runs(monkeypatch, tmp_path, capsys):
 
 
 def test_every_test_is_in_one_section():
-    found = sections.sections(ROOT)
+    found_sections = sections.sections(ROOT)
     paths = [
         argument
-        for section in found.values()
+        for section in found_sections.values()
         for command in section.commands
         for argument in command
         if argument.startswith("tests")
@@ -163,8 +163,8 @@ def test_the_summary_keeps_earlier_sections(tmp_path, capsys):
 def row(contender, seconds, **more):
     common = ("s", "s", "l", "op", "bfloat16", "forward")
     ours = contender.startswith("fastbert")
-    found = GpuRow(*common, contender, ours, seconds=seconds, rate=1.0, unit="TFLOP/s", **more)
-    return to_dict(found)
+    result = GpuRow(*common, contender, ours, seconds=seconds, rate=1.0, unit="TFLOP/s", **more)
+    return to_dict(result)
 
 
 def test_the_table_of_a_section(tmp_path):

@@ -57,10 +57,10 @@ def packages(tmp_path, monkeypatch):
 
 
 def test_docstrings_have_only_prose(packages):
-    found = list(docstrings.documents(packages))
-    assert [d.package for d in found] == ["birdwords"] * 8 + ["fishwords"] * 8
-    assert {d.module for d in found} == {f"{n}.py" for n in ("__init__", *"abcdefg")}
-    for document in found:
+    documents = list(docstrings.documents(packages))
+    assert [d.package for d in documents] == ["birdwords"] * 8 + ["fishwords"] * 8
+    assert {d.module for d in documents} == {f"{n}.py" for n in ("__init__", *"abcdefg")}
+    for document in documents:
         assert len(document.paragraphs) == 3
         assert all(text.endswith("they like it.") for text in document.paragraphs)
 
@@ -102,17 +102,17 @@ def test_both_engines_train_alike_on_real_text(tmp_path):
     options += ["--steps", 12, "--evaluations", 2, "--max-length", 32, "--tokens-per-batch", 256]
     output = run("benchmarks.real_text", "--out", tmp_path, *options)
     assert "| 12 | transformers |" in output
-    found = json.loads((tmp_path / "real_text.json").read_text(encoding="utf-8"))
-    assert [row["step"] for row in found["held_out"]] == [0, 0, 6, 6, 12, 12]
-    losses = found["losses"]
+    record = json.loads((tmp_path / "real_text.json").read_text(encoding="utf-8"))
+    assert [row["step"] for row in record["held_out"]] == [0, 0, 6, 6, 12, 12]
+    losses = record["losses"]
     assert len(losses["fastbert"]) == 12
     assert losses["fastbert"] == pytest.approx(losses["transformers"], rel=1e-4)
-    assert found["held_out"][-1]["mlm_loss"] < found["held_out"][0]["mlm_loss"] - 0.05
-    for ours, theirs in zip(found["held_out"][::2], found["held_out"][1::2], strict=True):
+    assert record["held_out"][-1]["mlm_loss"] < record["held_out"][0]["mlm_loss"] - 0.05
+    for ours, stock in zip(record["held_out"][::2], record["held_out"][1::2], strict=True):
         for name in ("mlm_loss", "nsp_loss"):
-            assert ours[name] == pytest.approx(theirs[name], rel=1e-4)
-    assert found["ratio_of_total_times"] == pytest.approx(
-        sum(found["seconds"]["transformers"]) / sum(found["seconds"]["fastbert"])
+            assert ours[name] == pytest.approx(stock[name], rel=1e-4)
+    assert record["ratio_of_total_times"] == pytest.approx(
+        sum(record["seconds"]["transformers"]) / sum(record["seconds"]["fastbert"])
     )
     assert (tmp_path / "real_text.png").read_bytes()[:4] == b"\x89PNG"
 
@@ -127,13 +127,13 @@ def test_a_training_step_has_times_and_memory_of_both_engines(tmp_path, monkeypa
     arguments = ["training_step", "--out", str(tmp_path), "--steps", "3", "--threads", "1"]
     monkeypatch.setattr(sys, "argv", arguments)
     training_step.main()
-    found = json.loads((tmp_path / "training_step.json").read_text(encoding="utf-8"))
-    assert found["lengths"] == [16, 1]
-    assert [row["engine"] for row in found["rows"]] == list(engines)
-    for row in found["rows"]:
+    record = json.loads((tmp_path / "training_step.json").read_text(encoding="utf-8"))
+    assert record["lengths"] == [16, 1]
+    assert [row["engine"] for row in record["rows"]] == list(engines)
+    for row in record["rows"]:
         assert len(row["all_seconds"]) == 3
         assert row["seconds"] == sorted(row["all_seconds"])[1]
-        assert row["tokens_per_second"] == pytest.approx(sum(found["lengths"]) / row["seconds"])
+        assert row["tokens_per_second"] == pytest.approx(sum(record["lengths"]) / row["seconds"])
         # The weights, the gradients and the two moments in fp32 are a lower bound.
         assert row["peak_bytes"] > 16 * parameters(SMALL)
     text = (tmp_path / "training_step.md").read_text(encoding="utf-8")
@@ -141,7 +141,7 @@ def test_a_training_step_has_times_and_memory_of_both_engines(tmp_path, monkeypa
     lines = text.splitlines()
     assert lines[2].startswith("| tiny | fp32 | fastbert fp32 | ")
     assert lines[2].endswith("| 1.00 × | 1.00 × |")
-    ratio = found["rows"][1]["peak_bytes"] / found["rows"][0]["peak_bytes"]
+    ratio = record["rows"][1]["peak_bytes"] / record["rows"][0]["peak_bytes"]
     assert lines[3].endswith(f"| {ratio:.2f} × |")
 
 
@@ -159,10 +159,10 @@ def test_transfer_compares_with_the_same_architecture(tmp_path):
     options = ["--model", model, "--packages", "email", "asyncio", "--count", 16, "--epochs", 2]
     options += ["--scratch-rates", "1e-3", "--scratch-epochs", 3, "--precision", "fp32"]
     run("benchmarks.transfer", "--out", tmp_path / "out", *options)
-    found = json.loads((tmp_path / "out" / "transfer.json").read_text(encoding="utf-8"))
-    assert [row["name"] for row in found["rows"]] == ["pre-trained", "from scratch"]
-    assert [len(row["per_epoch"]) for row in found["rows"]] == [2, 3]
-    for row in found["rows"]:
+    record = json.loads((tmp_path / "out" / "transfer.json").read_text(encoding="utf-8"))
+    assert [row["name"] for row in record["rows"]] == ["pre-trained", "from scratch"]
+    assert [len(row["per_epoch"]) for row in record["rows"]] == [2, 3]
+    for row in record["rows"]:
         assert row["examples"] == {"train": 20, "validation": 4, "test": 8}
         assert row["per_epoch"][-1] == row["accuracy"]["validation"]
     scratch = BertModel.from_pretrained(tmp_path / "out" / "untrained")

@@ -55,66 +55,66 @@ def test_a_multiprocessor_has_whole_blocks():
 
 def test_launches_run_one_after_another_and_their_units_together():
     launches = [launch(mufu=132 * 500, sass_issue=132 * 400), launch(shared_wavefronts=132 * 3000)]
-    found = bound(NORM, BF16, BACKWARD, launches, H100)
-    assert found.bound == pytest.approx(4000 / 1.83e9)
-    assert found.binds == "shared"
-    assert found.seconds["mufu"] == pytest.approx(1000 / 1.83e9)
-    assert found.launches == ["kernel", "kernel"]
+    limit = bound(NORM, BF16, BACKWARD, launches, H100)
+    assert limit.bound == pytest.approx(4000 / 1.83e9)
+    assert limit.binds == "shared"
+    assert limit.seconds["mufu"] == pytest.approx(1000 / 1.83e9)
+    assert limit.launches == ["kernel", "kernel"]
 
 
 def test_memory_binds_by_the_least_traffic_of_the_operation():
-    found = bound(NORM, BF16, FORWARD, [launch(size=4 * 2e6, mufu=1)], H200)
-    assert (found.binds, found.unit) == ("memory", "TB/s")
+    limit = bound(NORM, BF16, FORWARD, [launch(size=4 * 2e6, mufu=1)], H200)
+    assert (limit.binds, limit.unit) == ("memory", "TB/s")
     # The fastest copy that was measured, not the rate of the data sheet.
-    assert found.bound == pytest.approx(3 * 2e6 / 4.3e12)
-    assert found.rate == pytest.approx(4.3)
+    assert limit.bound == pytest.approx(3 * 2e6 / 4.3e12)
+    assert limit.rate == pytest.approx(4.3)
     # The estimate has the four tensors of this launch instead of the least three.
-    assert found.estimate == pytest.approx(4 * 2e6 / 4.3e12)
-    assert found.estimate_rate == pytest.approx(3.225)
+    assert limit.estimate == pytest.approx(4 * 2e6 / 4.3e12)
+    assert limit.estimate_rate == pytest.approx(3.225)
     # No copy was measured on another GPU, which is taken to reach the same share.
     on_a100 = bound(NORM, BF16, FORWARD, [launch(size=4 * 2e6, mufu=1)], A100)
     assert on_a100.bound == pytest.approx(3 * 2e6 / (2.039e12 * 4.3 / 4.8))
-    assert found.goal == pytest.approx(3.7)
+    assert limit.goal == pytest.approx(3.7)
 
 
 def test_a_launch_with_products_may_read_a_part_of_its_tensors():
-    found = bound(ATTENTION, BF16, FORWARD, [launch(size=1e12, tensor_flops=1)], H200)
-    assert found.estimate == found.bound
+    limit = bound(ATTENTION, BF16, FORWARD, [launch(size=1e12, tensor_flops=1)], H200)
+    assert limit.estimate == limit.bound
     library = [launch(0, size=1e12, tensor_flops=1)]
     assert bound(ATTENTION, BF16, FORWARD, library, H200).estimate == pytest.approx(1e12 / 4.3e12)
 
 
 def test_the_issue_of_instructions_is_an_estimate():
-    found = bound(ATTENTION, BF16, FORWARD, [launch(sass_issue=132 * 4e6, tensor_flops=1)], H200)
-    assert found.binds == "memory"
-    assert found.estimate_binds == "issue"
-    assert found.estimate == pytest.approx(1e6 / 1.83e9)
-    assert found.goal == 450
+    limit = bound(ATTENTION, BF16, FORWARD, [launch(sass_issue=132 * 4e6, tensor_flops=1)], H200)
+    assert limit.binds == "memory"
+    assert limit.estimate_binds == "issue"
+    assert limit.estimate == pytest.approx(1e6 / 1.83e9)
+    assert limit.goal == 450
 
 
 def test_products_take_at_least_the_time_of_the_librarys():
     case = Case("feed_forward", "x", (1024, 768, 3072))
     products = [launch(blocks, tensor_flops=132 * 4096 * 79e4) for blocks in (0, 132)]
-    found = bound(case, BF16, FORWARD, products, H200)
-    assert found.bound == pytest.approx(2 * 79e4 / 1.83e9)
-    assert found.estimate == pytest.approx(2 * 98.9e4 / 1.83e9)
+    limit = bound(case, BF16, FORWARD, products, H200)
+    assert limit.bound == pytest.approx(2 * 79e4 / 1.83e9)
+    assert limit.estimate == pytest.approx(2 * 98.9e4 / 1.83e9)
     # A unit that is busier than the matrix units binds as before.
     busy_too = dataclasses.replace(products[1], counts=products[1].counts | {"mufu": 132 * 1e6})
-    found = bound(case, BF16, FORWARD, [busy_too], H200)
-    assert found.estimate == found.bound == pytest.approx(2e6 / 1.83e9)
+    limit = bound(case, BF16, FORWARD, [busy_too], H200)
+    assert limit.estimate == limit.bound == pytest.approx(2e6 / 1.83e9)
 
 
 def test_tcgen05_is_not_invented():
     """The bound of a kernel with products is that of the operation, whatever the code does."""
-    found = bound(ATTENTION, BF16, FORWARD, [launch(tensor_flops=1, mufu=1)], B200)
-    assert "tcgen05" in found.reason
+    limit = bound(ATTENTION, BF16, FORWARD, [launch(tensor_flops=1, mufu=1)], B200)
+    assert "tcgen05" in limit.reason
     least = work(ATTENTION, BF16, FORWARD)
-    assert found.seconds == {
+    assert limit.seconds == {
         "tensor": pytest.approx(least.flops / 2.25e15, rel=1e-3),
         "memory": pytest.approx(least.bytes / (8e12 * 4.3 / 4.8)),
     }  # fmt: skip
-    assert found.bound == max(found.seconds.values())
-    assert found.estimate == 0
+    assert limit.bound == max(limit.seconds.values())
+    assert limit.estimate == 0
     # A kernel without products is the same on sm_100, and so is a product of the library.
     assert not bound(NORM, BF16, FORWARD, [launch(mufu=1)], B200).reason
     assert not bound(NORM, BF16, FORWARD, [launch(0, tensor_flops=1)], B200).reason
@@ -162,8 +162,8 @@ def test_the_interpreter_is_refused(monkeypatch):
 def test_the_cuda_kernels_are_counted():
     pytest.importorskip("triton", reason="its wheel has the disassembler")
     case = Case("attention", "two tiles", (2, 3, 128, 64, 64))
-    found = predict([case], gpus=(A100,), backend="cuda")
-    [forward], [backward] = found.launches.values()
+    prediction = predict([case], gpus=(A100,), backend="cuda")
+    [forward], [backward] = prediction.launches.values()
     assert (forward.name, forward.blocks) == ("attention_forward.forward_kernel", 6)
     assert (backward.name, backward.blocks) == ("attention_backward.backward_kernel", 6)
     # Two products of 128 queries, 64 keys and 64 dims, of 2 operations each, in six heads.
@@ -172,8 +172,8 @@ def test_the_cuda_kernels_are_counted():
     assert backward.counts["tensor_flops"] == 6 * 5 * 2 * 128 * 128 * 64
     for launched in (forward, backward):
         assert launched.counts["sass_issue"] > launched.counts["sass_lsu"] > 0
-    assert [row.gpu for row in found.bounds] == ["A100", "A100"]
-    assert not any(row.reason for row in found.bounds)
+    assert [row.gpu for row in prediction.bounds] == ["A100", "A100"]
+    assert not any(row.reason for row in prediction.bounds)
 
 
 def test_what_the_cuda_kernels_do_not_serve_has_no_bound():

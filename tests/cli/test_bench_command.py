@@ -73,8 +73,10 @@ def bounds(monkeypatch):
     """Replace the execution of the kernels by one launch with known counts."""
     monkeypatch.setattr(predict.backends, "interpreted", lambda: False)
     launch = Launched("kernel", 132, 24, {"mufu": 132 * 500e3, "tensor_flops": 0})
-    found = {"forward": [launch], "backward": [launch]}
-    monkeypatch.setattr(predict, "count", lambda case, dtype, arch, multiprocessors, backend: found)
+    launches = {"forward": [launch], "backward": [launch]}
+    monkeypatch.setattr(
+        predict, "count", lambda case, dtype, arch, multiprocessors, backend: launches
+    )
 
 
 def test_predicted_bounds(run, monkeypatch, tmp_path):

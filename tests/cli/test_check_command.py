@@ -55,7 +55,7 @@ def test_a_row_is_in_the_output_before_the_next_is_computed(monkeypatch):
         return {"count": len(known)}
 
     assert print_json_rows("rows", rows(), rest) == [{"number": n} for n in range(3)]
-    assert [len(found) for found in arrived] == [1, 2, 3]
+    assert [len(lines) for lines in arrived] == [1, 2, 3]
     sys.stdout.flush()
     expected = {"rows": [{"number": n} for n in range(3)], "count": 3}
     assert json.loads(written.getvalue()) == expected

@@ -113,12 +113,12 @@ def test_agrees_with_the_pipeline_of_transformers(
     pipeline = transformers.pipeline("text-classification", model=str(folder), device="cpu")
     labels = list(ours[0]["scores"])
 
-    def theirs() -> torch.Tensor:
+    def stock_scores() -> torch.Tensor:
         rows = pipeline(inputs, top_k=None, truncation=True)
         by_label = [{one["label"]: one["score"] for one in row} for row in rows]
         return torch.tensor([[row[label] for label in labels] for row in by_label])
 
-    exact, yardstick = exact_scores(folder, inputs, function), Yardstick(theirs)
+    exact, yardstick = exact_scores(folder, inputs, function), Yardstick(stock_scores)
     scores = torch.tensor([[row["scores"][label] for label in labels] for row in ours])
     assert_close("scores", scores, exact, yardstick)
     best = [labels[i] for i in yardstick.library.argmax(-1)]
@@ -257,13 +257,13 @@ def test_a_csv_with_ids(run, refused, classifier, tmp_path, target):
     assert result.exit_code == 0, result.output
     plain = write(tmp_path / "texts.jsonl", PAIRS)
     assert run("classify", folder, plain, tmp_path / f"plain_{target}", *options).exit_code == 0
-    found, expected = (
+    actual, expected = (
         parquet.read_table(path).to_pylist()
         if path.suffix == ".parquet"
         else [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
         for path in (tmp_path / target, tmp_path / f"plain_{target}")
     )
-    assert found == [{"id": f"{i}0", **row} for i, row in enumerate(expected)]
-    assert [next(iter(row)) for row in found] == ["id"] * len(TEXTS)
+    assert actual == [{"id": f"{i}0", **row} for i, row in enumerate(expected)]
+    assert [next(iter(row)) for row in actual] == ["id"] * len(TEXTS)
     message = refused("classify", folder, "--text", "the dog", "--id-field", "key")
     assert message == "error: --text: got a text and --id-field, allowed: --text, or INPUT and OUT"

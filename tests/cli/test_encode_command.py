@@ -302,7 +302,7 @@ def test_agrees_with_sentence_transformers(run, tmp_path):
     result = run("encode", folder, source, tmp_path / "rows.npy")
     assert result.exit_code == 0, result.output
     assert "were cut to 256 tokens" in result.output
-    theirs = SentenceTransformer(str(folder), device="cpu")
-    exact = copy.deepcopy(theirs).double().encode(texts, convert_to_tensor=True)
-    yardstick = Yardstick(lambda: theirs.encode(texts, convert_to_tensor=True))
+    stock = SentenceTransformer(str(folder), device="cpu")
+    exact = copy.deepcopy(stock).double().encode(texts, convert_to_tensor=True)
+    yardstick = Yardstick(lambda: stock.encode(texts, convert_to_tensor=True))
     assert_close("embeddings", torch.from_numpy(np.load(tmp_path / "rows.npy")), exact, yardstick)

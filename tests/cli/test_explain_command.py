@@ -125,7 +125,7 @@ def test_word_map_writes_a_page(run, refused, model_folder, tmp_path):
     assert result.output.startswith("2 of 2 sentences, 100.0% of the variance")
     assert page.read_text(encoding="utf-8").count("<circle") == 2
     content = json.loads(run("word-map", model_folder, texts, "dog", "-o", page, "--json").output)
-    assert [found["text"] for found in content["occurrences"]] == [
+    assert [occurrence["text"] for occurrence in content["occurrences"]] == [
         "The dog ran home.",
         "My dog saw a bird.",
     ]

@@ -80,8 +80,8 @@ def test_trains_resumes_and_predicts(run, model_folder, reviews, tmp_path):
         json.loads(line)
         for line in (tmp_path / "labels.jsonl").read_text(encoding="utf-8").splitlines()
     ]
-    for ours, theirs in zip(lines, labels, strict=False):
-        assert ours["scores"] == pytest.approx(theirs["scores"], abs=1e-5)
+    for ours, stock in zip(lines, labels, strict=False):
+        assert ours["scores"] == pytest.approx(stock["scores"], abs=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -87,8 +87,8 @@ def test_missing_extension_is_said(run, monkeypatch):
     ("version", "is_affected"), [("12.8", True), ("13.2", True), ("13.3", False)]
 )
 def test_a_ptxas_that_may_break_wgmma_is_named(run, monkeypatch, version, is_affected):
-    found = ptxas.Assembler("/opt/ptxas", version, "TRITON_PTXAS_PATH")
-    monkeypatch.setattr(ptxas, "assembler", lambda arch: found)
+    assembler = ptxas.Assembler("/opt/ptxas", version, "TRITON_PTXAS_PATH")
+    monkeypatch.setattr(ptxas, "assembler", lambda arch: assembler)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     compiler = json.loads(run("info", "--json").stdout)["compiler"]
     assert compiler["ptxas"] == f"{version}, /opt/ptxas"
@@ -136,10 +136,10 @@ def test_a_gpu_has_its_times_and_the_calls_that_cuda_refuses(run, monkeypatch):
 
 def test_the_products_of_the_library_have_their_reasons():
     rows = _products_of_cuda()
-    found = {(row["product"], row["operands"]): (row["by"], row["reason"]) for row in rows}
+    by_product = {(row["product"], row["operands"]): (row["by"], row["reason"]) for row in rows}
     not_contiguous = ("library", "the bias is not contiguous")
     for product in ("gelu(x W1ᵀ + b1)", "(dy W2) gelu'(h)"):
-        reasons = {operands: row for (name, operands), row in found.items() if name == product}
+        reasons = {operands: row for (name, operands), row in by_product.items() if name == product}
         assert reasons == {
             "bf16 or fp16": ("CUDA C++", "the epilogue saves a pass over the pre-activation"),
             "fp32": ("library", "fp32 products in IEEE have no matrix units"),

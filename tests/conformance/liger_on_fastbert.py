@@ -1,6 +1,6 @@
 """A pytest plugin that puts fastbert's operations in the place of Liger's kernels.
 
-Liger's tests compare a module of theirs with transformers' or torch's, and a function with its
+Liger's tests compare a module of Liger with transformers' or torch's, and a function with its
 module. The modules run the backend that the environment names, and the functions of
 ``liger_kernel.transformers.functional`` run the reference. What fastbert does not offer skips the
 test, with the reason.

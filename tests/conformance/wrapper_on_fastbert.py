@@ -28,18 +28,18 @@ from fastbert.integrations.accelerate import bound_encoders
 RTOL, ATOL = 1e-4, 1e-5
 
 
-def numbers(found: Any) -> Tensor:
+def numbers(output: Any) -> Tensor:
     """Return all numbers in a result."""
-    if isinstance(found, (list, tuple)):
-        return torch.cat([numbers(each) for each in found])
-    return torch.as_tensor(found).detach().double().flatten()
+    if isinstance(output, (list, tuple)):
+        return torch.cat([numbers(each) for each in output])
+    return torch.as_tensor(output).detach().double().flatten()
 
 
 def measured(run: Callable[[Any], Any], made: Any) -> tuple[Tensor, int]:
     """Return the numbers of one run, and how many rows the layers of fastbert computed."""
     with rows_computed() as rows:
-        found = numbers(run(made))
-    return found, sum(rows)
+        output = numbers(run(made))
+    return output, sum(rows)
 
 
 def cut(module: nn.Module, given: Any, out: Tensor) -> Tensor:
@@ -64,8 +64,8 @@ def compared(name: str, cache: Path) -> dict[str, Any]:
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         actual, rows = measured(wrapper.run, fast)
-    found: dict[str, Any] = {"paths": list(bound), "rows": rows}
-    found["plain"] = difference(actual, expected)
+    record: dict[str, Any] = {"paths": list(bound), "rows": rows}
+    record["plain"] = difference(actual, expected)
     # The HF model of the stock object is at the same path as that of the accelerated object.
     hook(next(iter(bound.values())).hf_model)
     fastbert.accelerate(stock)
@@ -76,13 +76,13 @@ def compared(name: str, cache: Path) -> dict[str, Any]:
     )
     hook(hf_model)
     cut_off, _ = measured(wrapper.run, stock)
-    found["effect of the hook"] = float((cut_off - expected).abs().max())
+    record["effect of the hook"] = float((cut_off - expected).abs().max())
     with warnings.catch_warnings(record=True) as more:
         warnings.simplefilter("always")
-        found["hooked"] = difference(measured(wrapper.run, fast)[0], cut_off)
+        record["hooked"] = difference(measured(wrapper.run, fast)[0], cut_off)
     texts = {str(one.message) for one in (*warned, *more)}
-    found["fallbacks"] = sorted(text for text in texts if text.startswith("fastbert:"))
-    return found
+    record["fallbacks"] = sorted(text for text in texts if text.startswith("fastbert:"))
+    return record
 
 
 def difference(actual: Tensor, expected: Tensor) -> dict[str, Any]:
@@ -95,8 +95,8 @@ def difference(actual: Tensor, expected: Tensor) -> dict[str, Any]:
 
 def main() -> None:
     name, out = sys.argv[1:]
-    found = compared(name, Path(out).parent)
-    Path(out).write_text(json.dumps(found), encoding="utf-8")
+    record = compared(name, Path(out).parent)
+    Path(out).write_text(json.dumps(record), encoding="utf-8")
 
 
 if __name__ == "__main__":

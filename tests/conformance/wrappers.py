@@ -168,10 +168,10 @@ class Attribution:
     def attributions(self) -> Tensor:
         given = self.tokenizer(TEXTS[:3], padding=True, return_tensors="pt")
         ids, mask = given["input_ids"], given["attention_mask"]
-        found = self.captum.attribute(
+        values = self.captum.attribute(
             ids, ids * 0, target=1, n_steps=4, additional_forward_args=(mask,)
         )
-        return found[mask.bool()]
+        return values[mask.bool()]
 
 
 def classification(given: Folders) -> Any:

@@ -72,18 +72,18 @@ def compared(name: str, python: Path) -> tuple[dict[str, Any], str]:
     return json.loads(out.read_text(encoding="utf-8")), ""
 
 
-def show(name: str, found: dict[str, Any]) -> bool:
+def show(name: str, record: dict[str, Any]) -> bool:
     """Print the line of an object, and return whether all its results are equal."""
-    ran = f"{found['rows']} rows in fastbert" if found["rows"] else "stock code ran"
+    ran = f"{record['rows']} rows in fastbert" if record["rows"] else "stock code ran"
     words = [
-        f"{part} {'equal' if found[part]['equal'] else 'DIFFERS'} ({found[part]['largest']:.0e})"
+        f"{part} {'equal' if record[part]['equal'] else 'DIFFERS'} ({record[part]['largest']:.0e})"
         for part in ("plain", "hooked")
     ]
-    path = ", ".join(found["paths"])
+    path = ", ".join(record["paths"])
     print(f"{name:28} {path:32} {'   '.join(words)}   {ran}", flush=True)
-    for text in found["fallbacks"]:
+    for text in record["fallbacks"]:
         print(f"    {text}")
-    return found["plain"]["equal"] and found["hooked"]["equal"]
+    return record["plain"]["equal"] and record["hooked"]["equal"]
 
 
 def main() -> int:
@@ -99,10 +99,10 @@ def main() -> int:
         if problem:
             listed.append(f"{name}: does not install: {problem}")
             continue
-        found, problem = compared(name, python)
+        record, problem = compared(name, python)
         if problem:
             failed.append(f"{name}: does not work: {problem}")
-        elif not show(name, found):
+        elif not show(name, record):
             failed.append(f"{name}: a result differs")
     for title, lines in (("Not compared:", listed), ("Failures:", failed)):
         if lines:

@@ -35,8 +35,8 @@ class Fault(NamedTuple):
 
     def broken(self, ptx: str) -> str:
         """Return the PTX of a kernel with the fault, or raise ValueError if it does not fit."""
-        found = list(re.finditer(self.old, ptx))
-        chosen = [found[i] for i in self.which] if self.which else found
+        matches = list(re.finditer(self.old, ptx))
+        chosen = [matches[i] for i in self.which] if self.which else matches
         if not chosen:
             raise ValueError(f"{self.name}: the PTX has no such instruction")
         for match in sorted(chosen, key=re.Match.start, reverse=True):
@@ -47,8 +47,10 @@ class Fault(NamedTuple):
 def kernel_in(path: Path, *parts: str) -> str:
     """Return the PTX of the only kernel of a file whose mangled name contains all parts."""
     header, *kernels = re.split(r"(?m)^(?=\.entry)", path.read_text(encoding="utf-8"))
-    [found] = [text for text in kernels if all(part in text.split("(")[0] for part in parts)]
-    return header + found
+    [text_of_kernel] = [
+        text for text in kernels if all(part in text.split("(")[0] for part in parts)
+    ]
+    return header + text_of_kernel
 
 
 @contextmanager
@@ -70,8 +72,8 @@ def outcome(
     for seed in range(seeds):
         try:
             results = run(seed)
-        except PtxFault as found:
-            return found.kind
+        except PtxFault as fault:
+            return fault.kind
         if not all(map(torch.equal, results, expected)):
             return "result"
     return ""

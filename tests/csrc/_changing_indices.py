@@ -148,10 +148,10 @@ def bert() -> Case:
     rest = ([], None, 2, 1, 1e-12, 1e-12, "gelu", torch.float32)
 
     def call() -> Tensor:
-        found, _ = OPS.bert(ids, None, None, embedding, layer * 2, *rest)
-        if not found:
+        outputs, _ = OPS.bert(ids, None, None, embedding, layer * 2, *rest)
+        if not outputs:
             raise IndexError("ids")
-        return found[0]
+        return outputs[0]
 
     return Case(call, ids.view(-1), [399])
 

@@ -79,7 +79,7 @@ def properties(target: Path) -> dict[str, dict[str, dict[str, int]]]:
     The shared memory is that of the declarations, without what a launch asks for. fp16 and bf16
     have one line, which is the larger figure.
     """
-    found: dict[str, dict[str, dict[str, int]]] = {}
+    by_kernel: dict[str, dict[str, dict[str, int]]] = {}
     usage, dumped = cuobjdump("-res-usage", target), cuobjdump("--dump-sass", target)
     for (arch, used), (_, code) in zip(
         by_architecture(usage), by_architecture(dumped), strict=True
@@ -91,10 +91,10 @@ def properties(target: Path) -> dict[str, dict[str, dict[str, int]]]:
             kernel, _, dim, pairs, dropout = KERNEL.search(name).groups()
             words = [kernel, f"D{dim}", *["pairs"] * int(pairs), *["dropout"] * int(dropout)]
             line = {"registers": int(registers), "shared": int(shared), **loop_of[name]}
-            lines = found.setdefault(" ".join(words), {})
+            lines = by_kernel.setdefault(" ".join(words), {})
             before = lines.get(f"sm_{arch}", line)
             lines[f"sm_{arch}"] = {key: max(before[key], line[key]) for key in line}
-    return found
+    return by_kernel
 
 
 def resources(binary: Path) -> dict[str, dict[str, int]]:
@@ -103,7 +103,7 @@ def resources(binary: Path) -> dict[str, dict[str, int]]:
     Args:
         binary: Code for one architecture.
     """
-    found: dict[str, dict[str, int]] = {}
+    by_kernel: dict[str, dict[str, int]] = {}
     usage = cuobjdump("-res-usage", binary)
     for name, registers, stack, shared in re.findall(
         r"Function (\S+):\s+REG:(\d+) STACK:(\d+) SHARED:(\d+)", usage
@@ -117,9 +117,9 @@ def resources(binary: Path) -> dict[str, dict[str, int]]:
             words = ["attention", direction, f"D{dim}"]
             words += [*["pairs"] * int(pairs), *["dropout"] * int(dropout)]
         line = {"registers": int(registers), "shared": int(shared)}
-        before = found.get(" ".join(words), line)
-        found[" ".join(words)] = {key: max(before[key], line[key]) for key in line}
-    return found
+        before = by_kernel.get(" ".join(words), line)
+        by_kernel[" ".join(words)] = {key: max(before[key], line[key]) for key in line}
+    return by_kernel
 
 
 def recorded(arch: str, prefix: str) -> dict[str, dict[str, int]]:
@@ -128,9 +128,11 @@ def recorded(arch: str, prefix: str) -> dict[str, dict[str, int]]:
     The test is skipped if nvcc has another version than that of the record.
     """
     record = json.loads(RECORD.read_text(encoding="utf-8"))
-    found = version(shutil.which("nvcc"))
-    if found != record["nvcc"]:
-        pytest.skip(f"nvcc is {found}, and the record describes the code of {record['nvcc']}")
+    nvcc_version = version(shutil.which("nvcc"))
+    if nvcc_version != record["nvcc"]:
+        pytest.skip(
+            f"nvcc is {nvcc_version}, and the record describes the code of {record['nvcc']}"
+        )
     return {
         name: lines[f"sm_{arch}"]
         for name, lines in record["others"].items()
@@ -138,9 +140,11 @@ def recorded(arch: str, prefix: str) -> dict[str, dict[str, int]]:
     }
 
 
-def merge(record: dict[str, dict[str, Any]], arch: str, found: dict[str, dict[str, int]]) -> None:
+def merge(
+    record: dict[str, dict[str, Any]], arch: str, by_kernel: dict[str, dict[str, int]]
+) -> None:
     """Add the lines of one architecture to a record."""
-    for name, line in found.items():
+    for name, line in by_kernel.items():
         record.setdefault(name, {})[f"sm_{arch}"] = line
 
 

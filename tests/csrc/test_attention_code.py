@@ -46,10 +46,10 @@ def test_the_code_is_that_of_the_record(compiled):
     version = _machine_code.version(shutil.which("nvcc"))
     if version != record["nvcc"]:
         pytest.skip(f"nvcc is {version}, and the record describes the code of {record['nvcc']}")
-    found = {}
+    results = {}
     for target, _ in compiled:
-        found |= _machine_code.properties(target)
-    assert found == record["kernels"], "python tests/csrc/_machine_code.py writes the record anew"
+        results |= _machine_code.properties(target)
+    assert results == record["kernels"], "python tests/csrc/_machine_code.py writes the record anew"
 
 
 @pytest.mark.parametrize(

@@ -94,19 +94,19 @@ class Problems:
         options = (self.mask, None, None, None, 70, 140, 0.0, 0.125)
         if variant:
             options = (self.pairs, None, None, SEED, 70, 140, 0.2, 0.125)
-        found = self.one(name, (self.queries, self.keys, self.values, self.dout), options)
+        problems = self.one(name, (self.queries, self.keys, self.values, self.dout), options)
         if not variant:
             options = (None, self.starts, self.starts, None, 37, 37, 0.0, 0.125)
-            found += self.one(name, self.packed.unbind(), options)
+            problems += self.one(name, self.packed.unbind(), options)
             # The gradients of the softmax of a single key are 0.
             tensors = (self.queries, *self.single, self.dout)
             options = (None, None, None, None, 70, 1, 0.0, 0.125)
-            found += self.one(name, tensors, options)
+            problems += self.one(name, tensors, options)
             # Without queries, blocks of keys follow each other at once.
             keys = torch.ones(1, 1, 300, 64, dtype=torch.bfloat16)
             options = (None, None, None, None, 0, 300, 0.0, 0.125)
-            found += self.one(name, (keys[:, :, :0], keys, keys, keys[:, :, :0]), options)
-        return found
+            problems += self.one(name, (keys[:, :, :0], keys, keys, keys[:, :, :0]), options)
+        return problems
 
     def one(self, name, tensors, options):
         *inputs, dout = tensors

@@ -327,11 +327,11 @@ def test_reruns_and_thread_counts_agree_bitwise(isa, operators, dtype):
     cases = [draw(*shape, dtype) for shape in shapes]
 
     def all_results() -> list[Tensor]:
-        found = []
+        entries = []
         for case in cases:
             rows = case["weight"].t().contiguous()
-            found += [*results(operators, case), operators.matmul(case["x"], rows, None, dtype)]
-        return found
+            entries += [*results(operators, case), operators.matmul(case["x"], rows, None, dtype)]
+        return entries
 
     threads = torch.get_num_threads()
     try:

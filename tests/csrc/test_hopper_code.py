@@ -91,12 +91,12 @@ def test_a_block_takes_no_more_registers_than_it_owns(direction, request):
 
 def test_registers_and_shared_memory_are_those_of_the_record(kernels, backward, folder):
     for direction, texts in (("forward", kernels), ("backward", backward)):
-        found = {}
+        results = {}
         for binary in sorted(folder.glob(f"attention_{direction}*.cubin")):
-            found |= _machine_code.resources(binary)
+            results |= _machine_code.resources(binary)
         # fp16 and bf16 share a line.
-        assert (len(found), len(texts)) == (12, 24)
-        assert found == _machine_code.recorded("90a", f"attention {direction}")
+        assert (len(results), len(texts)) == (12, 24)
+        assert results == _machine_code.recorded("90a", f"attention {direction}")
 
 
 @pytest.mark.parametrize("dim", [32, 64, 128])

@@ -17,15 +17,15 @@ MIB = 1 << 20
 
 def huge_bytes(t: torch.Tensor) -> int:
     """Return the bytes in huge pages of the mapping that holds the first element of a tensor."""
-    found, inside = 0, False
+    size, inside = 0, False
     for line in Path("/proc/self/smaps").read_text("utf-8").splitlines():
         bounds = re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line)
         if bounds:
             begin, end = (int(bound, 16) for bound in bounds.groups())
             inside = begin <= t.data_ptr() < end
         elif inside and line.startswith("AnonHugePages:"):
-            found += int(line.split()[1]) * 1024
-    return found
+            size += int(line.split()[1]) * 1024
+    return size
 
 
 def test_a_forked_process_moves_nothing():

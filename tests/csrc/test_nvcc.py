@@ -43,8 +43,8 @@ def compiled(request, tmp_path_factory):
     require_nvcc()
     folder = tmp_path_factory.mktemp("objects")
     with ThreadPoolExecutor(2) as pool:
-        found = pool.map(lambda source: nvcc.assembled(source, folder, request.param), SOURCES)
-        return request.param, dict(zip(SOURCES, found, strict=True))
+        binaries = pool.map(lambda source: nvcc.assembled(source, folder, request.param), SOURCES)
+        return request.param, dict(zip(SOURCES, binaries, strict=True))
 
 
 @pytest.mark.every_case

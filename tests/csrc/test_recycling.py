@@ -45,12 +45,12 @@ def resident() -> int:
 
 
 def test_all_states_have_memory_of_their_own(model, ids):
-    found = states(model, ids)
-    kept = [state.clone() for state in found]
+    hidden_states = states(model, ids)
+    kept = [state.clone() for state in hidden_states]
     for other in (ids.flip(0), ids[:2], ids):
         states(model, other)
-    assert len({state.data_ptr() for state in found}) == len(found)
-    assert all(map(torch.equal, found, kept))
+    assert len({state.data_ptr() for state in hidden_states}) == len(hidden_states)
+    assert all(map(torch.equal, hidden_states, kept))
 
 
 def test_a_result_may_end_on_another_thread_and_in_another_call(model, ids):

@@ -39,7 +39,7 @@ def outcomes() -> dict[str, list[Outcome]]:
 
     After a signal ends a process, another process goes on with the next call.
     """
-    found: dict[str, list[Outcome]] = defaultdict(list)
+    results: dict[str, list[Outcome]] = defaultdict(list)
     begin, done = 0, False
     while not done:
         process = subprocess.run(
@@ -57,9 +57,9 @@ def outcomes() -> dict[str, list[Outcome]]:
                 continue
             number, operator, *rest = line
             end = lines[i + 1] if i + 1 < len(lines) else {"signal": -process.returncode}
-            found[operator].append(Outcome(*rest, **end))
+            results[operator].append(Outcome(*rest, **end))
             begin = number + 1
-    return dict(found)
+    return dict(results)
 
 
 # Errors that torch raises before an operator is called. Errors about a device or a layout name only
@@ -218,7 +218,7 @@ def test_a_spoiled_argument_is_an_error_or_harmless(outcomes, operator):
 
 
 def test_the_number_of_spoiled_calls(outcomes, capsys):
-    calls = [v for found in outcomes.values() for v in found if v.spoil != "nothing"]
+    calls = [v for results in outcomes.values() for v in results if v.spoil != "nothing"]
     errors = sum(v.error is not None for v in calls)
     with capsys.disabled():
         print(f"\n{len(calls)} spoiled calls of {len(outcomes)} operators: {errors} errors")

@@ -202,16 +202,16 @@ SCHEDULED = [products, strided_products, int8_products, attention, attention_var
 @pytest.mark.every_case
 def test_every_schedule_has_the_same_bits(real, extension, threads, case):
     real()
-    before, found = extension.tile_schedule(), {}
+    before, result = extension.tile_schedule(), {}
     try:
         for schedule in SCHEDULES:
             extension.set_tile_schedule(schedule)
             assert extension.tile_schedule() == schedule
-            found[schedule] = solve(case)
+            result[schedule] = solve(case)
     finally:
         extension.set_tile_schedule(before)
     for schedule in SCHEDULES[1:]:
-        for i, (x, y) in enumerate(zip(found[schedule], found["in_turn"], strict=True)):
+        for i, (x, y) in enumerate(zip(result[schedule], result["in_turn"], strict=True)):
             assert torch.equal(bits(x), bits(y)), f"{schedule}, result {i}"
 
 

@@ -225,17 +225,17 @@ def test_masks_of_pre_training(tokenizer, layout) -> None:
 def test_a_tokenizer_of_transformers_masks_the_same(tokenizer, tmp_path) -> None:
     transformers = pytest.importorskip("transformers")
     tokenizer.save(tmp_path)
-    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    expected = transformers.AutoTokenizer.from_pretrained(tmp_path)
     batches = [
         PackedCollatorForMaskedLM(side, generator=torch.Generator().manual_seed(4))(
-            [theirs("the boat sank in the bay ."), theirs("why ?")]
+            [expected("the boat sank in the bay ."), expected("why ?")]
         )
-        for side in (tokenizer, theirs)
+        for side in (tokenizer, expected)
     ]
     for name, value in batches[0].items():
         assert torch.equal(torch.as_tensor(batches[1][name]), torch.as_tensor(value))
     with pytest.raises(ValueError, match=r"^whole_word: got True with a \w+, allowed: False, or a"):
-        PackedCollatorForMaskedLM(theirs, whole_word=True)
+        PackedCollatorForMaskedLM(expected, whole_word=True)
 
 
 def test_whole_words(tokenizer) -> None:

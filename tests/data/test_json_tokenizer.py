@@ -65,14 +65,14 @@ def test_ids_and_types_are_those_of_transformers(folder, max_length, names):
     configure(folder, model_input_names=["input_ids", "attention_mask", *names])
     ours = load_tokenizer(folder)
     assert isinstance(ours, JsonTokenizer)
-    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    stock = transformers.AutoTokenizer.from_pretrained(folder)
     options = {"truncation": max_length is not None, "max_length": max_length}
     for text in TEXTS:
-        assert ours.encode(text, max_length=max_length) == theirs(text, **options)["input_ids"]
+        assert ours.encode(text, max_length=max_length) == stock(text, **options)["input_ids"]
         for second in TEXTS:
             ids, types = ours.encode_pair(text, second, max_length=max_length)
             # A call without a batch drops an empty second text, so this is a batch of one pair.
-            pair = theirs([text], [second], **options)
+            pair = stock([text], [second], **options)
             assert [ids] == pair["input_ids"]
             assert [types] == pair.get("token_type_ids", [[0] * len(ids)])
 

@@ -46,9 +46,9 @@ from fastbert.data.passages import passages
     ],
 )
 def test_passages_and_what_is_left_out(text, kept, dropped):
-    found = Counter()
-    assert passages(text, found) == kept
-    assert found == dropped
+    counts = Counter()
+    assert passages(text, counts) == kept
+    assert counts == dropped
 
 
 @pytest.mark.parametrize(
@@ -66,9 +66,9 @@ def test_passages_and_what_is_left_out(text, kept, dropped):
     ],
 )
 def test_text_with_the_form_of_a_tag_stays(text):
-    found = Counter()
-    assert passages(text, found) == [text]
-    assert not found
+    counts = Counter()
+    assert passages(text, counts) == [text]
+    assert not counts
 
 
 @pytest.mark.parametrize(
@@ -85,10 +85,10 @@ def test_text_with_the_form_of_a_tag_stays(text):
     ],
 )
 def test_tags_of_html_and_mediawiki_are_left_out_and_counted(text, tags):
-    found = Counter()
-    assert " ".join(passages(text, found)).replace(" .", ".") == "It rains."
-    assert found[TAGS] == tags
-    assert found[PARTS] == ("</ref>" in text)
+    counts = Counter()
+    assert " ".join(passages(text, counts)).replace(" .", ".") == "It rains."
+    assert counts[TAGS] == tags
+    assert counts[PARTS] == ("</ref>" in text)
 
 
 SCRIPTS = {
@@ -113,11 +113,11 @@ SCRIPTS = {
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_four_sentences_in_each_script(script):
-    found = Counter()
-    sentences = passages(f"{SCRIPTS[script]}\n\n{SCRIPTS[script]}\n", found)
+    counts = Counter()
+    sentences = passages(f"{SCRIPTS[script]}\n\n{SCRIPTS[script]}\n", counts)
     assert len(sentences) == 8, sentences
     assert "".join(sentences[:4]).replace(" ", "") == SCRIPTS[script].replace(" ", "")
-    assert not found
+    assert not counts
 
 
 @pytest.mark.parametrize(

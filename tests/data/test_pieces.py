@@ -44,10 +44,10 @@ def test_pieces_of_any_size_have_the_documents_in_order(tmp_path, texts, piece_b
     else:
         pq.write_table(pa.table({"text": [*texts, None]}), path, row_group_size=7)
         texts = [*texts, ""]
-    found = read(path, piece_bytes)
-    assert [text.strip() for part in found for text in part] == texts
+    documents = read(path, piece_bytes)
+    assert [text.strip() for part in documents for text in part] == texts
     if piece_bytes == 40:
-        assert sum(map(bool, found)) > 5
+        assert sum(map(bool, documents)) > 5
 
 
 @pytest.mark.parametrize("end", COMPRESS)

@@ -128,44 +128,44 @@ def test_pairs_are_cut_as_by_truncate_pair():
     for room in (2, 3, 10, 11, 40):
         spans = _cut(100 - a, np.full_like(a, 100), np.full_like(b, 200), 200 + b, room).astype(int)
         expected = [truncate_pair(int(i), int(j), room) for i, j in zip(a, b, strict=True)]
-        found = zip(100 - spans[:, 0], spans[:, 3] - 200, strict=True)
-        assert [tuple(map(int, pair)) for pair in found] == expected
+        cuts = zip(100 - spans[:, 0], spans[:, 3] - 200, strict=True)
+        assert [tuple(map(int, pair)) for pair in cuts] == expected
         assert (spans[:, 1] == 100).all()
         assert (spans[:, 2] == 200).all()
 
 
 def contents(epoch, indices, workers=0):
     """Each example of some batches with its masks, by the number of the example."""
-    found = {}
+    results = {}
     loader = DataLoader(epoch, batch_size=None, sampler=indices, num_workers=workers)
     for index, batch in zip(indices, loader, strict=True):
         bounds = batch["cu_seqlens"].tolist()
         for row, example in enumerate(epoch.chosen(index).tolist()):
-            assert example not in found
+            assert example not in results
             part = slice(bounds[row], bounds[row + 1])
-            found[example] = tuple(
+            results[example] = tuple(
                 tuple(batch[name][part].tolist())
                 for name in ("input_ids", "token_type_ids", "labels")
             )
-    return found
+    return results
 
 
 def test_ranks_and_workers_together_make_one_epoch_with_the_same_masks(make):
     examples = make()
     whole = None
     for ranks in (1, 2, 3, 7):
-        found = {}
+        results = {}
         for rank in range(ranks):
             # Every rank has its own objects, as in its own process.
             epoch = PreparedBatches(make(), tokens_per_batch=512, batches_per_step=ranks).epoch(4)
             assert len(epoch) % ranks == 0
             workers = 2 if (ranks, rank) == (2, 1) else 0
             own = contents(epoch, range(rank, len(epoch), ranks), workers)
-            assert not own.keys() & found.keys()
-            found |= own
-        assert sorted(found) == list(range(len(examples.epoch(4))))
-        whole = whole or found
-        assert found == whole
+            assert not own.keys() & results.keys()
+            results |= own
+        assert sorted(results) == list(range(len(examples.epoch(4))))
+        whole = whole or results
+        assert results == whole
 
 
 @pytest.mark.parametrize("packed", [True, False])

@@ -111,9 +111,9 @@ def test_training_gives_the_same_vocabulary_in_another_process(documents, tokeni
         "t = train_tokenizer(list(stories(400, seed=3)), 600);"
         "print(json.dumps(sorted(t.backend.get_vocab().items())))"
     )
-    found = subprocess.run([sys.executable, "-c", script], capture_output=True, check=True)
+    process = subprocess.run([sys.executable, "-c", script], capture_output=True, check=True)
     expected = [list(item) for item in sorted(tokenizer.backend.get_vocab().items())]
-    assert json.loads(found.stdout) == expected
+    assert json.loads(process.stdout) == expected
 
 
 def test_trained_vocabulary(documents, tokenizer):

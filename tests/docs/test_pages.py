@@ -34,14 +34,14 @@ def name(page: Path) -> str:
 
 def blocks(page: Path) -> list[str]:
     """Return the Python blocks of a page, without the blocks that are marked as not run."""
-    found = PYTHON.findall(page.read_text(encoding="utf-8"))
-    return [code for not_run, code in found if not not_run]
+    matches = PYTHON.findall(page.read_text(encoding="utf-8"))
+    return [code for not_run, code in matches if not not_run]
 
 
 def shell_lines(page: Path) -> list[list[str]]:
     """Return the words of each command line of a page, without the comment."""
-    found = FENCED.findall(page.read_text(encoding="utf-8"))
-    text = "\n".join(code for language, code in found if language in ("", "bash"))
+    matches = FENCED.findall(page.read_text(encoding="utf-8"))
+    text = "\n".join(code for language, code in matches if language in ("", "bash"))
     lines = text.replace("\\\n", " ").splitlines()
     return list(filter(None, (shlex.split(line, comments=True) for line in lines)))
 

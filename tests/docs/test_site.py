@@ -57,7 +57,7 @@ def test_the_pictures_of_the_records_are_there(site: Path):
 def test_every_public_name_is_in_the_reference(name: str, site: Path):
     module = importlib.import_module(f"fastbert.{name}")
     text = (site / "api" / f"{name}.html").read_text(encoding="utf-8")
-    described = {found.rsplit(".", 1)[-1] for found in re.findall(r'id="([\w.]+)"', text)}
+    described = {anchor.rsplit(".", 1)[-1] for anchor in re.findall(r'id="([\w.]+)"', text)}
     assert set(module.__all__) <= described
 
 

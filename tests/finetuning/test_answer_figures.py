@@ -32,15 +32,15 @@ def test_figures_and_thresholds_are_those_of_a_search_over_all_thresholds(seed):
     # Few different numbers, so that several questions have the same difference.
     differences = [draw.randrange(-4, 5) / 2 for _ in truths]
     answers = ["" if d > 0 else c for c, d in zip(candidates, differences, strict=True)]
-    found = answer_figures(answers, candidates, differences, truths)
+    figures = answer_figures(answers, candidates, differences, truths)
     kinds = {"HasAns": [bool(t) for t in truths], "NoAns": [not t for t in truths]}
     for name, score in SCORES.items():
         given = [score(a, t) for a, t in zip(answers, truths, strict=True)]
-        assert found["exact_match" if name == "exact" else name] == pytest.approx(mean(given))
+        assert figures["exact_match" if name == "exact" else name] == pytest.approx(mean(given))
         for kind, chosen in kinds.items():
             of_kind = [g for g, is_chosen in zip(given, chosen, strict=True) if is_chosen]
-            assert found[f"{kind}_{name}"] == pytest.approx(mean(of_kind))
-            assert found[f"{kind}_total"] == len(of_kind)
+            assert figures[f"{kind}_{name}"] == pytest.approx(mean(of_kind))
+            assert figures[f"{kind}_total"] == len(of_kind)
 
         def at(threshold, score=score):
             said = [
@@ -49,16 +49,16 @@ def test_figures_and_thresholds_are_those_of_a_search_over_all_thresholds(seed):
             return mean(score(a, t) for a, t in zip(said, truths, strict=True))
 
         best = max(at(threshold / 2) for threshold in range(-10, 11))
-        assert found[f"best_{name}"] == pytest.approx(best)
-        assert at(found[f"best_{name}_thresh"]) == pytest.approx(best)
+        assert figures[f"best_{name}"] == pytest.approx(best)
+        assert at(figures[f"best_{name}_thresh"]) == pytest.approx(best)
 
 
 def test_a_threshold_for_no_answer_at_all_is_below_every_difference():
-    found = answer_figures(["cat", "cat"], ["cat", "cat"], [-3.0, -2.0], [[], []])
-    assert found["best_exact"] == 1.0
-    assert -3.1 < found["best_exact_thresh"] < -3.0
-    assert "HasAns_exact" not in found
-    assert found["NoAns_exact"] == 0.0
+    figures = answer_figures(["cat", "cat"], ["cat", "cat"], [-3.0, -2.0], [[], []])
+    assert figures["best_exact"] == 1.0
+    assert -3.1 < figures["best_exact_thresh"] < -3.0
+    assert "HasAns_exact" not in figures
+    assert figures["NoAns_exact"] == 0.0
 
 
 def test_figures_of_questions_with_answers_are_two():

@@ -66,19 +66,21 @@ def test_learns_writes_and_predicts(answer, tmp_path):
     assert "examples: 160 train, 20 validation, 40 test" in text
     figures = result.figures["test"]
     assert figures["exact_match"] >= 0.9
-    found = said(result, test, tmp_path)
+    predictions = said(result, test, tmp_path)
     truth = questions(40, 2)
-    assert [row["id"] for row in found] == [row["id"] for row in truth]
-    right = [a["answer"] == b["answers"]["text"][0] for a, b in zip(found, truth, strict=True)]
+    assert [row["id"] for row in predictions] == [row["id"] for row in truth]
+    right = [
+        a["answer"] == b["answers"]["text"][0] for a, b in zip(predictions, truth, strict=True)
+    ]
     assert figures["exact_match"] == sum(right) / 40
     assert result.confusion is None
 
     transformers = pytest.importorskip("transformers")
-    theirs = transformers.AutoModelForQuestionAnswering.from_pretrained(result.model).eval()
+    stock = transformers.AutoModelForQuestionAnswering.from_pretrained(result.model).eval()
     ours = BertForQuestionAnswering.from_pretrained(result.model)
     ids = torch.randint(5, 200, (2, 9))
     with torch.no_grad():
-        a, b = ours(ids), theirs(ids)
+        a, b = ours(ids), stock(ids)
     torch.testing.assert_close(a.start_logits, b.start_logits)
     torch.testing.assert_close(a.end_logits, b.end_logits)
 
@@ -99,16 +101,16 @@ def test_questions_without_an_answer_are_learnt(answer, tmp_path):
     result, _ = run(answer(train, test=test, epochs=6))
     assert result.figures["test"]["exact_match"] >= 0.9
     empty = [not row["answers"]["text"] for row in questions(40, 1, without=0.4)]
-    found = [not row["answer"] for row in said(result, test, tmp_path)]
-    assert sum(a == b for a, b in zip(empty, found, strict=True)) >= 36
-    assert 8 < sum(found) < 32
+    are_empty = [not row["answer"] for row in said(result, test, tmp_path)]
+    assert sum(a == b for a, b in zip(empty, are_empty, strict=True)) >= 36
+    assert 8 < sum(are_empty) < 32
 
 
 def test_windows_are_those_of_transformers(pretrained):
     transformers = pytest.importorskip("transformers")
-    theirs = transformers.AutoTokenizer.from_pretrained(pretrained)
+    stock = transformers.AutoTokenizer.from_pretrained(pretrained)
     context = " ".join(random.Random(0).choices((*NAMES, *OTHERS, "Xyzzy", "U.S."), k=50))
-    expected = theirs(
+    expected = stock(
         *("dog ran", context),
         truncation="only_second",
         max_length=24,

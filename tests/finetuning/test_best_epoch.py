@@ -34,11 +34,11 @@ def scripted(monkeypatch):
     original, evaluate = FinetuningRun.judge, FinetuningRun.evaluate
 
     def given(self, name):
-        found = original(self, name)
+        judgement = original(self, name)
         accuracy = ACCURACIES[
             (self.step + 1) // (self.options.eval_every or self.steps_per_epoch) - 1
         ]
-        return Judgement({**found.figures, "accuracy": accuracy}, found.confusion)
+        return Judgement({**judgement.figures, "accuracy": accuracy}, judgement.confusion)
 
     def evaluated(self, record):
         with monkeypatch.context() as patch:
@@ -71,9 +71,9 @@ def weights_after(folder: Path, step: int) -> dict[str, torch.Tensor]:
     return checkpoints.read(checkpoints.folder_of(folder, step)).tensors("weights")
 
 
-def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
-    assert found.keys() == expected.keys()
-    return all(torch.equal(found[name], expected[name]) for name in expected)
+def same(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
+    assert actual.keys() == expected.keys()
+    return all(torch.equal(actual[name], expected[name]) for name in expected)
 
 
 def test_the_model_of_the_best_epoch_is_kept_and_judged(scripted, classify, data, tmp_path):

@@ -27,11 +27,11 @@ def uneven(count: int, seed: int, share: int = 4) -> list[dict]:
 
 
 def tagged(rows: list[dict]) -> list[dict]:
-    found = []
+    lines = []
     for row in rows:
         words = row["text"].split()
-        found.append({"tokens": words, "tags": [row["label"], *["other"] * (len(words) - 1)]})
-    return found
+        lines.append({"tokens": words, "tags": [row["label"], *["other"] * (len(words) - 1)]})
+    return lines
 
 
 @pytest.fixture
@@ -83,8 +83,8 @@ def test_the_loss_and_its_gradient_are_those_of_torch(prepared, name, balanced):
     truth.backward()
     gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
     model.zero_grad(set_to_none=True)
-    found = task.output(model, batch).loss
-    torch.testing.assert_close(found, truth)
+    weighted_loss = task.output(model, batch).loss
+    torch.testing.assert_close(weighted_loss, truth)
     # Micro-batches of other sizes and other shares of the labels accumulate the same gradient.
     whole = task.labels_in(features)
     assert whole == pytest.approx(float(expected[labels[labels >= 0]].sum()), rel=1e-6)
@@ -94,8 +94,8 @@ def test_the_loss_and_its_gradient_are_those_of_torch(prepared, name, balanced):
         loss = task.output(model, task.collate(chosen)).loss
         (loss * (task.labels_in(chosen) / whole)).backward()
     actual = [p.grad for p in model.parameters() if p.grad is not None]
-    for ours, theirs in zip(actual, gradients, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+    for ours, stock in zip(actual, gradients, strict=True):
+        torch.testing.assert_close(ours, stock, rtol=1e-4, atol=1e-6)
     # An evaluation divides the sequences into batches, too.
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(evaluate, "TOKENS_PER_BATCH", 40)
@@ -124,8 +124,8 @@ def test_two_processes_have_the_gradient_of_one(prepared, name):
         loss = own.share(features, task.output(model, task.collate(features[index::2])).loss)
         (loss / 2).backward()
     actual = [p.grad for p in model.parameters() if p.grad is not None]
-    for ours, theirs in zip(actual, expected, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+    for ours, stock in zip(actual, expected, strict=True):
+        torch.testing.assert_close(ours, stock, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -180,7 +180,7 @@ def test_weights_that_do_not_fit_the_labels_are_refused(classify, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "found"),
+    ("text", "weights"),
     [
         (None, None),
         ("balanced", "balanced"),
@@ -188,8 +188,8 @@ def test_weights_that_do_not_fit_the_labels_are_refused(classify, tmp_path):
         ("a=b=2, c =3", {"a=b": 2.0, "c": 3.0}),
     ],
 )
-def test_weights_of_the_command_line(text, found):
-    assert parse_class_weights(text) == found
+def test_weights_of_the_command_line(text, weights):
+    assert parse_class_weights(text) == weights
 
 
 @pytest.mark.parametrize("text", ["even", "no", "no=x", "=1", "no=1,no=2", "no=0", ""])
@@ -203,6 +203,6 @@ def test_a_negative_label_does_not_count():
     weights.learn(["a", "b"], [])
     logits = torch.tensor([[0.1, 0.7], [0.3, 0.2], [5.0, -5.0]])
     model = lambda: SimpleNamespace(logits=logits)  # noqa: E731
-    found = weights.output(model, {"labels": torch.tensor([0, 1, -100])}).loss
+    loss = weights.output(model, {"labels": torch.tensor([0, 1, -100])}).loss
     expected = F.cross_entropy(logits[:2], torch.tensor([0, 1]), torch.tensor([2.0, 1.0]))
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(loss, expected)

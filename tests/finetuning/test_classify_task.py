@@ -76,15 +76,15 @@ def test_learns_writes_and_predicts(drawn, trained, data, tmp_path):
 def test_transformers_opens_the_result_with_the_same_logits(trained, tmp_path):
     transformers = pytest.importorskip("transformers")
     folder = trained[0].model
-    theirs = transformers.AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    stock = transformers.AutoModelForSequenceClassification.from_pretrained(folder).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    assert theirs.config.id2label == {0: "animal", 1: "place"}
-    assert theirs.config.problem_type == "single_label_classification"
+    assert stock.config.id2label == {0: "animal", 1: "place"}
+    assert stock.config.problem_type == "single_label_classification"
     ours = BertForSequenceClassification.from_pretrained(folder)
     batch = tokenizer([row["text"] for row in reviews(8, 3)], padding=True, return_tensors="pt")
     with torch.no_grad():
-        torch.testing.assert_close(ours(**batch).logits, theirs(**batch).logits)
-    pipeline = transformers.pipeline("text-classification", model=theirs, tokenizer=tokenizer)
+        torch.testing.assert_close(ours(**batch).logits, stock(**batch).logits)
+    pipeline = transformers.pipeline("text-classification", model=stock, tokenizer=tokenizer)
     assert pipeline("dog ran the old")[0]["label"] == "animal"
 
 
@@ -94,9 +94,9 @@ def test_the_format_of_the_data_does_not_matter(classify, data, tmp_path, suffix
     expected, _ = run(options)
     other = write_rows(tmp_path / f"rows{suffix}", reviews(160, 0))
     # The same examples in another format are the same data, so the finished run is recognised.
-    found, text = run(classify(other, epochs=1))
+    result, text = run(classify(other, epochs=1))
     assert "resumed after step 18 of 18" in text
-    assert found.figures == expected.figures
+    assert result.figures == expected.figures
 
 
 def test_a_folder_of_texts_as_of_imdb(classify, tmp_path):
@@ -143,12 +143,12 @@ def test_regression_learns_a_number(classify, tmp_path):
     values = dict(zip(NAMES, (-1.0, -0.5, 0.0, 0.5, 1.0), strict=True))
 
     def rows(count: int) -> list[dict]:
-        found = []
+        lines = []
         for _ in range(count):
             name = draw.choice(NAMES)
             text = " ".join([name, *draw.choices(OTHERS, k=3)])
-            found.append({"text": text, "label": values[name]})
-        return found
+            lines.append({"text": text, "label": values[name]})
+        return lines
 
     train = write_rows(tmp_path / "train.csv", rows(200))
     checked = rows(60)

@@ -63,11 +63,11 @@ def final(folder: Path):
     return tensors, rows
 
 
-def assert_same(found, expected):
-    assert found[0].keys() == expected[0].keys()
+def assert_same(actual, expected):
+    assert actual[0].keys() == expected[0].keys()
     for name, tensor in expected[0].items():
-        assert torch.equal(found[0][name], tensor), name
-    assert found[1] == expected[1]
+        assert torch.equal(actual[0][name], tensor), name
+    assert actual[1] == expected[1]
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

@@ -178,9 +178,9 @@ def assert_close(folder: Path, alone: Path) -> None:
         for key in ("step", "loss", "gradient_norm", "learning_rate"):
             if key in row:
                 assert row[key] == pytest.approx(other[key], rel=1e-4), (row["step"], key)
-    found, whole = (checkpoints.newest(output, pytest.fail) for output in (folder, alone))
-    assert found.content["step"] == whole.content["step"] == 14
-    torch.testing.assert_close(learned(found), learned(whole), rtol=1e-3, atol=2e-5)
+    checkpoint, whole = (checkpoints.newest(output, pytest.fail) for output in (folder, alone))
+    assert checkpoint.content["step"] == whole.content["step"] == 14
+    torch.testing.assert_close(learned(checkpoint), learned(whole), rtol=1e-3, atol=2e-5)
 
 
 @pytest.mark.parametrize("name", ["classify", "tag", "taken-over"])
@@ -243,14 +243,14 @@ def test_the_figures_of_all_parts_are_those_of_one_process(runs, name):
 
 
 def test_cuts_of_two_processes_change_no_bit(runs):
-    found, expected = (checkpoints.newest(runs / name, pytest.fail) for name in ("cut", "whole"))
-    assert found.content["processes"] == 2
+    actual, expected = (checkpoints.newest(runs / name, pytest.fail) for name in ("cut", "whole"))
+    assert actual.content["processes"] == 2
     for part in ("weights", "optimizer", "random"):
-        tensors, others = found.tensors(part), expected.tensors(part)
+        tensors, others = actual.tensors(part), expected.tensors(part)
         assert tensors.keys() == others.keys()
         assert all(torch.equal(tensors[name], others[name]) for name in tensors), part
     # Each process draws its own dropout masks.
-    assert not torch.equal(*found.tensors("random")["cpu"])
+    assert not torch.equal(*actual.tensors("random")["cpu"])
     models = [safetensors_file.read(runs / n / "model/model.safetensors") for n in ("cut", "whole")]
     assert all(torch.equal(models[0][name], models[1][name]) for name in models[0])
     assert rows(runs / "cut") == rows(runs / "whole")
@@ -267,9 +267,9 @@ def test_a_checkpoint_without_rows_of_processes_is_continued(
     original = FinetuningRun.tensors, FinetuningRun.content
 
     def tensors(self):
-        found = original[0](self)
-        losses = found["random"]["losses"]
-        return {**found, "random": {"cpu": found["random"]["cpu"][0], "losses": losses}}
+        state = original[0](self)
+        losses = state["random"]["losses"]
+        return {**state, "random": {"cpu": state["random"]["cpu"][0], "losses": losses}}
 
     def content(self):
         return {k: v for k, v in original[1](self).items() if k != "processes"}
@@ -282,8 +282,8 @@ def test_a_checkpoint_without_rows_of_processes_is_continued(
     _, text = run(ClassifyOptions(**{**SETTINGS, **options}))
     assert "resumed after step 7 of 14" in text
     assert "other masks" not in text
-    found, whole = (
+    checkpoint, whole = (
         checkpoints.newest(f, pytest.fail) for f in (tmp_path / "out", runs / "classify-alone")
     )
     for name, tensor in whole.tensors("weights").items():
-        assert torch.equal(found.tensors("weights")[name], tensor)
+        assert torch.equal(checkpoint.tensors("weights")[name], tensor)

@@ -172,8 +172,8 @@ def test_layouts_of_columns(tag, tmp_path, layout, train, dev):
     result, shown = run(tag(data, epochs=8))
     assert "36 train, 18 validation" in shown
     assert result.figures["validation"]["f1"] == 1.0
-    found = said(result.model, data / dev, tmp_path)
-    assert [(row["words"], row["tags"]) for row in found] == SENTENCES * 6
+    predictions = said(result.model, data / dev, tmp_path)
+    assert [(row["words"], row["tags"]) for row in predictions] == SENTENCES * 6
 
 
 @pytest.fixture
@@ -186,9 +186,9 @@ def tagger(tag, tmp_path):
 def test_plain_sentences_are_tagged(tagger, tmp_path):
     sentences = [" ".join(words) for words, _ in SENTENCES]
     plain = lines_of(tmp_path / "sentences.txt", sentences)
-    found = said(tagger, plain, tmp_path)
-    assert [(row["words"], row["tags"]) for row in found] == SENTENCES
-    assert [row["entities"] for row in found[1:2]] == [
+    predictions = said(tagger, plain, tmp_path)
+    assert [(row["words"], row["tags"]) for row in predictions] == SENTENCES
+    assert [row["entities"] for row in predictions[1:2]] == [
         [
             {
                 "type": "ANI",
@@ -201,7 +201,7 @@ def test_plain_sentences_are_tagged(tagger, tmp_path):
         ]
     ]
     rows = write_rows(tmp_path / "rows.jsonl", [{"text": text} for text in sentences])
-    assert said(tagger, rows, tmp_path, words_field="text") == found
+    assert said(tagger, rows, tmp_path, words_field="text") == predictions
     # Marks are words, as in the data of the training.
     dotted = lines_of(tmp_path / "dotted.txt", [f"“{text}.”" for text in sentences])
     assert said(tagger, dotted, tmp_path)[0]["words"] == ["“", *SENTENCES[0][0], ".", "”"]
@@ -259,9 +259,9 @@ def test_squad_with_integers_as_identifiers(answer, tmp_path, version):
     lines_of(data / f"train-v{version}.json", [content])
     lines_of(data / f"dev-v{version}.json", [content], "utf-8-sig")
     result, _ = run(answer(data, epochs=1))
-    found = said(result.model, data / f"dev-v{version}.json", tmp_path)
+    predictions = said(result.model, data / f"dev-v{version}.json", tmp_path)
     numbers = [range(12), (n for i in range(12) for n in (i, i + 100))][version == "2.0"]
-    assert [row["id"] for row in found] == list(numbers)
+    assert [row["id"] for row in predictions] == list(numbers)
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])

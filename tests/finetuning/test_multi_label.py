@@ -54,17 +54,17 @@ def test_learns_writes_and_predicts(several, tmp_path):
     assert "kept: the model after epoch" in text
     assert "the best by micro F1" in text
     assert result.confusion is None
-    found = said(result.model, test, tmp_path / "said.jsonl")
+    predictions = said(result.model, test, tmp_path / "said.jsonl")
     expected = matrix([row["label"] for row in texts(80, 1)])
-    given = matrix([row["labels"] for row in found])
+    given = matrix([row["labels"] for row in predictions])
     assert not expected.any(1).all()
     assert figures["subset_accuracy"] == pytest.approx(sk.accuracy_score(expected, given))
     for average in ("micro", "macro"):
         score = sk.f1_score(expected, given, average=average)
         assert figures[f"{average}_f1"] == pytest.approx(score)
-    for row in found:
+    for row in predictions:
         assert row["labels"] == [name for name in LABELS if row["scores"][name] > 0.5]
-    scores = np.array([[row["scores"][name] for name in LABELS] for row in found])
+    scores = np.array([[row["scores"][name] for name in LABELS] for row in predictions])
     loss = -np.log(np.where(expected, scores, 1 - scores)).mean()
     assert figures["loss"] == pytest.approx(loss, rel=1e-3)
     high = said(result.model, test, tmp_path / "high.jsonl", threshold=0.9)
@@ -76,20 +76,20 @@ def test_transformers_gives_the_same_scores(several, tmp_path):
     transformers = pytest.importorskip("transformers")
     train = write_rows(tmp_path / "train.jsonl", texts(40, 0))
     result, _ = run(several(train, epochs=1))
-    theirs = transformers.AutoModelForSequenceClassification.from_pretrained(result.model).eval()
-    assert theirs.config.problem_type == "multi_label_classification"
-    assert theirs.config.id2label == dict(enumerate(LABELS))
+    stock = transformers.AutoModelForSequenceClassification.from_pretrained(result.model).eval()
+    assert stock.config.problem_type == "multi_label_classification"
+    assert stock.config.id2label == dict(enumerate(LABELS))
     tokenizer = transformers.AutoTokenizer.from_pretrained(result.model)
     batch = tokenizer([row["text"] for row in texts(40, 0)], padding=True, return_tensors="pt")
     targets = torch.tensor(matrix([row["label"] for row in texts(40, 0)])).float()
     with torch.no_grad():
-        output = theirs(**batch, labels=targets)
-    found = said(result.model, train, tmp_path / "said.jsonl")
-    scores = torch.tensor([[row["scores"][name] for name in LABELS] for row in found])
+        output = stock(**batch, labels=targets)
+    predictions = said(result.model, train, tmp_path / "said.jsonl")
+    scores = torch.tensor([[row["scores"][name] for name in LABELS] for row in predictions])
     torch.testing.assert_close(scores, output.logits.sigmoid(), rtol=1e-4, atol=1e-5)
-    pipeline = transformers.pipeline("text-classification", theirs, tokenizer=tokenizer)
+    pipeline = transformers.pipeline("text-classification", stock, tokenizer=tokenizer)
     first = {row["label"]: row["score"] for row in pipeline(texts(1, 0)[0]["text"], top_k=None)}
-    assert found[0]["scores"] == pytest.approx(first, abs=1e-5)
+    assert predictions[0]["scores"] == pytest.approx(first, abs=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -109,14 +109,14 @@ def test_a_model_of_transformers_predicts_as_its_pipeline(pretrained, tmp_path, 
     tokenizer = transformers.AutoTokenizer.from_pretrained(pretrained)
     torch.manual_seed(0)
     config = transformers.AutoConfig.from_pretrained(pretrained, **settings)
-    theirs = transformers.BertForSequenceClassification(config).eval()
-    for target in (theirs, tokenizer):
-        target.save_pretrained(tmp_path / "theirs")
+    stock = transformers.BertForSequenceClassification(config).eval()
+    for target in (stock, tokenizer):
+        target.save_pretrained(tmp_path / "stock")
     rows = [{key: row[key] for key in ("text",)} for row in texts(6, 0)]
     data = write_rows(tmp_path / "data.jsonl", rows)
-    found = said(tmp_path / "theirs", data, tmp_path / "said.jsonl")
-    pipeline = transformers.pipeline("text-classification", theirs, tokenizer=tokenizer)
-    for row, ours in zip(rows, found, strict=True):
+    predictions = said(tmp_path / "stock", data, tmp_path / "said.jsonl")
+    pipeline = transformers.pipeline("text-classification", stock, tokenizer=tokenizer)
+    for row, ours in zip(rows, predictions, strict=True):
         assert ours.keys() == entries
         scores = {s["label"]: s["score"] for s in pipeline(row["text"], top_k=None)}
         if "scores" not in ours:
@@ -207,12 +207,12 @@ def test_options_that_do_not_fit_are_refused(several, classify, tmp_path):
 def test_figures_are_those_of_scikit_learn(seed):
     draw = np.random.default_rng(seed)
     expected, predicted = draw.random((2, 12, 5)) < draw.random((2, 1, 5)) / 2
-    found = metrics.multi_label(expected, predicted, list("abcde"))
+    figures = metrics.multi_label(expected, predicted, list("abcde"))
     for average in ("micro", "macro"):
         # A label that is neither expected nor predicted has no F1.
         score = sk.f1_score(expected, predicted, average=average, zero_division=np.nan)
-        assert found[f"{average}_f1"] == pytest.approx(np.nan_to_num(score))
-    assert found["subset_accuracy"] == pytest.approx(sk.accuracy_score(expected, predicted))
+        assert figures[f"{average}_f1"] == pytest.approx(np.nan_to_num(score))
+    assert figures["subset_accuracy"] == pytest.approx(sk.accuracy_score(expected, predicted))
 
 
 def test_a_score_at_the_threshold_is_not_above_it():

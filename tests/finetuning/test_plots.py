@@ -36,17 +36,17 @@ def only_the_fonts_of_matplotlib(monkeypatch):
 @pytest.fixture
 def figures(drawn, monkeypatch):
     """Collect the figures that are written."""
-    found: list[Figure] = []
+    plotted: list[Figure] = []
     write = Figure.savefig
 
     def savefig(figure, *arguments, **options):
-        found.append(figure)
+        plotted.append(figure)
         with warnings.catch_warnings():
             warnings.filterwarnings("error", message="Glyph .* missing")
             return write(figure, *arguments, **options)
 
     monkeypatch.setattr(Figure, "savefig", savefig)
-    return found
+    return plotted
 
 
 def matrix(labels: int) -> np.ndarray:

@@ -99,10 +99,10 @@ def test_a_stopped_prediction_goes_on(fine_tuned, small_windows, monkeypatch, tm
     model, data = fine_tuned
     whole, cut = tmp_path / "whole.jsonl", tmp_path / "cut.jsonl"
     told = Told()
-    found = predict(model, data, whole, reporter=told)
+    result = predict(model, data, whole, reporter=told)
     assert told.notes == []
-    assert told.began == (found.sequences, 0)
-    assert told.done == found.sequences
+    assert told.began == (result.sequences, 0)
+    assert told.done == result.sequences
     for window in (1, 3, 2):
         with monkeypatch.context() as patch:
             stop(patch, window)

@@ -52,14 +52,14 @@ def trained(tag, tmp_path):
 
 def spans(tags):
     """Entities of well-formed BIO tags."""
-    found, start = set(), None
+    entities, start = set(), None
     for i, tag in enumerate([*tags, "O"]):
         if start is not None and not tag.startswith("I-"):
-            found.add((start, i, tags[start][2:]))
+            entities.add((start, i, tags[start][2:]))
             start = None
         if tag.startswith("B-") or (tag.startswith("I-") and start is None):
             start = i
-    return found
+    return entities
 
 
 def test_learns_writes_and_predicts(drawn, trained, tmp_path):
@@ -88,26 +88,26 @@ def test_learns_writes_and_predicts(drawn, trained, tmp_path):
 def test_transformers_opens_the_result_with_the_same_logits(trained):
     transformers = pytest.importorskip("transformers")
     folder = trained[0].model
-    theirs = transformers.AutoModelForTokenClassification.from_pretrained(folder).eval()
-    assert theirs.config.id2label == {0: "B-ANI", 1: "B-LOC", 2: "I-ANI", 3: "O"}
+    stock = transformers.AutoModelForTokenClassification.from_pretrained(folder).eval()
+    assert stock.config.id2label == {0: "B-ANI", 1: "B-LOC", 2: "I-ANI", 3: "O"}
     ours = BertForTokenClassification.from_pretrained(folder)
     ids = torch.randint(5, 200, (2, 9))
     with torch.no_grad():
-        torch.testing.assert_close(ours(ids).logits, theirs(ids).logits)
+        torch.testing.assert_close(ours(ids).logits, stock(ids).logits)
 
 
 def test_words_are_aligned_as_in_transformers(pretrained):
     transformers = pytest.importorskip("transformers")
-    theirs = transformers.AutoTokenizer.from_pretrained(pretrained)
+    stock = transformers.AutoTokenizer.from_pretrained(pretrained)
     ours = ModelTokenizer(pretrained, 48)
     draw = random.Random(0)
     for _ in range(30):
         words = draw.choices([*NAMES, "Xyzzy", "U.S.", "don't", "Zürich", "漢字", "a-b"], k=5)
-        expected = theirs(words, is_split_into_words=True)
+        expected = stock(words, is_split_into_words=True)
         places = [expected.word_ids().index(number) for number in range(len(words))]
-        (found,) = ours.encode_words(words)
-        assert found.ids == expected["input_ids"]
-        assert (found.first, found.places) == (0, places)
+        (encoded,) = ours.encode_words(words)
+        assert encoded.ids == expected["input_ids"]
+        assert (encoded.first, encoded.places) == (0, places)
 
 
 def test_a_long_sentence_is_divided_between_words_and_no_word_is_lost(pretrained):
@@ -133,12 +133,12 @@ def test_scores_of_entities_are_those_of_seqeval():
     tags = ["O", *(f"{prefix}-{kind}" for prefix in "BIES" for kind in "XY")]
     truth = [draw.choices(tags, k=6) for _ in range(40)]
     given = [[t if draw.random() < 0.8 else draw.choice(tags) for t in row] for row in truth]
-    found = metrics.entity_scores(truth, given)
+    scores = metrics.entity_scores(truth, given)
     # The figures that seqeval 1.2.2 gives for these tags in its default mode.
-    assert found["precision"] == pytest.approx(0.8163265306122449)
-    assert found["recall"] == pytest.approx(0.837696335078534)
-    assert found["f1"] == pytest.approx(0.82687338501292)
-    one = found["entities"]["X"]
+    assert scores["precision"] == pytest.approx(0.8163265306122449)
+    assert scores["recall"] == pytest.approx(0.837696335078534)
+    assert scores["f1"] == pytest.approx(0.82687338501292)
+    one = scores["entities"]["X"]
     assert (one["precision"], one["support"]) == (pytest.approx(0.8543689320388349), 99)
 
 

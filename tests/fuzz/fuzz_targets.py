@@ -104,10 +104,10 @@ class Target:
             return self.mutate(folder, chance)
         done = []
         for _ in range(chance.choice((1, 1, 1, 2))):
-            found = sorted({p for glob in self.files for p in folder.glob(glob) if _is_small(p)})
-            if not found:
+            paths = sorted({p for glob in self.files for p in folder.glob(glob) if _is_small(p)})
+            if not paths:
                 break
-            path = chance.choice(found)
+            path = chance.choice(paths)
             special = chance.random() < self.special
             how = fuzz_mutations.something_else if special else fuzz_mutations.any_file
             try:
@@ -249,8 +249,8 @@ def read_committed(folder: Path) -> None:
     try:
         BertModel.from_pretrained(folder / "model")
     finally:
-        found = {path: path.read_bytes() for path in outside.iterdir()}
-        assert found == before, "a file outside of the folder was changed"
+        contents = {path: path.read_bytes() for path in outside.iterdir()}
+        assert contents == before, "a file outside of the folder was changed"
 
 
 # Runs
@@ -297,10 +297,10 @@ def build_run(folder: Path) -> None:
 def read_run(folder: Path) -> None:
     rows_until(folder / "log.jsonl", 2)
     read_log(folder / "log.jsonl")
-    found = checkpoints.read(folder / "checkpoints" / "step-00000002")
-    found.tokenizer()
+    checkpoint = checkpoints.read(folder / "checkpoints" / "step-00000002")
+    checkpoint.tokenizer()
     # The forked process has its own copy of the run.
-    run_to_restore().restore(found)
+    run_to_restore().restore(checkpoint)
 
 
 def seal_run(folder: Path) -> None:

@@ -59,9 +59,9 @@ def test_every_model_runs_and_is_left_alone(name: str) -> None:
     assert sum(isinstance(m, QuantizedLinear) for m in quantised.modules()) == 4 * len(
         quantised.get_submodule(model.body_prefix + "encoder.layer")
     )
-    for ours, theirs in zip(tensors(quantised(**inputs)), before, strict=True):
-        assert ours.shape == theirs.shape
-        assert ours.dtype == theirs.dtype
+    for ours, stock in zip(tensors(quantised(**inputs)), before, strict=True):
+        assert ours.shape == stock.shape
+        assert ours.dtype == stock.dtype
         assert ours.isfinite().all()
         assert not ours.requires_grad
     assert all(torch.equal(a, b) for a, b in zip(tensors(model(**inputs)), before, strict=True))

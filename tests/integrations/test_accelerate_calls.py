@@ -59,9 +59,9 @@ def test_positions_that_do_not_restart_are_only_positions(name) -> None:
 @pytest.mark.parametrize("first", [0, 2])
 def test_a_return_to_the_first_position_is_a_restart(first) -> None:
     packed = torch.tensor([[0, 1, 2, 0, 1, 0], [0, 1, 2, 3, 4, 5]]) + first
-    found = restarts(packed, 2, 6)[1]
-    assert found is not None
-    assert found.tolist() == [0, 3, 5, 6, 12]
+    starts = restarts(packed, 2, 6)[1]
+    assert starts is not None
+    assert starts.tolist() == [0, 3, 5, 6, 12]
 
 
 # Shapes that broadcast

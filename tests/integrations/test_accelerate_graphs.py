@@ -87,17 +87,17 @@ def test_compiled_states_and_weights() -> None:
 
 
 def test_a_compiled_model_holds_our_operators_and_sees_new_weights() -> None:
-    made, found = fastbert.accelerate(model()), []
+    made, graphs = fastbert.accelerate(model()), []
 
     def backend(graph: Any, inputs: Any) -> Any:
-        found.extend(str(node.target) for node in graph.graph.nodes)
+        graphs.extend(str(node.target) for node in graph.graph.nodes)
         return graph
 
     whole = torch.compile(made, backend=backend, fullgraph=True)
     with torch.no_grad():
         before = whole(**batch()).last_hidden_state
-        assert any("fastbert" in target for target in found)
-        assert not any("scaled_dot_product" in target for target in found)
+        assert any("fastbert" in target for target in graphs)
+        assert not any("scaled_dot_product" in target for target in graphs)
         for parameter in made.parameters():
             parameter.mul_(1.1)
         after = whole(**batch()).last_hidden_state
@@ -146,14 +146,14 @@ def test_two_recompilations_serve_all_batch_sizes_and_lengths(batches, lengths) 
     with torch.no_grad(), limit:
         for size, length in itertools.product(batches, lengths):
             given = batch((length, *[1 + 7 * i % length for i in range(1, size)]))
-            exist, found = given["attention_mask"].bool(), whole(**given)
+            exist, actual = given["attention_mask"].bool(), whole(**given)
             expected = pair.fast(**given)
             for name in ("last_hidden_state", "pooler_output"):
-                torch.testing.assert_close(found[name], expected[name], rtol=1e-5, atol=1e-5)
+                torch.testing.assert_close(actual[name], expected[name], rtol=1e-5, atol=1e-5)
             stock = Yardstick(lambda given=given: values(pair.stock, given))
             if size == batches[-1] and length == lengths[-1]:
                 agree(values(whole, given), values(pair.oracle, given), stock)
-            assert found.last_hidden_state.shape[:2] == exist.shape
+            assert actual.last_hidden_state.shape[:2] == exist.shape
 
 
 @pytest.mark.parametrize("strict", [False, True])

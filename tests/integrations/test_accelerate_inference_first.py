@@ -49,10 +49,10 @@ def the_embeddings(model: nn.Module) -> nn.Module:
 
 def the_last_layer(model: nn.Module) -> nn.Module:
     numbered = {name: LAYERS.search(name) for name, _ in model.named_parameters()}
-    last = max(int(found["number"]) for found in numbered.values() if found)
+    last = max(int(match["number"]) for match in numbered.values() if match)
     for name, parameter in model.named_parameters():
-        found = numbered[name]
-        parameter.requires_grad_(found is not None and int(found["number"]) == last)
+        match = numbered[name]
+        parameter.requires_grad_(match is not None and int(match["number"]) == last)
     return model
 
 
@@ -114,14 +114,14 @@ def test_training_adapters_after_a_call_in_inference_mode(family, targets) -> No
 
 def test_adapters_that_come_after_a_call_in_inference_mode() -> None:
     model, batch = build("bert", "ForSequenceClassification", num_labels=2), inputs("right", rows=4)
-    found = []
+    results = []
     for first in (False, True):
         made = fastbert.accelerate(copy.deepcopy(model))
         if first:
             with torch.inference_mode():
                 made(**batch)
-        found.append(trained(lora("intermediate.dense")(made), batch))
-    assert all(torch.equal(found[1][name], tensor) for name, tensor in found[0].items())
+        results.append(trained(lora("intermediate.dense")(made), batch))
+    assert all(torch.equal(results[1][name], tensor) for name, tensor in results[0].items())
 
 
 def test_a_model_that_is_accelerated_in_inference_mode_trains() -> None:

@@ -39,13 +39,13 @@ def tokenizer() -> Any:
     )
 
 
-def numbers(found: Any) -> torch.Tensor:
+def numbers(output: Any) -> torch.Tensor:
     """Return all numbers in the output of a pipeline."""
-    if isinstance(found, (list, tuple)):
-        return torch.cat([numbers(each) for each in found])
-    if isinstance(found, dict):
-        return numbers([found[key] for key in sorted(found) if not isinstance(found[key], str)])
-    return torch.tensor([float(found)], dtype=torch.float64)
+    if isinstance(output, (list, tuple)):
+        return torch.cat([numbers(each) for each in output])
+    if isinstance(output, dict):
+        return numbers([output[key] for key in sorted(output) if not isinstance(output[key], str)])
+    return torch.tensor([float(output)], dtype=torch.float64)
 
 
 PIPELINES: dict[str, tuple[str, list[str], dict[str, Any]]] = {
@@ -161,7 +161,7 @@ def test_a_sentence_transformer_is_trained(sentence_transformers, tokenizer, tmp
     tokenizer.save_pretrained(tmp_path)
     texts = (SENTENCES, SENTENCES[::-1])
     given = [dict(tokenizer(each, padding=True, return_tensors="pt")) for each in texts]
-    found = []
+    results = []
     for fast in (True, False):
         made = sentence_transformers.SentenceTransformer(str(tmp_path), device="cpu").train()
         if fast:
@@ -170,8 +170,8 @@ def test_a_sentence_transformer_is_trained(sentence_transformers, tokenizer, tmp
             first, second = (made(dict(each))["sentence_embedding"] for each in given)
             (first @ second.T).sum().backward()
         assert bool(rows) == fast
-        found.append([p.grad for n, p in made.named_parameters() if "encoder" in n])
-    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
+        results.append([p.grad for n, p in made.named_parameters() if "encoder" in n])
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("attend", [None, True, False])

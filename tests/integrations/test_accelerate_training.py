@@ -84,9 +84,9 @@ def test_an_output_whose_gradient_is_none(kind, without) -> None:
         return {n: p.grad for n, p in side.named_parameters() if p.grad is not None}
 
     pair = sides(model(kind, config(kind.removesuffix("Model"))))
-    found = pair.run(slopes)
-    assert bool(found[0]) == (without == "one output")
-    agree(*found, factor=3.0, reason=REASON)
+    result = pair.run(slopes)
+    assert bool(result[0]) == (without == "one output")
+    agree(*result, factor=3.0, reason=REASON)
 
 
 @pytest.mark.parametrize(
@@ -119,9 +119,9 @@ def test_tied_weights_get_both_gradients() -> None:
         side.train()(**batch(), labels=labels).loss.backward()
         return gradients(side)
 
-    found = pair.run(slopes)
-    assert "bert.embeddings.word_embeddings.weight" in found[0]
-    agree(*found, factor=3.0, reason=REASON)
+    result = pair.run(slopes)
+    assert "bert.embeddings.word_embeddings.weight" in result[0]
+    agree(*result, factor=3.0, reason=REASON)
 
 
 def test_a_model_frozen_altogether_keeps_no_graph(pair) -> None:
@@ -140,9 +140,9 @@ def test_gradients_of_embeddings_given_from_outside(pair) -> None:
         side(inputs_embeds=embeds, attention_mask=given["attention_mask"]).logits.sum().backward()
         return {"embeds": embeds.grad}
 
-    found = pair.run(slope)
-    agree(*found, factor=3.0, reason=REASON)
-    assert not found[0]["embeds"][given["attention_mask"] == 0].any()
+    result = pair.run(slope)
+    agree(*result, factor=3.0, reason=REASON)
+    assert not result[0]["embeds"][given["attention_mask"] == 0].any()
 
 
 def test_inference_mode(pair) -> None:
@@ -175,11 +175,11 @@ def test_autocast(pair) -> None:
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=side is not pair.oracle):
             return step(side)
 
-    found = pair.run(run)
-    dtypes = ({name: x.dtype for name, x in s.items()} for s in (found[0], found[2].library))
+    result = pair.run(run)
+    dtypes = ({name: x.dtype for name, x in s.items()} for s in (result[0], result[2].library))
     assert next(dtypes) == next(dtypes)
     # The error of a bf16 sum over few elements depends on luck, so all sums are judged together.
-    whole = each(lambda s: {"all": torch.cat([x.flatten() for x in s.values()])}, *found)
+    whole = each(lambda s: {"all": torch.cat([x.flatten() for x in s.values()])}, *result)
     agree(*whole, factor=3.0, reason=REASON)
     with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
         outs = [side.eval().bert(**batch()).last_hidden_state for side in pair[::2]]
@@ -412,7 +412,7 @@ torch.set_num_threads(1)
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 for checkpointed in (False, True):
-    found = []
+    results = []
     for fast in (False, True):
         made = model("BertModel").train()
         if fast:
@@ -427,11 +427,11 @@ for checkpointed in (False, True):
             states = whole(**given).last_hidden_state * given["attention_mask"][..., None]
             states.square().sum().backward()
         assert made.pooler.dense.weight.grad is None or not made.pooler.dense.weight.grad.any()
-        found.append({n: g for n, g in gradients(made).items() if "pooler" not in n})
-    assert found[0].keys() == found[1].keys()
-    for name in found[0]:
-        torch.testing.assert_close(found[1][name], found[0][name], rtol=1e-4, atol=1e-4)
-    total = torch.stack([g.double().sum() for g in found[1].values()])
+        results.append({n: g for n, g in gradients(made).items() if "pooler" not in n})
+    assert results[0].keys() == results[1].keys()
+    for name in results[0]:
+        torch.testing.assert_close(results[1][name], results[0][name], rtol=1e-4, atol=1e-4)
+    total = torch.stack([g.double().sum() for g in results[1].values()])
     both = [torch.empty_like(total) for _ in range(2)]
     dist.all_gather(both, total)
     assert torch.equal(both[0], both[1])

@@ -155,13 +155,13 @@ DROPPING: dict[str, dict[str, Any]] = {
 
 def drops(model: nn.Module) -> list[tuple[nn.Module, str]]:
     """Return the dropouts of an encoder: modules with a ``p``, and modules with a probability."""
-    found: list[tuple[nn.Module, str]] = []
+    places: list[tuple[nn.Module, str]] = []
     for module in model.modules():
         if isinstance(module, nn.Dropout):
-            found.append((module, "p"))
+            places.append((module, "p"))
         elif isinstance(module.__dict__.get("attention_dropout"), float):
-            found.append((module, "attention_dropout"))
-    return found
+            places.append((module, "attention_dropout"))
+    return places
 
 
 @every_family

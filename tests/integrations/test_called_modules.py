@@ -63,13 +63,13 @@ def linears(side: nn.Module) -> list[tuple[nn.Module, str, nn.Linear]]:
     """Return the linear layers inside the layers: the parent, the name and the module."""
     (bound,) = bound_encoders(accelerated(side)).values()
     paths = [path for leaf in bound.leaves if not leaf.embeds for path in leaf.paths]
-    found = []
+    names = []
     for path in paths:
         parent, _, name = path.rpartition(".")
         module = side.get_submodule(path)
         if isinstance(module, nn.Linear):
-            found.append((side.get_submodule(parent), name, module))
-    return found
+            names.append((side.get_submodule(parent), name, module))
+    return names
 
 
 def accelerated(side: nn.Module) -> Any:

@@ -72,9 +72,9 @@ def encoders(module: nn.Module) -> list[nn.Module]:
 
 
 def paths(wrapper: Any) -> list[str]:
-    found = find_modules(wrapper, encoders)
-    assert all(encoders(module) for module in found.values())
-    return list(found)
+    modules = find_modules(wrapper, encoders)
+    assert all(encoders(module) for module in modules.values())
+    return list(modules)
 
 
 def pydantic(**extra: Any) -> Pydantic:

@@ -207,7 +207,7 @@ def test_dropout_is_where_it_is_in_transformers(family, tmp_path) -> None:
 @every_family
 def test_a_folder_is_written_as_transformers_wrote_it(family, tmp_path) -> None:
     stock = build(family)
-    native(stock, tmp_path / "theirs").save_pretrained(tmp_path / "ours")
+    native(stock, tmp_path / "stock").save_pretrained(tmp_path / "ours")
     reopened, information = type(stock).from_pretrained(
         tmp_path / "ours", attn_implementation="eager", output_loading_info=True
     )
@@ -216,13 +216,13 @@ def test_a_folder_is_written_as_transformers_wrote_it(family, tmp_path) -> None:
     assert list(before) == list(after)
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
     assert _settings(stock.config.to_dict()) == _settings(reopened.config.to_dict())
-    theirs, ours = (
+    expected, ours = (
         _settings(json.loads((tmp_path / name / "config.json").read_text(encoding="utf-8")))
-        for name in ("theirs", "ours")
+        for name in ("stock", "ours")
     )
-    assert {key: ours[key] for key in theirs} == theirs
+    assert {key: ours[key] for key in expected} == expected
     again = modules.BertModel.from_pretrained(tmp_path / "ours").state_dict()
-    first = modules.BertModel.from_pretrained(tmp_path / "theirs").state_dict()
+    first = modules.BertModel.from_pretrained(tmp_path / "stock").state_dict()
     assert list(again) == list(first)
     assert all(torch.equal(again[name], tensor) for name, tensor in first.items())
 

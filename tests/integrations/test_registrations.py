@@ -17,20 +17,20 @@ from torch.optim import optimizer
 from torch.utils import _pytree
 
 def snapshot():
-    found = {name: len(value) for name, value in vars(module).items()
+    state = {name: len(value) for name, value in vars(module).items()
              if name.startswith("_global_") and hasattr(value, "__len__")}
-    found["optimizer"] = sorted(
+    state["optimizer"] = sorted(
         hook.__module__ for hooks in (optimizer._global_optimizer_pre_hooks,
                                       optimizer._global_optimizer_post_hooks)
         for hook in hooks.values())
-    found["trees"] = set(_pytree.SUPPORTED_NODES)
-    found["warnings"] = list(warnings.filters)
-    found["environment"] = dict(os.environ)
+    state["trees"] = set(_pytree.SUPPORTED_NODES)
+    state["warnings"] = list(warnings.filters)
+    state["environment"] = dict(os.environ)
     if "transformers" in sys.modules:
         from transformers import AttentionInterface, AttentionMaskInterface
-        found["attention"] = sorted(AttentionInterface().keys())
-        found["masks"] = sorted(AttentionMaskInterface().keys())
-    return found
+        state["attention"] = sorted(AttentionInterface().keys())
+        state["masks"] = sorted(AttentionMaskInterface().keys())
+    return state
 """
 MODEL = """
 import transformers

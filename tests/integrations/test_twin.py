@@ -159,11 +159,11 @@ def test_a_host_with_fewer_layers_than_its_config_is_served() -> None:
 
 def test_the_facts_hold_the_classes_functions_and_tables_that_the_code_reaches() -> None:
     hf_model = families.build("bert")
-    found = facts(hf_model)
-    kinds = {kind.__name__ for kind in found.classes}
+    guarded = facts(hf_model)
+    kinds = {kind.__name__ for kind in guarded.classes}
     assert {"BertModel", "BertSelfAttention", "Module", "Linear", "GELUActivation"} <= kinds
-    names = {function.__name__ for function in found.functions}
+    names = {function.__name__ for function in guarded.functions}
     assert {"eager_attention_forward", "sdpa_mask", "feed_forward_chunk", "softmax"} <= names
-    spaces = {space.get("__name__") for space in found.dicts}
+    spaces = {space.get("__name__") for space in guarded.dicts}
     assert {"transformers.models.bert.modeling_bert", "torch.nn.functional", "torch"} <= spaces
-    assert any("sdpa" in space and "flex_attention" in space for space in found.dicts)
+    assert any("sdpa" in space and "flex_attention" in space for space in guarded.dicts)

@@ -61,10 +61,10 @@ def an_attribute(hf_model: Any, draw: random.Random) -> Change:
 
 
 def a_buffer(hf_model: Any, draw: random.Random) -> Change:
-    found = [(m, n) for m in hf_model.modules() for n, b in m._buffers.items() if b is not None]
-    if not found:
+    buffers = [(m, n) for m in hf_model.modules() for n, b in m._buffers.items() if b is not None]
+    if not buffers:
         return a_parameter(hf_model, draw)
-    module, name = draw.choice(found)
+    module, name = draw.choice(buffers)
     value = module._buffers[name].clone()
     value[..., draw.randrange(4)] += 1
     return f"buffer {name}", lambda: module._buffers.__setitem__(name, value)
@@ -160,9 +160,9 @@ def test_a_random_change_of_a_host_is_named_or_changes_nothing(seed) -> None:
         change()
         tried += 1
         if compare(hf_model) == (None, {}):
-            found = outputs(hf_model, family)
-            assert isinstance(found, Tensor), (title, found)
-            assert torch.equal(found, stock), title
+            result = outputs(hf_model, family)
+            assert isinstance(result, Tensor), (title, result)
+            assert torch.equal(result, stock), title
     assert tried == len(INSTANCE)
 
 
@@ -192,20 +192,20 @@ def other(*args: Any, **kwargs: Any) -> Any:
 def reached_functions(family: str) -> list[tuple[Any, str]]:
     """Return the functions in modules and classes that the code of an HF model reaches by name."""
     hf_model = build(family)
-    found = {}
+    functions = {}
     for kind in twin_of(hf_model).kinds:
         for record in stock_code.code_of(kind).records:
             for space, name, value in record.entries:
                 module = sys.modules.get(space.get("__name__", ""))
                 function = callable(value) and not isinstance(value, type)
                 if function and module is not None and vars(module) is space:
-                    found[module.__name__, name] = (module, name)
+                    functions[module.__name__, name] = (module, name)
         for base in kind.__mro__[:-1]:
             if base.__module__.startswith(("transformers.models.", "torch.nn.modules.")):
                 for name in vars(base).keys() & stock_code.code_of(kind).own:
                     if callable(vars(base)[name]) and name != "__init__":
-                        found[base, name] = (base, name)
-    return [found[key] for key in sorted(found, key=str)]
+                        functions[base, name] = (base, name)
+    return [functions[key] for key in sorted(functions, key=str)]
 
 
 @pytest.mark.parametrize("family", ["bert", *map(long_case, ["mpnet", "modernbert"])])

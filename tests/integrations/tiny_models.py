@@ -104,8 +104,8 @@ def agree(
     **allowance: Any,
 ) -> None:
     """Compare the outputs of the three models by the tolerance rule."""
-    found = stock.library if isinstance(stock, Yardstick) else stock
-    assert fast.keys() == oracle.keys() == found.keys()
+    expected_result = stock.library if isinstance(stock, Yardstick) else stock
+    assert fast.keys() == oracle.keys() == expected_result.keys()
     for name in fast:
         assert_close(name, fast[name], oracle[name], stock[name], **allowance)
 
@@ -113,7 +113,7 @@ def agree(
 def values(side: Any, given: dict[str, Any], **options: Any) -> dict[str, Tensor]:
     """Return the outputs of a model, without hidden states and token logits at padding."""
     mask = given["attention_mask"].bool()
-    found = {}
+    results = {}
     for name, value in side(**given, **options).items():
         if name == "cross_attentions":
             assert value == ()
@@ -124,8 +124,8 @@ def values(side: Any, given: dict[str, Any], **options: Any) -> dict[str, Tensor
             value = torch.stack(value)[:, mask]
         elif mask.dim() == 2 and value.shape[:2] == mask.shape:
             value = value[mask]
-        found[name] = value
-    return found
+        results[name] = value
+    return results
 
 
 def gradients(side: nn.Module) -> dict[str, Tensor]:

@@ -58,13 +58,13 @@ def test_kills_at_random_moments(tmp_path, tokenizer, kills):
         os.set_blocking(reader, True)
         saved = int.from_bytes(told, "little")
         midst += any(path.name.startswith(".") for path in (tmp_path / "checkpoints").iterdir())
-        found = checkpoints.newest(tmp_path, pytest.fail)
-        reached = found.content["step"]
+        checkpoint = checkpoints.newest(tmp_path, pytest.fail)
+        reached = checkpoint.content["step"]
         # A kill between the rename and the message leaves one step more.
         assert reached in (saved, saved + 1)
         for name, expected in tensors_of(reached).items():
-            assert torch.equal(found.tensors(name)["x"], expected["x"])
-        assert found.tokenizer().vocab_size == tokenizer.vocab_size
+            assert torch.equal(checkpoint.tensors(name)["x"], expected["x"])
+        assert checkpoint.tokenizer().vocab_size == tokenizer.vocab_size
     os.close(reader)
     os.close(writer)
     assert midst > kills // 4, "too few kills fell into a save"

@@ -50,12 +50,12 @@ def no_flush(monkeypatch: pytest.MonkeyPatch) -> None:
 def which(folder: Path, models: tuple[modules.BertModel, ...]) -> int:
     """Return the number of the one model in the folder; a mixture of models fails the test."""
     loaded = modules.BertModel.from_pretrained(folder)
-    found = [n for n, model in enumerate(models) if model.config == loaded.config]
-    assert len(found) == 1
-    expected = models[found[0]].state_dict()
+    numbers = [n for n, model in enumerate(models) if model.config == loaded.config]
+    assert len(numbers) == 1
+    expected = models[numbers[0]].state_dict()
     for name, tensor in loaded.state_dict().items():
         assert torch.equal(tensor, expected[name]), name
-    return found[0]
+    return numbers[0]
 
 
 def assert_visible_files_are_of_one_model(
@@ -83,16 +83,16 @@ def test_a_save_killed_at_any_call_leaves_one_of_the_two_models(models, no_flush
     (folder / "README.md").write_text("mine")
     (folder / "1_Pooling").mkdir()
     models[0].save_pretrained(folder)
-    found = []
+    results = []
     for _ in killed_at_every_call(lambda: models[1].save_pretrained(folder)):
         assert_visible_files_are_of_one_model(folder, models)
-        found.append(which(folder, models))
+        results.append(which(folder, models))
         models[0].save_pretrained(folder)
         names = {path.name for path in folder.iterdir()}
         assert names == {"README.md", "1_Pooling", checkpoint.CONFIG, checkpoint.WEIGHTS}
     assert which(folder, models) == 1
-    assert found == sorted(found), "once committed, a save stays committed"
-    assert set(found) == {0, 1}
+    assert results == sorted(results), "once committed, a save stays committed"
+    assert set(results) == {0, 1}
     assert (folder / "README.md").read_text(encoding="utf-8") == "mine"
 
 
@@ -154,16 +154,16 @@ def test_saves_killed_at_random_moments_leave_one_of_the_two_models(
 
     # Every child begins with the first model. The moments spread, because a child may start so late
     # that no kill finds the second model.
-    generator, found, kills = random.Random(0), set(), 0
-    while kills < 25 or (kills < 150 and len(found) < 2):
+    generator, result, kills = random.Random(0), set(), 0
+    while kills < 25 or (kills < 150 and len(result) < 2):
         kills += 1
         number = child(save_for_ever)
         time.sleep(generator.uniform(0.0, 2 * twice * (1 + kills / 10)))
         os.kill(number, signal.SIGKILL)
         assert end_of(number) == -signal.SIGKILL
         assert_visible_files_are_of_one_model(folder, models)
-        found.add(which(folder, models))
-    assert found == {0, 1}
+        result.add(which(folder, models))
+    assert result == {0, 1}
     models[0].save_pretrained(folder)
     assert {path.name for path in folder.iterdir()} == {checkpoint.CONFIG, checkpoint.WEIGHTS}
     assert folder.is_symlink() == (place == "link")
@@ -180,11 +180,11 @@ def test_a_reader_beside_a_living_writer_reads_one_of_the_two_models(models, tmp
 
     number = child(save_for_ever)
     try:
-        found = {which(tmp_path, models) for _ in range(60)}
+        results = {which(tmp_path, models) for _ in range(60)}
     finally:
         os.kill(number, signal.SIGKILL)
         end_of(number)
-    assert found == {0, 1}
+    assert results == {0, 1}
 
 
 def test_two_writers_into_one_folder_leave_one_of_the_two_models(models, tmp_path) -> None:
@@ -216,20 +216,20 @@ def test_a_checkpoint_of_a_run_killed_at_any_call_has_its_own_tokenizer(
         save_checkpoint(folder, *side)
         files.append(visible(folder))
     new, old = files
-    found = []
+    results = []
     for _ in killed_at_every_call(lambda: save_checkpoint(folder, *sides[1]), stride):
         # A reader without support for commits finds files of only one of the two checkpoints.
         seen = visible(folder)
         assert seen.items() <= old.items() or seen.items() <= new.items()
         model = modules.BertForPreTraining.from_pretrained(folder)
         assert model.config.vocab_size == WordPieceTokenizer.load(folder).vocab_size
-        found.append(visible(folder) == new)
-        assert found[-1] or visible(folder) == old
+        results.append(visible(folder) == new)
+        assert results[-1] or visible(folder) == old
         save_checkpoint(folder, *sides[0])
         assert [path.name for path in tmp_path.iterdir()] == ["model"]
         assert visible(folder) == old
         assert len(list(folder.iterdir())) == len(old)
-    assert set(found) == {False, True}
+    assert set(results) == {False, True}
     assert visible(folder) == new
 
 

@@ -26,12 +26,12 @@ class Folders(NamedTuple):
 
 @pytest.fixture
 def folders(tmp_path: Path) -> Folders:
-    found = Folders(tmp_path / "model", tmp_path / "outside")
-    modules.BertModel(CONFIG).save_pretrained(found.model)
+    made = Folders(tmp_path / "model", tmp_path / "outside")
+    modules.BertModel(CONFIG).save_pretrained(made.model)
     for part in (commit.NEW, commit.OLD):
-        (found.outside / part).mkdir(parents=True)
-        (found.outside / part / commit.CONFIG).write_text(part)
-    return found
+        (made.outside / part).mkdir(parents=True)
+        (made.outside / part / commit.CONFIG).write_text(part)
+    return made
 
 
 @pytest.fixture(autouse=True)

@@ -50,19 +50,19 @@ def no_warning(function: Any, *arguments: Any, **options: Any) -> Any:
 def test_there_and_back(name: str, tie: bool, tmp_path: Path) -> None:
     ours = getattr(modules, name)(CONFIG.replace(tie_word_embeddings=tie)).eval()
     ours.save_pretrained(tmp_path / "ours")
-    theirs, report = getattr(transformers, name).from_pretrained(
+    stock, report = getattr(transformers, name).from_pretrained(
         tmp_path / "ours", output_loading_info=True, attn_implementation="eager"
     )
     assert not any(report.values()), report
-    for key, tensor in theirs.state_dict().items():
+    for key, tensor in stock.state_dict().items():
         assert torch.equal(tensor, ours.state_dict()[key]), key
-    expected = theirs(**inputs_of(name))
+    expected = stock(**inputs_of(name))
     for got, want in zip(ours(**inputs_of(name)), expected.to_tuple(), strict=True):
         torch.testing.assert_close(got, want)
 
-    theirs.save_pretrained(tmp_path / "theirs")
-    assert stored_names(tmp_path / "ours") == stored_names(tmp_path / "theirs")
-    again = no_warning(type(ours).from_pretrained, tmp_path / "theirs")
+    stock.save_pretrained(tmp_path / "stock")
+    assert stored_names(tmp_path / "ours") == stored_names(tmp_path / "stock")
+    again = no_warning(type(ours).from_pretrained, tmp_path / "stock")
     for key, tensor in again.state_dict().items():
         assert torch.equal(tensor, ours.state_dict()[key]), key
     assert not again.training

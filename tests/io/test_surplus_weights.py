@@ -136,10 +136,10 @@ def test_layers_that_albert_shares_are_no_surplus(tmp_path) -> None:
     # With fewer layers than groups, transformers also computes without the last groups.
     change_config(tmp_path, num_hidden_layers=2)
     ours = modules.BertModel.from_pretrained(tmp_path)
-    theirs = transformers.AlbertModel.from_pretrained(tmp_path, attn_implementation="eager")
+    stock = transformers.AlbertModel.from_pretrained(tmp_path, attn_implementation="eager")
     ids = torch.arange(1, 9)[None]
     with torch.no_grad():
-        states = (side.eval()(ids).last_hidden_state for side in (ours, theirs))
+        states = (side.eval()(ids).last_hidden_state for side in (ours, stock))
         torch.testing.assert_close(*states)
 
 

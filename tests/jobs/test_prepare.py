@@ -233,9 +233,9 @@ def test_a_given_tokenizer_is_taken_and_another_is_refused(options, tmp_path):
     prepare(options("first"))
     folder = options("first").output / "tokenizer"
     prepare(options(tokenizer=folder))
-    found, expected = content(options().output), content(options("first").output)
+    actual, expected = content(options().output), content(options("first").output)
     shards = {path for path in expected if path.parts[0] in ("shards", "tokenizer")}
-    assert {path: found[path] for path in shards} == {path: expected[path] for path in shards}
+    assert {path: actual[path] for path in shards} == {path: expected[path] for path in shards}
     with pytest.raises(ValueError, match=r"tokenizer: got None, but the corpus in .* has '"):
         prepare(options())
 

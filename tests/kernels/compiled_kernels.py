@@ -65,7 +65,7 @@ def cancellation(arch: int) -> list[str]:
 
 
 def lanes_that_store_the_same_row(arch: int) -> list[str]:
-    """Check that two lanes with one row agree on its sums, and do not if products are fused."""
+    """Check that two lanes compute equal sums of one row, and unequal sums with fused products."""
 
     def run() -> None:
         for columns in (16, 24):
@@ -158,19 +158,19 @@ def reruns(arch: int) -> list[str]:
 
 def one_binary_for_all_lengths(arch: int) -> list[str]:
     """Check that batches of 48 and 49 tokens run the same binaries."""
-    found: list[dict[str, set[str]]] = []
+    binaries: list[dict[str, set[str]]] = []
     for tokens in (48, 49):
-        found.append({})
-        with mock.patch.object(Launch, "run", _recorder(found[-1])):
+        binaries.append({})
+        with mock.patch.object(Launch, "run", _recorder(binaries[-1])):
             for dtype in HALF_AND_SINGLE:
                 _every_packed_operation(tokens, dtype)
-    names = {name for launches in found for name in launches}
-    return [name for name in sorted(names) if found[0].get(name) != found[1].get(name)]
+    names = {name for launches in binaries for name in launches}
+    return [name for name in sorted(names) if binaries[0].get(name) != binaries[1].get(name)]
 
 
-def _recorder(found: dict[str, set[str]]):
+def _recorder(binaries: dict[str, set[str]]):
     def record(launch: Launch, on: Tensor) -> None:
-        found.setdefault(launch.name, set()).add(identity(launch))
+        binaries.setdefault(launch.name, set()).add(identity(launch))
 
     return record
 

@@ -87,10 +87,10 @@ def test_tiles_of_one_architecture_do_not_spill(cache):
     command += ["--arch", "89", "120", "--noun", "feed_forward", "--only", "linear_gelu"]
     run = subprocess.run(command, env=compiler_environment(cache), capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-4000:]
-    found = [from_json(line) for line in run.stdout.splitlines()]
-    tried = {(c.arch, c.dtype, c.constants["FUNCTION"]) for c in found}
+    launches = [from_json(line) for line in run.stdout.splitlines()]
+    tried = {(c.arch, c.dtype, c.constants["FUNCTION"]) for c in launches}
     assert tried >= {(89, "float32", "gelu"), (120, "float16", "gelu_tanh")}
-    assert not [f"{c}: {fault}" for c in found for fault in c.faults]
+    assert not [f"{c}: {fault}" for c in launches for fault in c.faults]
 
 
 @pytest.mark.every_case
@@ -138,7 +138,7 @@ def test_broken_kernels_fail_the_gate(cache):
         text=True,
     )
     assert run.returncode == 0, run.stderr[-4000:]
-    found = json.loads(run.stdout)
+    record = json.loads(run.stdout)
     expected = {
         "rows_times_stride": "32-bit address arithmetic",
         "rows_times_columns": "32-bit address arithmetic",
@@ -149,11 +149,11 @@ def test_broken_kernels_fail_the_gate(cache):
         "copies_by_two_bytes": "narrow loads",
         "small_tiles": "matrix unit HMMA, expected HGMMA",
     }
-    assert found["right_addresses"] == []
-    assert set(found) == {*expected, "right_addresses"}
+    assert record["right_addresses"] == []
+    assert set(record) == {*expected, "right_addresses"}
     for name, words in expected.items():
-        assert any(words in fault for fault in found[name]), f"{name}: {found[name]}"
-    assert any("faulty_launches.py:" in fault for fault in found["rows_times_stride"])
+        assert any(words in fault for fault in record[name]), f"{name}: {record[name]}"
+    assert any("faulty_launches.py:" in fault for fault in record["rows_times_stride"])
 
 
 @pytest.mark.parametrize(("arch", "limit"), [(80, 163), (89, 99), (90, 227), (100, 227), (120, 99)])

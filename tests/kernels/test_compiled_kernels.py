@@ -32,4 +32,4 @@ def test_compiled_kernels_keep_their_promises(arch, pytestconfig):
     assert run.returncode == 0, run.stderr[-4000:]
     findings = json.loads(run.stdout)
     assert len(findings) == 6
-    assert all(found == [] for found in findings.values()), findings
+    assert all(problems == [] for problems in findings.values()), findings

@@ -44,11 +44,11 @@ def hf_model(name: str) -> nn.Module:
 def import_everything() -> None:
     import fastbert
 
-    for found in pkgutil.walk_packages(fastbert.__path__, "fastbert."):
+    for module in pkgutil.walk_packages(fastbert.__path__, "fastbert."):
         # The entry point would run, and the extension without CUDA has no launcher.
-        if not found.name.endswith("__main__"):
+        if not module.name.endswith("__main__"):
             with contextlib.suppress(ImportError):
-                importlib.import_module(found.name)
+                importlib.import_module(module.name)
 
 
 def use_everything() -> None:
@@ -141,11 +141,11 @@ def results() -> Iterator[Tensor]:
 
 def digest() -> str:
     """Return the digest of the results."""
-    found = hashlib.sha256()
+    sha256 = hashlib.sha256()
     for result in results():
         assert result.dtype == torch.float32
-        found.update(result.detach().numpy().tobytes())
-    return found.hexdigest()
+        sha256.update(result.detach().numpy().tobytes())
+    return sha256.hexdigest()
 
 
 def main() -> None:

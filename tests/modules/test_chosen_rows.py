@@ -64,14 +64,14 @@ def step(model, inputs):
 @pytest.fixture
 def chosen(monkeypatch):
     """Return the list of choices that the encoders make."""
-    found, choose = [], BertEncoder.choose
+    calls, choose = [], BertEncoder.choose
 
     def spy(*arguments):
-        found.append(choose(*arguments))
-        return found[-1]
+        calls.append(choose(*arguments))
+        return calls[-1]
 
     monkeypatch.setattr(BertEncoder, "choose", spy)
-    return found
+    return calls
 
 
 @pytest.mark.parametrize("one_function", [True, False], ids=["function", "operations"])

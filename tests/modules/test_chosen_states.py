@@ -50,12 +50,12 @@ def test_they_agree_with_transformers() -> None:
     double = {name: as_float64(value) for name, value in inputs.items()}
     with torch.inference_mode():
         ours = models.ours(**inputs, output_hidden_states=[-1, 1]).hidden_states
-        theirs = models.oracle(**double, output_hidden_states=True).hidden_states
+        stock = models.oracle(**double, output_hidden_states=True).hidden_states
         yardstick = Yardstick(
             lambda: models.yardstick(**inputs, output_hidden_states=True).hidden_states
         )
         for number in (1, LAYERS):
-            sides = each(lambda states, n=number: states[n][mask], ours, theirs, yardstick)
+            sides = each(lambda states, n=number: states[n][mask], ours, stock, yardstick)
             assert_close(f"state {number}", *sides)
 
 

@@ -465,15 +465,15 @@ def test_a_bias_by_distance_is_in_the_one_call(isa, dtype, monkeypatch) -> None:
 
     monkeypatch.setattr(ops, "encoder", counted)
     with torch.no_grad():
-        found = built(**inputs).last_hidden_state
+        states = built(**inputs).last_hidden_state
         assert [bias is not None for bias in calls] == [True]
         if dtype == torch.float32:  # The parity of the families compares the other dtypes.
             expected = layer_by_layer(built, **inputs).last_hidden_state
-            assert (found - expected).abs().max() < 1e-5
+            assert (states - expected).abs().max() < 1e-5
         mask = inputs["attention_mask"].bool()
         for row, kept in enumerate(mask):
             alone = built(inputs["input_ids"][row : row + 1, kept]).last_hidden_state[0]
             if kept.any() and bool((kept.nonzero().diff(dim=0) == 1).all()):
-                assert torch.equal(alone, found[row, kept])
+                assert torch.equal(alone, states[row, kept])
         built.encoder.relative_attention_bias.weight.zero_()
-        assert (built(**inputs).last_hidden_state - found).abs().max() > 0.1
+        assert (built(**inputs).last_hidden_state - states).abs().max() > 0.1

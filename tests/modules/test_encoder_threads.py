@@ -100,14 +100,14 @@ def test_a_thread_without_a_core_does_not_hold_up_each_product():
     burners = [subprocess.Popen([sys.executable, "-c", BURN]) for _ in range(3 * cores)]
     try:
         for _ in range(15):
-            for threads, found in times.items():
+            for threads, seconds in times.items():
                 torch.set_num_threads(threads)
                 start = time.perf_counter()
                 call(model, ids)
-                found.append(time.perf_counter() - start)
+                seconds.append(time.perf_counter() - start)
     finally:
         for burner in burners:
             burner.kill()
             burner.wait()
-    one, two = (statistics.median(found) for found in times.values())
+    one, two = (statistics.median(seconds) for seconds in times.values())
     assert two < one + 0.5, (one, two)

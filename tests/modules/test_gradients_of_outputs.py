@@ -37,9 +37,9 @@ def slopes(side: Any, inputs: dict[str, Tensor], real: Tensor) -> tuple[Tensor, 
     out = side(**inputs, **BOTH)
     factors = torch.randn(out.last_hidden_state.shape, generator=torch.Generator().manual_seed(3))
     loss = (out.last_hidden_state * factors.to(out.last_hidden_state.dtype))[real].sum()
-    found = torch.autograd.grad(loss + out.pooler_output.sum(), asked(out))
+    grads = torch.autograd.grad(loss + out.pooler_output.sum(), asked(out))
     states = len(out.hidden_states)
-    return torch.stack(found[:states]), torch.stack(found[states:])
+    return torch.stack(grads[:states]), torch.stack(grads[states:])
 
 
 def pairs_of_tokens(real: Tensor, like: Tensor) -> Tensor:
@@ -79,12 +79,12 @@ def test_they_are_there_for_packed_sequences() -> None:
     inputs, ends = batch(), torch.tensor([0, 19, 19, 50, 76], dtype=torch.int32)
     rows = {name: value.flatten() for name, value in inputs.items()}
     out = pair("BertModel").ours(**rows, cu_seqlens=ends, max_seqlen=31, **BOTH)
-    found = torch.autograd.grad(out.last_hidden_state[20].sum(), asked(out))
+    grads = torch.autograd.grad(out.last_hidden_state[20].sum(), asked(out))
     reached = torch.arange(76)
-    for state, slope in zip(out.hidden_states[:-1], found, strict=False):
+    for state, slope in zip(out.hidden_states[:-1], grads, strict=False):
         assert slope.shape == state.shape == (76, 48)
         assert torch.equal(slope.any(-1), (reached >= 19) & (reached < 50))
-    for slope in found[len(out.hidden_states) :]:
+    for slope in grads[len(out.hidden_states) :]:
         assert slope[2].any()
         assert not slope[[0, 1, 3]].any()
 
@@ -94,7 +94,7 @@ def test_what_nobody_attends_is_not_seen_where_weights_carry_gradients() -> None
     embeds = models.ours.get_input_embeddings()(batch()["input_ids"]).detach()
     mask = torch.ones(BATCH, 1, LENGTH, LENGTH, dtype=torch.bool)
     mask[..., 7] = mask[:, :, 7] = False
-    found = []
+    results = []
     for poison in (0.0, math.nan):
         given = embeds.clone()
         given[:, 7] = poison
@@ -104,34 +104,34 @@ def test_what_nobody_attends_is_not_seen_where_weights_carry_gradients() -> None
         )
         qkv = models.ours.encoder.layer[0].attention.self.qkv
         seen = torch.arange(BATCH * LENGTH) % LENGTH != 7
-        found.append(torch.autograd.grad(out[0][seen].square().sum(), [out[2], qkv.bias]))
+        results.append(torch.autograd.grad(out[0][seen].square().sum(), [out[2], qkv.bias]))
         assert out[0][~seen].eq(0.0).all()
-    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
 
 
 @pytest.mark.every_case
 def test_a_compiled_model_trains_through_states_and_weights() -> None:
     """The loss uses all outputs, because the outputs of a compiled graph are a single node."""
-    model, found = pair("BertModel").ours, []
+    model, result = pair("BertModel").ours, []
     for side in (torch.compile(model, backend="aot_eager", fullgraph=True), model):
         model.zero_grad()
         out = side(**batch(padded=True), **BOTH)
         seen = (*asked(out), out.pooler_output)
         torch.stack([each.square().sum() for each in seen]).sum().backward()
-        found.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
-    assert found[0].keys() == found[1].keys()
-    for name, gradient in found[1].items():
-        torch.testing.assert_close(found[0][name], gradient)
+        result.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    assert result[0].keys() == result[1].keys()
+    for name, gradient in result[1].items():
+        torch.testing.assert_close(result[0][name], gradient)
 
 
 def test_checkpointing_keeps_them() -> None:
     model, inputs = pair("BertModel", attention_probs_dropout_prob=0.3).ours.train(), batch()
-    real, found = torch.ones(BATCH, LENGTH, dtype=torch.bool), []
+    real, result = torch.ones(BATCH, LENGTH, dtype=torch.bool), []
     for checkpointed in (False, True):
         model.encoder.gradient_checkpointing = checkpointed
         torch.manual_seed(5)
-        found.append(slopes(model, inputs, real))
-    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+        result.append(slopes(model, inputs, real))
+    assert all(torch.equal(one, other) for one, other in zip(*result, strict=True))
 
 
 @pytest.mark.parametrize("frozen", [False, True])

@@ -73,9 +73,9 @@ def test_head(name: str, padded: bool) -> None:
     judge.agree("hidden_states", select=lambda x: x[mask])
     judge.agree("attentions", select=lambda x: x.transpose(1, 2)[mask])
     judge.gradients_agree()
-    ours, theirs = judge.actual[0], judge.oracle[0]
-    assert type(ours).__name__ == type(theirs).__name__
-    assert list(ours.keys())[: len(theirs)] == list(theirs.keys())
+    ours, stock = judge.actual[0], judge.oracle[0]
+    assert type(ours).__name__ == type(stock).__name__
+    assert list(ours.keys())[: len(stock)] == list(stock.keys())
 
 
 @pytest.mark.parametrize("name", ["BertForPreTraining", "BertForMaskedLM"])

@@ -68,8 +68,8 @@ def test_a_step_reads_the_parts_without_joining_them(dtype, residual) -> None:
         with torch.autocast("cpu", torch.bfloat16, enabled=dtype != torch.float32):
             y = call(given)
         (y.sin().sum() + (given.cos().sum() if residual else 0.0)).backward()
-        found = {name.removeprefix("parts."): p.grad for name, p in layers.named_parameters()}
-        return {"y": y.detach(), "x": given.grad, **found}
+        results = {name.removeprefix("parts."): p.grad for name, p in layers.named_parameters()}
+        return {"y": y.detach(), "x": given.grad, **results}
 
     def call(given: Tensor) -> Tensor:
         if not residual:

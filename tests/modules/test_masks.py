@@ -131,10 +131,10 @@ def test_packed_input_equals_padded_input() -> None:
         assert torch.equal(got.prediction_logits, padded.prediction_logits[RIGHT])
         assert torch.equal(got.seq_relationship_logits, padded.seq_relationship_logits)
         assert torch.equal(got.loss, padded.loss)
-        for ours, theirs in zip(got.hidden_states, padded.hidden_states, strict=True):
-            assert torch.equal(ours, theirs[RIGHT])
-        for ours, theirs in zip(got.attentions, padded.attentions, strict=True):
-            assert torch.equal(ours, theirs)
+        for ours, stock in zip(got.hidden_states, padded.hidden_states, strict=True):
+            assert torch.equal(ours, stock[RIGHT])
+        for ours, stock in zip(got.attentions, padded.attentions, strict=True):
+            assert torch.equal(ours, stock)
 
 
 def test_packed_gradients_equal_padded_gradients() -> None:
@@ -143,8 +143,8 @@ def test_packed_gradients_equal_padded_gradients() -> None:
     other = copy.deepcopy(model)
     model(**batch(), attention_mask=RIGHT, labels=labels).loss.backward()
     other(**packed(RIGHT, **batch(), labels=labels), max_seqlen=LENGTH).loss.backward()
-    for (name, ours), theirs in zip(model.named_parameters(), other.parameters(), strict=True):
-        assert torch.equal(ours.grad, theirs.grad), name
+    for (name, ours), stock in zip(model.named_parameters(), other.parameters(), strict=True):
+        assert torch.equal(ours.grad, stock.grad), name
 
 
 def test_dropout_is_the_same_packed_and_padded() -> None:

@@ -66,11 +66,11 @@ def extension(monkeypatch):
 
     def backward(dy, x, weight, mean, rstd, residual, x_bias, seed, has_bias, dropout_p):
         calls["layer_norm backward"] += 1
-        found = layer_norm_backward(
+        grads = layer_norm_backward(
             dy, x, weight, mean, rstd, residual=residual, x_bias=x_bias, seed=seed,
             has_bias=has_bias, dropout_p=dropout_p,
         )  # fmt: skip
-        return tuple(x.new_empty(0) if t is None else t for t in found)
+        return tuple(x.new_empty(0) if t is None else t for t in grads)
 
     def linear_gelu(x, weight, bias, activation, save):
         calls["feed_forward forward"] += 1

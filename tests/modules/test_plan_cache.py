@@ -64,11 +64,11 @@ def run(model: BertModel, mode: str) -> list[Tensor] | str:
             return f"{type(error).__name__}: {error}"
 
 
-def same(found: list[Tensor] | str, expected: list[Tensor] | str) -> bool:
-    if isinstance(found, str) or isinstance(expected, str):
-        return found == expected
-    return len(found) == len(expected) and all(
-        torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(found, expected, strict=True)
+def same(actual: list[Tensor] | str, expected: list[Tensor] | str) -> bool:
+    if isinstance(actual, str) or isinstance(expected, str):
+        return actual == expected
+    return len(actual) == len(expected) and all(
+        torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(actual, expected, strict=True)
     )
 
 
@@ -169,10 +169,10 @@ def test_a_plan_is_as_good_as_new_after_a_change(name, mode):
     assert [guarded.plan.run is not None for guarded in kept.values()] == [True]
     undo = change(name, model)
     try:
-        found = run(model, mode)
-        assert same(found, fresh(model, mode))
-        found = run(model, mode)
-        assert same(found, fresh(model, mode))
+        result = run(model, mode)
+        assert same(result, fresh(model, mode))
+        result = run(model, mode)
+        assert same(result, fresh(model, mode))
         used, new = plan_now(model, mode, torch.randn(3, 48))
         assert (used.reason, type(used.run), used.settings) == (
             new.reason,
@@ -237,13 +237,13 @@ def test_int8_weights_follow_the_instruction_set():
         try:
             for isa in ("baseline", None):
                 backends.EXTENSION.set_cpu_isa(isa)
-                found = model(ids, mask, output_hidden_states=True).last_hidden_state
+                actual = model(ids, mask, output_hidden_states=True).last_hidden_state
                 model.encoder._plans.clear()
                 again = model(ids, mask, output_hidden_states=True).last_hidden_state
-                assert torch.equal(found, again)
+                assert torch.equal(actual, again)
         finally:
             backends.EXTENSION.set_cpu_isa(None)
-        assert torch.equal(found, expected)
+        assert torch.equal(actual, expected)
 
 
 def test_copies_and_pickles_have_plans_of_their_own():

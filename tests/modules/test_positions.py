@@ -33,10 +33,10 @@ def test_buckets() -> None:
 @pytest.mark.parametrize("length", [1, 9, 200])
 def test_bias(length) -> None:
     sizes = {"hidden_size": 12, "num_attention_heads": HEADS, "num_hidden_layers": 1}
-    theirs = MPNetEncoder(MPNetConfig(**sizes))
+    stock = MPNetEncoder(MPNetConfig(**sizes))
     ours = DistanceBias(32, HEADS)
-    ours.weight = theirs.relative_attention_bias.weight
-    expected = theirs.compute_position_bias(torch.zeros(2, length, 12))
+    ours.weight = stock.relative_attention_bias.weight
+    expected = stock.compute_position_bias(torch.zeros(2, length, 12))
     actual = ours(torch.arange(length)[None])
     assert actual.shape == (1, HEADS, length, length)
     assert torch.equal(actual.expand_as(expected), expected)
@@ -51,7 +51,7 @@ def test_bias_of_places_with_gaps() -> None:
         assert torch.equal(row, whole[:, kept[:, None], kept])
 
 
-def theirs(x: Tensor, positions: Tensor, base: float) -> Tensor:
+def stock_rotate(x: Tensor, positions: Tensor, base: float) -> Tensor:
     """Rotate x (T, heads, D) with transformers, which also computes angles in fp32."""
     heads, size = x.shape[1:]
     config = NomicBertConfig(
@@ -76,12 +76,12 @@ def test_rotation(base, size) -> None:
     by = rotation(positions, frequencies(base, size, positions.device))
     assert by[0].dtype == torch.float32
     assert by[0].shape == (len(positions), size // 2)
-    assert torch.equal(rotate(x, by), theirs(x, positions, base))
+    assert torch.equal(rotate(x, by), stock_rotate(x, positions, base))
     exact = rotate(x.double(), by)
     assert exact.dtype == torch.float64
     # Both sides compute cosines in fp32, and not always by the same routine.
-    torch.testing.assert_close(exact, theirs(x.double(), positions, base), atol=1e-6, rtol=0)
-    assert_close("float32", rotate(x, by), exact, theirs(x, positions, base))
+    torch.testing.assert_close(exact, stock_rotate(x.double(), positions, base), atol=1e-6, rtol=0)
+    assert_close("float32", rotate(x, by), exact, stock_rotate(x, positions, base))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

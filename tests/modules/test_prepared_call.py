@@ -50,8 +50,8 @@ def batch(lengths: tuple[int, ...] = (9, 5, 12), first: int = 0) -> tuple[Tensor
 
 def outputs(model: BertModel, ids: Any, mask: Any = None, **more: Any) -> list[Tensor]:
     with torch.no_grad():
-        found = model(ids, mask, **more)
-    return [t for t in (found.last_hidden_state, found.pooler_output) if t is not None]
+        result = model(ids, mask, **more)
+    return [t for t in (result.last_hidden_state, result.pooler_output) if t is not None]
 
 
 def through_modules(model: BertModel, ids: Tensor, *given: Any, **more: Any) -> list[Tensor]:
@@ -60,8 +60,8 @@ def through_modules(model: BertModel, ids: Tensor, *given: Any, **more: Any) -> 
     return outputs(model, ids, *given, position_ids=positions, **more)
 
 
-def same(found: list[Tensor], expected: list[Tensor]) -> bool:
-    return len(found) == len(expected) and all(map(torch.equal, found, expected))
+def same(actual: list[Tensor], expected: list[Tensor]) -> bool:
+    return len(actual) == len(expected) and all(map(torch.equal, actual, expected))
 
 
 def is_prepared(model: BertModel) -> bool:
@@ -90,9 +90,9 @@ def test_the_call_has_the_bits_of_the_modules(case, dtype):
     model, (ids, mask) = make(dtype), MASKS[case]()
     types = torch.arange(ids.numel()).view_as(ids) % 2
     for more in ({}, {"token_type_ids": types}):
-        found = outputs(model, ids, mask, **more)
+        result = outputs(model, ids, mask, **more)
         assert is_prepared(model)
-        assert same(found, through_modules(model, ids, mask, **more))
+        assert same(result, through_modules(model, ids, mask, **more))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -103,11 +103,11 @@ def test_roberta_counts_its_positions(case, dtype):
     torch.manual_seed(3)
     model, (ids, mask) = BertModel(roberta).eval().to(dtype), MASKS[case]()
     padding = ids.long() if mask is None else torch.where(mask.bool(), ids.long(), 1)
-    found = outputs(model, padding, mask)
+    result = outputs(model, padding, mask)
     assert is_prepared(model)
     exists = (padding != 1).long()
     positions = exists.cumsum(1) * exists + 1
-    assert same(found, outputs(model, padding, mask, position_ids=positions))
+    assert same(result, outputs(model, padding, mask, position_ids=positions))
 
 
 def test_a_model_without_pooler():
@@ -121,9 +121,9 @@ def test_heads_use_the_call():
     ids, mask = batch()
     positions = torch.arange(ids.shape[1]).expand_as(ids)
     with torch.no_grad():
-        found = model(ids, mask).logits
+        result = model(ids, mask).logits
         assert is_prepared(model.bert)
-        assert torch.equal(found, model(ids, mask, position_ids=positions).logits)
+        assert torch.equal(result, model(ids, mask, position_ids=positions).logits)
 
 
 # Changes of a model. Each takes the model and may return a function that undoes the change.
@@ -375,10 +375,10 @@ def test_a_change_is_seen_at_the_next_call(name):
     assert is_prepared(model)
     undo = CHANGES[name](model)
     try:
-        found, expected = outputs(model, ids, mask), through_modules(model, ids, mask)
-        assert same(found, expected)
+        actual, expected = outputs(model, ids, mask), through_modules(model, ids, mask)
+        assert same(actual, expected)
         # The backends may agree in every bit; everything else changes the result.
-        assert "backend" in name or "implementation" in name or not same(found, before)
+        assert "backend" in name or "implementation" in name or not same(actual, before)
     finally:
         if undo is not None:
             undo()
@@ -496,11 +496,11 @@ def test_accelerated_models_use_the_call():
         elif change == "module":
             stock.encoder.layer[1].intermediate.dense = nn.Linear(48, 80)
         with torch.no_grad():
-            found = stock(ids, mask)
+            actual = stock(ids, mask)
             assert is_prepared(inner) == (change != "hook")
             expected = stock(ids, mask, position_ids=positions)
-        assert torch.equal(found.last_hidden_state, expected.last_hidden_state)
-        assert torch.equal(found.pooler_output, expected.pooler_output)
+        assert torch.equal(actual.last_hidden_state, expected.last_hidden_state)
+        assert torch.equal(actual.pooler_output, expected.pooler_output)
 
 
 def test_quantization_in_place_frees_the_weights_of_a_prepared_model():
@@ -522,10 +522,10 @@ def test_what_watches_or_changes_the_operators_sees_them(mode):
         assert model(ids, mask).last_hidden_state.requires_grad
     elif mode == "training":
         torch.manual_seed(1)
-        found = outputs(model.train(), ids, mask)
+        actual = outputs(model.train(), ids, mask)
         torch.manual_seed(1)
-        assert same(found, through_modules(model, ids, mask))
-        assert not same(found, outputs(model.eval(), ids, mask))
+        assert same(actual, through_modules(model, ids, mask))
+        assert not same(actual, outputs(model.eval(), ids, mask))
     elif mode == "autocast":
         with torch.autocast("cpu", dtype=torch.bfloat16):
             assert same(outputs(model, ids, mask), through_modules(model, ids, mask))
@@ -533,9 +533,9 @@ def test_what_watches_or_changes_the_operators_sees_them(mode):
     elif mode == "functional":
         doubled = {name: 2 * value.detach() for name, value in model.named_parameters()}
         with torch.no_grad():
-            found = torch.func.functional_call(model, doubled, (ids, mask))
+            actual = torch.func.functional_call(model, doubled, (ids, mask))
             expected = torch.func.functional_call(model, doubled, (ids, mask, None, positions))
-        assert torch.equal(found.last_hidden_state, expected.last_hidden_state)
+        assert torch.equal(actual.last_hidden_state, expected.last_hidden_state)
     else:
         with torch.autograd.profiler.profile() as profile:
             outputs(model, ids, mask)

@@ -219,8 +219,8 @@ def test_layers_that_one_call_cannot_run() -> None:
     built.encoder.layer[0].attention.output.LayerNorm = nn.Dropout()
     assert "layer.0.attention.output.LayerNorm is a torch.nn" in reason(built)
     mode = Mode.now("cuda", torch.bfloat16, gradient=False)
-    found = plan(model("nomic_bert").encoder.running(), mode)
-    assert found.run is None
+    planned = plan(model("nomic_bert").encoder.running(), mode)
+    assert planned.run is None
 
 
 def bad_calls() -> dict[str, tuple[dict[str, Any], str]]:

@@ -81,8 +81,8 @@ def test_checkpointing_keeps_states_and_weights() -> None:
     plain.gradient_checkpointing_enable()
     got = plain(**batch(padded=True), output_hidden_states=True, output_attentions=True)
     for name in ("hidden_states", "attentions"):
-        for ours, theirs in zip(got[name], expected[name], strict=True):
-            assert torch.equal(ours, theirs)
+        for ours, stock in zip(got[name], expected[name], strict=True):
+            assert torch.equal(ours, stock)
 
 
 def test_bfloat16_against_transformers() -> None:

@@ -30,9 +30,9 @@ def state(model: torch.nn.Module) -> dict[str, Tensor]:
 @pytest.mark.parametrize("name", ["BertModel", *HEADS])
 @pytest.mark.parametrize("tie", [True, False])
 def test_names_shapes_and_order_are_those_of_transformers(name: str, tie: bool) -> None:
-    theirs = transformers.BertConfig(**SIZES, tie_word_embeddings=tie)
-    expected = getattr(transformers, name)(theirs).state_dict()
-    ours = getattr(modules, name)(BertConfig.from_dict(theirs.to_dict())).state_dict()
+    stock_config = transformers.BertConfig(**SIZES, tie_word_embeddings=tie)
+    expected = getattr(transformers, name)(stock_config).state_dict()
+    ours = getattr(modules, name)(BertConfig.from_dict(stock_config.to_dict())).state_dict()
     assert list(ours) == list(expected)
     assert [t.shape for t in ours.values()] == [t.shape for t in expected.values()]
 

@@ -61,14 +61,14 @@ def step(model, inputs, dtype=torch.float32):
 @pytest.fixture
 def runs(monkeypatch):
     """Return the list to which each layer that runs as one function adds its settings."""
-    found, run = [], executors.cpu_layer
+    settings_of_calls, run = [], executors.cpu_layer
 
     def spy(*arguments):
-        found.append(arguments[-1])
+        settings_of_calls.append(arguments[-1])
         return run(*arguments)
 
     monkeypatch.setattr(executors, "cpu_layer", spy)
-    return found
+    return settings_of_calls
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -80,8 +80,8 @@ def test_the_bits_are_those_of_the_operations(
 ):
     model, inputs = model_of(dropout_p, hidden_act=hidden_act), inputs_of(lengths)
     loss, gradients = step(model, inputs, dtype)
-    found = [(settings.dropouts, settings.dtype) for settings in runs]
-    assert found == 2 * [((dropout_p,) * 3, dtype)]
+    actual = [(settings.dropouts, settings.dtype) for settings in runs]
+    assert actual == 2 * [((dropout_p,) * 3, dtype)]
     plan = BertEncoder.plan
     monkeypatch.setattr(BertEncoder, "plan", lambda *given: plan(*given)._replace(run=None))
     expected_loss, expected = step(model, inputs, dtype)

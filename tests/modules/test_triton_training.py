@@ -72,7 +72,7 @@ def trained(
     built: BertModel, inputs: dict[str, Tensor], layers: int, mixed: bool = False, **options: Any
 ) -> dict[str, Tensor]:
     """Return the states and gradients of a step; `layers` of them run as one function each."""
-    found: dict[str, Tensor] = {}
+    results: dict[str, Tensor] = {}
     built.zero_grad()
     with counted(by_operation=layers == 0) as calls:
         torch.manual_seed(2)
@@ -83,9 +83,9 @@ def trained(
     weights = torch.linspace(0.5, 1.5, states[0].shape[-1], device=DEVICE)
     sum((state.float() * weights).square().sum() for state in states).backward()
     for i, state in enumerate(states):
-        found[f"state {i}"] = state.detach()
-    found |= {n: p.grad.clone() for n, p in built.named_parameters() if p.grad is not None}
-    return found
+        results[f"state {i}"] = state.detach()
+    results |= {n: p.grad.clone() for n, p in built.named_parameters() if p.grad is not None}
+    return results
 
 
 def same(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -141,13 +141,13 @@ def test_batches_without_tokens_and_eval_mode():
 
 def test_autocast_around_the_backward_changes_nothing():
     built, inputs = model(), padded(3, 2)
-    found = []
+    results = []
     for mixed in (False, True):
         torch.manual_seed(2)
         loss = built(**inputs).last_hidden_state.square().sum()
         with torch.autocast(DEVICE, torch.bfloat16, enabled=mixed):
-            found.append(torch.autograd.grad(loss, list(built.encoder.parameters())))
-    assert all(map(torch.equal, *found))
+            results.append(torch.autograd.grad(loss, list(built.encoder.parameters())))
+    assert all(map(torch.equal, *results))
 
 
 FROZEN: dict[str, Callable[[str], bool]] = {
@@ -176,8 +176,8 @@ def test_frozen_parameters_get_no_gradient(frozen):
 
 
 def reason(built: BertModel, dtype: torch.dtype = torch.float32) -> str:
-    found = plan(built.encoder.running(), Mode.now(DEVICE, dtype, gradient=True))
-    return "" if type(found.run) is GpuTraining else found.reason
+    planned = plan(built.encoder.running(), Mode.now(DEVICE, dtype, gradient=True))
+    return "" if type(planned.run) is GpuTraining else planned.reason
 
 
 class Scaled(nn.Linear):
@@ -249,9 +249,9 @@ def test_checkpointing_runs_the_layer_again_in_the_backward():
         torch.manual_seed(5)
         states = built(**inputs).last_hidden_state
         assert len(calls) == 1
-        found = gradients(states)
+        grads = gradients(states)
         assert len(calls) == 2
-    assert all(map(torch.equal, found, expected))
+    assert all(map(torch.equal, grads, expected))
 
 
 def test_a_second_derivative_is_an_error():

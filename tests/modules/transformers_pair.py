@@ -39,13 +39,13 @@ def pair(name: str, *, seed: int = 0, **overrides: Any) -> Pair:
     """Return models of class ``name`` of both libraries with the same random, nonzero weights."""
     torch.manual_seed(seed)
     sizes = {**SIZES, **overrides}
-    theirs = transformers.BertConfig(**sizes, attn_implementation="eager")
-    yardstick = getattr(transformers, name)(theirs).eval()
+    stock_config = transformers.BertConfig(**sizes, attn_implementation="eager")
+    yardstick = getattr(transformers, name)(stock_config).eval()
     with torch.no_grad():
         for parameter in yardstick.parameters():
             center = parameter if parameter.ndim == 1 else torch.zeros_like(parameter)
             parameter.copy_(center + 0.15 * torch.randn_like(parameter))
-    ours = getattr(modules, name)(BertConfig.from_dict(theirs.to_dict())).eval()
+    ours = getattr(modules, name)(BertConfig.from_dict(stock_config.to_dict())).eval()
     ours.load_state_dict(yardstick.state_dict())
     return Pair(copy.deepcopy(yardstick).double(), yardstick, ours)
 

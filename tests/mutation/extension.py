@@ -28,8 +28,8 @@ MACHINE = "ptxmachine/csrc"
 
 
 def compiler() -> str:
-    found = [name for name in ("c++", "g++", "clang++") if shutil.which(name)]
-    return os.environ.get("CXX") or (found[0] if found else "c++")
+    compilers = [name for name in ("c++", "g++", "clang++") if shutil.which(name)]
+    return os.environ.get("CXX") or (compilers[0] if compilers else "c++")
 
 
 def compile_command() -> list[str]:

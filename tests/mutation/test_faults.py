@@ -69,20 +69,20 @@ def test_every_program_of_the_page_has_faults():
 @functools.cache
 def included(unit: Unit) -> set[str]:
     """Return the files of csrc that the compiler reads for ``unit``."""
-    found, texts = {unit.source}, [(Path(unit.source).parent, text_of(ROOT, unit))]
+    paths, texts = {unit.source}, [(Path(unit.source).parent, text_of(ROOT, unit))]
     while texts:
         folder, text = texts.pop()
         for name in re.findall(r'^#include "(.+)"$', text, re.M):
             path = (ROOT / folder / name).resolve().relative_to(ROOT)
-            if path.as_posix() not in found:
-                found.add(path.as_posix())
+            if path.as_posix() not in paths:
+                paths.add(path.as_posix())
                 texts.append((path.parent, (ROOT / path).read_text(encoding="utf-8")))
-    return found
+    return paths
 
 
 def test_the_build_with_a_fault_has_every_source_but_those_of_cuda():
-    found = {path.relative_to(ROOT).as_posix() for path in (ROOT / "csrc").rglob("*.cpp")}
-    assert set(sources()) == {name for name in found if not name.startswith("csrc/cuda/")}
+    files = {path.relative_to(ROOT).as_posix() for path in (ROOT / "csrc").rglob("*.cpp")}
+    assert set(sources()) == {name for name in files if not name.startswith("csrc/cuda/")}
     assert len(machine_sources()) > 20
 
 

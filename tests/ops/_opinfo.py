@@ -22,12 +22,12 @@ class Call(NamedTuple):
 
     Attributes:
         inputs: The arguments.
-        theirs: The function of torch.
+        torch_function: The function of torch.
         refused: Name of the argument that our operation refuses on every backend; "" for none.
     """
 
     inputs: Inputs
-    theirs: Callable[..., Tensor]
+    torch_function: Callable[..., Tensor]
     refused: str = ""
 
 
@@ -50,14 +50,14 @@ def samples(op: str) -> list[Any]:
     # The import takes seconds.
     from torch.testing._internal.common_methods_invocations import op_db
 
-    found = []
+    inputs = []
     for info in op_db:
         if info.name == COUNTERPARTS[op][0]:
-            found += info.sample_inputs("cpu", torch.float32, requires_grad=False)
-    return found
+            inputs += info.sample_inputs("cpu", torch.float32, requires_grad=False)
+    return inputs
 
 
-def _call(theirs: Callable[..., Tensor], refused: str = "", **arguments: Any) -> Call:
+def _call(torch_function: Callable[..., Tensor], refused: str = "", **arguments: Any) -> Call:
     """Return a call with positional tensors; a keyword argument begins with an underscore."""
     keyword = {name[1:]: value for name, value in arguments.items() if name.startswith("_")}
     positional = {name: value for name, value in arguments.items() if not name.startswith("_")}
@@ -66,7 +66,7 @@ def _call(theirs: Callable[..., Tensor], refused: str = "", **arguments: Any) ->
         for name, value in (positional | keyword).items()
         if isinstance(value, Tensor) and value.is_floating_point()
     )
-    return Call(Inputs(positional, keyword, differentiated), theirs, refused)
+    return Call(Inputs(positional, keyword, differentiated), torch_function, refused)
 
 
 def _norm(sample: Any) -> tuple[Tensor, list[Tensor | None], float | None]:
@@ -79,21 +79,21 @@ def _norm(sample: Any) -> tuple[Tensor, list[Tensor | None], float | None]:
 
 
 def _layer_norm(sample: Any) -> Call:
-    def theirs(x: Tensor, weight: Tensor, bias: Tensor | None, *, eps: float) -> Tensor:
+    def torch_function(x: Tensor, weight: Tensor, bias: Tensor | None, *, eps: float) -> Tensor:
         return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
 
     x, (weight, bias), eps = _norm(sample)
     eps = 1e-5 if eps is None else eps
-    return _call(theirs, "eps" if eps < 0 else "", x=x, weight=weight, bias=bias, _eps=eps)
+    return _call(torch_function, "eps" if eps < 0 else "", x=x, weight=weight, bias=bias, _eps=eps)
 
 
 def _rms_norm(sample: Any) -> Call:
-    def theirs(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
+    def torch_function(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
         return F.rms_norm(x, x.shape[-1:], weight, eps)
 
     x, (weight, _), eps = _norm(sample)
     eps = torch.finfo(x.dtype).eps if eps is None else eps
-    return _call(theirs, "eps" if eps < 0 else "", x=x, weight=weight, _eps=eps)
+    return _call(torch_function, "eps" if eps < 0 else "", x=x, weight=weight, _eps=eps)
 
 
 def _linear(sample: Any) -> Call:
@@ -102,25 +102,29 @@ def _linear(sample: Any) -> Call:
 
 
 def _linear_gelu(sample: Any) -> Call:
-    def theirs(x: Tensor, weight: Tensor, bias: Tensor | None, *, approximate: str) -> Tensor:
+    def torch_function(
+        x: Tensor, weight: Tensor, bias: Tensor | None, *, approximate: str
+    ) -> Tensor:
         h = F.linear(x, weight, bias)
         return F.relu(h) if approximate == "relu" else F.gelu(h, approximate=approximate)
 
     weight, bias = (*sample.args, None)[:2]
     approximate = ("none", "tanh", "relu")[weight.shape[1] % 3]
-    return _call(theirs, x=sample.input, weight=weight, bias=bias, _approximate=approximate)
+    return _call(torch_function, x=sample.input, weight=weight, bias=bias, _approximate=approximate)
 
 
 def _feed_forward(sample: Any) -> Call:
-    def theirs(x: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: None) -> Tensor:
+    def torch_function(x: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: None) -> Tensor:
         return F.linear(F.gelu(F.linear(x, w1, b1)), w2, b2)
 
     w1, b1 = (*sample.args, None)[:2]
-    return _call(theirs, x=sample.input, w1=w1, b1=b1, w2=w1.flip(0).t(), b2=None)
+    return _call(torch_function, x=sample.input, w1=w1, b1=b1, w2=w1.flip(0).t(), b2=None)
 
 
 def _attention(sample: Any) -> Call:
-    def theirs(q: Tensor, k: Tensor, v: Tensor, *, mask: Any = None, bias: Any = None) -> Tensor:
+    def torch_function(
+        q: Tensor, k: Tensor, v: Tensor, *, mask: Any = None, bias: Any = None
+    ) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask if bias is None else bias)
 
     if sample.kwargs.get("dropout_p"):
@@ -140,11 +144,11 @@ def _attention(sample: Any) -> Call:
         # Our mask of two dimensions is one of keys.
         given = given.expand(*[1] * (4 - given.dim()), *given.shape)
         mask, bias = (given, None) if given.dtype == torch.bool else (None, given)
-    return _call(theirs, q=q, k=k, v=v, _mask=mask, _bias=bias)
+    return _call(torch_function, q=q, k=k, v=v, _mask=mask, _bias=bias)
 
 
 def _embedding(sample: Any) -> Call:
-    def theirs(
+    def torch_function(
         ids, token_types, positions, words, types, places, weight, bias, *, eps, padding_idx
     ) -> Tensor:
         y = F.embedding(ids, words, padding_idx)
@@ -157,14 +161,14 @@ def _embedding(sample: Any) -> Call:
             raise LeftOut(f"the argument {name}")
     row = torch.linspace(-1, 1, table.shape[1])
     return _call(
-        theirs, ids=ids, token_types=None, positions=None, word_table=table, type_table=None,
-        position_table=None, weight=row + 2, bias=row, _eps=1e-5,
+        torch_function, ids=ids, token_types=None, positions=None, word_table=table,
+        type_table=None, position_table=None, weight=row + 2, bias=row, _eps=1e-5,
         _padding_idx=None if padding_idx is None else padding_idx % len(table),
     )  # fmt: skip
 
 
 def _linear_cross_entropy(sample: Any) -> Call:
-    def theirs(hidden, weight, bias, labels, *, reduction, ignore_index) -> Tensor:
+    def torch_function(hidden, weight, bias, labels, *, reduction, ignore_index) -> Tensor:
         logits = F.linear(hidden, weight, bias)
         return F.cross_entropy(logits, labels, reduction=reduction, ignore_index=ignore_index)
 
@@ -185,8 +189,8 @@ def _linear_cross_entropy(sample: Any) -> Call:
     if hidden.dim() == 1:
         hidden, labels = hidden[None], labels[None]
     return _call(
-        theirs, hidden=hidden, weight=weight, bias=bias, labels=labels, _reduction=reduction,
-        _ignore_index=ignore_index,
+        torch_function, hidden=hidden, weight=weight, bias=bias, labels=labels,
+        _reduction=reduction, _ignore_index=ignore_index,
     )  # fmt: skip
 
 
@@ -207,14 +211,14 @@ def table() -> str:
     """Return the samples of each operation: all, and those left out with the reason."""
     rows = ["| operation | torch's samples | left out |", "|---|---|---|"]
     for op, (_, convert) in COUNTERPARTS.items():
-        found, left = samples(op), Counter()
-        for sample in found:
+        found_samples, left = samples(op), Counter()
+        for sample in found_samples:
             try:
                 convert(sample)
             except LeftOut as reason:
                 left[str(reason)] += 1
         reasons = ", ".join(f"{count}: {reason}" for reason, count in left.items())
-        rows.append(f"| {op} | {len(found)} | {reasons or 'none'} |")
+        rows.append(f"| {op} | {len(found_samples)} | {reasons or 'none'} |")
     return "\n".join(rows)
 
 

@@ -65,10 +65,10 @@ def test_a_vector_with_a_stride_gives_the_same_bits(case, backend, dtype, device
     inputs = case.inputs(dtype, device)
     strided = with_columns(inputs)
     expected = parity.run_with_gradients(function, inputs, options)
-    found = parity.run_with_gradients(function, strided, options)
-    assert found.keys() == expected.keys()
+    actual = parity.run_with_gradients(function, strided, options)
+    assert actual.keys() == expected.keys()
     for name, value in expected.items():
-        assert torch.equal(found[name], value), name
+        assert torch.equal(actual[name], value), name
 
 
 # All backends share what comes before the gradient, and Triton's interpreter is slow.

@@ -247,6 +247,6 @@ def test_layers_take_their_parts_from_cuda(gpu, times):
     with pytest.raises(ValueError, match=r"'cuda' cannot serve feed_forward: .*none for relu"):
         choose_parts(relu, torch.bfloat16, {"feed_forward": "cuda"})
     # An operation on another backend still prevents the call.
-    found = choose(request, {"feed_forward": "reference"})
-    assert found.backend == "reference"
-    assert found.reason.startswith("layer by layer: feed_forward is served by reference")
+    choice = choose(request, {"feed_forward": "reference"})
+    assert choice.backend == "reference"
+    assert choice.reason.startswith("layer by layer: feed_forward is served by reference")

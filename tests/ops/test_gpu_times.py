@@ -33,12 +33,12 @@ def test_every_shape_has_one_point_and_both_backends():
 
 def test_the_nearest_shape_counts_by_ratio():
     points = [point(size=size, width=dim) for size in (128, 512) for dim in (32, 128)]
-    found = {
+    sizes = {
         (dim, size): gpu_times.nearest(points, "attention", (9, 0), "float16", dim, size)
         for dim, size in itertools.product((16, 63, 64, 300), (0, 255, 256, 9000))
     }
-    assert {key: (p.width, p.size) for key, p in found.items()} == {
-        (dim, size): (32 if dim < 64 else 128, 128 if size < 256 else 512) for dim, size in found
+    assert {key: (p.width, p.size) for key, p in sizes.items()} == {
+        (dim, size): (32 if dim < 64 else 128, 128 if size < 256 else 512) for dim, size in sizes
     }
 
 
@@ -48,8 +48,8 @@ def test_the_nearest_shape_counts_by_ratio():
 )
 def test_the_code_must_run_on_the_gpu(capability, arch):
     points = [point(arch=arch) for arch in (80, 89, 90)]
-    found = gpu_times.nearest(points, "attention", capability, "bfloat16", 64, 512)
-    assert (None if found is None else found.arch) == arch
+    nearest = gpu_times.nearest(points, "attention", capability, "bfloat16", 64, 512)
+    assert (None if nearest is None else nearest.arch) == arch
 
 
 def test_other_operations_and_dtypes_have_no_point():
@@ -64,8 +64,8 @@ def test_other_operations_and_dtypes_have_no_point():
 )
 def test_a_small_difference_does_not_change_the_order(cuda, triton, first):
     others = {"cuda": "triton", "triton": "cuda"}
-    found = gpu_times.order(point(cuda=cuda, triton=triton), False, ORDER)
-    assert found == (first, others[first], "reference")
+    order = gpu_times.order(point(cuda=cuda, triton=triton), False, ORDER)
+    assert order == (first, others[first], "reference")
 
 
 def test_a_prediction_does_not_change_the_order():
@@ -80,8 +80,8 @@ def test_a_measured_shape_precedes_a_nearer_prediction():
     far, near = point(size=2048), point(size=512)._replace(kind=PREDICTED)
     older = point(arch=80, size=512)
     for points, chosen in (((near, far), far), ((near,), near), ((near, older), near)):
-        found = gpu_times.nearest(points, "attention", (9, 0), "float16", 64, 512)
-        assert found == chosen
+        nearest = gpu_times.nearest(points, "attention", (9, 0), "float16", 64, 512)
+        assert nearest == chosen
 
 
 def test_without_two_times_the_order_stays():
@@ -118,11 +118,11 @@ def test_the_class_of_rows_is_nearest_by_ratio():
 
 def test_the_products_of_the_table_have_rows_of_every_class():
     for op in ("linear_gelu", "feed_forward"):
-        found = [p for p in gpu_times.POINTS if p.op == op]
-        assert {p.arch for p in found} == {80, 89, 90}
-        for p in found:
+        points = [p for p in gpu_times.POINTS if p.op == op]
+        assert {p.arch for p in points} == {80, 89, 90}
+        for p in points:
             assert gpu_times.rows_class(p.size) == p.size
-        assert {p.size for p in found} == {128, 2048, gpu_times.MANY_ROWS}
+        assert {p.size for p in points} == {128, 2048, gpu_times.MANY_ROWS}
 
 
 def test_torch_compile_keeps_the_length_symbolic(monkeypatch):
@@ -211,11 +211,11 @@ def test_a_recorded_run_replaces_the_predictions_of_its_architecture(tmp_path):
     ]
     half = [{**row, "dtype": "float16", "label": "65536×768 float16"} for row in rows]
     record(tmp_path / "2026-02-02-h100", "bench-rows.json", [*rows, *small, *half], "NVIDIA H100")
-    found = {p.arch: p for p in choice.points(tmp_path)}
-    assert found.keys() == {80, 90}
-    assert (found[80].kind, found[80].forward) == (PREDICTED, seconds_of(1e9, 2.039e12))
-    assert (found[90].kind, found[90].gpu) == (MEASURED, "H100")
-    assert found[90].forward == found[90].backward == {"triton": 9e-5, "cuda": 8e-5}
+    points = {p.arch: p for p in choice.points(tmp_path)}
+    assert points.keys() == {80, 90}
+    assert (points[80].kind, points[80].forward) == (PREDICTED, seconds_of(1e9, 2.039e12))
+    assert (points[90].kind, points[90].gpu) == (MEASURED, "H100")
+    assert points[90].forward == points[90].backward == {"triton": 9e-5, "cuda": 8e-5}
 
 
 @pytest.mark.parametrize("op", ["linear_gelu", "feed_forward"])
@@ -241,12 +241,12 @@ def test_a_recorded_run_replaces_the_predictions_of_products(tmp_path, op):
         for c, s in (("fastbert triton*", 9e-5), ("fastbert cuda", 8e-5), ("torch eager", 1e-5))
     ]  # fmt: skip
     record(tmp_path / "2026-02-02-h200", "bench-gemm.json", measured)
-    found = {(p.arch, p.size): p for p in choice.points(tmp_path)}
-    assert found.keys() == before.keys()
-    assert found[90, 2048].kind == MEASURED
-    assert found[90, 2048].forward == {"triton": 9e-5, "cuda": 8e-5}
+    points = {(p.arch, p.size): p for p in choice.points(tmp_path)}
+    assert points.keys() == before.keys()
+    assert points[90, 2048].kind == MEASURED
+    assert points[90, 2048].forward == {"triton": 9e-5, "cuda": 8e-5}
     for key in before.keys() - {(90, 2048)}:
-        assert found[key] == before[key]
+        assert points[key] == before[key]
 
 
 def test_measured_attention_has_its_shape(tmp_path):
@@ -258,5 +258,5 @@ def test_measured_attention_has_its_shape(tmp_path):
         for d in ("forward", "backward") for name in ("triton", "cuda") for kind in ("", " padding")
     ]  # fmt: skip
     record(tmp_path / "2026-02-02-h200", "bench-attention.json", rows)
-    [found] = choice.points(tmp_path)
-    assert (found.shape, found.width, found.size, found.kind) == ("S256 D32", 32, 256, MEASURED)
+    [only] = choice.points(tmp_path)
+    assert (only.shape, only.width, only.size, only.kind) == ("S256 D32", 32, 256, MEASURED)

@@ -68,21 +68,23 @@ def joined(results: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 def test_agrees_with_torch(op, backend, dtype):
     """The oracle is torch's operator in float64, the yardstick the plain formula in the dtype."""
     function, options = getattr(ops, op), {"backend": backend}
-    found, oracle, plain = [], [], []
+    results, oracle, plain = [], [], []
     for call in of_torch(op):
         inputs = cast(call.inputs, dtype)
         if call.refused:
             with pytest.raises(ValueError, match=f"^{call.refused}: got "):
                 parity.run_with_gradients(function, inputs, options)
             continue
-        found.append(parity.run_with_gradients(function, inputs, options))
-        oracle.append(parity.run_with_gradients(call.theirs, cast(inputs, torch.float64), {}))
+        results.append(parity.run_with_gradients(function, inputs, options))
+        oracle.append(
+            parity.run_with_gradients(call.torch_function, cast(inputs, torch.float64), {})
+        )
         plain.append(partial(parity.run_with_gradients, getattr(reference, op), inputs, {}))
-        for name, value in found[-1].items():
+        for name, value in results[-1].items():
             assert value.shape == oracle[-1][name].shape, name
-    assert len(found) >= 3
+    assert len(results) >= 3
     exact, yardstick = joined(oracle), Yardstick(lambda: joined([run() for run in plain]))
-    for name, value in joined(found).items():
+    for name, value in joined(results).items():
         assert_close(f"{op} {name}", value, exact[name], yardstick[name])
 
 
@@ -100,16 +102,16 @@ def test_a_product_over_nothing_is_the_bias(op, backend, leading):
     arguments = dict(zip(names, (x, weight, bias, *rest), strict=True))
     inputs = Inputs(arguments, {}, tuple(n for n, value in arguments.items() if value is not None))
 
-    def theirs(x, weight, bias, w2=None, b2=None):
+    def torch_function(x, weight, bias, w2=None, b2=None):
         h = F.linear(x, weight, bias)
         h = h if op == "linear" else F.gelu(h)
         return h if w2 is None else F.linear(h, w2)
 
-    found = parity.run_with_gradients(getattr(ops, op), inputs, {"backend": backend})
-    expected = parity.run_with_gradients(theirs, inputs, {})
+    actual = parity.run_with_gradients(getattr(ops, op), inputs, {"backend": backend})
+    expected = parity.run_with_gradients(torch_function, inputs, {})
     for name, value in expected.items():
-        assert found[name].shape == value.shape
-        torch.testing.assert_close(found[name], value)
+        assert actual[name].shape == value.shape
+        torch.testing.assert_close(actual[name], value)
 
 
 @pytest.mark.parametrize("backend", ["reference", "triton", "cpu"])
@@ -126,10 +128,10 @@ def test_relu_at_nan_and_at_zero_has_the_gradient_of_torch(backend, dtype):
         y.backward(torch.full_like(y, 2.0))
         return y.detach(), leaf.grad
 
-    theirs = slope(lambda leaf: F.relu(F.linear(leaf, one)))
+    stock = slope(lambda leaf: F.relu(F.linear(leaf, one)))
     ours = slope(lambda leaf: ops.linear_gelu(leaf, one, None, approximate="relu", backend=backend))
-    for found, expected in zip(ours, theirs, strict=True):
-        assert torch.equal(found.nan_to_num(nan=7.0), expected.nan_to_num(nan=7.0))
+    for actual, expected in zip(ours, stock, strict=True):
+        assert torch.equal(actual.nan_to_num(nan=7.0), expected.nan_to_num(nan=7.0))
 
 
 @pytest.mark.parametrize("eps", [-1e-6, float("nan"), float("inf")])

@@ -88,8 +88,8 @@ def test_one_of_the_two_results_alone(op):
     y, residual = getattr(ops, op)(x, *parameters, return_residual=True)
     expected = torch.autograd.grad(getattr(ops, op)(x, *parameters).sum(), (x, *parameters))
     got = torch.autograd.grad(y.sum(), (x, *parameters), retain_graph=True)
-    for ours, theirs in zip(got, expected, strict=True):
-        torch.testing.assert_close(ours, theirs)
+    for ours, stock in zip(got, expected, strict=True):
+        torch.testing.assert_close(ours, stock)
     residual.sum().backward()
     assert torch.equal(x.grad, torch.ones_like(x))
     assert all(parameter.grad is None for parameter in parameters)

@@ -107,8 +107,8 @@ def test_an_answer_over_padding_is_left_out_with_its_reason() -> None:
 
 def test_sequences_that_begin_with_padding_are_said_to_be_left_out() -> None:
     report = fastbert.verify(build("roberta", "ForSequenceClassification"), **GIVEN)
-    found = {each.field: each for each in report.left_out if each.batch == "padded left"}
-    assert found["logits"].reason.startswith("14 of 16 elements")
+    left_out = {each.field: each for each in report.left_out if each.batch == "padded left"}
+    assert left_out["logits"].reason.startswith("14 of 16 elements")
     assert "logits" in fields(report, batch="padded left")
     assert "not compared: logits, inference" in str(report)
 
@@ -302,8 +302,8 @@ def test_fields_that_only_one_model_has_are_named(monkeypatch) -> None:
 
     monkeypatch.setattr(integration, "_run", wrong)
     report = fastbert.verify(model(), batch(), **GIVEN)
-    found = {row.field: row.detail for row in report.failures if row.mode == "inference"}
-    assert found == {
+    details = {row.field: row.detail for row in report.failures if row.mode == "inference"}
+    assert details == {
         "hidden_states": "hidden_states: only the accelerated model has it",
         "pooler_output": "pooler_output: only the stock model has it",
     }

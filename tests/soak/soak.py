@@ -87,14 +87,14 @@ def growth(seen: list[Usage]) -> list[str]:
         Usage(*map(statistics.median, zip(*part, strict=True)))
         for part in (seen[quarter : 2 * quarter], seen[-quarter:])
     )
-    found = []
+    grown = []
     if after.mib - before.mib > max(ALLOWED_MIB, ALLOWED_SHARE * before.mib):
-        found.append(f"resident memory grew from {before.mib:.1f} to {after.mib:.1f} MiB")
+        grown.append(f"resident memory grew from {before.mib:.1f} to {after.mib:.1f} MiB")
     for name in ("files", "threads"):
         first, last = getattr(before, name), getattr(after, name)
         if last > first:
-            found.append(f"{name} grew from {first:g} to {last:g}")
-    return found
+            grown.append(f"{name} grew from {first:g} to {last:g}")
+    return grown
 
 
 def batch(draw: random.Random) -> tuple[Tensor, Tensor]:
@@ -193,15 +193,15 @@ def main() -> int:
     warnings.simplefilter("ignore")
     seen = soak(options.minutes, lambda text: print(f"fastbert: {text}", flush=True))
     try:
-        found = growth(seen)
+        grown = growth(seen)
     except ValueError as error:
         parser.error(str(error))
     last = seen[-1]
     print(
         f"fastbert: {len(seen)} rounds in {options.minutes:g} minutes; at the end {last.mib:.1f} "
-        f"MiB, {last.files} files, {last.threads} threads: {'; '.join(found) or 'flat'}"
+        f"MiB, {last.files} files, {last.threads} threads: {'; '.join(grown) or 'flat'}"
     )
-    return int(bool(found))
+    return int(bool(grown))
 
 
 if __name__ == "__main__":

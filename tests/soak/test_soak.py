@@ -28,8 +28,8 @@ def test_a_flat_process_passes_and_one_that_grows_at_first():
 )
 def test_a_leak_is_named(leak, message):
     seen = [Usage(500.0 + leak[0] * n, 20 + leak[1] * n, 8 + leak[2] * n) for n in range(40)]
-    [found] = soak.growth(seen)
-    assert found.startswith(message)
+    [growth] = soak.growth(seen)
+    assert growth.startswith(message)
 
 
 def test_too_few_rounds_prove_nothing():

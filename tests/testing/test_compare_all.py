@@ -76,5 +76,5 @@ def test_names_and_dtypes_are_checked() -> None:
 def test_a_request_for_fp32_is_one_for_float64(function: Any) -> None:
     x = torch.randn(2, dtype=torch.float64)
     with InFloat64():
-        found = function(x)
-    assert found.dtype == torch.float64
+        result = function(x)
+    assert result.dtype == torch.float64

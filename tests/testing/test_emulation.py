@@ -203,7 +203,7 @@ LOAD = "second = tl.load(x_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "found"),
+    ("old", "new", "message"),
     [
         (STORE, STORE.replace(", mask=inside", ""), "PtxFault: race: "),
         (LOAD, f"{LOAD} * 1.01", "max error"),
@@ -211,7 +211,7 @@ LOAD = "second = tl.load(x_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
     ids=["a store without its mask", "a wrong value"],
 )
 @pytest.mark.every_case
-def test_a_broken_kernel_fails_the_command(tmp_path, old, new, found):
+def test_a_broken_kernel_fails_the_command(tmp_path, old, new, message):
     for name in ("fastbert", "kernels"):
         ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / name, tmp_path / name, symlinks=True, ignore=ignored)
@@ -227,7 +227,7 @@ def test_a_broken_kernel_fails_the_command(tmp_path, old, new, found):
     )
     assert result.returncode == 1, result.stderr
     assert "1 FAILED" in result.stdout
-    assert found in result.stdout
+    assert message in result.stdout
     assert (
         "reproduce: fastbert check --op rotary --case fused_projection --backend triton "
         "--dtype float32 --emulate sm_90 --schedule 1"

@@ -68,9 +68,9 @@ def test_the_average_is_evaluated_and_exported(options, documents, monkeypatch):
 
 
 def test_a_run_with_an_average_has_the_weights_of_a_run_without(options, documents, tmp_path):
-    found = []
+    results = []
     for name, ema in (("with", 0.9), ("without", None)):
         chosen = options(output=tmp_path / name, ema=ema, save_every=2, eval_every=2)
         pretrain(chosen, documents=documents, console=Console(quiet=True))
-        found.append(checkpoints.newest(chosen.folder, pytest.fail).tensors("weights"))
-    assert all(torch.equal(tensor, found[1][name]) for name, tensor in found[0].items())
+        results.append(checkpoints.newest(chosen.folder, pytest.fail).tensors("weights"))
+    assert all(torch.equal(tensor, results[1][name]) for name, tensor in results[0].items())

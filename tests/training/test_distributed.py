@@ -180,10 +180,10 @@ def test_cuts_of_two_processes_change_no_bit(tmp_path, points):
     pairs = [sorted(draw.sample(range(1, 10), 2)) for _ in range(points // 2)]
     done = torchrun(tmp_path, CUTS, json.dumps([[], *pairs]))
     assert done.returncode == 0, done.stderr[-3000:]
-    expected, *found = (finished(tmp_path / f"out{number}") for number in range(len(pairs) + 1))
+    expected, *actual = (finished(tmp_path / f"out{number}") for number in range(len(pairs) + 1))
     parts = {name.split(" ")[0] for name in expected[0]}
     assert parts == {"weights", "optimizer", "processes", "average", "model"}
-    for number, (tensors, rows) in enumerate(found):
+    for number, (tensors, rows) in enumerate(actual):
         assert tensors.keys() == expected[0].keys()
         for name, tensor in expected[0].items():
             assert torch.equal(tensors[name], tensor), (pairs[number], name)

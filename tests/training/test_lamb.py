@@ -65,9 +65,9 @@ def test_a_gradient_that_is_not_finite_changes_neither_weights_nor_moments():
 
 def test_a_watched_step_has_the_bits_of_a_step_that_is_not_watched():
     weights = [torch.nn.Parameter(torch.ones(4, 3) * 0.3) for _ in range(2)]
-    for weight, found in zip(weights, (None, torch.tensor(0.0)), strict=True):
+    for weight, found_inf in zip(weights, (None, torch.tensor(0.0)), strict=True):
         optimizer = make(weight, decay=DECAY, adapt=True)
-        optimizer.found_inf = found
+        optimizer.found_inf = found_inf
         for step in range(3):
             weight.grad = torch.linspace(-1, 1, 12).view(4, 3) * (step + 1)
             optimizer.step()

@@ -59,7 +59,7 @@ def test_a_log_that_cannot_be_written_again_is_named_and_stays(tmp_path, monkeyp
         with pytest.raises(OSError, match=rf"{os.strerror(errno.ENOSPC)}: '{path}'"):
             RunLog(path, ROWS[:3])
     assert read_log(path) == ROWS
-    assert [found.name for found in tmp_path.iterdir()] == ["log.jsonl"]
+    assert [file.name for file in tmp_path.iterdir()] == ["log.jsonl"]
 
 
 def test_a_write_that_fails_is_told_and_one_that_works_later_is_forgotten() -> None:

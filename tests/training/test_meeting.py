@@ -14,9 +14,9 @@ def test_each_attempt_agrees_on_another_text():
     agreed = []
     with ThreadPoolExecutor(4) as pool:
         for _ in range(20):
-            found = set(pool.map(lambda rank: agree(store, rank, 4), range(4)))
-            assert len(found) == 1
-            agreed += found
+            texts = set(pool.map(lambda rank: agree(store, rank, 4), range(4)))
+            assert len(texts) == 1
+            agreed += texts
     assert len(set(agreed)) == 20
 
 

@@ -61,5 +61,5 @@ def test_the_shape_of_the_schedule_is_chosen(model):
     _, schedule = make_optimizer(
         model, learning_rate=2.0, weight_decay=0.1, warmup=0.0, total_steps=2, schedule="cosine"
     )
-    found = [2.0 * schedule.lr_lambdas[0](step) for step in range(3)]
-    assert found == pytest.approx([2.0, 1.0, 0.0])
+    rates = [2.0 * schedule.lr_lambdas[0](step) for step in range(3)]
+    assert rates == pytest.approx([2.0, 1.0, 0.0])

@@ -128,8 +128,8 @@ def test_cuts_anywhere_change_no_bit(settings, monkeypatch, tmp_path, changes, c
         cut(monkeypatch, changed, step)
         _, text = run(options)
         assert f"resumed after step {step} of 8" in text
-        found = weights(options)
-        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+        actual = weights(options)
+        assert all(torch.equal(actual[name], tensor) for name, tensor in expected.items())
 
 
 def test_the_first_steps_have_short_examples(settings, monkeypatch):

@@ -16,8 +16,8 @@ def factors(shape, *, warmup_steps, total_steps):
 
 
 def test_linear_rises_then_falls_linearly():
-    found = factors("linear", warmup_steps=4, total_steps=8)
-    assert found == [0.25, 0.5, 0.75, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0]
+    rates = factors("linear", warmup_steps=4, total_steps=8)
+    assert rates == [0.25, 0.5, 0.75, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0]
 
 
 def test_linear_without_warmup_starts_at_the_peak():
@@ -25,10 +25,10 @@ def test_linear_without_warmup_starts_at_the_peak():
 
 
 def test_cosine_falls_along_half_a_period():
-    found = factors("cosine", warmup_steps=2, total_steps=6)
+    rates = factors("cosine", warmup_steps=2, total_steps=6)
     root = math.sqrt(0.5)
     expected = [0.5, 1.0, 1.0, (1 + root) / 2, 0.5, (1 - root) / 2, 0.0]
-    assert found == pytest.approx(expected, abs=1e-15)
+    assert rates == pytest.approx(expected, abs=1e-15)
 
 
 def test_constant_stays_at_the_peak():
@@ -43,12 +43,12 @@ def test_a_continued_schedule_has_the_same_rates(shape, cut):
         return optimizer, make_schedule(optimizer, shape=shape, warmup=0.3, total_steps=10)
 
     def rates(optimizer, schedule, steps):
-        found = []
+        seen_rates = []
         for _ in range(steps):
-            found.append(optimizer.param_groups[0]["lr"])
+            seen_rates.append(optimizer.param_groups[0]["lr"])
             optimizer.step()
             schedule.step()
-        return found
+        return seen_rates
 
     whole = rates(*start(), 10)
     optimizer, schedule = start()

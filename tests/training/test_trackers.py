@@ -33,14 +33,14 @@ def events(folder):
 def test_tensorboard_receives_the_figures_of_the_log(options, documents):
     chosen = options(tracker="tensorboard", eval_every=4)
     result = pretrain(chosen, documents=documents, console=Console(quiet=True))
-    found = {(step, name): value for step, name, value in events(chosen.folder / "tensorboard")}
+    logged = {(step, name): value for step, name, value in events(chosen.folder / "tensorboard")}
     rows = read_log(result.log)
     assert {row["event"] for row in rows} == {"train", "evaluation"}
     for row in rows:
         for name, value in row.items():
             if name not in ("event", "step"):
                 key = (row["step"], f"{row['event']}/{name}")
-                assert found[key] == pytest.approx(value, rel=1e-6), key
+                assert logged[key] == pytest.approx(value, rel=1e-6), key
 
 
 def test_a_resumed_run_hides_the_figures_of_the_steps_that_were_lost(

@@ -49,14 +49,14 @@ def assert_close(folder: Path, whole: Path) -> None:
     """Compare the log, the last checkpoint and the exported model of two runs, to fp32 rounding."""
     assert torch.tensor(losses(whole)).std(dim=0).min() > 1e-3
     torch.testing.assert_close(losses(folder), losses(whole), rtol=1e-5, atol=0.0)
-    found, expected = (checkpoints.newest(f, pytest.fail) for f in (folder, whole))
-    assert found.content["step"] == expected.content["step"] == 6
+    actual, expected = (checkpoints.newest(f, pytest.fail) for f in (folder, whole))
+    assert actual.content["step"] == expected.content["step"] == 6
     for part in ("weights", "optimizer", "average"):
         torch.testing.assert_close(
-            found.tensors(part), expected.tensors(part), rtol=1e-3, atol=2e-6
+            actual.tensors(part), expected.tensors(part), rtol=1e-3, atol=2e-6
         )
     exported = checkpoints.weights_of(BertForPreTraining.from_pretrained(folder / "model"))
-    average = found.tensors("average")
+    average = actual.tensors("average")
     assert all(torch.equal(exported[name], average[name]) for name in average)
 
 
