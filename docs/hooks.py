@@ -277,7 +277,8 @@ def expand(markdown: str) -> str:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    return expand(markdown)
+    # A ratio in a narrow column stays on one line.
+    return expand(markdown).replace(" ×", "\u00a0×")
 
 
 def on_files(files: Any, config: Any) -> Any:

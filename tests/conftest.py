@@ -36,8 +36,8 @@ import pytest
 import quick_cases
 from _interpreter import save_repeated_work
 
-# The fixtures of the levels are not those of a folder, because a process has one handler of traps.
-pytest_plugins = ("_levels",)
+# These fixtures are not those of a folder: a process has one handler of traps, and one browser.
+pytest_plugins = ("_browser", "_levels")
 
 # The width and the colours of a terminal change what a program prints, and no result may depend on
 # them. Typer takes GitHub's runners for terminals with colours.

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -45,6 +46,29 @@ def test_a_page_loads_nothing_from_another_machine(site: Path):
     assert not {url for page in pages for url in loads.findall(page.read_text(encoding="utf-8"))}
     styles = [style.read_text(encoding="utf-8") for style in site.rglob("*.css")]
     assert not [url for style in styles for url in re.findall(r"url\(['\"]?https?://", style)]
+
+
+@pytest.mark.parametrize("width", [400, 1280])
+def test_no_page_is_cut(browser: Any, site: Path, width: int):
+    """A page does not scroll sideways, and what is wider than the page scrolls in its own box."""
+    cut = """width => [...document.querySelectorAll('article *')].filter((node) => {
+      if (node.getBoundingClientRect().right <= width + 1) return false;
+      const boxes = [];
+      for (let box = node; box; box = box.parentElement) boxes.push(getComputedStyle(box));
+      return !boxes.some(({overflowX}) => ['auto', 'scroll'].includes(overflowX));
+    }).map((node) => node.outerHTML.slice(0, 120))"""
+    page = browser.new_page(viewport={"width": width, "height": 900})
+    for file in sorted(site.rglob("*.html")):
+        page.goto(file.as_uri())
+        assert page.evaluate("document.documentElement.scrollWidth") <= width, file.name
+        assert page.evaluate(cut, width) == [], file.name
+    # A screen of 1280 pixels shows all columns of the results.
+    page.goto((site / "performance.html").as_uri())
+    page.wait_for_selector(".md-typeset__scrollwrap")
+    boxes = "[...document.querySelectorAll('.md-typeset__scrollwrap')]"
+    wide = page.evaluate(f"{boxes}.filter((box) => box.scrollWidth > box.clientWidth).length")
+    assert (wide == 0) == (width == 1280)
+    page.close()
 
 
 def test_the_pictures_of_the_records_are_there(site: Path):

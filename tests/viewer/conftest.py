@@ -1,9 +1,7 @@
-"""A browser without network, and pages of small models."""
+"""Pages of small models, and a page in the browser."""
 
 from __future__ import annotations
 
-import importlib.util
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,12 +15,6 @@ from fastbert.data import WordPieceTokenizer, stories, train_tokenizer
 from fastbert.viewer import page as pages
 from fastbert.viewer.collect import Collected, collect
 from fastbert.viewer.text import Tokens, tokenize
-
-# The browser must not call its maker, which would look like a request of the page.
-QUIET = (
-    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
-    *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
-)
 
 
 @pytest.fixture(scope="session")
@@ -65,21 +57,6 @@ def sparse_file(collected, tokens, tmp_path_factory) -> Path:
         patch.setattr(pages, "RELEVANCE_BUDGET", 1)
         html = pages.build(collected, tokens, "Sparse")
     return fastbert.viewer.Page(html).save(tmp_path_factory.mktemp("sparse") / "page.html")
-
-
-@pytest.fixture(scope="session")
-def browser() -> Iterator[Any]:
-    if importlib.util.find_spec("playwright") is None:
-        pytest.skip("no playwright: `make test-viewer` installs it")
-    program = shutil.which("chromium") or shutil.which("chromium-browser")
-    if program is None:
-        pytest.skip("no chromium: `make test-viewer` installs it")
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as started:
-        opened = started.chromium.launch(executable_path=program, args=list(QUIET))
-        yield opened
-        opened.close()
 
 
 class Opened:
