@@ -208,6 +208,17 @@ def summary() -> str:
     return table(header, rows)
 
 
+def headline() -> str:
+    """Return the table of the home page: BERT-base 8×128 in bf16, and its fastest peer."""
+    rows = []
+    for record, name in MACHINES.items():
+        for label, contenders in rows_of(record, "bert-base").items():
+            if "8×128" in label:
+                batch = label.removeprefix("BERT-base ")
+                rows.append([f"{name}, {batch}", *beside(contenders, "fastbert bf16")])
+    return table(["machine, batch", "fastbert ms", "fastest peer ms", "ratio"], rows)
+
+
 # The API, and whole files
 
 
@@ -262,6 +273,7 @@ FUNCTIONS = {
         sentences,
         machine,
         summary,
+        headline,
         api,
         include,
     )

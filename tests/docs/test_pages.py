@@ -129,6 +129,27 @@ def test_readme_is_short_and_its_figures_are_those_of_the_records():
     assert hooks.summary() in text
 
 
+def test_the_home_page_shows_code_and_a_result_before_its_links():
+    page = ROOT / "docs" / "index.md"
+    before, links = page.read_text(encoding="utf-8").split("| If you want to | read |")
+    assert blocks(page)
+    assert "```python" in before
+    assert "`make bench" in before
+    assert hooks.headline() in hooks.expand(before)
+    assert "```" not in links
+
+
+def test_the_result_of_the_home_page_is_in_readme():
+    """The home page names the machine in the row, and README in the column."""
+    rows = [line.strip("| ").split(" | ") for line in hooks.headline().splitlines()[2:]]
+    assert len(rows) == 4
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    for batch, *cells in rows:
+        _, shape = batch.split(", ")
+        (line,) = [line for line in readme.splitlines() if f"| BERT-base {shape} |" in line]
+        assert " | ".join(cells) in line
+
+
 def test_the_links_of_readme_lead_to_files():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     links = re.findall(r"\]\(([^)#]+)", text)
