@@ -174,10 +174,31 @@ def read_settings(path_or_hub_id: str | os.PathLike[str]) -> tuple[BertConfig, l
         ValueError: If ``config.json`` is damaged.
         OSError: If a killed save cannot be finished.
     """
-    folder = encoder_folder(find(path_or_hub_id))
-    content = commit.consistent(folder, lambda: _read_content(folder))
-    stored = Stored(folder, content, {})
+    stored = _without_weights(path_or_hub_id)
     return stored.config({}), stored.architectures()
+
+
+def read_source(path_or_hub_id: str | os.PathLike[str]) -> str:
+    """Read which model a checkpoint was made of.
+
+    Args:
+        path_or_hub_id: Folder or hub id.
+
+    Returns:
+        The folder or hub id in ``config.json``, or an empty text if there is none.
+
+    Raises:
+        FileNotFoundError: If there is no checkpoint.
+        ValueError: If ``config.json`` is damaged.
+        OSError: If a killed save cannot be finished.
+    """
+    source = _without_weights(path_or_hub_id).content.get("_name_or_path")
+    return source if isinstance(source, str) else ""
+
+
+def _without_weights(path_or_hub_id: str | os.PathLike[str]) -> Stored:
+    folder = encoder_folder(find(path_or_hub_id))
+    return Stored(folder, commit.consistent(folder, lambda: _read_content(folder)), {})
 
 
 def _read_content(folder: Path) -> dict[str, Any]:

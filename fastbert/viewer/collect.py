@@ -21,6 +21,7 @@ from fastbert.modules.encoder import chosen_layers
 from fastbert.modules.linear import Linear
 from fastbert.modules.plain import deviation
 from fastbert.modules.quantized_linear import QuantizedLinear
+from fastbert.viewer.model_name import model_name
 from fastbert.viewer.predictions import ANY, Output, Prediction, predict
 from fastbert.viewer.text import PADDING, Tokens
 
@@ -57,7 +58,8 @@ class Collected:
     """What a model computes for one text.
 
     Attributes:
-        name: Name of the class of the model.
+        name: Name of the folder or hub id from which transformers loaded the model, or else of the
+            class of the model.
         config: The configuration of the encoder.
         layers: The chosen layers.
         prediction: The prediction of the head, or None if the model has no head that is shown.
@@ -204,7 +206,12 @@ def collect(
     lacking = prediction is not None and quantized
     note = "The model is quantized, and quantized layers have no gradient." if lacking else ""
     biased = encoder.encoder.relative_attention_bias is not None
-    return Collected(type(outer).__name__, config, found, prediction, note, biased)
+    return Collected(_name(outer), config, found, prediction, note, biased)
+
+
+def _name(model: nn.Module) -> str:
+    place = getattr(getattr(model, "config", None), "name_or_path", None)
+    return model_name(place or "") or type(model).__name__
 
 
 def _check_length(config: BertConfig, tokens: Tokens) -> None:

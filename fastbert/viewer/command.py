@@ -9,6 +9,7 @@ from fastbert import modules
 from fastbert.data import WordPieceTokenizer
 from fastbert.io import checkpoint
 from fastbert.modules import BertModel
+from fastbert.viewer.model_name import model_name
 from fastbert.viewer.show import Page, view
 
 
@@ -61,6 +62,7 @@ def page_of(
                 "is that of transformers"
             )
         loaded, tokenizer = stock_heads.as_saved(folder, architectures)
+    name = model_name(model, checkpoint.read_source(folder)) or Path(model).name
     return view(
         loaded,
         tokenizer,
@@ -70,7 +72,7 @@ def page_of(
         output=output,
         place=place,
         pad_to=pad_to,
-        title=f"Attention of {Path(model).name}",
+        title=f"Attention of {name}",
     )
 
 

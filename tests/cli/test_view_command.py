@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 
@@ -34,6 +35,26 @@ def test_a_page_is_written(run, model_folder, tmp_path):
 def test_a_mistake_leaves_no_file(refused, model_folder, tmp_path, arguments, message):
     assert message in refused("view", model_folder, *arguments, "-o", tmp_path / "page.html")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("folder", "source", "name"),
+    [
+        ("birds/model", None, "birds"),
+        ("birds/model", "gt/owls", "owls"),
+        ("birds", "gt/owls", "birds"),
+        ("birds/model", ["owls"], "birds"),
+    ],
+)
+def test_the_name_of_the_model(run, model_folder, tmp_path, folder, source, name):
+    copy = shutil.copytree(model_folder, tmp_path / folder)
+    config = json.loads((copy / "config.json").read_text(encoding="utf-8"))
+    config |= {} if source is None else {"_name_or_path": source}
+    (copy / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    result = run("view", copy, "the [MASK]", "-o", tmp_path / "page.html")
+    assert result.exit_code == 0, result.output
+    html = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert f'"title":"Attention of {name}"' in html
 
 
 def test_no_folder(refused, tmp_path):
@@ -74,7 +95,7 @@ def test_a_model_of_another_family(run, tmp_path):
     assert result.exit_code == 0, result.output
     html = (tmp_path / "page.html").read_text(encoding="utf-8")
     assert '"kind":"mask"' in html
-    assert '"model":"AlbertForMaskedLM"' in html
+    assert f'"model":"{tmp_path.name}"' in html
 
 
 def test_a_model_without_a_head(run, model_folder, tmp_path):
