@@ -117,6 +117,7 @@ def _data(collected: Collected, tokens: Tokens, title: str) -> dict[str, Any]:
         "layerCount": len(config.architecture.order(config.num_hidden_layers)),
         "heads": config.num_attention_heads,
         "headSize": config.head_dim,
+        "texts": tokens.texts,
         "tokens": tokens.pieces,
         "sentences": tokens.sentences,
         "words": tokens.words,

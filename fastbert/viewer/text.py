@@ -31,6 +31,7 @@ class Tokens:
         mask_id: Id of the mask token, or None.
         separator_ids: Ids of the tokens between and after texts.
         piece: Function from an id to the token as the vocabulary writes it.
+        texts: The text, or the two texts of a pair.
     """
 
     ids: list[int]
@@ -42,6 +43,7 @@ class Tokens:
     mask_id: int | None
     separator_ids: frozenset[int]
     piece: Callable[[int], str | None]
+    texts: list[str]
 
     def pad(self, length: int, pad_id: int) -> None:
         """Append padding up to a length.
@@ -127,6 +129,7 @@ def _encoded(encoding: Encoding, texts: list[str], backend: Any) -> Tokens:
         masks[0] if masks else None,
         frozenset(ends),
         backend.id_to_token,
+        texts,
     )
 
 
@@ -168,6 +171,7 @@ def _wordpiece(tokenizer: WordPieceTokenizer, texts: list[str]) -> Tokens:
         tokenizer.mask_id,
         frozenset([tokenizer.sep_id]),
         tokenizer.id_to_token,
+        texts,
     )
     for number, text in enumerate(texts):
         encoding = tokenizer.backend.encode(text, add_special_tokens=False)

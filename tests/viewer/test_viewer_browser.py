@@ -152,6 +152,40 @@ def test_a_phone_shows_everything_without_scrolling_sideways(open_page, page_fil
     opened.check()
 
 
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize(("width", "height"), [(1280, 800), (400, 800)])
+def test_the_texts_are_in_the_first_view(open_page, page_file, view, width, height):
+    page = open_page(page_file, viewport={"width": width, "height": height}).go(view=view)
+    shown = page.locator("header .text")
+    assert shown.all_inner_texts() == [f"a {TEXTS[0]}", f"b {TEXTS[1]}"]
+    assert all(each.bounding_box()["y"] < 200 for each in shown.all())
+
+
+def test_a_long_text_leaves_room_for_the_view(open_page, masked_lm, tokenizer, tmp_path):
+    text = f"The {'m' * 300}."
+    file = fastbert.view(masked_lm, tokenizer, text).save(tmp_path / "page.html")
+    shown = open_page(file).go().locator("header .text")
+    assert shown.inner_text() == f"{text[:239]}…"
+
+
+@pytest.mark.parametrize("width", [400, 1280, 1400])
+def test_the_measures_are_not_cut(open_page, page_file, width):
+    opened = open_page(page_file, viewport={"width": width, "height": 800})
+    page = opened.go()
+    page.locator("details summary").click()
+    for selector in (".measures", "#largest"):
+        box = page.locator(selector)
+        inside, whole = box.evaluate("box => [box.clientWidth, box.scrollWidth]")
+        assert box.bounding_box()["x"] + inside <= width
+        assert whole <= inside or width == 400
+        # The last column of a wider table comes into view.
+        box.evaluate("box => { box.scrollLeft = box.scrollWidth; }")
+        last = box.locator("thead th").last.bounding_box()
+        assert last["x"] + last["width"] <= box.bounding_box()["x"] + inside + 1.5
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    opened.check()
+
+
 def test_markup_in_a_text_is_shown_as_text(open_page, masked_lm, tokenizer, tmp_path):
     hostile = """</script><script>window.hacked = 1</script><img src=x onerror="hacked=1"> '"&lt;"""
     file = fastbert.view(masked_lm, tokenizer, hostile[:40], hostile[-20:], title=hostile).save(

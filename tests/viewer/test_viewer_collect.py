@@ -34,7 +34,7 @@ def tokens_of(batch: dict[str, torch.Tensor]) -> Tokens:
     return Tokens(
         ids, [0] * len(ids), [str(number) for number in ids],
         [0 if real else PADDING for real in exists], list(range(len(ids))),
-        [str(number) for number in ids], 5, frozenset([3]), str,
+        [str(number) for number in ids], 5, frozenset([3]), str, [],
     )  # fmt: skip
 
 

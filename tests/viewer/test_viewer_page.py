@@ -239,7 +239,7 @@ def test_a_page_of_512_tokens_of_bert_base_is_below_fifteen_megabytes():
     tokens = Tokens(
         list(range(length)), [0] * length, ["token"] * length,
         [SPECIAL, *[0] * half, *[1] * (half - 1)], [None, *range(length - 1)],
-        ["token"] * (length - 1), None, frozenset(), str,
+        ["token"] * (length - 1), None, frozenset(), str, [],
     )  # fmt: skip
     collected = Collected("Model", fastbert.BertConfig(), layers, None, "", False)
     html = page.build(collected, tokens, "512 tokens")

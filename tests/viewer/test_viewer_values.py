@@ -378,7 +378,7 @@ def window_file(tmp_path_factory) -> Path:
     sentences = [*[0] * real, *[PADDING] * (length - real)]
     words = [*range(real), *[None] * (length - real)]
     names = [f"word{number}" for number in ids]
-    tokens = Tokens(ids, [0] * length, names, sentences, words, names, 5, frozenset([3]), str)
+    tokens = Tokens(ids, [0] * length, names, sentences, words, names, 5, frozenset([3]), str, [])
     html = pages.build(collect(build("modernbert"), tokens), tokens, "Windows")
     return fastbert.viewer.Page(html).save(tmp_path_factory.mktemp("windows") / "page.html")
 

@@ -1,7 +1,7 @@
-// The page: controls above, the view with its summary and table, measures and prediction beside.
+// The page: the text and controls above, the view with its summary and table, measures and prediction beside.
 
 import { data, heads, layerName, length, PADDING, tokenName } from './data.js';
-import { element, isDark, keys, select, setText, table } from './dom.js';
+import { element, isDark, keys, select, setText, shortened, table } from './dom.js';
 import { headColour, headDash } from './colour.js';
 import { build as measures, measureLabel, update as drawMeasures } from './measures.js';
 import { panel as prediction } from './prediction.js';
@@ -96,6 +96,12 @@ function saving() {
     element('button', { type: 'button', id: 'png', onclick: save(savePng) }, 'Save PNG'), themes);
 }
 
+// The text, or both texts of a pair with the letters that the sentences have in the controls.
+function texts() {
+  const letter = (at) => data.texts.length > 1 && element('b', {}, `${'ab'[at]} `);
+  return data.texts.map((text, at) => element('p', { class: 'text' }, letter(at), shortened(text, 240)));
+}
+
 function build() {
   document.title = data.title;
   parts.view = element('div', { id: 'view', role: 'tabpanel', class: 'view' });
@@ -106,6 +112,7 @@ function build() {
   app.replaceChildren(
     element('header', {},
       element('h1', {}, data.title),
+      texts(),
       element('p', { class: 'note' }, `${data.layers.length} of ${data.layerCount} layers, ${heads} heads, ${length} tokens. The weights in this file differ from the model's by at most ${data.largestError.toPrecision(2)}.`),
       element('div', { class: 'bars' }, tabs(), saving()), controls(), parts.status),
     element('main', {},
