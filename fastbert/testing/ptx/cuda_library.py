@@ -104,7 +104,9 @@ class CudaLibrary:
         Raises:
             PtxFault: If a kernel does something wrong.
         """
-        self._memory, self.options, self._fault = list(memory), options, None
+        # DLPack gives no tensor that requires a gradient.
+        self._memory = [tensor.detach() for tensor in memory]
+        self.options, self._fault = options, None
         result: int = getattr(self.functions, name)(*args)
         if self._fault is not None:
             raise self._fault

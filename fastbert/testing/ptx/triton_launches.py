@@ -76,6 +76,8 @@ class Emulator:
         module = _loaded(binary.ptx)
         [name] = module.kernels
         arguments = [launch.arguments[name] for name in binary.names]
+        # DLPack gives no tensor that requires a gradient.
+        arguments = [a.detach() if isinstance(a, Tensor) else a for a in arguments]
         # Triton appends the addresses of two scratch memories, which our kernels do not have.
         report = module.launch(
             name, launch.grid, (32 * binary.warps, 1, 1), [*arguments, None, None],
