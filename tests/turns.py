@@ -168,10 +168,10 @@ class Outcome(NamedTuple):
     def __str__(self) -> str:
         if self.stopped and self.seconds == 0:
             return f"{self.name} was not started, for lack of time"
-        verdict = "FAILED" if self.failed else "passed"
+        outcome = "FAILED" if self.failed else "passed"
         if self.stopped:
-            verdict = "was ended by the time box, with no failure,"
-        return f"{self.name} {verdict} after {self.seconds:.0f} s"
+            outcome = "was ended by the time box, with no failure,"
+        return f"{self.name} {outcome} after {self.seconds:.0f} s"
 
 
 def run(name: str, command: list[str], seconds: float) -> Outcome:

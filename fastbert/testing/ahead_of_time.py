@@ -53,7 +53,7 @@ NARROW_LOADS: dict[str, str] = {
 
 @dataclass(frozen=True)
 class Compiled:
-    """One launch compiled for one architecture, with the properties of the binary and the verdict.
+    """One launch compiled for one architecture, with the properties of the binary and the result.
 
     Args:
         name: Name of the launch.

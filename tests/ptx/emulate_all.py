@@ -54,10 +54,10 @@ def run_all(chosen: list[Selection]) -> list[EmulatedRun]:
     runs = []
     for run in emulate(chosen, processes=os.cpu_count() or 1):
         runs.append(run)
-        verdict = f"ratio {run.ratio:.2f}" if run.passed else f"FAILED {run.fault}"
+        result = f"ratio {run.ratio:.2f}" if run.passed else f"FAILED {run.fault}"
         print(
             f"[{run.number}/{run.total}] {run.arch} {run.op} {run.case} {run.backend} {run.dtype} "
-            f"schedule {run.schedule}: {verdict} ({run.seconds:.1f} + {run.compile_seconds:.1f} s)",
+            f"schedule {run.schedule}: {result} ({run.seconds:.1f} + {run.compile_seconds:.1f} s)",
             flush=True,
         )
     return runs
@@ -99,9 +99,9 @@ def page(runs: list[EmulatedRun], seconds: float) -> str:
 def _cell(line: dict[str, Any] | None) -> str:
     if line is None:
         return "–"
-    verdict = "" if line["passed"] else " FAILED"
+    result = "" if line["passed"] else " FAILED"
     counts = f"{line['cases']} · {line['launches']}"
-    return f"{counts} · {line['ratio']:.2f} · {line['seconds']:.1f}{verdict}"
+    return f"{counts} · {line['ratio']:.2f} · {line['seconds']:.1f}{result}"
 
 
 def main() -> int:

@@ -58,7 +58,7 @@ def test_a_layer_calls_few_functions(figures, kind, calls, launches):
 def test_a_layer_takes_little_time(figures, kind, limit):
     """In units of the yardstick: a layer takes 4 in inference; in training, 6 and then 11.
 
-    It took 22 at first. With kept launches it took 8 in inference, and 18 and 24 in training.
+    It took 22 at first. With cached launches it took 8 in inference, and 18 and 24 in training.
     """
     row = figures[kind]
     assert row["microseconds"] <= limit * row["yardstick"], row
@@ -69,8 +69,8 @@ def test_only_the_removal_of_padding_waits(figures):
     assert not any(row["waits"] for row in figures.values())
 
 
-def test_kept_launches_are_the_launches_of_triton(libraries):
-    program = Path(__file__).with_name("kept_launches.py")
+def test_cached_launches_are_the_launches_of_triton(libraries):
+    program = Path(__file__).with_name("cached_launches.py")
     result = host.child([str(program)], libraries)
     assert result.returncode == 0, result.stderr
     compared, kept = map(int, result.stdout.split())
