@@ -88,7 +88,7 @@ cudaError_t refusal(const Kernel& kernel, dim3 grid, dim3 block, size_t shared) 
   return kernel.static_shared + shared > most ? cudaErrorInvalidValue : cudaSuccess;
 }
 
-// A tensor map as fastbert/testing/ptx/tensor_map.py lays it out.
+// A tensor map as ptxmachine/src/ptxmachine/tensor_map.py lays it out.
 struct TensorMap {
   char magic[4];
   uint8_t rank, element_bytes, swizzle, fill_nan;
