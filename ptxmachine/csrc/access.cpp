@@ -69,7 +69,7 @@ void count_global(Block& b, Mask m, const uint64_t* address, uint32_t size) {
 }
 
 Place reach(Warp& w, int lane, Space space, uint64_t address, uint32_t size, bool write,
-            bool atomic, const uint8_t* value) {
+            Scope scope, const uint8_t* value) {
   Block& b = *w.block;
   w.lane = lane, w.lane_at = w.executed;
   if (space == Space::generic) {
@@ -85,10 +85,12 @@ Place reach(Warp& w, int lane, Space space, uint64_t address, uint32_t size, boo
       const uint32_t o = b.shared_offset(address, size, size);
       uint8_t* at = b.shared.data() + o;
       if (!write) {
-        b.note_read(w, lane, o, size, b.now(w, lane));
+        Stamp stamp = b.now(w, lane);
+        stamp.scope = scope;
+        b.note_read(w, lane, o, size, stamp);
       } else if (b.launch->options.races && !repeats(b, w, lane, o, size, value)) {
         Stamp stamp = b.now(w, lane);
-        stamp.atomic = atomic;
+        stamp.scope = scope;
         b.note_write(w, lane, o, size, stamp);
       }
       return {at, b.shared_valid.data() + o};
@@ -111,7 +113,7 @@ Place reach(Warp& w, int lane, Space space, uint64_t address, uint32_t size, boo
       break;
   }
   Allocation* a = b.global(w, address, size, size, write);
-  b.note_global(w, lane, *a, address, size, write, atomic);
+  b.note_global(w, lane, *a, address, size, write, scope);
   return {a->host + (address - a->begin),
           a->valid.empty() ? nullptr : a->valid.data() + (address - a->begin)};
 }
@@ -123,18 +125,18 @@ void count(Warp& w, const Instr& i, Mask m, const uint64_t* address, uint32_t si
 }
 
 int32_t order_of(const Mnemonic& name, bool strong) {
-  if (name.has("acq_rel")) return kRelaxed | kAcquire | kRelease;
-  if (name.has("acquire")) return kRelaxed | kAcquire;
-  if (name.has("release")) return kRelaxed | kRelease;
-  return strong ? kRelaxed : kWeak;
+  int32_t order = strong ? kRelaxed : kWeak;
+  if (name.any({"acq_rel", "acquire"})) order |= kRelaxed | kAcquire;
+  if (name.any({"acq_rel", "release"})) order |= kRelaxed | kRelease;
+  return order && scope_named(name) == Scope::block ? order | kOfBlock : order;
 }
 
 void acquire_at(Warp& w, const Instr& i, int lane, uint64_t address) {
-  w.block->observe(w, lane, key_of(w, i, address), i.arg[2] & kAcquire);
+  w.block->observe(w, lane, key_of(w, i, address), scope_of(i), i.arg[2] & kAcquire);
 }
 
 void release_at(Warp& w, const Instr& i, int lane, uint64_t address, bool reads) {
-  w.block->publish(w, lane, key_of(w, i, address), i.arg[2] & kRelease, reads);
+  w.block->publish(w, lane, key_of(w, i, address), scope_of(i), i.arg[2] & kRelease, reads);
 }
 
 void set_space(Instr& i, const Mnemonic& name) {
@@ -150,7 +152,7 @@ void set_space(Instr& i, const Mnemonic& name) {
 }
 
 Element element_at(Warp& w, int lane, int space, uint64_t address, uint32_t size) {
-  const Place p = reach(w, lane, (Space)space, address, size, false, false);
+  const Place p = reach(w, lane, (Space)space, address, size, false, Scope::weak);
   Element e = {0, !p.valid || all_valid(p.valid, size)};
   std::memcpy(&e.bits, p.at, size);
   return e;
@@ -158,7 +160,8 @@ Element element_at(Warp& w, int lane, int space, uint64_t address, uint32_t size
 
 void put_element(Warp& w, int lane, int space, uint64_t address, uint32_t size, uint64_t bits,
                  bool ok) {
-  const Place p = reach(w, lane, (Space)space, address, size, true, false, (const uint8_t*)&bits);
+  const Place p =
+      reach(w, lane, (Space)space, address, size, true, Scope::weak, (const uint8_t*)&bits);
   if (!ok && space == kElementGlobal)
     fault("uninitialised", "a fragment stores to global memory", lane);
   std::memcpy(p.at, &bits, size);

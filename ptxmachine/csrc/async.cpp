@@ -29,7 +29,7 @@ void copy(Warp& w, const Instr& i, Mask m) {
     if (c.bytes) {
       w.need(i.reg[1], 1u << l, "an address");
       Allocation* a = b.global(w, c.from, c.bytes, bytes, false);
-      b.note_global(w, l, *a, c.from, c.bytes, false, false);
+      b.note_global(w, l, *a, c.from, c.bytes, false, Scope::weak);
       reads |= 1u << l;
       sources[l] = c.from;
     }
@@ -87,7 +87,8 @@ void barrier(Warp& w, const Instr& i, Mask m) {
   const Reg* r = i.reg + i.arg[1];
   w.need(r[0], m, "the number of a barrier");
   const uint64_t id = w.get(r[0], __builtin_ctz(m));
-  if (id > 15) fault("out of bounds", "barrier " + std::to_string(id) + ", allowed: 0 to 15");
+  if (id >= kBarriers)
+    fault("out of bounds", "barrier " + std::to_string(id) + ", allowed: 0 to 15");
   if (m != w.live) fault("divergence", "a barrier is met by a part of a warp");
   int32_t expected = 0;
   if (i.arg[3]) {
@@ -96,6 +97,9 @@ void barrier(Warp& w, const Instr& i, Mask m) {
     if (expected % kLanes || expected <= 0)
       fault("divergence",
             "a barrier of " + std::to_string(expected) + " threads, allowed: multiples of 32");
+    if (expected > w.block->launch->warps * kLanes)
+      fault("divergence", "a barrier of " + std::to_string(expected) + " threads in a block of " +
+                              std::to_string(w.block->launch->threads));
   }
   Mask yes = 0;
   if (i.arg[0] == 2) {
@@ -120,10 +124,9 @@ void proxy_fence(Warp& w, const Instr&, Mask m) {
   });
 }
 
-// fence and membar of every scope but that of the block's own threads, too: they order strong
-// accesses.
-void memory_fence(Warp& w, const Instr&, Mask m) {
-  each_lane(m, [&](int l) { w.block->fence(w, l); });
+// fence and membar, which order strong accesses; arg 0: the scope.
+void memory_fence(Warp& w, const Instr& i, Mask m) {
+  each_lane(m, [&](int l) { w.block->fence(w, l, (Scope)i.arg[0]); });
 }
 
 void trap(Warp&, const Instr&, Mask m) { fault("trap", "the kernel trapped", __builtin_ctz(m)); }
@@ -156,7 +159,11 @@ void mbarrier_init(Warp& w, const Instr& i, Mask m) {
     MBarrier fresh;
     fresh.expected = fresh.pending = (uint32_t)w.get(i.reg[1], l);
     fresh.made = b.now(w, l);
-    if (fresh.expected == 0) fault("out of bounds", "an mbarrier of 0 arrivals", l);
+    if (fresh.expected < 1 || fresh.expected > kMostArrivals)
+      fault(
+          "out of bounds",
+          "an mbarrier of " + std::to_string(fresh.expected) + " arrivals, allowed: 1 to 2^20 - 1",
+          l);
     b.mbarriers[at] = fresh;
   });
 }
@@ -188,6 +195,7 @@ void mbarrier_arrive(Warp& w, const Instr& i, Mask m) {
     if (i.arg[0] == 3) mb.transactions -= (int64_t)count;
     if (i.arg[0] == 0 || i.arg[0] == 1 || i.arg[0] == 4) {
       const uint32_t arrivals = i.arg[0] == 1 ? 1 : (uint32_t)count;
+      if (arrivals == 0) fault("out of bounds", "an arrival at an mbarrier with the count 0", l);
       if (arrivals > mb.pending)
         fault("out of bounds", "more arrivals at an mbarrier than it expects", l);
       b.release(w, l, mb.arrivals, mb.arrivals_fenced);
@@ -237,6 +245,25 @@ void copy_arrive(Warp& w, const Instr& i, Mask m) {
 // Registers
 // ---------------------------------------------------------------------------------------
 
+// Whether the block could ever have the registers that a warpgroup takes: all warps of the group
+// take them, and each warp of the other groups keeps at least kLeastRegisters for each thread.
+void check_registers(const Warp& w, int32_t count) {
+  const Block& b = *w.block;
+  int32_t needed = 0, free = b.registers;
+  for (const Warp& other : b.warps) {
+    if (!other.live) continue;
+    if (other.index / kGroupWarps == w.index / kGroupWarps)
+      needed += std::max(count - other.registers, 0) * kLanes;
+    else
+      free += (other.registers - kLeastRegisters) * kLanes;
+  }
+  if (needed > free)
+    fault("registers", "setmaxnreg.inc takes " + std::to_string(needed) +
+                           " registers for the warps of a warpgroup, and the block can free at "
+                           "most " +
+                           std::to_string(free));
+}
+
 // setmaxnreg: arg 0 whether registers are taken, arg 1 how many a thread then has. What warps give
 // waits in the block for those that take. A warp that ends gives nothing, because PTX does not say
 // that others may count on it.
@@ -244,16 +271,19 @@ void set_registers(Warp& w, const Instr& i, Mask) {
   Block& b = *w.block;
   const int32_t count = i.arg[1];
   const std::string wanted = std::to_string(count) + " registers of a thread";
-  if (count < 24 || count > 256 || count % 8)
+  if (count < kLeastRegisters || count > kMostRegisters || count % 8)
     fault("out of bounds", "setmaxnreg: " + wanted + ", allowed: multiples of 8 from 24 to 256");
-  if (b.launch->registers == 0) return;
+  if (b.launch->registers == 0)
+    fault("registers",
+          "setmaxnreg has no effect, because the kernel has neither .maxnreg nor .minnctapersm "
+          "with .maxntid or .reqntid");
   const int32_t more = (count - w.registers) * kLanes;
   if (i.arg[0] ? more < 0 : more > 0)
     fault("out of bounds", std::string("setmaxnreg.") + (i.arg[0] ? "inc" : "dec") + " sets " +
                                wanted + " that has " + std::to_string(w.registers));
   w.missing = more > b.registers ? more : 0;
   w.polls = w.missing ? w.polls + 1 : 0;
-  if (w.missing) return;
+  if (w.missing) return check_registers(w, count);
   b.registers -= more;
   w.registers = count;
   if (more < 0)
@@ -366,7 +396,7 @@ Known decode_mbarrier(Instr& i, const Mnemonic& name, const RawInstr& raw) {
 }
 
 Known decode_fence(Instr& i, const Mnemonic& name) {
-  i.run = memory_fence;
+  i.run = memory_fence, i.arg[0] = (int)scope_named(name);
   if (name.base() == "membar") return Shape{};
   if (name.has("mbarrier_init")) i.run = nothing;
   if (name.any({"async", "proxy"})) {

@@ -92,7 +92,7 @@ void atomic(Warp& w, const Instr& i, Mask m) {
   Mask valid[8] = {};
   each_lane(m, [&](int l) {
     const uint64_t address = w.get(source[0], l) + (uint64_t)i.offset;
-    const Place p = reach(w, l, (Space)i.arg[0], address, size * n, true, true);
+    const Place p = reach(w, l, (Space)i.arg[0], address, size * n, true, scope_of(i));
     std::lock_guard<std::mutex> guard(strong_accesses);
     acquire_at(w, i, l, address);
     for (int e = 0; e < n; ++e) {

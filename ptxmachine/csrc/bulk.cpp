@@ -21,13 +21,31 @@ uint32_t piece(const Block& b, const BulkCopy& c, uint32_t offset) {
 void check_fence(Warp& w, int lane, Allocation& a, uint64_t address) {
   Block& b = *w.block;
   if (!b.launch->options.races || !a.writable) return;
-  b.note_global(w, lane, a, address, 128, false, false);
+  b.note_global(w, lane, a, address, 128, false, Scope::weak);
   const Cell& cell = a.cells[a.cell_of(address, b.launch->program->global_granule)];
   if (!cell.write.block) return;
   const auto fence = b.map_fences.find(address);
   if (fence == b.map_fences.end() || !b.after(w, lane, fence->second))
     fault("missing fence", "a tensor map is used without fence.proxy.tensormap after its writing",
           lane);
+}
+
+// What cuTensorMapEncodeTiled asks of a map; a kernel that makes one may have broken it.
+void check_map(const TensorMap& map, int lane) {
+  const auto need = [&](bool good, const std::string& what) {
+    if (!good) fault("tensor map", what, lane);
+  };
+  for (int d = 0; d < map.rank; ++d) {
+    need(map.box[d] >= 1 && map.box[d] <= 256, "a side of the box is not 1 to 256");
+    need(d == 0 || (map.stride[d - 1] % 16 == 0 && map.stride[d - 1] < kStrideEnd),
+         "a stride is not a multiple of 16 below 2^40");
+  }
+  const uint32_t row = (uint32_t)map.box[0] * map.element_bytes;
+  need(map.address % 16 == 0, "the address of the tensor is not a multiple of 16");
+  need(row % 16 == 0, "a row of the box has " + std::to_string(row) + " bytes, no multiple of 16");
+  need(!map.swizzle || row <= map.swizzle, "a row of the box has " + std::to_string(row) +
+                                               " bytes, more than the swizzle's " +
+                                               std::to_string(map.swizzle));
 }
 
 const TensorMap map_at(Warp& w, uint64_t address, int lane) {
@@ -38,9 +56,14 @@ const TensorMap map_at(Warp& w, uint64_t address, int lane) {
     const uint64_t offset = address & ~kWindowMask;
     if (offset + 128 > w.block->launch->params.size())
       fault("out of bounds", "a tensor map among the parameters", lane);
+    if (offset % kMapAlignment)
+      fault("misaligned",
+            "a tensor map at byte " + std::to_string(offset) +
+                " of the parameters, which is not a multiple of 64",
+            lane);
     at = w.block->launch->params.data() + offset;
   } else {
-    Allocation* a = w.block->global(w, address, 128, 64, false);
+    Allocation* a = w.block->global(w, address, 128, kMapAlignment, false);
     check_fence(w, lane, *a, address);
     at = a->host + (address - a->begin);
   }
@@ -49,6 +72,7 @@ const TensorMap map_at(Warp& w, uint64_t address, int lane) {
     fault("uninitialised", "the tensor map was not made by ptxmachine.tensor_map", lane);
   if (map.rank < 1 || map.rank > 5 || map.element_bytes == 0)
     fault("uninitialised", "the tensor map has no rank or no type of its elements", lane);
+  check_map(map, lane);
   return map;
 }
 
@@ -102,7 +126,7 @@ void issue_load(Warp& w, int l, BulkCopy c) {
   for (const BulkRow& row : c.rows) {
     if (row.inside) {
       Allocation* a = b.global(w, row.global, row.inside, 1, false);
-      b.note_global(w, l, *a, row.global, row.inside, false, false);
+      b.note_global(w, l, *a, row.global, row.inside, false, Scope::weak);
     }
     each_piece(b, c, row, [&](uint32_t, uint32_t o, uint32_t n) {
       b.note_write(w, l, o, n, engine);
@@ -143,7 +167,8 @@ void copy_out(Warp& w, BulkCopy& c) {
               "a bulk store writes bytes to global memory that nothing has written", c.lane);
     });
     Allocation* a = b.global(w, row.global, row.inside, 1, true);
-    b.note_global(w, c.lane, *a, row.global, row.inside, true, c.reduction >= 0);
+    b.note_global(w, c.lane, *a, row.global, row.inside, true,
+                  c.reduction >= 0 ? Scope::device : Scope::weak);
     uint8_t* to = a->host + (row.global - a->begin);
     const uint32_t size = (uint32_t)bytes_of(c.type);
     if (c.reduction < 0) std::memcpy(to, bytes.data() + row.before, row.inside);
@@ -260,7 +285,7 @@ void tensor(Warp& w, const Instr& i, Mask m) {
         address(w, i.arg[0] ? i.reg[1 + rank] : i.reg[0], l, i.offsets[i.arg[0] ? 1 : 0]);
     uint64_t bytes = map.element_bytes;
     for (int d = 0; d < rank; ++d) bytes *= map.box[d];
-    const uint32_t align = 128;
+    const uint32_t align = kTensorAlignment;
     // A swizzle stays within 128 bytes, and only within the copy if the copy has whole ones.
     if (map.swizzle) bytes = (bytes + align - 1) / align * align;
     const uint32_t shared = b.shared_offset(given, bytes, 1);

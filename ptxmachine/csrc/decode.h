@@ -24,6 +24,11 @@ struct Mnemonic {
 // The bits of a register for a type; 1 for a predicate.
 inline int bits_of(Type type) { return type == Type::pred ? 1 : 8 * bytes_of(type); }
 
+// The scope that a strong access or a fence names; it is the device for one that names none.
+inline Scope scope_named(const Mnemonic& name) {
+  return name.any({"cta", "cluster"}) ? Scope::block : Scope::device;
+}
+
 // Adds the policy of a cache to the operands of an instruction that names one.
 inline Shape with_policy(Shape shape, const Mnemonic& name) {
   if (name.has("L2::cache_hint")) shape.push_back(held(64));

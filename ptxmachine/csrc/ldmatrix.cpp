@@ -59,7 +59,7 @@ void store_matrix(Warp& w, const Instr& i, Mask m) {
     for (int r = 0; r < 8; ++r) {
       const int l = 8 * j + r;
       address[l] = w.get(i.reg[0], l) + (uint64_t)i.offset;
-      const Place p = reach(w, l, Space::shared, address[l], 16, true, false, data[r]);
+      const Place p = reach(w, l, Space::shared, address[l], 16, true, Scope::weak, data[r]);
       std::memcpy(p.at, data[r], 16);
       std::memcpy(p.valid, ok[r], 16);
     }

@@ -299,14 +299,15 @@ void Block::arrive(Warp& w, int number_, int32_t expected, bool wait, const Inst
 
 void Block::finish_barrier(int number_) {
   Barrier& b = barriers[(size_t)number_];
-  if (b.waiting.empty()) return;
+  if (b.waiting.empty() && b.passed.empty()) return;
   int32_t needed = b.expected / kLanes;
   if (b.expected == 0) {
     needed = 0;
     for (const Warp& w : warps) needed += w.live != 0;
   }
   if ((int32_t)(b.waiting.size() + b.passed.size()) < needed) return;
-  if (launch->options.races) {
+  // Warps that only arrive complete a barrier, too, which then begins again.
+  if (launch->options.races && !b.waiting.empty()) {
     std::vector<std::pair<Warp*, int>> threads;
     for (int32_t index : b.waiting)
       each_lane(warps[(size_t)index].live,
@@ -342,6 +343,9 @@ void Block::finish_copy(AsyncCopy& c) {
 }
 
 void Block::check_phase(MBarrier& b) {
+  if (std::abs(b.transactions) > kMostArrivals)
+    fault("out of bounds", "an mbarrier waits for " + std::to_string(b.transactions) +
+                               " bytes, allowed: at most 2^20 - 1");
   if (b.pending || b.transactions) return;
   ++b.phase;
   b.pending = b.expected;
@@ -408,6 +412,17 @@ void Block::run() {
     }
   }
   while (!bulk.empty()) complete_load(0);
+  for (const Warp& w : warps) {
+    const Warp& first = warps[(size_t)(w.index / kGroupWarps * kGroupWarps)];
+    if (w.registers == first.registers) continue;
+    Fault f("divergence", "setmaxnreg is executed by a part of a warpgroup: a warp ends with " +
+                              std::to_string(w.registers) +
+                              " registers of a thread, the first "
+                              "warp of its warpgroup with " +
+                              std::to_string(first.registers));
+    f.warp = w.index;
+    throw f;
+  }
   for (Warp& w : warps)
     for (auto& group : w.products)
       if (!group.empty()) {

@@ -22,6 +22,15 @@ namespace ptxmachine {
 // Handlers that work on all lanes are compiled for these; machine.cpp refuses to run without them.
 #define FASTBERT_PTX_SIMD __attribute__((target("avx2,fma,f16c,bmi,bmi2,lzcnt,popcnt")))
 
+// What hardware allows: the limits of instructions, from the PTX ISA. ptxmachine/limits.py has
+// those of texts and launches.
+constexpr int kBarriers = 16;                                   // named barriers of a block
+constexpr int64_t kMostArrivals = (1 << 20) - 1;                // of an mbarrier, and bytes
+constexpr uint64_t kStrideEnd = 1ull << 40;                     // bytes of a tensor map's stride
+constexpr uint64_t kMapAlignment = 64, kTensorAlignment = 128;  // of a map; in shared memory
+constexpr int kGroupWarps = 4;                                  // of a warpgroup
+constexpr int32_t kLeastRegisters = 24, kMostRegisters = 256;   // of a thread, for setmaxnreg
+
 struct Fault : std::runtime_error {
   std::string kind;  // "out of bounds", "race", ...
   int32_t instr = -1, block = -1, warp = -1, lane = -1;
@@ -38,12 +47,19 @@ using Clock = std::shared_ptr<const Times>;
 // What a thread knows of the threads of several blocks: their clocks by number of the block.
 using Knowledge = std::shared_ptr<const std::map<uint32_t, Clock>>;
 
+// What a strong access leaves at its place for those that read its value.
+struct Released {
+  uint32_t block = 0;  // of the last strong write
+  Scope scope = Scope::weak;
+  Knowledge near, far;  // for threads of the block, and for those of other blocks
+};
+
 // When and by whom a place was last accessed: block, thread, time.
 struct Stamp {
   uint32_t block = 0;  // 1 + number of the block; 0: never; kMany: by several blocks
   uint16_t thread = 0;
   bool async = false;  // by the async proxy, or the fill of a cp.async
-  bool atomic = false;
+  Scope scope = Scope::weak;
   uint32_t time = 0;  // kPending: not complete
 };
 constexpr uint32_t kMany = ~0u;
@@ -110,14 +126,14 @@ struct Launch {
   const Program* program = nullptr;
   uint32_t grid[3] = {1, 1, 1}, block[3] = {1, 1, 1};
   int32_t threads = 1, warps = 1;
-  int32_t registers = 0;  // of a thread at the start; 0: setmaxnreg has no effect
+  int32_t registers = 0;  // of a thread at the start; 0: ptxas would ignore setmaxnreg
   std::vector<uint8_t> params;
   uint32_t shared_bytes = 0, static_shared = 0, local_bytes = 0;
   uint32_t shared_base = 1024;   // shared memory's first address; not 0, as on hardware
   std::vector<uint32_t> blocks;  // numbers of the blocks to run; empty: all of the grid
   std::vector<std::unique_ptr<Allocation>> memory;  // sorted by address
   // By the place of strong accesses: what a thread knew that wrote there in order to release it.
-  std::unordered_map<uint64_t, Knowledge> released;
+  std::unordered_map<uint64_t, Released> released;
   Options options;
   Counts counts;
   std::mutex lock;
@@ -213,8 +229,8 @@ struct Warp {
   std::array<Clock, kLanes> base, fenced;
   std::array<Knowledge, kLanes> others;  // of the threads of other blocks
   // By lane: what a relaxed write passes on since the last fence, and what relaxed reads have met
-  // and the next fence acquires.
-  std::array<Knowledge, kLanes> offered, met;
+  // and the next fence acquires. Those of other blocks need a fence of the device's scope.
+  std::array<Knowledge, kLanes> offered, met, offered_far, met_far;
   std::array<uint32_t, kLanes> time;
   std::array<std::vector<std::vector<AsyncCopy>>, kLanes> copies;  // groups; the last is open
   std::vector<std::vector<PendingMma>> products;                   // groups; the last is open
@@ -289,7 +305,7 @@ struct Block {
   std::vector<uint8_t> shared, shared_valid;
   std::vector<Cell> cells;
   std::unordered_map<uint32_t, std::vector<Stamp>> readers;  // of cells with several
-  std::array<Barrier, 16> barriers;
+  std::array<Barrier, kBarriers> barriers;
   std::map<uint32_t, MBarrier> mbarriers;
   std::map<uint64_t, Stamp> map_fences;  // fence.proxy.tensormap by the address of the map
   std::vector<BulkCopy> bulk;            // loads under way
@@ -312,23 +328,29 @@ struct Block {
   bool after(const Warp& w, int lane, const Stamp& stamp) const;
   bool fenced_after(const Warp& w, int lane, const Stamp& stamp) const;
   Stamp now(const Warp& w, int lane) const {
-    return {number + 1, (uint16_t)w.thread(lane), false, false, w.time[lane]};
+    return {number + 1, (uint16_t)w.thread(lane), false, Scope::weak, w.time[lane]};
   }
   // Of an asynchronous operation that is not complete.
   Stamp pending(const Warp& w, int lane, bool async) const {
-    return {number + 1, (uint16_t)w.thread(lane), async, false, kPending};
+    return {number + 1, (uint16_t)w.thread(lane), async, Scope::weak, kPending};
   }
   void join(const std::vector<std::pair<Warp*, int>>& threads);
   void sync_lanes(Warp& w, Mask mask);
   void acquire(Warp& w, int lane, const Times& times, const Times& fenced_times);
   void release(Warp& w, int lane, Times& times, Times& fenced_times);
   // Strong accesses: a write passes on what its thread knows, a read learns it. fence() makes
-  // relaxed writes after it and relaxed reads before it do the same.
+  // relaxed writes after it and relaxed reads before it do the same. Between blocks, all of them
+  // need the scope of the device.
   Knowledge known(Warp& w, int lane);
   void learn(Warp& w, int lane, const Knowledge& from);
-  void publish(Warp& w, int lane, uint64_t place, bool releases, bool reads);
-  void observe(Warp& w, int lane, uint64_t place, bool acquires);
-  void fence(Warp& w, int lane);
+  void publish(Warp& w, int lane, uint64_t place, Scope scope, bool releases, bool reads);
+  void observe(Warp& w, int lane, uint64_t place, Scope scope, bool acquires);
+  void fence(Warp& w, int lane, Scope scope);
+  // Whether strong accesses by this block and another, or a stamp of one, may meet at a place.
+  bool morally_strong(Scope scope, uint32_t block, Scope other) const {
+    return scope != Scope::weak && other != Scope::weak &&
+           (block == number || (scope == Scope::device && other == Scope::device));
+  }
 
   // Shared memory; address counts from shared_base.
   uint32_t shared_offset(uint64_t address, uint64_t size, uint64_t align);
@@ -339,7 +361,7 @@ struct Block {
   // Global memory.
   Allocation* global(Warp& w, uint64_t address, uint64_t size, uint64_t align, bool write);
   void note_global(Warp& w, int lane, Allocation& a, uint64_t address, uint32_t size, bool write,
-                   bool atomic);
+                   Scope scope);
 
   void arrive(Warp& w, int id, int32_t expected, bool wait, const Instr* vote = nullptr,
               Mask yes = 0);

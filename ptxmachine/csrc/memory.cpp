@@ -27,7 +27,7 @@ void load(Warp& w, const Instr& i, Mask m) {
   uint8_t valid[16][kLanes];
   each_lane(m, [&](int l) {
     address[l] = w.get(i.reg[n], l) + (uint64_t)i.offset;
-    const Place p = reach(w, l, (Space)i.arg[0], address[l], size * n, false, i.arg[2] != 0);
+    const Place p = reach(w, l, (Space)i.arg[0], address[l], size * n, false, scope_of(i));
     std::unique_lock<std::mutex> guard(strong_accesses, std::defer_lock);
     if (i.arg[2]) guard.lock(), acquire_at(w, i, l, address[l]);
     for (int e = 0; e < n; ++e) {
@@ -94,7 +94,7 @@ void store(Warp& w, const Instr& i, Mask m) {
       all = all && w.ok(i.reg[e + 1]) >> l & 1;
       any = any || w.valid_bytes(i.reg[e + 1], l);
     }
-    const Place p = reach(w, l, (Space)i.arg[0], address[l], size * n, true, i.arg[2] != 0,
+    const Place p = reach(w, l, (Space)i.arg[0], address[l], size * n, true, scope_of(i),
                           any ? value : kNothing);
     if (!all && i.pipe == Pipe::global)
       for (int e = 0; e < n; ++e)

@@ -130,29 +130,43 @@ void Block::learn(Warp& w, int lane, const Knowledge& from) {
 }
 
 // A write that reads the old value, too, goes on passing on what that has passed on.
-void Block::publish(Warp& w, int lane, uint64_t place, bool releases, bool reads) {
+void Block::publish(Warp& w, int lane, uint64_t place, Scope scope, bool releases, bool reads) {
   if (!launch->options.races) return;
-  const Knowledge own = releases ? known(w, lane) : w.offered[lane];
-  if (!own && (reads || launch->released.count(place) == 0)) return;
-  Knowledge& there = launch->released[place];
-  there = reads ? joined(there, own) : own;
+  Knowledge near = w.offered[lane], far = w.offered_far[lane];
+  if (releases) near = known(w, lane);
+  if (releases && scope == Scope::device) far = near;
+  if (!near && !far && launch->released.count(place) == 0) return;
+  Released& there = launch->released[place];
+  if (reads && morally_strong(scope, there.block, there.scope)) {
+    far = joined(far, there.far);
+    near = joined(near, there.block == number ? there.near : there.far);
+  }
+  there = {number, scope, near, far};
 }
 
-void Block::observe(Warp& w, int lane, uint64_t place, bool acquires) {
+void Block::observe(Warp& w, int lane, uint64_t place, Scope scope, bool acquires) {
   if (!launch->options.races) return;
   const auto found = launch->released.find(place);
   if (found == launch->released.end()) return;
-  if (acquires)
-    learn(w, lane, found->second);
-  else
-    w.met[lane] = joined(w.met[lane], found->second);
+  const Released& there = found->second;
+  if (!morally_strong(scope, there.block, there.scope)) return;
+  const bool own = there.block == number;
+  const Knowledge& from = own ? there.near : there.far;
+  if (acquires) return learn(w, lane, from);
+  Knowledge& met = own ? w.met[lane] : w.met_far[lane];
+  met = joined(met, from);
 }
 
-void Block::fence(Warp& w, int lane) {
+void Block::fence(Warp& w, int lane, Scope scope) {
   if (!launch->options.races) return;
   learn(w, lane, w.met[lane]);
   w.met[lane] = nullptr;
+  if (scope == Scope::device) {
+    learn(w, lane, w.met_far[lane]);
+    w.met_far[lane] = nullptr;
+  }
   w.offered[lane] = known(w, lane);
+  if (scope == Scope::device) w.offered_far[lane] = w.offered[lane];
 }
 
 // Shared memory
@@ -193,11 +207,14 @@ void Block::note_read(Warp& w, int lane, uint32_t offset, uint32_t size, const S
             lane);
     if (cell.read.block == 0 || after(w, lane, cell.read)) {
       cell.read = stamp;
-    } else if (cell.read.thread != stamp.thread || cell.read.time != stamp.time) {
+    } else if (cell.read.thread == stamp.thread && cell.read.time == stamp.time) {
+      cell.read.scope = std::min(cell.read.scope, stamp.scope);
+    } else {
       std::vector<Stamp>& list = readers[c];
       bool known = false;
       for (Stamp& s : list)
         if (s.thread == stamp.thread) {
+          s.scope = std::min(s.scope, stamp.scope);
           if (s.time != kPending && stamp.time > s.time) s = stamp;
           known = known || s.time == stamp.time;
         }
@@ -237,12 +254,16 @@ void Block::note_write(Warp& w, int lane, uint32_t offset, uint32_t size, const 
   const uint32_t granule = launch->program->granule;
   for (uint32_t c = offset / granule; c <= (offset + size - 1) / granule; ++c) {
     Cell& cell = cells[c];
-    if (!after(w, lane, cell.write) && !(stamp.atomic && cell.write.atomic))
+    // Whether the write and another access of this block are both strong.
+    const auto strong = [&](const Stamp& s) {
+      return morally_strong(stamp.scope, number, s.scope);
+    };
+    if (!after(w, lane, cell.write) && !strong(cell.write))
       fault("race",
             place(c * granule, launch->shared_base) + " is written while the write of " +
                 who(cell.write) + " is not ordered before",
             lane);
-    if (!after(w, lane, cell.read))
+    if (!after(w, lane, cell.read) && !strong(cell.read))
       fault("race",
             place(c * granule, launch->shared_base) + " is written while the read of " +
                 who(cell.read) + " is not ordered before",
@@ -251,7 +272,7 @@ void Block::note_write(Warp& w, int lane, uint32_t offset, uint32_t size, const 
       auto list = readers.find(c);
       if (list != readers.end()) {
         for (const Stamp& s : list->second)
-          if (!after(w, lane, s))
+          if (!after(w, lane, s) && !strong(s))
             fault("race",
                   place(c * granule, launch->shared_base) + " is written while the read of " +
                       who(s) + " is not ordered before",
@@ -300,30 +321,33 @@ Allocation* Block::global(Warp&, uint64_t address, uint64_t size, uint64_t align
 }
 
 void Block::note_global(Warp& w, int lane, Allocation& a, uint64_t address, uint32_t size,
-                        bool write, bool atomic) {
+                        bool write, Scope scope) {
   if (!launch->options.races || !a.writable) return;
   const uint32_t granule = launch->program->global_granule;
   const uint64_t first = a.cell_of(address, granule), end = a.cell_of(address + size - 1, granule);
   std::lock_guard<std::mutex> guard((*a.locks)[first / 64 % 64]);
-  const Stamp stamp = now(w, lane);
+  Stamp stamp = now(w, lane);
+  stamp.scope = scope;
   for (uint64_t c = first; c <= end; ++c) {
     Cell& cell = a.cells[c];
     const uint64_t byte = std::max(a.begin, (a.begin / granule + c) * granule) - a.begin;
-    const bool both_atomic = atomic && cell.write.atomic;
-    if (!both_atomic && !after(w, lane, cell.write))
+    const bool strong = morally_strong(scope, cell.write.block - 1, cell.write.scope);
+    if (!strong && !after(w, lane, cell.write))
       fault("race",
             a.name + ", byte " + std::to_string(byte) + ": " + (write ? "written" : "read") +
                 " while the write of block " + std::to_string(cell.write.block - 1) + ", " +
                 who(cell.write) + " is not ordered before",
             lane);
     if (!write) {
-      const bool other = cell.read.block && cell.read.block != stamp.block;
-      const uint32_t block = other ? kMany : stamp.block;
+      const Stamp before = cell.read;
       cell.read = stamp;
-      cell.read.block = block;
+      if (!before.block) continue;
+      cell.read.scope = std::min(before.scope, scope);
+      if (before.block != stamp.block) cell.read.block = kMany;
       continue;
     }
-    if (cell.read.block && !after(w, lane, cell.read) && !(atomic && cell.read.atomic))
+    if (cell.read.block && !after(w, lane, cell.read) &&
+        !morally_strong(scope, cell.read.block - 1, cell.read.scope))
       fault("race",
             a.name + ", byte " + std::to_string(byte) + ": written while a read of " +
                 (cell.read.block == kMany ? std::string("other blocks")
@@ -331,7 +355,6 @@ void Block::note_global(Warp& w, int lane, Allocation& a, uint64_t address, uint
                 " is not ordered before",
             lane);
     cell.write = stamp;
-    cell.write.atomic = atomic;
     cell.read = {};
   }
 }

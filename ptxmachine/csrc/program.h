@@ -57,6 +57,10 @@ bool is_float(Type type);
 Type type_of(const std::string& suffix);  // Type::none when the suffix is no type
 // clang-format on
 
+// The threads that a strong access or a fence has an effect on; a weak access has no scope. A
+// cluster has one block, so that its scope is that of the block.
+enum class Scope : uint8_t { weak, block, device };
+
 // A register of the file. A narrow one has 32 words, a wide one (64 bits) 64 words, and a predicate
 // a single word with one bit per lane.
 enum class Width : uint8_t { pred, narrow, wide };

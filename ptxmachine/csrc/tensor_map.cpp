@@ -74,6 +74,7 @@ void set(TensorMap& map, Field field, uint32_t ordinal, uint64_t value, int lane
       break;
     case Field::stride:
       allow(ordinal < 4 && value % 16 == 0, "a stride that is not a multiple of 16");
+      allow(value < kStrideEnd, "a stride of 2^40 bytes or more");
       map.stride[ordinal] = value;
       break;
     case Field::element_stride:
@@ -116,7 +117,7 @@ void replace(Warp& w, const Instr& i, Mask m) {
   });
 }
 
-// tensormap.cp_fenceproxy [global], [shared], 128: one copy for the warp.
+// tensormap.cp_fenceproxy [global], [shared], 128: one copy for the warp; arg 0: the scope.
 void copy_map(Warp& w, const Instr& i, Mask m) {
   w.need(i.reg[0], m, "an address");
   w.need(i.reg[1], m, "an address");
@@ -126,20 +127,20 @@ void copy_map(Warp& w, const Instr& i, Mask m) {
   w.block->sync_lanes(w, m);
   write(w, lane, kElementGlobal, w.get(i.reg[0], lane) + (uint64_t)i.offset, bytes);
   w.block->sync_lanes(w, m);
-  each_lane(m, [&](int l) { w.block->fence(w, l); });
+  each_lane(m, [&](int l) { w.block->fence(w, l, (Scope)i.arg[0]); });
 }
 
-// fence.proxy.tensormap::generic.acquire [map], 128
+// fence.proxy.tensormap::generic.acquire [map], 128; arg 0: the scope
 void acquire_map(Warp& w, const Instr& i, Mask m) {
   w.need(i.reg[0], m, "an address");
   each_lane(m, [&](int l) {
-    w.block->fence(w, l);
+    w.block->fence(w, l, (Scope)i.arg[0]);
     w.block->map_fences[w.get(i.reg[0], l) + (uint64_t)i.offset] = w.block->now(w, l);
   });
 }
 
-void release_map(Warp& w, const Instr&, Mask m) {
-  each_lane(m, [&](int l) { w.block->fence(w, l); });
+void release_map(Warp& w, const Instr& i, Mask m) {
+  each_lane(m, [&](int l) { w.block->fence(w, l, (Scope)i.arg[0]); });
 }
 
 }  // namespace
@@ -149,12 +150,14 @@ Known decode_tensor_map(Instr& i, const Mnemonic& name, const RawInstr&) {
   const Slot size = constant(128, 128);
   if (name.base() == "fence") {
     if (!name.has("tensormap::generic")) return kUnknown;
+    i.arg[0] = (int)scope_named(name);
     if (name.has("acquire")) return i.run = acquire_map, Shape{address(), size};
     if (name.has("release")) return i.run = release_map, Shape{};
     return kUnknown;
   }
   if (name.has("cp_fenceproxy")) {
     i.aligned = true;
+    i.arg[0] = (int)scope_named(name);
     i.run = copy_map;
     return Shape{address(), address(), size};
   }

@@ -43,7 +43,7 @@ TOO_MUCH = {
     "shared": (whole(" .shared .b8 x[1000000000];"), "bytes of x in .shared"),
     "shared in parts": (whole(" .shared .b8 x[200000], y[2];"), "cannot read the variable"),
     "two shared": (
-        whole(" .shared .b8 x[200000];\n .shared .b8 y[200000];"),
+        whole(" .shared .b8 x[40000];\n .shared .b8 y[40000];"),
         "bytes of .shared variables",
     ),
     "dimensions": (whole(" .shared .b8 x[60000][60000][60000];"), "bytes of x in .shared"),
@@ -137,7 +137,7 @@ def test_texts_at_the_limits_run():
     assert limits.CALLS >= 64
     texts = [
         whole(f" .reg .b32 %z<{limits.REGISTERS}>;"),
-        whole(f" .shared .b8 x[{limits.SHARED}];"),
+        whole(f" .shared .b8 x[{limits.STATIC_SHARED}];"),
         whole(f" .local .align 1 .b8 x[{limits.LOCAL - 1}];"),
         chain(limits.CALLS - 1),
         doubling(10),

@@ -30,12 +30,19 @@ def selected(*names: str, triton: str = "") -> list[str]:
 
 
 PTX_SELECTIONS: dict[str, list[str]] = {
-    "ptx_access": selected("memory", "machine_faults", "meetings", triton="locks"),
+    "ptx_access": selected(
+        "hardware_rules", "memory", "machine_faults", "meetings", triton="locks"
+    ),
     "ptx_async": selected(
-        "machine_faults", "registers", "tensor_copies", "matrices", triton="matmul_bfloat16"
+        "hardware_rules",
+        "machine_faults",
+        "registers",
+        "tensor_copies",
+        "matrices",
+        triton="matmul_bfloat16",
     ),
     "ptx_atomics": selected("memory", "meetings", triton="atomics or locks"),
-    "ptx_bulk": selected("tensor_copies", triton="boxes or descriptors"),
+    "ptx_bulk": selected("hardware_rules", "tensor_copies", triton="boxes or descriptors"),
     "ptx_compare": selected("floats", "integers", triton="bits_of"),
     "ptx_convert": selected("floats", "integers", triton="cast"),
     "ptx_decode": selected("control_flow", "floats", "integers"),
@@ -43,12 +50,17 @@ PTX_SELECTIONS: dict[str, list[str]] = {
     "ptx_integer": selected("integers", "meetings", triton="bits_of or fp64 or permute"),
     "ptx_ldmatrix": selected("memory", "matrices", triton="matmul"),
     "ptx_machine": selected(
-        "meetings", "machine_faults", "registers", "tensor_copies", "control_flow"
+        "hardware_rules",
+        "meetings",
+        "machine_faults",
+        "registers",
+        "tensor_copies",
+        "control_flow",
     ),
     "ptx_memory": selected("memory", "machine_faults", "meetings", triton="atomics or locks"),
     "ptx_mma": selected("matrices", triton="matmul"),
     "ptx_order": selected(
-        "meetings", "machine_faults", "tensor_copies", "matrices", triton="locks"
+        "hardware_rules", "meetings", "machine_faults", "tensor_copies", "matrices", triton="locks"
     ),
     "ptx_products": selected("matrices", triton="matmul"),
     "ptx_tensor_map": selected("tensor_copies", triton="the_kernel_makes"),
@@ -163,8 +175,8 @@ PTX_FAULTS: list[Fault] = [
     fault(
         "access",
         "an acquire acquires nothing",
-        "key_of(w, i, address), i.arg[2] & kAcquire",
-        "key_of(w, i, address), false",
+        "scope_of(i), i.arg[2] & kAcquire",
+        "scope_of(i), false",
     ),
     # Integers and bits.
     fault(
@@ -303,7 +315,7 @@ PTX_FAULTS: list[Fault] = [
     fault(
         "async",
         "a thread has any number of registers",
-        "if (count < 24 || count > 256 || count % 8)",
+        "if (count < kLeastRegisters || count > kMostRegisters || count % 8)",
         "if (false)",
     ),
     fault(
@@ -311,6 +323,31 @@ PTX_FAULTS: list[Fault] = [
         "a warp takes registers that it does not wait for",
         "if (i.flow == Flow::retry && mask && w.polls) return;",
         "",
+    ),
+    fault("async", "a block frees any number of registers", "if (needed > free)", "if (false)"),
+    fault(
+        "machine",
+        "arrivals alone complete no barrier",
+        "if (b.waiting.empty() && b.passed.empty()) return;",
+        "if (b.waiting.empty()) return;",
+    ),
+    fault(
+        "bulk",
+        "rows of any size in maps",
+        "need(!map.swizzle || row <= map.swizzle,",
+        "need(true,",
+    ),
+    fault(
+        "access",
+        "a scope is not read",
+        "scope_named(name) == Scope::block ?",
+        "false ?",
+    ),
+    fault(
+        "order",
+        "the scope of a fence",
+        "if (scope == Scope::device) w.offered_far[lane]",
+        "if (true) w.offered_far[lane]",
     ),
     fault(
         "bulk",
@@ -353,8 +390,8 @@ PTX_FAULTS: list[Fault] = [
     fault(
         "order",
         "reads race with nothing",
-        'if (!after(w, lane, cell.read))\n      fault("race",\n            place',
-        'if (false)\n      fault("race",\n            place',
+        "if (!after(w, lane, cell.read) && !strong(cell.read))",
+        "if (false)",
     ),
     fault(
         "order",

@@ -74,6 +74,7 @@ class Kernel:
         most_threads: The most threads of a block, or None.
         most_registers: The most registers of a thread, or None.
         least_blocks: Blocks that have to fit on a multiprocessor at a time; 0 if this is not set.
+        line: Line of the text in which the kernel begins.
     """
 
     name: str
@@ -86,6 +87,7 @@ class Kernel:
     most_registers: int | None = None
     least_blocks: int = 0
     sources: dict[int, tuple[int, int]] = field(default_factory=dict)
+    line: int = 0
 
 
 class Function(NamedTuple):
@@ -156,6 +158,10 @@ def _bounded(entry: Function) -> Kernel:
         if given is not None and not 1 <= math.prod(given) <= limits.THREADS:
             message = f"{directive}: got {given}, allowed: 1 to {limits.THREADS} threads"
             raise PtxSyntaxError(message, line)
+    cluster = bound("reqnctapercluster", limits.THREADS)
+    if cluster is not None and math.prod(cluster) != 1:
+        message = f"{entry.name}: a cluster of {math.prod(cluster)} blocks, allowed: 1 block"
+        raise PtxSyntaxError(message, line)
     registers, blocks = bound("maxnreg", limits.REGISTERS), bound("minnctapersm", limits.THREADS)
     return Kernel(
         entry.name,
@@ -164,6 +170,7 @@ def _bounded(entry: Function) -> Kernel:
         most_threads=None if threads is None else math.prod(threads),
         most_registers=None if registers is None else registers[0],
         least_blocks=0 if blocks is None else blocks[0],
+        line=line,
     )
 
 

@@ -18,9 +18,6 @@ from ptxmachine.errors import PtxFault, PtxSyntaxError
 from ptxmachine.parse import Text, parse
 
 SHARED_BASE = 1024
-# The registers of a multiprocessor, and the most of a thread.
-REGISTERS, MOST_REGISTERS = 65_536, 256
-MOST_BLOCKS = 2**31 - 1
 ACCUMULATE = ("forward", "reverse", "exact", "truncate")
 
 
@@ -106,7 +103,9 @@ class Module:
             args: One value per parameter: for a pointer an address, None, or an array, which is an
                 object with the buffer protocol or with DLPack in the memory of the CPU; a number;
                 bytes for a struct.
-            dynamic_shared: Bytes of dynamic shared memory.
+            dynamic_shared: Bytes of dynamic shared memory. As the launchers of Triton do, the
+                launch sets the kernel's attribute ``MaxDynamicSharedMemorySize`` to this number, so
+                that only the architecture limits it, together with the static shared memory.
             memory: Arrays that the kernel reaches through addresses in structs.
             empty: Arrays that hold nothing yet. A read before the kernel has written is a fault.
             seed: Chooses the interleaving of warps and the time at which asynchronous operations
@@ -139,15 +138,17 @@ class Module:
             raise ValueError(f"approximate: got {approximate!r}, allowed: -1 to 1")
         _whole(seed, "seed", 0, 2**64 - 1)
         _whole(limit, "limit", 0, 2**63 - 1)
-        _whole(dynamic_shared, "dynamic_shared", 0, limits.SHARED)
+        _whole(dynamic_shared, "dynamic_shared", 0, limits.most_shared(self.text.target))
         if threads is not None:
             _whole(threads, "threads", 1, 1024)
-        sizes = _three(grid, "grid")
-        if math.prod(sizes) > MOST_BLOCKS:
-            raise ValueError(f"grid: got {sizes}, allowed: at most {MOST_BLOCKS} blocks")
+        sizes = _three(grid, "grid", limits.GRID)
+        if math.prod(sizes) > limits.BLOCKS:
+            raise ValueError(f"grid: got {sizes}, allowed: at most {limits.BLOCKS} blocks")
         kernel = self.text.kernels[name]
         program, static_shared, local = self._program(kernel)
-        shape = _three(block if block is not None else kernel.threads or (1, 1, 1), "block")
+        self._check_shared(static_shared, dynamic_shared)
+        given = block if block is not None else kernel.threads or (1, 1, 1)
+        shape = _three(given, "block", limits.BLOCK)
         if math.prod(shape) > limits.THREADS:
             raise ValueError(f"block: got {shape}, allowed: at most {limits.THREADS} threads")
         if kernel.threads and shape != kernel.threads:
@@ -164,15 +165,25 @@ class Module:
         reached = [value for value in values if isinstance(value, buffers.Buffer)]
         reached += [buffers.buffer(array, "memory") for array in memory]
         regions = buffers.regions(reached, [buffers.buffer(array, "empty") for array in empty])
+        registers = _registers(kernel, math.prod(shape))
         counts, found = _machine.run(
             program, sizes, shape, params, static_shared + dynamic_shared,
             static_shared, local, [*regions, *self._variable_regions()], seed, float(approximate),
             ACCUMULATE.index(accumulate), races, count, limit,
-            threads or len(os.sched_getaffinity(0)), list(blocks), _registers(kernel),
+            threads or len(os.sched_getaffinity(0)), list(blocks), registers,
         )  # fmt: skip
         if found is not None:
             raise self._fault(kernel, found)
         return Report(counts)
+
+    def _check_shared(self, static: int, dynamic: int) -> None:
+        """Raise ValueError if a block cannot have so much shared memory."""
+        most = limits.most_shared(self.text.target)
+        if static + dynamic > most:
+            raise ValueError(
+                f"dynamic_shared: got {dynamic} bytes beside {static} bytes of static shared "
+                f"memory, allowed: {most} bytes together for {self.text.target or 'no target'}"
+            )
 
     def _fault(self, kernel: Kernel, found: tuple[str, str, int, int, int, int]) -> PtxFault:
         kind, message, at, block, warp, lane = found
@@ -196,6 +207,9 @@ class Module:
         """Return the decoded kernel, the start of its dynamic shared memory, and local bytes."""
         if kernel.name in self._programs:
             return self._programs[kernel.name]
+        size = max((p.offset + p.size for p in kernel.parameters), default=0)
+        most = limits.most_parameters(self.text.target, self.text.version)
+        limits.at_most(size, most, f"bytes of the parameters of {kernel.name}", kernel.line)
         places = self._places(kernel)
         addresses = places.addresses
         window = 0x0400000000000000
@@ -239,11 +253,16 @@ class Module:
         return self._programs[kernel.name]
 
     def _places(self, kernel: Kernel) -> _Places:
-        """Lay out the variables of a kernel."""
+        """Lay out the variables of a kernel.
+
+        A shared variable outside the kernels takes memory of the kernels that use it.
+        """
+        used = _names(kernel)
         addresses: dict[str, int] = {}
         ends = {"shared": SHARED_BASE, "local": 0}
         external: list[Variable] = []
-        for variable in [*self.text.variables, *kernel.variables]:
+        outside = [v for v in self.text.variables if v.space != "shared" or v.name in used]
+        for variable in [*outside, *kernel.variables]:
             if variable.space not in ends:
                 data = self._globals.get(variable.name)
                 addresses[variable.name] = ctypes.addressof(data) if data is not None else 0
@@ -285,31 +304,60 @@ def _whole(value: int, name: str, low: int, high: int) -> None:
         raise ValueError(f"{name}: got {value!r}, allowed: integers from {low} to {high}")
 
 
-def _three(sizes: Sequence[int], name: str) -> tuple[int, int, int]:
+def _three(sizes: Sequence[int], name: str, most: tuple[int, int, int]) -> tuple[int, int, int]:
+    """Return the sizes in x, y and z, or raise ValueError if hardware does not allow them."""
     if not 1 <= len(sizes) <= 3 or any(size < 1 for size in sizes):
         raise ValueError(f"{name}: got {tuple(sizes)}, allowed: 1 to 3 sizes of at least 1")
+    if any(size > limit for size, limit in zip(sizes, most, strict=False)):
+        raise ValueError(f"{name}: got {tuple(sizes)}, allowed: at most {most}")
     x, y, z = (*sizes, 1, 1)[:3]
     return x, y, z
 
 
-def _registers(kernel: Kernel) -> int:
+def _names(kernel: Kernel) -> set[str]:
+    """Return the names in the operands of a kernel."""
+    names: set[str] = set()
+    operands = [o for i in kernel.code for o in i.operands]
+    while operands:
+        operand = operands.pop()
+        operands.extend(operand.parts)
+        if operand.kind == "s":
+            names.add(str(operand.value))
+    return names
+
+
+def _registers(kernel: Kernel, threads: int) -> int:
     """Return the registers of a thread at the start of a kernel that has setmaxnreg.
 
     ptxas gives a thread as many as the bounds of the kernel leave, and no more than the kernel
-    takes. Without such bounds ptxas ignores setmaxnreg, and the result is 0.
+    takes. Without such bounds ptxas ignores setmaxnreg, and the result is 0. It is 0 for a kernel
+    without setmaxnreg, too, because its text does not say how many registers ptxas gives.
+
+    Raises:
+        PtxFault: If a block of so many threads cannot have the registers.
     """
-    bounds = [MOST_REGISTERS]
+    moves = [i for i in kernel.code if i.mnemonic.startswith("setmaxnreg.")]
+    if not moves:
+        return 0
+    bounds = [limits.THREAD_REGISTERS]
     if kernel.most_registers:
         bounds.append(kernel.most_registers)
     elif not (kernel.most_threads and kernel.least_blocks):
         return 0
     if kernel.most_threads:
         warps = -(-kernel.most_threads // 32)
-        bounds.append(REGISTERS // (32 * warps * max(kernel.least_blocks, 1)))
-    taken = [
-        int(i.operands[0].value) for i in kernel.code if i.mnemonic.startswith("setmaxnreg.inc")
-    ]
-    return min(bounds + ([max(taken)] if taken else [])) // 8 * 8
+        bounds.append(limits.BLOCK_REGISTERS // (32 * warps * max(kernel.least_blocks, 1)))
+    taken = [int(i.operands[0].value) for i in moves if i.mnemonic.startswith("setmaxnreg.inc")]
+    unit = limits.REGISTER_UNIT
+    registers = min(bounds + ([max(taken)] if taken else [])) // unit * unit
+    warps = -(-threads // (32 * limits.WARP_UNIT)) * limits.WARP_UNIT
+    if 32 * warps * registers > limits.BLOCK_REGISTERS:
+        raise PtxFault(
+            "registers", f"a block of {threads} threads needs {32 * warps * registers} registers, "
+            f"{registers} for each thread of {warps} warps, and a multiprocessor has "
+            f"{limits.BLOCK_REGISTERS}", kernel.name, "", None, None, -1, -1, -1,
+        )  # fmt: skip
+    return registers
 
 
 def _parameters(kernel: Kernel, args: Sequence[Any]) -> bytes:

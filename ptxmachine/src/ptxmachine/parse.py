@@ -52,12 +52,21 @@ class Kernels(Mapping[str, Kernel]):
 
 @dataclass
 class Text:
-    """A parsed module."""
+    """A parsed module.
+
+    Attributes:
+        kernels: The kernels by name.
+        variables: The variables outside the kernels.
+        files: Source files by number.
+        target: The architecture, such as ``"sm_90a"``.
+        version: Major and minor version of PTX ISA.
+    """
 
     kernels: Kernels
     variables: list[Variable]
     files: dict[int, str]
     target: str
+    version: tuple[int, int]
 
 
 def parse(text: str) -> Text:
@@ -77,6 +86,7 @@ def parse(text: str) -> Text:
     pattern = r'^\s*\.file\s+(\d{1,9})\s+"([^"]*)"'
     files = {int(n): name for n, name in re.findall(pattern, text, re.M)}
     target = re.search(r"^\s*\.target\s+([\w, ]+)", text, re.M)
+    version = re.search(r"^\s*\.version\s+(\d{1,4})\.(\d{1,4})", text, re.M)
     lines = text.split("\n")
     for number, line in enumerate(lines, start=1):
         limits.at_most(len(line), limits.LINE, "characters of a line", number)
@@ -103,7 +113,8 @@ def parse(text: str) -> Text:
             raise PtxSyntaxError(f"cannot read {line[:200]!r} outside a kernel", number + 1)
         number += 1
     architecture = target[1].split(",")[0].strip() if target else ""
-    return Text(Kernels(entries, functions), variables, files, architecture)
+    numbers = (int(version[1]), int(version[2])) if version else (0, 0)
+    return Text(Kernels(entries, functions), variables, files, architecture, numbers)
 
 
 def _without_comments(text: str) -> str:

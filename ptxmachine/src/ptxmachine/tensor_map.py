@@ -11,9 +11,10 @@ import struct
 from collections.abc import Sequence
 from typing import Any
 
-from ptxmachine import buffers
+from ptxmachine import buffers, limits
 
 SWIZZLES = (0, 32, 64, 128)
+FLOATS = ("f16", "bf16", "f32", "f64")
 # Numbers of types as .elemtype of tensormap.replace has them; bulk reductions need them.
 TYPES = {
     "u8": 0, "i16": 1, "u16": 1, "u32": 2, "i32": 3, "u64": 4, "i64": 5, "f16": 6, "f32": 7,
@@ -46,15 +47,25 @@ def tensor_map(
             f"tensor: got shape {array.shape} and strides {array.strides} in bytes, allowed: one "
             "to five dimensions, the last contiguous"
         )
-    if len(box) != dims or not all(1 <= side <= 256 for side in box):
-        raise ValueError(f"box: got {tuple(box)}, allowed: {dims} sizes of 1 to 256")
+    if len(box) != dims or not all(1 <= side <= limits.MAP_BOX for side in box):
+        raise ValueError(f"box: got {tuple(box)}, allowed: {dims} sizes of 1 to {limits.MAP_BOX}")
     if swizzle not in SWIZZLES:
         raise ValueError(f"swizzle: got {swizzle}, allowed: {', '.join(map(str, SWIZZLES))}")
+    if not all(1 <= side <= limits.MAP_SIZE for side in array.shape):
+        raise ValueError(
+            f"tensor: got shape {array.shape}, allowed: sizes of 1 to {limits.MAP_SIZE}"
+        )
+    if fill_nan and array.kind not in FLOATS:
+        raise ValueError(f"fill_nan: got a tensor of {array.kind}, allowed: {', '.join(FLOATS)}")
     strides = array.strides[:-1]
     if array.address % 16 or any(stride % 16 for stride in strides):
         raise ValueError(
             f"tensor: got address {array.address} and strides {strides} in bytes, allowed: "
             "multiples of 16"
+        )
+    if not all(0 <= stride < limits.MAP_STRIDE_END for stride in strides):
+        raise ValueError(
+            f"tensor: got strides {strides} in bytes, allowed: 0 to {limits.MAP_STRIDE_END - 16}"
         )
     row = box[-1] * size
     if row % 16 or (swizzle and row > swizzle):
