@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import itertools
 import threading
-from ctypes import Structure, byref, c_char_p, c_void_p
+from ctypes import (
+    Structure,
+    addressof,
+    byref,
+    c_char_p,
+    c_uint32,
+    c_uint64,
+    c_void_p,
+    create_string_buffer,
+    string_at,
+)  # fmt: skip
 
 import pytest
 import torch
@@ -13,9 +23,11 @@ from _nvcc import require_nvcc
 from fastbert.testing.ptx import nvcc
 from fastbert.testing.ptx.cuda_library import CudaLibrary
 from fastbert.testing.ptx.cuda_operators import CUDA
+from ptxmachine import tensor_map
 
 KIB = 1024
 SUCCESS, INVALID_VALUE, INVALID_CONFIGURATION, INVALID_CONTEXT, OUT_OF_RESOURCES = 0, 1, 9, 201, 701
+INVALID_CLUSTER_SIZE = 912
 # Kernels with 32 KiB of static memory and at most 256 threads. Each test takes kernels that no
 # other has used, because an attribute of a kernel stays.
 SOURCE = """
@@ -57,10 +69,37 @@ int run_kernel(Params* p, int kernel, unsigned x, unsigned y, unsigned z, unsign
   return cudaLaunchKernel(reinterpret_cast<const void*>(kernels[kernel]), dim3(x, y, z),
                           dim3(threads), arguments, shared, nullptr);
 }
+int run_cluster(Params* p, int kernel, unsigned blocks) {
+  void* arguments[] = {p};
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim = {blocks, 1, 1};
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(1), config.blockDim = dim3(256), config.dynamicSmemBytes = 1024;
+  config.attrs = &attribute, config.numAttrs = 1;
+  return cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(kernels[kernel]), arguments);
+}
 int run_launch(Params* p, int kernel, int shared) {
   return launch(kernels[kernel], dim3(1), 256, *p, nullptr, shared);
 }
 int set_device(int number) { return cudaSetDevice(number); }
+// A map of 64 x 64 elements and a box of 32 x 64 in a swizzle of 128 bytes, but for one change.
+int encode_matrix(CUtensorMap* map, void* data, const uint64_t* sizes, uint64_t stride,
+                  const unsigned* box, int type, int interleave, int fill) {
+  using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*,
+                              const cuuint64_t*, const cuuint64_t*, const cuuint32_t*,
+                              const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
+                              CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+  static_assert(sizeof(cuuint64_t) == sizeof(uint64_t));
+  const cuuint64_t strides[] = {stride};
+  const cuuint32_t steps[] = {1, 1};
+  const auto function = reinterpret_cast<Encode>(driver_function("cuTensorMapEncodeTiled"));
+  return error_of(function(
+      map, static_cast<CUtensorMapDataType>(type), 2, data,
+      reinterpret_cast<const cuuint64_t*>(sizes), strides, box, steps,
+      static_cast<CUtensorMapInterleave>(interleave), CU_TENSOR_MAP_SWIZZLE_128B,
+      CU_TENSOR_MAP_L2_PROMOTION_NONE, static_cast<CUtensorMapFloatOOBfill>(fill)));
+}
 int encode(void* data) {
   CUtensorMap map;
   return encode_vector(map, data, Format::bf16, 256, 256);
@@ -81,6 +120,7 @@ int encode_without_context(void* data) {
 const char* name_of(int error) { return driver_name(static_cast<cudaError_t>(error)); }
 }
 """
+
 numbers = itertools.count()
 
 
@@ -181,6 +221,13 @@ def test_launch_asks_for_the_shared_memory_that_a_kernel_needs(library, kernel, 
     assert torch.equal(out, torch.arange(1, 257).int())
 
 
+@pytest.mark.parametrize(("blocks", "error"), [(1, SUCCESS), (2, INVALID_CLUSTER_SIZE)])
+def test_a_cluster_has_one_block(library, blocks, error):
+    out = torch.zeros(256, dtype=torch.int32)
+    params = Params(out.data_ptr())
+    assert library.call("run_cluster", byref(params), 14, blocks, memory=[out]) == error
+
+
 def test_the_driver_needs_a_context_in_the_calling_thread(library, kernel):
     encode, name_of = library.functions.encode_without_context, library.functions.name_of
     name_of.restype = c_char_p
@@ -194,6 +241,57 @@ def test_the_driver_needs_a_context_in_the_calling_thread(library, kernel):
 def test_a_tensor_map_is_encoded_in_a_thread_without_a_context(library):
     """Attention may be the first CUDA work of a thread of autograd."""
     assert in_new_thread(lambda: library.functions.encode(data())) == SUCCESS
+
+
+MATRIX = {
+    "at": 0, "data": 1 << 20, "sizes": (64, 64), "stride": 128, "box": (64, 32), "type": 9,
+    "interleave": 0, "fill": 0,
+}  # fmt: skip
+
+
+def encode_matrix(library, *, at, data, sizes, stride, box, type, interleave, fill):
+    """Encode a tensor map at a place in memory, and return the driver's error and the map."""
+    memory = create_string_buffer(256)
+    place = addressof(memory) + -addressof(memory) % 64 + at
+    error = library.functions.encode_matrix(
+        c_void_p(place), c_void_p(data), (c_uint64 * 2)(*sizes), c_uint64(stride),
+        (c_uint32 * 2)(*box), type, interleave, fill,
+    )  # fmt: skip
+    return error, string_at(place, 128)
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ({}, SUCCESS),
+        ({"at": 8}, INVALID_VALUE),
+        ({"data": (1 << 20) + 8}, INVALID_VALUE),
+        ({"sizes": (64, 0)}, INVALID_VALUE),
+        ({"stride": 136}, INVALID_VALUE),
+        ({"stride": (1 << 40) - 16}, SUCCESS),
+        ({"stride": 1 << 40}, INVALID_VALUE),
+        ({"box": (64, 256)}, SUCCESS),
+        ({"box": (64, 257)}, INVALID_VALUE),
+        ({"box": (64, 0)}, INVALID_VALUE),
+        ({"box": (4, 32)}, INVALID_VALUE),
+        ({"box": (72, 32)}, INVALID_VALUE),
+        ({"interleave": 1}, INVALID_VALUE),
+        # NaN outside the tensor needs elements that are floats; type 1 is u16.
+        ({"fill": 1}, SUCCESS),
+        ({"fill": 1, "type": 1}, INVALID_VALUE),
+    ],
+)
+def test_a_tensor_map_that_the_driver_encodes(library, change, error):
+    library.functions.set_device(0)
+    assert encode_matrix(library, **{**MATRIX, **change})[0] == error
+
+
+def test_the_runtime_and_the_machine_encode_one_map(library):
+    """A kernel takes a map of either."""
+    library.functions.set_device(0)
+    matrix = torch.zeros(64, 64, dtype=torch.bfloat16)
+    _, encoded = encode_matrix(library, **{**MATRIX, "data": matrix.data_ptr()})
+    assert encoded == tensor_map(matrix, (32, 64), swizzle=128)
 
 
 def test_the_error_of_the_driver_is_returned(library):

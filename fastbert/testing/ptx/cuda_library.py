@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor
 
 from fastbert.testing.ptx import nvcc
-from ptxmachine import Module, PtxFault, Report, load
+from ptxmachine import Module, PtxFault, Report, limits, load
 
 _ON_LAUNCH = ctypes.CFUNCTYPE(
     ctypes.c_int, ctypes.c_char_p, ctypes.POINTER(ctypes.c_uint), ctypes.POINTER(ctypes.c_uint),
@@ -86,8 +86,13 @@ class CudaLibrary:
 
     def set_multiprocessors(self, number: int) -> None:
         """Set the number of multiprocessors of the GPU that the launchers see; 132 at first."""
-        capability = int(self.arch.removesuffix("a"))
-        self.functions.fastbert_ptx_set_device(capability, number)
+        target = f"sm_{self.arch}"
+        device = (
+            limits.architecture(target), number, limits.STATIC_SHARED, limits.most_shared(target),
+            limits.THREADS, *limits.BLOCK, *limits.GRID, limits.MAP_BOX, limits.MAP_STRIDE_END,
+        )  # fmt: skip
+        # As `Device` in cuda_runtime.cpp.
+        self.functions.fastbert_ptx_set_device((ctypes.c_uint64 * len(device))(*device))
 
     def call(self, name: str, *args: Any, memory: Sequence[Tensor], **options: Any) -> int:
         """Call a function of the library that launches kernels.

@@ -50,27 +50,15 @@ struct Configuration {
 };
 thread_local Configuration configuration;
 
-// The GPU that the launchers see.
+// The GPU that the launchers see, and what it allows; cuda_library.py takes the limits from
+// ptxmachine/limits.py.
 struct Device {
-  int capability = 80, multiprocessors = 132;
+  uint64_t capability, multiprocessors;
+  uint64_t default_shared, most_shared;  // bytes of a block, without and with an attribute
+  uint64_t threads;                      // of a block
+  uint64_t block[3], grid[3];            // threads and blocks in x, y and z
+  uint64_t box, stride_end;              // of a tensor map
 } device;
-
-// The most shared memory of a block, and how much of it a launch has without asking for more: the
-// table of compute capabilities in the CUDA C++ Programming Guide.
-constexpr size_t kDefaultShared = 48 * 1024;
-size_t most_shared() {
-  switch (device.capability) {
-    case 80:
-    case 87:
-      return 163 * 1024;
-    case 90:
-    case 100:
-    case 103:
-      return 227 * 1024;
-    default:
-      return 99 * 1024;
-  }
-}
 
 // Whether a context is current in the calling thread. The driver's functions need one.
 thread_local bool has_context = false;
@@ -78,15 +66,20 @@ thread_local bool has_context = false;
 // The error of a launch that a GPU cannot run.
 cudaError_t refusal(const Kernel& kernel, dim3 grid, dim3 block, size_t shared) {
   const uint64_t threads = uint64_t{block.x} * block.y * block.z;
-  if (grid.x < 1 || grid.y < 1 || grid.z < 1 || grid.x > 0x7fffffffu || grid.y > 65535 ||
-      grid.z > 65535 || threads < 1 || threads > 1024 || block.x > 1024 || block.y > 1024 ||
-      block.z > 64)
-    return cudaErrorInvalidConfiguration;
+  const unsigned blocks[] = {grid.x, grid.y, grid.z}, sizes[] = {block.x, block.y, block.z};
+  for (int d = 0; d < 3; ++d)
+    if (blocks[d] < 1 || blocks[d] > device.grid[d] || sizes[d] < 1 || sizes[d] > device.block[d])
+      return cudaErrorInvalidConfiguration;
+  if (threads > device.threads) return cudaErrorInvalidConfiguration;
   if (threads > kernel.most_threads) return cudaErrorLaunchOutOfResources;
   const size_t most =
-      kernel.has_dynamic_shared ? kernel.dynamic_shared + kernel.static_shared : kDefaultShared;
+      kernel.has_dynamic_shared ? kernel.dynamic_shared + kernel.static_shared
+                                : device.default_shared;
   return kernel.static_shared + shared > most ? cudaErrorInvalidValue : cudaSuccess;
 }
+
+// The driver asks for this multiple; the type asks for more.
+constexpr uintptr_t kMapAlignment = 64;
 
 // A tensor map as ptxmachine/src/ptxmachine/tensor_map.py lays it out.
 struct TensorMap {
@@ -115,16 +108,22 @@ CUresult encode(CUtensorMap* to, CUtensorMapDataType type, cuuint32_t rank, void
   static const uint8_t types[][2] = {{0, 1}, {1, 2}, {2, 4},  {3, 4}, {4, 8},  {5, 8}, {6, 2},
                                      {7, 4}, {9, 8}, {10, 2}, {8, 4}, {11, 4}, {12, 4}};
   if (rank < 1 || rank > 5 || type > 12 || interleave != CU_TENSOR_MAP_INTERLEAVE_NONE ||
-      swizzle > CU_TENSOR_MAP_SWIZZLE_128B || reinterpret_cast<uintptr_t>(address) % 16)
+      swizzle > CU_TENSOR_MAP_SWIZZLE_128B || reinterpret_cast<uintptr_t>(address) % 16 ||
+      reinterpret_cast<uintptr_t>(to) % kMapAlignment)
     return CUDA_ERROR_INVALID_VALUE;
+  const bool is_float = type >= CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+  if (fill != CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE && !is_float) return CUDA_ERROR_INVALID_VALUE;
   TensorMap map = {{'p', 't', 'x', 'm'}, (uint8_t)rank, types[type][1], 0, 0, 0, {}, 0, {}, {}};
   map.swizzle = swizzle ? (uint8_t)(16 << swizzle) : 0;
   map.fill_nan = fill != CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE;
   map.address = reinterpret_cast<uintptr_t>(address);
   map.type = types[type][0];
   for (cuuint32_t d = 0; d < rank; ++d) {
-    if (element_strides[d] != 1 || box[d] < 1 || box[d] > 256) return CUDA_ERROR_INVALID_VALUE;
-    if (d && strides[d - 1] % 16) return CUDA_ERROR_INVALID_VALUE;
+    if (element_strides[d] != 1 || box[d] < 1 || box[d] > device.box)
+      return CUDA_ERROR_INVALID_VALUE;
+    if (sizes[d] < 1 || sizes[d] > UINT32_MAX) return CUDA_ERROR_INVALID_VALUE;
+    if (d && (strides[d - 1] % 16 || strides[d - 1] >= device.stride_end))
+      return CUDA_ERROR_INVALID_VALUE;
     map.size[d] = (uint32_t)sizes[d], map.box[d] = (uint16_t)box[d];
     if (d) map.stride[d - 1] = strides[d - 1];
   }
@@ -142,9 +141,7 @@ extern "C" {
 void fastbert_ptx_set_callbacks(OnLaunch launch, Bounds bounds) {
   on_launch = launch, bounds_of = bounds;
 }
-void fastbert_ptx_set_device(int capability, int multiprocessors) {
-  device = {capability, multiprocessors};
-}
+void fastbert_ptx_set_device(const Device* given) { device = *given; }
 
 void** __cudaRegisterFatBinary(void*) {
   static void* handle;
@@ -181,6 +178,14 @@ cudaError_t cudaLaunchKernel(const void* kernel, dim3 grid, dim3 block, void** a
   return fault ? cudaErrorLaunchFailure : cudaSuccess;
 }
 cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* kernel, void** args) {
+  for (unsigned n = 0; n < config->numAttrs; ++n) {
+    const cudaLaunchAttribute& attribute = config->attrs[n];
+    const auto& cluster = attribute.val.clusterDim;
+    // The PTX machine has clusters of one block.
+    if (attribute.id == cudaLaunchAttributeClusterDimension &&
+        uint64_t{cluster.x} * cluster.y * cluster.z != 1)
+      return cudaErrorInvalidClusterSize;
+  }
   return cudaLaunchKernel(kernel, config->gridDim, config->blockDim, args, config->dynamicSmemBytes,
                           config->stream);
 }
@@ -197,7 +202,7 @@ cudaError_t cudaFuncSetAttribute(const void* function, cudaFuncAttribute attribu
   Kernel* kernel = find(function);
   if (!kernel) return cudaErrorInvalidDeviceFunction;
   if (attribute != cudaFuncAttributeMaxDynamicSharedMemorySize) return cudaSuccess;
-  if (value < 0 || kernel->static_shared + static_cast<size_t>(value) > most_shared())
+  if (value < 0 || kernel->static_shared + static_cast<size_t>(value) > device.most_shared)
     return cudaErrorInvalidValue;
   kernel->dynamic_shared = static_cast<size_t>(value);
   kernel->has_dynamic_shared = true;
@@ -225,10 +230,10 @@ cudaError_t cudaSetDevice(int number) {
 }
 cudaError_t cudaGetDevice(int* number) { return *number = 0, cudaSuccess; }
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
-  *value = attribute == cudaDevAttrMultiProcessorCount                ? device.multiprocessors
-           : attribute == cudaDevAttrComputeCapabilityMajor           ? device.capability / 10
-           : attribute == cudaDevAttrComputeCapabilityMinor           ? device.capability % 10
-           : attribute == cudaDevAttrMaxSharedMemoryPerBlockOptin     ? (int)most_shared()
+  *value = attribute == cudaDevAttrMultiProcessorCount                ? (int)device.multiprocessors
+           : attribute == cudaDevAttrComputeCapabilityMajor           ? (int)device.capability / 10
+           : attribute == cudaDevAttrComputeCapabilityMinor           ? (int)device.capability % 10
+           : attribute == cudaDevAttrMaxSharedMemoryPerBlockOptin     ? (int)device.most_shared
            : attribute == cudaDevAttrMaxSharedMemoryPerMultiprocessor ? 228 * 1024
                                                                       : 0;
   return cudaSuccess;
