@@ -240,7 +240,8 @@ Params<Call> params_of(const Call& call, const ConstMatrix& left, const ConstMat
           static_cast<int>(ceil_div(call.columns, kColumns))};
 }
 
-// The last tile may go beyond the last row and column, whose numbers are ints on the device.
+// The limit of the rows and columns of a matrix. Their indices are ints on the device, and a tile
+// may extend beyond the last row and column.
 constexpr int64_t kLargest = int64_t{1} << 30;
 
 template <class Call>

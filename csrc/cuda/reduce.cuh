@@ -15,7 +15,7 @@ struct Pair {
 };
 
 // Returns the sum over a warp, or over each group of kThreads lanes, to all lanes. All lanes of the
-// warp come together.
+// warp must call this together.
 template <int kThreads>
 __device__ float warp_sum(float x) {
   constexpr int kLanes = kThreads < 32 ? kThreads : 32;

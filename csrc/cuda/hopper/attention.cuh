@@ -7,7 +7,7 @@
 
 namespace fastbert::cuda {
 
-// Returns why the kernels of this folder do not serve a call, or null.
+// Returns the reason why the kernels of this folder do not serve a call, or null if they serve it.
 const char* hopper_attention_refuses(const AttentionForward& params);
 const char* hopper_attention_refuses(const AttentionBackward& params);
 

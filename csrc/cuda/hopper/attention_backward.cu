@@ -1,30 +1,32 @@
 // Backward of attention on Hopper GPUs (sm_90a), in 16-bit formats.
 //
-// A persistent block takes one head of a sequence after the other. It walks over blocks of 128
-// keys, and for each over tiles of 64 queries. One thread of the first group of four warps feeds
-// the copy engine: keys and values of a block, and q, dout and, for delta, out of a tile through a
-// ring of stages that runs on across blocks and heads. Two further warps prepare the statistics of
-// a tile. Each of the two other groups owns 64 keys of the block.
+// A persistent block takes one head of a sequence after the other. For each block of 128 keys, it
+// walks over all tiles of 64 queries. One thread of the first group of four warps starts the
+// copies: the keys and values of a block, and the q and dout of each tile, with out if delta must
+// be computed. The tiles go through a ring of stages, which does not restart at a new block or
+// head. Two further warps prepare the log-sum-exp and delta of the queries. Each of the two other
+// groups owns 64 keys of the block.
 //
-// Keys are the rows of the scores, s = k q^T, so that weights and their gradients are left operands
-// as they come out of the products: dv += p dout and dk += ds q stay in the registers of the group
-// that owns the keys. Only ds passes through shared memory, for dq = ds^T k, of which each group
-// computes half of the columns, or at head dim 32 all columns of every second tile. The keys of a
-// group are a left operand in registers, too, and the values only at head dim 32, because ptxas
-// would spill at head dim 64.
+// Keys are the rows of the scores, s = k q^T. The registers that a product leaves the weights and
+// their gradients in therefore have the layout of a left operand: dv += p dout and dk += ds q stay
+// in the registers of the group that owns the keys. Only ds passes through shared memory, for dq =
+// ds^T k. Each group computes half of the columns of dq, or at head dim 32 all columns of every
+// second tile. The keys of a group are a left operand in registers, too. So are the values at head
+// dim 32, but not at head dim 64, where ptxas would spill.
 //
 // The products dv, dk and dq of a tile run while the weights of the next tile are computed.
 //
-// dq of a sequence with one block of keys is complete at once. Otherwise its sums over the blocks
-// of keys are kept in fp32 in global memory, where the thread that wrote a sum adds to it. There
-// are no atomics, and reruns agree bit for bit.
+// If a sequence has one block of keys, its dq is complete after this block. Otherwise the sums of
+// dq over the blocks of keys are kept in fp32 in global memory, and the thread that wrote a sum
+// adds to it. There are no atomics, and reruns agree bit for bit.
 //
 // Time by unit on an H200, per 64 queries and 128 keys of head dim 64: the products take 1,280
-// cycles of the tensor cores, and their operands 1,024 of the shared memory, which is busy for
-// 1,420 with statistics, ds and copies; the issue of 445 instructions by each of eight warps takes
-// 890 cycles of the four schedulers, and 8,192 exponentials 512 of the MUFU. The shared memory
-// binds. Device memory binds below about 300 keys. At head dim 32 the shared memory is busy for 870
-// cycles, the tensor cores for 640, and the issue takes 857.
+// cycles of the tensor cores. The reads of their operands take 1,024 cycles of the shared memory,
+// which is busy for 1,420 cycles with statistics, ds and copies. The issue of 445 instructions by
+// each of eight warps takes 890 cycles of the four schedulers, and 8,192 exponentials take 512
+// cycles of the special function units. The shared memory is the limit; below about 300 keys,
+// device memory is the limit. At head dim 32 the shared memory is busy for 870 cycles, the tensor
+// cores for 640, and the issue takes 857.
 
 #include "../attention.cuh"
 #include "attention.cuh"
@@ -35,8 +37,8 @@ namespace {
 
 using namespace backward;
 
-// A consumer: 64 keys of each block, and 32 columns of dq. At head dim 64 these are half of the
-// columns of each tile, and at head dim 32 all columns of every second tile.
+// The work of a group of four warps on 64 keys of each block and on 32 columns of dq. At head dim
+// 64, the group computes these columns of each tile, and at head dim 32, of every second tile.
 template <class T, int kHeadDim, bool kPairs, bool kDropout>
 class Consumer : KeyGroup<T, kHeadDim, kPairs, kDropout> {
   using Base = KeyGroup<T, kHeadDim, kPairs, kDropout>;
@@ -62,10 +64,10 @@ class Consumer : KeyGroup<T, kHeadDim, kPairs, kDropout> {
  private:
   // Returns whether the group computes dq of a tile.
   __device__ bool owns_queries(int tile) const { return !kAlternates || (tile & 1) == group_; }
-  // The stage before the next one.
+  // Returns the stage before `stage_`.
   __device__ int last_stage() const { return (stage_.stage + M::kStages - 1) % M::kStages; }
 
-  // One block of keys, with all tiles of queries.
+  // Computes one block of keys with all tiles of queries.
   __device__ void differentiate(const Item& item, int block) {
     this->await_keys();
     load_keys();
@@ -91,8 +93,9 @@ class Consumer : KeyGroup<T, kHeadDim, kPairs, kDropout> {
     load_sums(item, block, 0);
   }
 
-  // The weights of a tile, with the gradients of the tile before it in the background. ptxas moves
-  // arithmetic past a wait for products, but not what it stores before.
+  // Computes the weights of a tile while the products of the gradients of the tile before run.
+  // ptxas moves arithmetic past a wait for products, but not a result that is stored before the
+  // wait.
   __device__ void next_tile(const Item& item, int block, int tile) {
     const Kept kept = this->draw(item, block, tile);
     start_scores();
@@ -122,7 +125,7 @@ class Consumer : KeyGroup<T, kHeadDim, kPairs, kDropout> {
     }
   }
 
-  // Starts the products of the scores, and those of the gradients of the weights.
+  // Starts the products of the scores, and the products of the gradients of the weights.
   __device__ void start_scores() {
     wait(shared_ + M::kTileLanded + 8 * stage_.stage, stage_.parity);
     const uint32_t tile = uniform(tile_at(stage_.stage));
@@ -149,8 +152,8 @@ class Consumer : KeyGroup<T, kHeadDim, kPairs, kDropout> {
     end_products();
   }
 
-  // Turns scores into weights, and the gradients of the weights into those of the scores. Of the
-  // products, kPending later groups may go on.
+  // Turns scores into weights, and the gradients of the weights into gradients of the scores. At
+  // the end, the last kPending groups of products may still run.
   template <int kPending>
   __device__ void weigh(const Kept& kept) {
     const Statistics& statistics = this->await_statistics();
@@ -163,9 +166,10 @@ class Consumer : KeyGroup<T, kHeadDim, kPairs, kDropout> {
     stage_.advance();
   }
 
-  // Rounds weights and gradients to left operands, after the products that read the former ones.
-  // The bits above attended_ are 0. ptxas does not know that, and would otherwise take the pairs
-  // that publish() stored, which stand in the way of these products.
+  // Rounds weights and gradients to left operands. The products that read the operands of the tile
+  // before must have ended. The upper 16 bits of attended_ are 0, but ptxas does not know this.
+  // Without the XOR, ptxas would use the registers that publish() stored, which stand in the way of
+  // these products.
   __device__ void narrow() {
     const uint32_t none = attended_ >> 16;
 #pragma unroll
@@ -175,8 +179,8 @@ class Consumer : KeyGroup<T, kHeadDim, kPairs, kDropout> {
     }
   }
 
-  // Starts the products of the gradients of values, keys and queries of the last tile. Where groups
-  // alternate, ptxas fills the group of products of dq that would be empty with one of 8 columns.
+  // Starts the products of dv, dk and dq of the last tile. If the groups of warps alternate in dq,
+  // ptxas puts a product of 8 columns into the group of products that would be empty.
   __device__ void start_gradients(int block, int tile) {
     const uint64_t queries = descriptor<Row::kBytes>(uniform(tile_at(last_stage())));
     const uint64_t douts = moved(queries, M::kTileBytes);
@@ -207,7 +211,7 @@ class Consumer : KeyGroup<T, kHeadDim, kPairs, kDropout> {
     turn_.advance();
   }
 
-  // Ends these products, and gives the tile back.
+  // Waits for the products of `start_gradients`, and frees the stage of the tile.
   __device__ void finish_gradients(int stage) {
     wait_for_products<0>();
     pin(weights_);
@@ -218,7 +222,7 @@ class Consumer : KeyGroup<T, kHeadDim, kPairs, kDropout> {
     this->release_tile(stage);
   }
 
-  // Loads the sums of dq over the blocks of keys so far.
+  // Loads the sums of dq over the earlier blocks of keys.
   __device__ void load_sums(const Item& item, int block, int tile) {
     discard(dq_);
     if (block == 0 || !owns_queries(tile)) return;
@@ -269,7 +273,7 @@ cudaError_t hopper_attention_backward(const AttentionBackward& p, cudaStream_t s
   const Sequences& s = p.sequences;
   if (s.batches == 0 || (s.rows_q == 0 && s.rows_k == 0)) return cudaSuccess;
   Params params = {{}, {}, {}, {}, {}, p, pair_tiles(p)};
-  // Without queries or without keys there are no copies of them.
+  // Without queries or without keys, none of them are copied.
   const bool queries = s.max_q > 0, keys = s.max_k > 0;
   const int64_t rows_q = queries ? s.rows_q : s.rows_k, rows_k = keys ? s.rows_k : s.rows_q;
   const auto map = [&](CUtensorMap& to, const HeadRows& x, int64_t rows, int box_rows) {

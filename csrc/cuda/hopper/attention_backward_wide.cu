@@ -1,9 +1,10 @@
 // Backward of attention at head dim 128 on Hopper GPUs (sm_90a), in 16-bit formats.
 //
-// The tiles, the producer and the groups of keys are those of attention_backward.cu. The sums of dk
-// and dv of 64 keys take 128 registers of a lane here, so that nothing of a tile stays in registers
-// while the scores of the next one are computed, and keys and values are left operands in shared
-// memory. The order of a tile leaves products in flight behind most of the arithmetic instead:
+// The tiles, the producer and the groups of keys are the same as in attention_backward.cu. The sums
+// of dk and dv of 64 keys take 128 registers of a lane here. Therefore nothing of a tile stays in
+// registers while the scores of the next tile are computed, and keys and values are left operands
+// in shared memory. The steps of a tile have an order in which products run during most of the
+// arithmetic:
 //
 //   scores; gradients of weights     of both groups, one after the other
 //   weights                          while the gradients of the weights are multiplied
@@ -12,13 +13,13 @@
 //   dq = ds^T k; dk += ds q          once ds of both groups has arrived
 //   dq is added up and stored        while dk is multiplied
 //
-// Each group computes half of the columns of dq. They wait for each other in every tile, so that
-// two places for ds are enough.
+// Each group computes half of the columns of dq. The groups wait for each other in every tile, so
+// that two buffers for ds are enough.
 //
 // Time by unit on an H200, per 64 queries and 128 keys: the products take 2,560 cycles of the
-// tensor cores, and their operands 2,048 of the shared memory; the issue of 475 instructions by
-// each of eight warps takes 950 cycles of the four schedulers. The tensor cores bind. README.md has
-// the forms that ptxas spills.
+// tensor cores, and the reads of their operands take 2,048 cycles of the shared memory. The issue
+// of 475 instructions by each of eight warps takes 950 cycles of the four schedulers. The tensor
+// cores are the limit. README.md lists variants of this kernel that ptxas would spill.
 
 #include "../attention.cuh"
 #include "attention.cuh"
@@ -27,7 +28,7 @@
 namespace fastbert::cuda::backward {
 namespace {
 
-// A consumer: 64 keys of each block, and 64 columns of dq.
+// The work of a group of four warps on 64 keys of each block and on 64 columns of dq.
 template <class T, bool kPairs, bool kDropout>
 class Consumer : KeyGroup<T, 128, kPairs, kDropout> {
   using Base = KeyGroup<T, 128, kPairs, kDropout>;
@@ -46,7 +47,7 @@ class Consumer : KeyGroup<T, 128, kPairs, kDropout> {
   }
 
  private:
-  // One block of keys, with all tiles of queries.
+  // Computes one block of keys with all tiles of queries.
   __device__ void differentiate(const Item& item, int block) {
     this->await_keys();
     this->find_attended(item, block);
@@ -73,19 +74,20 @@ class Consumer : KeyGroup<T, 128, kPairs, kDropout> {
     this->finish_keys(item, block);
   }
 
-  // The descriptor of keys from a row and a part of their columns on. The address is made anew in
-  // each tile, because the descriptors of all steps would otherwise take registers.
+  // Returns the descriptor of the keys that begin at a row and at a part of their columns. The
+  // address is computed again in each tile, because the descriptors of all steps would otherwise
+  // take registers.
   __device__ uint64_t keys(int row, int part) const {
     return descriptor<Row::kBytes>(
         uniform(opaque(this->keys_at() + part * M::kKeyPart + row * Row::kBytes)));
   }
 
-  // The descriptor of the queries of the tile.
+  // Returns the descriptor of the queries of the tile.
   __device__ uint64_t queries() const {
     return descriptor<Row::kBytes>(uniform(this->tile_at(stage_.stage)), M::kTilePart);
   }
 
-  // Starts the products of the scores, and those of the gradients of the weights.
+  // Starts the products of the scores, and the products of the gradients of the weights.
   __device__ void start_scores() {
     wait(shared_ + M::kTileLanded + 8 * stage_.stage, stage_.parity);
     const uint64_t left = keys(group_ * kGroupKeys, 0), right = queries();
@@ -105,7 +107,7 @@ class Consumer : KeyGroup<T, 128, kPairs, kDropout> {
   }
 
   // Turns scores into weights, starts the product of dv, and turns the gradients of the weights
-  // into those of the scores.
+  // into gradients of the scores.
   __device__ void weigh(const Kept& kept) {
     const Statistics& statistics = this->await_statistics();
     wait_for_products<1>();
@@ -124,7 +126,7 @@ class Consumer : KeyGroup<T, 128, kPairs, kDropout> {
     this->differentiate_weights(kept, statistics);
   }
 
-  // sums += left right, of the 64 queries of a tile.
+  // Computes sums += left right over the 64 queries of a tile.
   __device__ void accumulate_tile(float (&sums)[64], const uint32_t (&left)[kTileScores / 2],
                                   uint64_t right) {
 #pragma unroll

@@ -1,22 +1,23 @@
 // Forward of attention on Hopper GPUs (sm_90a), in 16-bit formats.
 //
-// A persistent block has three groups of four warps. One thread of the first group feeds the copy
-// engine: the queries of an item through two or three places, and tiles of 128 keys and values
-// through rings of stages that run on across items. Each of the two other groups owns 64 of the
-// item's 128 queries. It multiplies from shared memory with wgmma and keeps scores, weights and
-// sums of out in its registers. While one group computes a softmax, the products of the other run:
-// named barriers make them take turns. Inside a group, the scores of the next tile and the product
-// of the last weights with their values are in flight together, and the softmax of the former
-// overlaps with the latter. Out goes back through the place of the group's queries, and the copy
-// engine stores it. A further warp of the first group publishes the attended keys or pairs of each
-// tile under a mask.
+// A persistent block has three groups of four warps. One thread of the first group starts the
+// copies. The queries of an item go through two or three buffers, and tiles of 128 keys and values
+// go through rings of stages, which do not restart at a new item. Each of the two other groups owns
+// 64 of the item's 128 queries. It multiplies from shared memory with wgmma and keeps scores,
+// weights and sums of out in its registers. While one group computes a softmax, the products of the
+// other group run: named barriers make the groups take turns. Inside a group, the products of the
+// scores of the next tile and of the last weights with their values run at the same time, and the
+// softmax of the next tile overlaps with the product of the weights. The group writes out over its
+// queries in shared memory, and the copy engine stores it. Under a mask, a further warp of the
+// first group writes the attended keys or pairs of each tile to shared memory.
 //
 // Time by unit on an H200, per 128 queries and 128 keys of head dim 64: the products take 1,024
-// cycles of the tensor cores, 14,336 exponentials 896 of the MUFU, as an eighth of them is a
-// polynomial, and the issue of 466 instructions by each of eight warps 932 of the four schedulers.
-// The tensor cores bind. Keys and values are 32 KB, or 32 bytes in a cycle from the L2 cache.
-// Device memory binds below about 400 keys. At head dim 32 the tensor cores take 512 cycles, the
-// MUFU 928 and the issue 916, so that the MUFU binds.
+// cycles of the tensor cores. Of the 16,384 exponentials, 14,336 take 896 cycles of the special
+// function units (MUFU), and the others are polynomials. The issue of 466 instructions by each of
+// eight warps takes 932 cycles of the four schedulers. The tensor cores are the limit. Keys and
+// values are 32 KB, or 32 bytes in a cycle from the L2 cache. Below about 400 keys, device memory
+// is the limit. At head dim 32 the tensor cores take 512 cycles, the MUFU 928 and the issue 916, so
+// that the MUFU is the limit.
 
 #include <algorithm>
 
@@ -40,11 +41,11 @@ namespace fastbert::cuda {
 namespace {
 
 constexpr int kGroupRows = kQueryRows / kConsumers, kWarpRows = 16;
-// Named barriers; 0 is __syncthreads.
+// Numbers of named barriers; __syncthreads uses barrier 0.
 constexpr int kTurn = 1, kGroupBarrier = kTurn + kConsumers;
 
-// Shared memory from an address that is a multiple of 1024 on. A tile of 128 rows has a part of
-// 64 columns after the other, or a single part of 32.
+// Offsets in shared memory, from an address that is a multiple of 1024. A tile of 128 rows is
+// stored in parts of 64 columns, one after the other, or in a single part of 32 columns.
 template <int kHeadDim>
 struct Memory {
   using Row = BoxRow<kHeadDim>;
@@ -53,8 +54,8 @@ struct Memory {
   static constexpr int kKeys = kPlaces * kTileBytes, kValues = kKeys + kStages * kTileBytes;
   static constexpr int kBits = kValues + kStages * kTileBytes;
   static constexpr int kBarriers = kBits + kStages * kKeyWords * 4;
-  // Barriers of each stage: keys and values full, the same empty, values landed; then of each
-  // place of queries: full, empty.
+  // Each stage has barriers for full keys, full values, empty keys, empty values and values that
+  // have arrived. Each buffer of queries has a barrier for full and one for empty.
   static constexpr int kKeysFull = kBarriers, kValuesFull = kKeysFull + 8 * kStages;
   static constexpr int kKeysEmpty = kValuesFull + 8 * kStages;
   static constexpr int kValuesEmpty = kKeysEmpty + 8 * kStages;
@@ -62,7 +63,7 @@ struct Memory {
   static constexpr int kQueriesFull = kLanded + 8 * kStages;
   static constexpr int kQueriesEmpty = kQueriesFull + 8 * kPlaces;
   static constexpr int kOrder = kQueriesEmpty + 8 * kPlaces;
-  // The pairs of each stage, which only a mask of pairs has.
+  // The attended pairs of each stage, which exist only under a mask of pairs.
   static constexpr int kPairs = (kOrder + sizeof(Order) + 15) / 16 * 16;
   static constexpr int kBytes = kPairs + kStages * ForwardPairs::kBytes;
 };
@@ -73,7 +74,7 @@ struct Params {
   ForwardPairs pairs;
 };
 
-// The copies: one thread.
+// Starts all copies of a block. One thread calls this.
 template <int kHeadDim>
 __device__ void load_tiles(const Params& p, uint32_t shared, Items items) {
   using M = Memory<kHeadDim>;
@@ -82,7 +83,8 @@ __device__ void load_tiles(const Params& p, uint32_t shared, Items items) {
     for (int part = 0; part < M::Row::kParts; ++part)
       load_box(to + part * M::kPartBytes, map, part * kBoxColumns, at, barrier);
   };
-  // Values under a mask land first; zero_unattended passes them on.
+  // Under a mask, values are not yet full when they have arrived: zero_unattended or publish_pairs
+  // zeroes rows first.
   const uint32_t values_full = shared + (p.call.mask.data ? M::kLanded : M::kValuesFull);
   Place<M::kPlaces> place;
   Place<M::kStages> stage;
@@ -108,8 +110,8 @@ __device__ void load_tiles(const Params& p, uint32_t shared, Items items) {
   }
 }
 
-// Under a mask of keys: publishes the attended keys of each tile, and zeroes the values of the
-// others, which may be NaN. One warp.
+// Under a mask of keys, writes the bits of the attended keys of each tile to shared memory, and
+// zeroes the values of the other keys, which may be NaN. One warp calls this.
 template <int kHeadDim>
 __device__ void zero_unattended(const Params& p, uint32_t shared, unsigned char* memory,
                                 Items items) {
@@ -135,8 +137,8 @@ __device__ void zero_unattended(const Params& p, uint32_t shared, unsigned char*
   }
 }
 
-// Under a mask of pairs: does the same with the pairs of each tile, and with the keys that no query
-// of a tile attends.
+// Under a mask of pairs, writes the bits of the pairs of each tile to shared memory, and zeroes the
+// values of the keys that no query of the tile attends. One warp calls this.
 template <int kHeadDim>
 __device__ void publish_pairs(const Params& p, uint32_t shared, unsigned char* memory,
                               Items items) {
@@ -175,7 +177,8 @@ __device__ void publish_pairs(const Params& p, uint32_t shared, unsigned char* m
   }
 }
 
-// Rows of out and lse of packed tensors that belong to no sequence. 64 threads of each block.
+// Writes the rows of out and lse of packed tensors that belong to no sequence. 64 threads of each
+// block call this.
 template <int kHeadDim>
 __device__ void zero_slack(const AttentionForward& p, int thread) {
   constexpr int kChunks = kHeadDim / 8;
@@ -202,8 +205,8 @@ __device__ void hide(float (&scores)[kScores], const KeyBits (&bits)[kKeyWords])
   }
 }
 
-// Sets the scores of pairs that are not attended to -inf. `first` has the pairs of the warp's first
-// query. A warp that attends all pairs of a tile skips this.
+// Sets the scores of pairs that are not attended to -inf. `first` points to the pairs of the warp's
+// first query. A warp that attends all pairs of a tile skips this.
 __device__ void hide_pairs(float (&scores)[kScores], const uint4* first) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const uint4 upper = first[lane / 4], lower = first[lane / 4 + 8];
@@ -222,7 +225,7 @@ __device__ void hide_pairs(float (&scores)[kScores], const uint4* first) {
   }
 }
 
-// The scores of the group's queries and a tile of keys.
+// Starts the products of the group's queries with a tile of keys.
 template <class T, int kHeadDim>
 __device__ void start_scores(float (&scores)[kScores], uint32_t queries, uint32_t keys) {
   using M = Memory<kHeadDim>;
@@ -248,7 +251,7 @@ __device__ void start_sums(float (&sums)[kHeadDim / 2], const uint32_t (&weights
   end_products();
 }
 
-// A consumer: 64 queries of each item.
+// The work of a group of four warps on 64 queries of each item.
 template <class T, int kHeadDim, bool kPairs, bool kDropout>
 class Consumer {
   using M = Memory<kHeadDim>;
@@ -279,7 +282,8 @@ class Consumer {
     return shared_ + M::kValues + values_.stage * M::kTileBytes;
   }
 
-  // Each warp gives a stage back, because it knows of its own products alone.
+  // Frees a stage. Each warp arrives by itself, because it knows only that its own products have
+  // ended.
   template <int kCount>
   __device__ void give_back(int barriers, Place<kCount>& place) {
     __syncwarp();
@@ -287,7 +291,7 @@ class Consumer {
     place.advance();
   }
 
-  // Hides the scores of a tile that are not attended, and gives the keys back.
+  // Sets the scores of a tile that are not attended to -inf, and frees the stage of the keys.
   __device__ void hide_and_release(const Item& item, int tile) {
     const int left = item.head.keys - tile * kKeyRows;
     if constexpr (kPairs) {
@@ -305,8 +309,8 @@ class Consumer {
     give_back(M::kKeysEmpty, keys_);
   }
 
-  // Turns the scores of a tile into weights, and returns whether the sums of a row of the warp must
-  // follow by a factor below 1.
+  // Turns the scores of a tile into weights, and returns whether the sums of any row of the warp
+  // must be scaled by a factor below 1.
   __device__ bool weigh(const Item& item, int tile, float (&rescale)[2]) {
     const float factor = p_.call.scale * kLog2E;
     bool grown = false;
@@ -363,7 +367,7 @@ class Consumer {
     store(item, queries);
   }
 
-  // The scores of a tile, with the product of the weights before it in the background.
+  // Computes the weights of a tile while the product of the weights of the tile before runs.
   __device__ void step(const Item& item, int tile, uint32_t queries) {
     wait(shared_ + M::kKeysFull + 8 * keys_.stage, keys_.parity);
     begin_turn();
@@ -380,7 +384,7 @@ class Consumer {
     pin(scores_);
     hide_and_release(item, tile);
     float rescale[2];
-    // The wait stands in both branches, because ptxas would move it before the softmax otherwise.
+    // Both branches have the wait, because ptxas would otherwise move it before the softmax.
     if (weigh(item, tile, rescale)) {
       finish_sums();
 #pragma unroll
@@ -398,7 +402,8 @@ class Consumer {
     give_back(M::kValuesEmpty, values_);
   }
 
-  // The place of the last item's queries is free when its out has been read from there.
+  // Frees the buffer of the last item's queries after the copy engine has read the item's out from
+  // it.
   __device__ void release_stored_queries() {
     if (!stored_) return;
     if (lane() == 0) {
@@ -408,7 +413,7 @@ class Consumer {
     stored_ = false;
   }
 
-  // Writes out over the queries, and starts its copy to global memory.
+  // Writes out over the queries in shared memory, and starts the copy of out to global memory.
   __device__ void store(const Item& item, uint32_t queries) {
     float inverse[2];
     const int row = group_ * kGroupRows + warp() * kWarpRows + lane() / 4;
@@ -422,7 +427,7 @@ class Consumer {
       if (lane() % 4 == 0 && item.first_query + row + 8 * half < h.queries)
         lse[row + 8 * half] = logarithm;
     }
-    // All warps of the group have read their queries.
+    // Waits until all warps of the group have read their queries.
     sync_group(kGroupBarrier + group_, kGroup);
     const uint32_t to = queries + warp() * kWarpRows * M::Row::kBytes;
 #pragma unroll
@@ -516,7 +521,7 @@ template <class T, int kHeadDim, bool kPairs>
 cudaError_t launch_pairs(const Params& params, cudaStream_t stream) {
   const Sequences& s = params.call.sequences;
   const int64_t items = ceil_div(s.max_q, kQueryRows) * s.heads * s.batches;
-  // Without an item, one block still writes the rows of no sequence.
+  // If there is no item, one block still writes the rows that belong to no sequence.
   const unsigned blocks = static_cast<unsigned>(
       std::clamp<int64_t>(items, 1, attribute(cudaDevAttrMultiProcessorCount)));
   const auto kernel = params.call.dropout.seed

@@ -1,6 +1,6 @@
-// What the consumers of the backward of attention have in common for all head dims: a group of four
-// warps with 64 keys of each block. It holds the sums of dk and dv of these keys, computes weights
-// and gradients of a tile, and stores the results.
+// The part of the backward of attention that is the same for all head dims: the work of a group of
+// four warps on 64 keys of each block. The group holds the sums of dk and dv of these keys,
+// computes the weights and gradients of a tile, and stores the results.
 
 #pragma once
 
@@ -18,7 +18,7 @@ namespace fastbert::cuda::backward {
 
 constexpr int kGroupKeys = kKeyRows / kConsumers, kWarpRows = 16;
 
-// Scores of a lane: two rows of 16 queries.
+// The number of scores of a lane: two rows of 16 queries.
 constexpr int kTileScores = kTileQueries / 2;
 
 template <class T, int kHeadDim, bool kPairs, bool kDropout>
@@ -70,7 +70,7 @@ class KeyGroup {
     for (int i = 0; i < kHeadDim / 2; ++i) dk_[i] = dv_[i] = 0.0f;
   }
 
-  // Ends a block of keys: gives keys and values back, and stores their gradients.
+  // Ends a block of keys: frees the buffer of its keys and values, and stores their gradients.
   __device__ void finish_keys(const Item& item, int block) {
     __syncwarp();
     if (lane() == 0) arrive(shared_ + M::kKeysEmpty + 8 * place_.stage);
@@ -78,7 +78,8 @@ class KeyGroup {
     store_keys(item, block);
   }
 
-  // Draws the verdicts of dropout. This comes first, because few registers are in use then.
+  // Decides which weights dropout keeps. This is the first step of a tile, because few registers
+  // are in use then.
   __device__ Kept draw(const Item& item, int block, int tile) {
     return Kept(p_.call.dropout, block * kKeyRows + key_row(), tile * kTileQueries, item.head.head,
                 item.head.batch);
@@ -96,7 +97,7 @@ class KeyGroup {
     attended_ = uniform(bits & kAllRows);
   }
 
-  // Returns the statistics of the tile, which have arrived.
+  // Waits for the statistics of the tile, and returns them.
   __device__ const Statistics& await_statistics() const {
     wait(shared_ + M::kStatisticsFull + 8 * stage_.stage, stage_.parity);
     return reinterpret_cast<const Statistics*>(memory_ + M::kStatistics)[stage_.stage];
@@ -149,7 +150,8 @@ class KeyGroup {
     }
   }
 
-  // Turns the gradients of the weights into those of the scores, and drops weights.
+  // Turns the gradients of the weights into gradients of the scores, and applies dropout to the
+  // weights.
   __device__ void differentiate_weights(const Kept& kept, const Statistics& statistics) {
     const int first = lane() % 4 * 2;
     const float scale = kDropout ? p_.call.dropout.scale : 1.0f;
@@ -170,8 +172,8 @@ class KeyGroup {
     return pair(dweights_[2 * i], dweights_[2 * i + 1], T{});
   }
 
-  // Stores the gradients of the scores of the group's keys in one of the places for them in shared
-  // memory, where both groups read them.
+  // Stores the gradients of the scores of the group's keys in one of the buffers for ds in shared
+  // memory. Both groups read the buffer.
   __device__ void publish(int turn) {
     const uint32_t to = shared_ + M::kGradients + turn * M::kGradientBytes;
     // Addresses that stay in registers from tile to tile would spill at head dim 128 with pairs.
@@ -187,19 +189,20 @@ class KeyGroup {
     if (lane() == 0) arrive(shared_ + M::kGradientsFull + 8 * turn);
   }
 
-  // Gives the tile of a stage back. Each warp does so, because it knows of its own products alone.
+  // Frees the stage of a tile. Each warp arrives by itself, because it knows only that its own
+  // products have ended.
   __device__ void release_tile(int stage) {
     __syncwarp();
     if (lane() == 0) arrive(shared_ + M::kTileEmpty + 8 * stage);
   }
 
-  // The factor of dq and dk. The softmax of a single key is constant, so its gradient is 0, which
-  // rounding would miss.
+  // Returns the factor of dq and dk. The softmax over a single key is constant, so its gradient is
+  // 0; rounding would make it differ from 0.
   __device__ float scale(const Item& item) const {
     return item.head.keys == 1 ? 0.0f : p_.call.scale;
   }
 
-  // Calls body(query, half) for the lane's rows of a tile, and with whether the query exists.
+  // Calls body(query, half, whether the query exists) for the lane's two rows of a tile.
   template <class Body>
   __device__ void each_query(const Item& item, int tile, const Body& body) {
 #pragma unroll
@@ -211,8 +214,8 @@ class KeyGroup {
     }
   }
 
-  // The sums of dq of a row in global memory, from the lane's first column on. A lane keeps its
-  // columns next to each other in fours, so that four lanes cover 64 bytes.
+  // Returns the sums of dq of a row in global memory, from the lane's first column. A lane stores
+  // four of its columns next to each other, so that four lanes cover 64 bytes.
   __device__ float4* sums_of(const Item& item, int query) const {
     const AttentionBackward& call = p_.call;
     const Head& h = item.head;
@@ -221,7 +224,8 @@ class KeyGroup {
     return reinterpret_cast<float4*>(call.dq_sums + row * kHeadDim + first_column()) + lane() % 4;
   }
 
-  // Calls body(column of dq, its sum over the blocks of keys so far) for the lane's part of a tile.
+  // Calls body(element of dq, its sum over the earlier blocks of keys) for the lane's part of a
+  // tile.
   template <class Body>
   __device__ void each_sum(const Item& item, int tile, const Body& body) {
     each_query(item, tile, [&](int query, int half, bool exists) {
@@ -237,7 +241,7 @@ class KeyGroup {
     });
   }
 
-  // Stores dq of a tile, or its sums so far.
+  // Stores dq of a tile, or before the last block of keys its sums.
   __device__ void store_queries(const Item& item, int block, int tile) {
     const AttentionBackward& call = p_.call;
     if (block + 1 < item.key_tiles) {
@@ -292,7 +296,7 @@ class KeyGroup {
   float dk_[kHeadDim / 2], dv_[kHeadDim / 2], dq_[kColumns / 2];
 };
 
-// What a block does: `Consumer` is the work of a group of keys.
+// Runs a block of threads. `Consumer` is the class with the work of a group on its keys.
 template <class Consumer, class T, int kHeadDim, bool kPairs>
 __device__ void run_block(const Params& p, unsigned char* memory) {
   const uint32_t shared = shared_address(memory);

@@ -16,10 +16,11 @@
 
 namespace fastbert::cuda::backward {
 
-// Of the first group: one thread of warp 0 copies, warp 1 zeroes, and these prepare statistics.
+// In the first group, one thread of warp 0 starts the copies, warp 1 zeroes rows, and warps 2 and 3
+// prepare statistics.
 constexpr int kFirstPreparer = 2, kPreparers = 2;
 
-// Shared memory from an address that is a multiple of 1024 on.
+// Offsets in shared memory, from an address that is a multiple of 1024.
 template <int kHeadDim>
 struct Memory {
   using Row = BoxRow<kHeadDim>;
@@ -28,19 +29,20 @@ struct Memory {
   static constexpr int kKeyBytes = Row::kParts * kKeyPart, kTileBytes = Row::kParts * kTilePart;
   static constexpr bool kWide = kHeadDim == 128;
   static constexpr int kPlaces = kWide ? 1 : 2, kStages = kWide ? 2 : 4, kTurns = kWide ? 2 : 3;
-  // A place has keys and values, and a stage has queries, dout and out.
+  // A place is a buffer for keys and values, and a stage is a buffer for queries, dout and out.
   static constexpr int kPlaceBytes = 2 * kKeyBytes, kStageBytes = 3 * kTileBytes;
   static constexpr int kRing = kPlaces * kPlaceBytes;
-  // ds of a tile, in turn in one of three places, with keys as rows. A group writes ds before it
-  // has waited for the products of the tile before, when the other group may be a tile behind.
+  // ds of a tile, with keys as rows. The tiles use kTurns buffers in turn. Three are needed if a
+  // group writes ds before it has waited for the products of the tile before, because the other
+  // group may then still be one tile earlier.
   using GradientRow = BoxRow<kTileQueries>;
   static constexpr int kGradients = kRing + kStages * kStageBytes;
   static constexpr int kGradientBytes = kKeyRows * GradientRow::kBytes;
   static constexpr int kStatistics = kGradients + kTurns * kGradientBytes;
   static constexpr int kBits = kStatistics + kStages * static_cast<int>(sizeof(Statistics));
   static constexpr int kBarriers = kBits + kPlaces * kKeyWords * 4;
-  // Barriers of each place: keys landed, full, empty; of each stage: tile landed, statistics full,
-  // empty; of each turn: ds full.
+  // Each place has barriers for keys that have arrived, full and empty. Each stage has barriers for
+  // a tile that has arrived, full statistics and empty. Each buffer of ds has a barrier for full.
   static constexpr int kKeysLanded = kBarriers, kKeysFull = kKeysLanded + 8 * kPlaces;
   static constexpr int kKeysEmpty = kKeysFull + 8 * kPlaces;
   static constexpr int kTileLanded = kKeysEmpty + 8 * kPlaces;
@@ -48,7 +50,7 @@ struct Memory {
   static constexpr int kTileEmpty = kStatisticsFull + 8 * kStages;
   static constexpr int kGradientsFull = kTileEmpty + 8 * kStages;
   static constexpr int kOrder = kGradientsFull + 8 * kTurns;
-  // The pairs of each stage, which only a mask of pairs has.
+  // The attended pairs of each stage, which exist only under a mask of pairs.
   static constexpr int kPairs = (kOrder + sizeof(Order) + 15) / 16 * 16;
   static constexpr int kBytes = kPairs + kStages * BackwardPairs::kBytes;
 };
@@ -84,11 +86,11 @@ __device__ void init_barriers(uint32_t shared) {
   fence_barrier_init();
 }
 
-// The copies: one thread.
+// Starts all copies of a block. One thread calls this.
 template <int kHeadDim>
 __device__ void load_tiles(const Params& p, uint32_t shared, const Heads& items) {
   using M = Memory<kHeadDim>;
-  // Keys under a mask land first; zero_unattended passes them on.
+  // Under a mask, keys are not yet full when they have arrived: zero_unattended zeroes rows first.
   const uint32_t keys_full = shared + (p.call.mask.data ? M::kKeysLanded : M::kKeysFull);
   Place<M::kPlaces> place;
   Place<M::kStages> stage;
@@ -111,7 +113,7 @@ __device__ void load_tiles(const Params& p, uint32_t shared, const Heads& items)
         const uint32_t landed = shared + M::kTileLanded + 8 * stage.stage;
         const RowAt at = item.query(tile * kTileQueries);
         wait(shared + M::kTileEmpty + 8 * stage.stage, stage.parity ^ 1);
-        // Out serves delta alone, which the first block of keys leaves to the others.
+        // Only delta needs out, and delta is computed in the first block of keys only.
         arrive_expecting(landed, block == 0 ? M::kStageBytes : 2 * M::kTileBytes);
         load(to, M::kTilePart, p.q, at, landed);
         load(to + M::kTileBytes, M::kTilePart, p.dout, at, landed);
@@ -137,8 +139,8 @@ inline __device__ void attended_keys(KeyBits (&bits)[kKeyWords], const BackwardP
     bits[word] = __ballot_sync(0xffffffffu, any[word] != 0);
 }
 
-// Under a mask: publishes the attended keys of each block, and zeroes keys and values of the
-// others, which may be NaN. One warp.
+// Under a mask, writes the bits of the attended keys of each block to shared memory, and zeroes the
+// keys and values of the other keys, which may be NaN. One warp calls this.
 template <int kHeadDim, bool kPairs>
 __device__ void zero_unattended(const Params& p, uint32_t shared, unsigned char* memory,
                                 const Heads& items) {
@@ -166,8 +168,9 @@ __device__ void zero_unattended(const Params& p, uint32_t shared, unsigned char*
   });
 }
 
-// The statistics of the queries of each tile, and under a mask of pairs the pairs of the tile;
-// delta is computed in the first block of keys. Each of kPreparers warps has a share of the rows.
+// Writes the statistics of the queries of each tile, and under a mask of pairs the pairs of the
+// tile, to shared memory. delta is computed in the first block of keys. kPreparers warps call this,
+// and each has 32 of the rows.
 template <class T, int kHeadDim, bool kPairs>
 __device__ void prepare_statistics(const Params& p, uint32_t shared, unsigned char* memory,
                                    const Heads& items) {
@@ -224,7 +227,8 @@ __device__ void zero_rows(const HeadRows& x, const Head& h, int64_t first, int64
     *reinterpret_cast<uint4*>(rows + i / kChunks * x.stride_row + i % kChunks * 8) = {0, 0, 0, 0};
 }
 
-// Rows of packed gradients that belong to no sequence. One warp of each block.
+// Zeroes the rows of packed gradients that belong to no sequence. One warp of each block calls
+// this.
 template <class T, int kHeadDim>
 __device__ void zero_slack(const AttentionBackward& p) {
   const Sequences& s = p.sequences;

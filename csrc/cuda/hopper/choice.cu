@@ -1,4 +1,4 @@
-// Which calls the kernels of this folder serve.
+// Decides which calls the kernels of this folder serve.
 
 #include "attention.cuh"
 #include "device.cuh"

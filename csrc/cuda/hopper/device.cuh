@@ -1,4 +1,4 @@
-// What the launchers ask of the current device.
+// Attributes of the current device that the launchers need.
 
 #pragma once
 

@@ -7,18 +7,19 @@
 
 namespace fastbert::cuda {
 
-// The rows of a lane's weights: `row` is that of half = 0, and half = 1 has row + 8.
+// The rows of a lane's weights: the weights with half = 0 are in `row`, and those with half = 1 in
+// row + 8.
 struct DropoutRows {
   int row, head, batch;
 };
 
 // Sets weights that dropout drops to 0. Element (row, key) takes word key % 4 of the counter
-// (key / 4, row, head, batch), and a lane holds two of these four keys in every 8 columns. So of
-// two groups of 8 columns a lane draws one for itself and its neighbour, and they exchange the
-// verdicts.
+// (key / 4, row, head, batch), and a lane holds two of these four keys in every 8 columns. So a
+// lane draws the numbers of one of two groups of 8 columns, for itself and for its neighbour, and
+// the two lanes exchange the bits that say which weights are kept.
 __device__ inline void drop(float (&weights)[kScores], const Dropout& dropout, int first_key,
                             const DropoutRows& at) {
-  const volatile int64_t* seed_of_call = dropout.seed;  // read anew in every tile
+  const volatile int64_t* seed_of_call = dropout.seed;  // is read again in every tile
   const uint64_t seed = static_cast<uint64_t>(*seed_of_call);
   const int t = static_cast<int>(threadIdx.x) % 4;
   uint32_t mine = 0, theirs = 0;
@@ -33,13 +34,13 @@ __device__ inline void drop(float (&weights)[kScores], const Dropout& dropout, i
       uint32_t kept = 0;
 #pragma unroll
       for (int i = 0; i < 4; ++i) kept |= (words.word[i] >> 8 >= dropout.threshold ? 1u : 0u) << i;
-      // The even lane of the pair owns words 0 and 1, and the odd one 2 and 3.
+      // The even lane of the pair owns words 0 and 1, and the odd lane words 2 and 3.
       const uint32_t own = t % 2 ? kept >> 2 : kept & 3, other = t % 2 ? kept & 3 : kept >> 2;
       mine |= own << (2 * (group + half));
       theirs |= other << (2 * (group + half));
     }
   }
-  // `mine` has the verdicts of group + t % 2, and `received` those of group + 1 - t % 2.
+  // `mine` has the bits of group + t % 2, and `received` the bits of group + 1 - t % 2.
   const uint32_t received = __shfl_xor_sync(0xffffffffu, theirs, 1);
   const uint32_t even = t % 2 ? received : mine, odd = t % 2 ? mine : received;
 #pragma unroll
@@ -49,14 +50,15 @@ __device__ inline void drop(float (&weights)[kScores], const Dropout& dropout, i
   }
 }
 
-// The verdicts for the weights of a warp with 16 keys as rows and 64 queries as columns. The lanes
-// of four neighbouring keys share their counters, and each draws a quarter of them.
+// Decides which weights dropout keeps, for a warp with 16 keys as rows and 64 queries as columns.
+// The lanes of four neighbouring keys share their Philox counters, and each lane computes a quarter
+// of them.
 template <bool kDropout>
 class KeptWeights {
  public:
   __device__ KeptWeights(const Dropout& dropout, int first_key, int first_query, int head,
                          int batch) {
-    const volatile int64_t* seed_of_call = dropout.seed;  // read anew in every tile
+    const volatile int64_t* seed_of_call = dropout.seed;  // is read again in every tile
     const uint64_t seed = static_cast<uint64_t>(*seed_of_call);
     const int lane = static_cast<int>(threadIdx.x) % 32, own = lane / 4 % 4;
     uint32_t verdicts = 0;
@@ -71,7 +73,7 @@ class KeptWeights {
       for (int i = 0; i < 4; ++i)
         verdicts |= (drawn.word[i] >> 8 >= dropout.threshold ? 1u : 0u) << (4 * c + i);
     }
-    // Of a word from the lane with key % 4 == i, the lane's own key has bit 4 c + own.
+    // In the word from the lane with key % 4 == i, bit 4 c + own belongs to the lane's own key.
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const uint32_t word = __shfl_sync(0xffffffffu, verdicts, (lane & ~12) | 4 * i);
@@ -79,7 +81,7 @@ class KeptWeights {
     }
   }
 
-  // The verdict for weight i of the lane's sums.
+  // Returns whether dropout keeps weight i of the lane.
   __device__ bool kept(int i) const {
     const int e = i / 2 % 2 * 16 + i / 4 * 2 + i % 2;
     return kept_ >> (4 * (e % kShare) + e / kShare) & 1;

@@ -2,18 +2,18 @@
 //
 // A persistent block has three groups of four warps. Tiles of 64 columns of both operands go
 // through a ring of three stages that runs on across tiles of the result. Two groups multiply: each
-// owns 64 of a tile's 128 rows, and all of its 256 columns are sums in its registers. When the sums
+// owns 64 of a tile's 128 rows, and its registers hold the sums of all 256 columns. When the sums
 // are complete, the group rounds them into shared memory and begins with the next tile at once. The
-// first group takes them from there, applies the activation and writes the results, 16 bytes per
-// lane, while the products of the next tile run. So the activation costs no time, as long as it
-// takes less than the products. Between two pieces of work, one thread of the first group looks for
-// free stages and starts their copies.
+// first group reads the sums from there, applies the activation and writes the results, 16 bytes
+// per lane, while the products of the next tile run. So the activation costs no time, as long as it
+// takes less time than the products. Between two pieces of work, one thread of the first group
+// looks for free stages and starts their copies.
 //
-// The bias comes with the first stage of a tile, and the sums start with it.
+// The bias is copied with the first stage of a tile, and the sums start from the bias.
 //
 // Two groups that take turns in products and epilogues (ping-pong) would hide the epilogue as well.
 // But each needs a tile of its own, and thus 64 or 80 bytes of operands for each cycle of the
-// tensor cores. The shared tile of 128 x 256 needs 48, and the L2 cache has to bring them. A group
+// tensor cores. The shared tile of 128 x 256 needs 48 bytes, which come from the L2 cache. A group
 // for the copies alone does not fit: ptxas gives 512 threads at most 128 registers, and the sums
 // alone are 128. If a warp of the first group did nothing but copy, the other three would take
 // longer than the products in the backward at K = 768.
@@ -40,21 +40,23 @@ constexpr int kGroupRows = kRows / kConsumers, kWarpRows = 16;
 constexpr int kSums = kColumns / 2;  // of a lane: two rows of 128 columns
 constexpr int kEpilogueBarrier = 1;
 
-// Shared memory from an address that is a multiple of 1024 on.
+// Offsets in shared memory, from an address that is a multiple of 1024.
 struct Memory {
   static constexpr int kStages = 3;
   static constexpr int kLeftBytes = kRows * kBoxRowBytes, kRightBytes = kColumns * kBoxRowBytes;
   static constexpr int kStageBytes = kLeftBytes + kRightBytes;
-  // The rounded sums of each consumer: parts of 64 columns, as tma.cuh lays out boxes.
+  // The rounded sums of each group that multiplies: parts of 64 columns in the layout of tma.cuh.
   static constexpr int kPartBytes = kGroupRows * kBoxRowBytes;
   static constexpr int kResultBytes = kColumns / kBoxColumns * kPartBytes;
   static constexpr int kResults = kStages * kStageBytes;
   static constexpr int kBiasBytes = kColumns * 2;
   static constexpr int kBias = kResults + kConsumers * kResultBytes;  // of each stage
-  // Sums of columns over the rows of each warp of the first group, for two tiles in turn.
+  // Sums of columns over the rows of each warp of the first group. Two tiles use two buffers in
+  // turn.
   static constexpr int kColumnSums = kBias + kStages * kBiasBytes;
   static constexpr int kColumnSumsBytes = kEpilogueWarps * kColumns * 4;
-  // Barriers of each stage: full, empty; then of the results of each consumer: the same.
+  // Each stage, and the results of each group that multiplies, have a barrier for full and one for
+  // empty.
   static constexpr int kFull = kColumnSums + 2 * kColumnSumsBytes, kEmpty = kFull + 8 * kStages;
   static constexpr int kResultFull = kEmpty + 8 * kStages;
   static constexpr int kResultEmpty = kResultFull + 8 * kConsumers;
@@ -73,7 +75,7 @@ struct Params {
   __device__ TileAt at(int tile) const { return tile_at(tile, row_tiles, column_tiles); }
 };
 
-// The copies: one thread, which starts those of all stages that are free, and does not wait. The
+// Starts the copies of all stages that are free, and does not wait. One thread calls this. The
 // right operand is a weight (columns, depth) in the forward, and (depth, columns) in the backward.
 template <class Call, bool kByRows>
 class Copies {
@@ -124,7 +126,7 @@ class Copies {
   int tile_, step_ = 0;
 };
 
-// A consumer: 64 rows of each tile.
+// The work of a group that multiplies, on 64 rows of each tile.
 template <class T, class Call, bool kByRows>
 class Consumer {
  public:
@@ -142,7 +144,7 @@ class Consumer {
       for (int step = 1; step < steps; ++step) {
         wait_for_stage();
         start_products();
-        // The products of the stage before are complete.
+        // Here, the products of the stage before have ended.
         wait_for_products<1>();
         give_back();
       }
@@ -197,7 +199,8 @@ class Consumer {
     full_.advance();
   }
 
-  // Each warp gives a stage back, because it knows of its own products alone.
+  // Frees a stage. Each warp arrives by itself, because it knows only that its own products have
+  // ended.
   __device__ void give_back() {
     __syncwarp();
     if (lane() == 0) arrive(shared_ + Memory::kEmpty + 8 * used_.stage);
@@ -230,9 +233,9 @@ class Consumer {
   float sums_[kSums];
 };
 
-// The first group: the epilogue, and the copies by its first thread. Warp w takes 16 rows of each
-// consumer, in pieces of 64 columns; pieces of the same columns follow each other. A lane takes one
-// chunk of eight columns in every fourth row.
+// The work of the first group: the epilogue, and the copies by its first thread. Warp w takes 16
+// rows of each group that multiplies, in pieces of 64 columns; pieces of the same columns follow
+// each other. A lane takes one chunk of eight columns in every fourth row.
 template <class T, class Store, bool kByRows>
 class Epilogue {
   using Call = typename Store::Params;
@@ -281,7 +284,7 @@ class Epilogue {
     __syncwarp();
   }
 
-  // The first warp goes on with the copies while it waits.
+  // The first warp starts further copies while it waits.
   __device__ void wait_for_result(int half, uint32_t parity) {
     const uint32_t full = shared_ + Memory::kResultFull + 8 * half;
     if (warp() > 0) return wait(full, parity);
@@ -319,8 +322,8 @@ class Epilogue {
     }
   }
 
-  // The sums of a tile's columns over its rows, in the order of the warps. The next tile has other
-  // memory, so that one barrier for each tile is enough.
+  // Adds the sums of a tile's columns that the warps have computed, in the order of the warps. The
+  // next tile uses the other buffer, so that one barrier for each tile is enough.
   __device__ void store_columns(const TileAt& at, uint32_t parity) {
     if constexpr (Store::kReadsSaved) {
       sync_group(kEpilogueBarrier, kGroup);

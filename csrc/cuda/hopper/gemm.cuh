@@ -1,5 +1,5 @@
 // Products with an activation on Hopper GPUs (sm_90a), which linear_gelu and linear_gelu_gradient
-// call there.
+// call on these GPUs.
 
 #pragma once
 

@@ -1,5 +1,6 @@
-// Products of 64 rows of a tile, by a group of four warps, with both operands in shared memory: 256
-// columns of the result, 16 products of each element. wgmma.cuh explains the layouts.
+// Products of 64 rows and 256 columns of a tile, by a group of four warps, with both operands in
+// shared memory. Each call adds 16 products to each element of the result. wgmma.cuh explains the
+// layouts.
 
 #pragma once
 
@@ -33,9 +34,9 @@ namespace fastbert::cuda {
 #define FASTBERT_SUMS_128 \
   FASTBERT_SUMS_32(0), FASTBERT_SUMS_32(32), FASTBERT_SUMS_32(64), FASTBERT_SUMS_32(96)
 
-// multiply(sums, left, right): sums += left right^T, where right has 256 rows.
+// multiply(sums, left, right) computes sums += left right^T, where right has 256 rows.
 //
-// multiply_rows(sums, left, right): sums += left right, where right has 256 columns.
+// multiply_rows(sums, left, right) computes sums += left right, where right has 256 columns.
 #define FASTBERT_PRODUCT(NAME, T, TYPE, TRANSPOSED)                                            \
   __forceinline__ __device__ void NAME(float (&sums)[128], uint64_t left, uint64_t right, T) { \
     asm volatile(                                                                              \

@@ -1,5 +1,5 @@
-// The groups of four warps of a persistent block: the first group serves the others, which
-// multiply. In attention it gives them registers.
+// The groups of four warps of a persistent block. The first group copies for the other groups,
+// which multiply. In attention, the first group also gives registers to them.
 
 #pragma once
 
@@ -9,8 +9,8 @@ constexpr int kGroup = 128, kConsumers = 2, kThreads = kGroup * (1 + kConsumers)
 constexpr int kConsumerWarps = kConsumers * kGroup / 32;
 
 // Of 65,536 registers, ptxas gives each thread of a block that is alone on a multiprocessor the
-// same multiple of 8, so that the block owns 64,512. A group that takes more than there are waits
-// for ever.
+// same multiple of 8, so that the block owns 64,512. A group that asks for more registers than the
+// block owns waits for ever.
 constexpr int kThreadRegisters = 65536 / kThreads / 8 * 8;
 constexpr int kProducerRegisters = 56, kConsumerRegisters = 224;
 static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <=

@@ -1,4 +1,5 @@
-// The keys of a tile that are not attended: those under a mask, and those beyond the end.
+// The keys of a tile that are not attended: the mask hides them, or they are beyond the end of the
+// sequence.
 
 #pragma once
 
@@ -10,12 +11,12 @@ namespace fastbert::cuda {
 
 constexpr int kKeyWords = kKeyRows / 32;
 
-// Returns the first `count` keys of 32.
+// Returns the bits of the first `count` keys of 32.
 inline __device__ KeyBits first_bits(int count) {
   return count >= 32 ? kAllKeys : count <= 0 ? 0 : (1u << count) - 1;
 }
 
-// Returns the attended keys of a tile. Every lane of a warp calls this.
+// Returns the bits of the attended keys of a tile. Every lane of a warp calls this.
 inline __device__ void attended_keys(KeyBits (&bits)[kKeyWords], const AttentionMask& mask,
                                      const Item& item, int tile) {
   const uint8_t* of_head =
@@ -26,8 +27,8 @@ inline __device__ void attended_keys(KeyBits (&bits)[kKeyWords], const Attention
         attended_keys(of_head, mask.stride_key, tile * kKeyRows + 32 * word, item.head.keys);
 }
 
-// Zeroes the rows of a tile whose keys are not attended, because what they hold may be NaN. One
-// warp calls this.
+// Zeroes the rows of a tile whose keys are not attended, because these rows may hold NaN. One warp
+// calls this.
 template <int kHeadDim>
 __device__ void zero_unattended_rows(unsigned char* tile, const KeyBits (&bits)[kKeyWords]) {
   using Row = BoxRow<kHeadDim>;

@@ -1,13 +1,13 @@
 // Packs a mask of pairs into tiles of bits.
 //
 // A warp packs 32 rows of a tile, in squares of 32 queries and 32 keys. A lane reads the bytes of
-// one key, so that a warp reads 32 neighbouring bytes of a query at once and has 32 of these reads
-// on their way. Where keys are the rows, the bytes of a lane become the bits of its word. Where
+// one key, so that a warp reads 32 neighbouring bytes of a query at once, and 32 of these reads are
+// in flight. If keys are the rows of the tile, the bytes of a lane become the bits of its word. If
 // queries are the rows, ballots give the words.
 //
-// A mask that is the same for all heads is packed once, while the kernels of attention would read
-// its bytes for each head. Device memory binds: a mask of one byte for each of 16,384 x 512 pairs
-// takes at least 2 us on an H200.
+// A mask that is the same for all heads is packed once. Without packing, the kernels of attention
+// would read its bytes for each head. Device memory is the limit: a mask of one byte for each of
+// 16,384 x 512 pairs takes at least 2 us on an H200.
 
 #include "pairs.cuh"
 
@@ -28,8 +28,8 @@ struct PackParams {
 };
 
 // Returns the lane's word of a square: the keys of the lane's query, or with kKeysAreRows the
-// queries of the lane's key. Lanes read the last key and the last query in the place of those that
-// do not exist, so that no read waits for a branch.
+// queries of the lane's key. A lane whose key or query does not exist reads the last key or query
+// instead, so that no read waits for a branch.
 template <bool kKeysAreRows>
 __device__ uint32_t pack_square(const AttentionMask& mask, const Head& h, int first_query,
                                 int first_key) {
@@ -44,7 +44,7 @@ __device__ uint32_t pack_square(const AttentionMask& mask, const Head& h, int fi
     attended[i] = *pair;
     if (i + 1 < queries) pair += mask.stride_row;
   }
-  pin(attended);  // all reads are on their way before the first is used
+  pin(attended);  // all reads are in flight before the first result is used
   uint32_t word = 0;
 #pragma unroll
   for (int i = 0; i < 32; ++i) {

@@ -10,17 +10,18 @@
 
 namespace fastbert::cuda {
 
-// The tiles of all heads. A bit is 1 for a pair that exists and is attended.
+// The tiles of all heads. A bit is 1 if the pair of a query and a key exists and the query attends
+// the key.
 template <int kColumns>
 struct PairTiles {
   static constexpr int kRows = 128, kRowWords = kColumns / 32, kWords = kRows * kRowWords;
   static constexpr int kBytes = 4 * kWords;
 
   uint32_t* data;
-  int32_t batches, heads;  // 1 where all of them have the same pairs
-  int32_t rows, columns;   // of tiles, for a head
+  int32_t batches, heads;  // 1 if all of them have the same pairs
+  int32_t rows, columns;   // of tiles, in a head
 
-  // Returns the first tile of a row of tiles.
+  // Returns a pointer to the first tile of a row of tiles.
   __device__ const uint32_t* row(const Head& h, int row) const {
     const int64_t of_batch = batches == 1 ? 0 : h.batch, of_head = heads == 1 ? 0 : h.head;
     return data + ((of_batch * heads + of_head) * rows + row) * columns * kWords;
@@ -38,7 +39,7 @@ inline bool has_pairs(const AttentionMask& mask, const Sequences& sequences) {
   return mask.data && mask.stride_row != 0 && sequences.max_q > 1;
 }
 
-// Returns the tiles of a call, which are at its pair_bits.
+// Returns the tiles of a call, whose memory is the call's pair_bits.
 ForwardPairs pair_tiles(const AttentionForward& params);
 BackwardPairs pair_tiles(const AttentionBackward& params);
 

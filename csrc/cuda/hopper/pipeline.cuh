@@ -7,13 +7,14 @@
 
 namespace fastbert::cuda {
 
-// An mbarrier is 8 bytes of shared memory. A phase completes when all arrivals and all announced
-// bytes have come; waiting for parity p means waiting for the completion of a phase of parity p.
+// An mbarrier is 8 bytes of shared memory. A phase completes when all threads have arrived and all
+// announced bytes have been copied. A wait for parity p ends when a phase of parity p has
+// completed.
 inline __device__ void init_barrier(uint32_t barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 
-// Makes the initialisation visible to the copies.
+// Makes the initialization of the barriers visible to the copies.
 inline __device__ void fence_barrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
@@ -22,7 +23,7 @@ inline __device__ void arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// Arrives, and announces bytes that copies will bring in the same phase.
+// Arrives, and announces the number of bytes that copies will write in the same phase.
 inline __device__ void arrive_expecting(uint32_t barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                : "memory");
@@ -52,13 +53,14 @@ inline __device__ void wait(uint32_t barrier, uint32_t parity) {
   } while (!done);
 }
 
-// What the calling thread wrote into shared memory becomes visible to copies and to wgmma that come
-// after a barrier.
+// Makes the calling thread's writes to shared memory visible to copies and to wgmma after the next
+// barrier.
 inline __device__ void fence_async_proxy() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// Named barrier `id` of `threads` threads; those that only arrive do not wait.
+// Waits at the named barrier `id` until `threads` threads have arrived; arrive_group arrives and
+// does not wait.
 inline __device__ void sync_group(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
@@ -66,8 +68,9 @@ inline __device__ void arrive_group(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// A place in a ring of stages. The parity of a stage changes with each turn of the ring. Those who
-// fill a stage wait for the opposite parity of its "empty" barrier, so that the first turn is free.
+// A position in a ring of stages. The parity of a stage changes with each turn of the ring. A
+// thread that fills a stage waits for the opposite parity of its "empty" barrier, so that it does
+// not wait in the first turn.
 template <int kStages>
 struct Place {
   int stage = 0;

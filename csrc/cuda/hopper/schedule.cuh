@@ -1,11 +1,11 @@
 // The work items of attention, and the order in which persistent blocks take them.
 //
 // Block b of the grid takes the items b, b + blocks, and so on of one order that all blocks know.
-// Neighbouring items share the keys of a head, which are thus in the L2 cache. Items of packed
-// sequences come longest first, so that no block ends with a long item: over 64 sequences of 32 to
-// 512 tokens and 16 heads, the longest of 132 blocks then works 3 % longer than the mean, and 45 %
-// longer in the order of the batch. Every block sorts for itself, because a kernel before this one
-// would take longer to launch.
+// Neighbouring items share the keys of a head, which are thus in the L2 cache. The longest items of
+// packed sequences come first, so that no block ends with a long item. For 64 sequences of 32 to
+// 512 tokens and 16 heads, the slowest of 132 blocks then works 3 % longer than the mean; in the
+// order of the batch, it would work 45 % longer. Every block sorts the sequences itself, because
+// the launch of a kernel that sorts would take longer.
 
 #pragma once
 
@@ -16,7 +16,7 @@ namespace fastbert::cuda {
 
 constexpr int kQueryRows = 128, kKeyRows = 128;
 
-// 128 queries of one head of one sequence, and all its keys.
+// An item of work: 128 queries of one head of one sequence, with all keys of the sequence.
 struct Item {
   Head head;
   int first_query, key_tiles;
@@ -33,12 +33,14 @@ struct Item {
 };
 
 // The order of packed sequences, in shared memory. A class has the sequences with the same number
-// of tiles of queries; the first class has the most. The last has those without queries, too.
+// of tiles of queries. The first class has the sequences with the most tiles, and the last class
+// also has the sequences without queries.
 struct Order {
   static constexpr int kClasses = 32, kSequences = 2048;
 
   uint16_t sequence[kSequences];
-  // Of each class, and of the end: the first place in `sequence`, and the first item.
+  // For each class, the first index in `sequence` and the first item; the last entries are the
+  // ends.
   int first[kClasses + 1], first_item[kClasses + 1];
 
   static __device__ bool serves(const Sequences& s) {
@@ -48,13 +50,14 @@ struct Order {
 
 inline __device__ int query_tiles(int queries) { return (queries + kQueryRows - 1) / kQueryRows; }
 
-// A sequence without queries is of the same class as a short one.
+// A sequence without queries is in the class of sequences with one tile.
 inline __device__ int class_tiles(int queries) { return max(query_tiles(queries), 1); }
 
 // Sorts the sequences by their classes, stably. One warp calls this.
 inline __device__ void sort(Order& order, const Sequences& s) {
   const int lane = static_cast<int>(threadIdx.x) % 32, classes = class_tiles(s.max_q);
-  // Calls body(class, place among the lane's class of these 32, lanes of the class).
+  // Calls body(sequence, class, lanes before this one with the same class, all lanes with this
+  // class) for 32 sequences at a time.
   const auto each = [&](const auto& body) {
     for (int first = 0; first < s.batches; first += 32) {
       const int number = first + lane;
@@ -66,7 +69,8 @@ inline __device__ void sort(Order& order, const Sequences& s) {
       __syncwarp();
     }
   };
-  // `first_item` counts the sequences of each class, and then holds the next place of each.
+  // `first_item` first counts the sequences of each class, and then holds the next free index of
+  // each class.
   if (lane <= classes) order.first_item[lane] = 0;
   if (lane == 0) order.first_item[classes] = 0;
   __syncwarp();
@@ -139,11 +143,11 @@ class Items {
   int tiles_, count_, next_, class_ = 0;
 };
 
-// Whole heads of sequences: the items of the backward. A block takes the items b, b + blocks, and
-// so on.
+// The items of the backward, each of which is a whole head of a sequence. Block b takes the items
+// b, b + blocks, and so on.
 class Heads {
  public:
-  // `order` is sorted if it serves these sequences.
+  // `order` must be sorted if Order::serves the sequences.
   __device__ Heads(const Sequences& sequences, const Order& order)
       : sequences_(sequences), order_(order) {}
 
@@ -154,7 +158,8 @@ class Heads {
     const int sequences = Order::serves(s) ? order_.first[class_tiles(s.max_q)] : s.batches;
     for (int number = static_cast<int>(blockIdx.x); number < sequences * s.heads;
          number += static_cast<int>(gridDim.x)) {
-      // Asked anew for each item, because a flag would take a register that the body needs.
+      // This is computed again for each item, because a flag would take a register that the body
+      // needs.
       Sequences asked = s;
       asked.max_q = static_cast<int>(opaque(static_cast<uint32_t>(asked.max_q)));
       const int place = number / s.heads;

@@ -1,7 +1,7 @@
-// The running softmax of a tile of 64 x 128 scores in the registers of a group of four warps, as
-// ../softmax.cuh has it for smaller tiles. An eighth of the exponentials is a polynomial on the FMA
-// units, because the special function units alone would take longer than the products. A larger
-// part would take longer to issue than the products; README.md has the counts.
+// The running softmax of a tile of 64 x 128 scores in the registers of a group of four warps;
+// ../softmax.cuh has the same for smaller tiles. An eighth of the exponentials is a polynomial on
+// the FMA units, because the special function units alone would take longer than the products. A
+// larger part would take longer to issue than the products; README.md has the counts.
 
 #pragma once
 
@@ -29,12 +29,12 @@ inline __device__ float exp2_polynomial(float x) {
   return __int_as_float(__float_as_int(y) + (__float_as_int(shifted) << 23));
 }
 
-// The state of the lane's two rows: g for half = 0, g + 8 for half = 1.
+// The state of the softmax of the lane's two rows: row g for half = 0, and row g + 8 for half = 1.
 struct TileSoftmax {
   float maximum[2] = {-INFINITY, -INFINITY}, total[2] = {0.0f, 0.0f};
 
-  // Turns the raw scores of a row into weights, which the sums so far must follow by the returned
-  // factor. `factor` is scale * log2(e).
+  // Turns the raw scores of a row into weights, and returns the factor by which the earlier sums
+  // must be multiplied. `factor` is scale * log2(e).
   __device__ float step(float (&scores)[kScores], int half, float factor) {
     float largest[2] = {-INFINITY, -INFINITY};
 #pragma unroll
@@ -52,7 +52,7 @@ struct TileSoftmax {
       for (int column = 0; column < 2; ++column) {
         float& score = scores[i + column];
         const float x = fmaf(score, factor, -reference);
-        // Every eighth exponential of a row.
+        // One in eight exponentials of a row is computed as a polynomial.
         score = column == 1 && i / 4 % 4 == 3 ? exp2_polynomial(x) : exp2_fast(x);
         sum[column] += score;
       }

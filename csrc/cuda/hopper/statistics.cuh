@@ -1,5 +1,5 @@
-// What the backward of attention needs of each query of a tile: its log-sum-exp and its delta, the
-// sum of dout * out.
+// The statistics of each query of a tile that the backward of attention needs: the log-sum-exp, and
+// delta, which is the sum of dout * out.
 
 #pragma once
 
@@ -10,14 +10,14 @@ namespace fastbert::cuda {
 
 constexpr int kTileQueries = 64;  // of a tile of the backward
 
-// Those of a tile, in shared memory. `logarithm` is in base 2, and +inf for a query without a
-// weight: one beyond the end, or one that attends no key.
+// The statistics of a tile, in shared memory. `logarithm` is the log-sum-exp in base 2. It is +inf
+// for a query that attends no key or is beyond the end of the sequence.
 struct Statistics {
   float logarithm[kTileQueries], delta[kTileQueries];
 };
 
 // Returns delta of row `first` + lane of a tile of dout and of out in the layout of tma.cuh. All
-// lanes of a warp call this; as many share a row as it has chunks of 16 bytes.
+// lanes of a warp call this. For each row, as many lanes read as the row has chunks of 16 bytes.
 template <class T, int kHeadDim>
 __device__ float delta_of(const unsigned char* dout, const unsigned char* out, int first) {
   using Row = BoxRow<kHeadDim>;

@@ -1,4 +1,4 @@
-// The host's side of tma.cuh: tensor maps, which the driver encodes.
+// The host code for tma.cuh: tensor maps, which the driver encodes.
 
 #include "../driver.cuh"
 #include "tma.cuh"
@@ -14,7 +14,8 @@ using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*
                             CUtensorMapInterleave, CUtensorMapSwizzle, CUtensorMapL2promotion,
                             CUtensorMapFloatOOBfill);
 
-// Encodes a map of 16-bit elements whose neighbours in memory are neighbours of the box too.
+// Encodes a map of 16-bit elements. Elements that are adjacent in a box are adjacent in memory,
+// too.
 cudaError_t encode_tiled(CUtensorMap& map, Format format, int rank, const void* data,
                          const cuuint64_t* sizes, const cuuint64_t* strides, const cuuint32_t* box,
                          CUtensorMapSwizzle swizzle) {

@@ -1,17 +1,18 @@
 // Copies of boxes of rows between global and shared memory by the copy engine (TMA).
 //
 // A box has 64 neighbouring 16-bit elements of up to 128 rows of one head, or 32 at head dim 32. In
-// shared memory a row takes 128 bytes, and chunk c of 16 bytes of row r lies at place c XOR (r % 8)
-// of its row, in memory aligned to 1024 bytes. A row of 64 bytes has chunk c at place
-// c XOR (r / 2 % 4). wgmma reads both layouts (swizzles of 128 and 64 bytes) without conflicts.
+// shared memory a row takes 128 bytes, and chunk c of 16 bytes of row r is at index c XOR (r % 8)
+// of its row, in memory aligned to 1024 bytes. A row of 64 bytes has chunk c at index c XOR (r / 2
+// % 4). wgmma reads both layouts (swizzles of 128 and 64 bytes) without conflicts.
 //
 // Packed rows of other sequences are neither read nor written, because each sequence ends at the
 // bound of a dimension. Row r of a sequence of `length` rows has the coordinates (kEnd - length +
 // r, first + length, kEnd) in three dimensions with strides of a row, a row, and 2^34 bytes less
-// one row. The first of them has kEnd = 2^30 rows, so that it is exceeded exactly where r >=
-// length. The address is right because kEnd * 2^34 = 2^64 is 0 in the arithmetic of addresses.
+// one row. The first dimension has kEnd = 2^30 rows, so that a coordinate exceeds it exactly if r
+// >= length. The address is right because kEnd * 2^34 = 2^64 is 0 in the arithmetic of addresses.
 // Triton's ragged descriptors (triton/tools/ragged_tma.py) use the same wrap-around. A load beyond
-// the bound gives 0, so no other sequence's NaN meets a product, and a store is left out.
+// the bound gives 0, so that no NaN of another sequence reaches a product. A store beyond the bound
+// writes nothing.
 
 #pragma once
 
@@ -42,7 +43,7 @@ struct BoxRow {
   }
 };
 
-// Coordinates of a row of a head, without its column.
+// The coordinates of a row of a head, without the column.
 struct RowAt {
   int row, head, batch, wrap;
 

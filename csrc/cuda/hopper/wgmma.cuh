@@ -1,9 +1,9 @@
 // Products of 16-bit operands on the matrix units of Hopper (wgmma), by a group of four warps.
 //
-// The sums of a group are 64 rows; warp w of the group holds rows 16 w to 16 w + 15. A lane holds,
-// with g = lane / 4 and t = lane % 4, of each 8 columns: row g in columns 2t, 2t + 1, then row
-// g + 8 in the same columns. The left operand in registers has the layout of mma.cuh, so the sums
-// of 16 columns are the left operand of the next product.
+// The sums of a group are 64 rows; warp w of the group holds rows 16 w to 16 w + 15. With g = lane
+// / 4 and t = lane % 4, a lane holds four sums of every 8 columns: columns 2t and 2t + 1 of row g,
+// and then of row g + 8. The left operand in registers has the layout of mma.cuh, so the sums of 16
+// columns are the left operand of the next product.
 //
 // A product runs in the background. Its sums and its left registers may not be touched before
 // wait_for_products. begin_products comes before the first product of a group, and after the last
@@ -49,7 +49,7 @@ __device__ void wait_for_products() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// The compiler moves no access to these registers across this point.
+// Keeps the compiler from moving an access to these registers across this point.
 template <int kCount>
 __device__ void pin(float (&x)[kCount]) {
 #pragma unroll
@@ -61,8 +61,8 @@ __device__ void pin(uint32_t (&x)[kCount]) {
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+r"(x[i])::"memory");
 }
 
-// Ends the use of the values of these registers, so that nothing keeps them until a product that
-// does not add to them.
+// Tells the compiler that the values of these registers are not needed any more, so that they are
+// not kept until a product overwrites them.
 template <int kCount>
 __device__ void discard(float (&x)[kCount]) {
 #pragma unroll
@@ -93,15 +93,16 @@ __device__ void discard(float (&x)[kCount]) {
   FASTBERT_SUMS_32, FASTBERT_SUMS_8(32), FASTBERT_SUMS_8(40), FASTBERT_SUMS_8(48), \
       FASTBERT_SUMS_8(56)
 
-// multiply(sums, left, right, accumulate): sums = left right^T, or sums += with `accumulate`, of 16
-// columns of both operands, where `right` is in shared memory and has 64 or 128 rows. `left` is in
-// registers or in shared memory.
+// multiply(sums, left, right, accumulate) computes sums = left right^T, or sums += left right^T
+// with `accumulate`, over 16 columns of both operands. `right` is in shared memory and has 64 or
+// 128 rows. `left` is in registers or in shared memory.
 //
-// accumulate_rows(sums, left, right): sums += left right, of 16 rows of `right` in shared memory,
-// which has 32, 64 or 128 columns. `left` is in registers.
+// accumulate_rows(sums, left, right) computes sums += left right over 16 rows of `right`, which is
+// in shared memory and has 32, 64 or 128 columns. `left` is in registers.
 //
-// multiply_rows(sums, left, right, accumulate): sums = left^T right, or sums += with `accumulate`,
-// of 16 rows of both operands in shared memory, where `left` has 64 columns, and `right` 32 or 64.
+// multiply_rows(sums, left, right, accumulate) computes sums = left^T right, or sums += left^T
+// right with `accumulate`, over 16 rows of both operands. Both are in shared memory; `left` has 64
+// columns, and `right` has 32 or 64.
 #define FASTBERT_PRODUCTS(T, TYPE)                                                                \
   __forceinline__ __device__ void multiply(float (&sums)[64], uint64_t left, uint64_t right,      \
                                            int accumulate, T) {                                   \
