@@ -14,7 +14,7 @@ from ctypes import (
     c_void_p,
     create_string_buffer,
     string_at,
-)  # fmt: skip
+)
 
 import pytest
 import torch
