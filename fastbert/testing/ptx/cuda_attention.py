@@ -13,19 +13,19 @@ from fastbert.testing.ptx.cuda_call import FORMATS, Calls, Dropout, new
 
 
 class HeadRows(Structure):
-    """HeadRows."""
+    """The struct `HeadRows` of csrc/cuda."""
 
     _fields_ = [("data", c_void_p), ("batch", c_int64), ("head", c_int64), ("row", c_int64)]
 
 
 class AttentionMask(Structure):
-    """AttentionMask."""
+    """The struct `AttentionMask` of csrc/cuda."""
 
     _fields_ = [("data", c_void_p), *((name, c_int64) for name in ("batch", "head", "row", "key"))]
 
 
 class Sequences(Structure):
-    """Sequences."""
+    """The struct `Sequences` of csrc/cuda."""
 
     _fields_ = [(name, c_int32) for name in ("batches", "heads", "max_q", "max_k")]
     _fields_ += [("cu_seqlens_q", c_void_p), ("cu_seqlens_k", c_void_p)]
@@ -33,7 +33,7 @@ class Sequences(Structure):
 
 
 def _fields(*rows: str) -> list[tuple[str, Any]]:
-    """Return the fields of both structs up to the scale."""
+    """Return the fields, up to `scale`, that AttentionForward and AttentionBackward share."""
     return [
         ("format", c_int32), ("head_dim", c_int32), ("sequences", Sequences),
         *((name, HeadRows) for name in rows),
@@ -43,14 +43,14 @@ def _fields(*rows: str) -> list[tuple[str, Any]]:
 
 
 class AttentionForward(Structure):
-    """AttentionForward."""
+    """The struct `AttentionForward` of csrc/cuda."""
 
     _fields_ = _fields("q", "k", "v", "out")
     _fields_ += [("pair_bits", c_void_p)]
 
 
 class AttentionBackward(Structure):
-    """AttentionBackward."""
+    """The struct `AttentionBackward` of csrc/cuda."""
 
     _fields_ = _fields("q", "k", "v", "out", "dout")
     _fields_ += [("delta", c_void_p), ("dq_sums", c_void_p)]
@@ -101,7 +101,7 @@ class AttentionOperators(Calls):
         return AttentionMask(self._address(bytes_of), *bytes_of.stride())
 
     def _run_with_pairs(self, name: str, params: AttentionForward | AttentionBackward) -> None:
-        """Call a function with the memory that it asks for; every bit is 1 before."""
+        """Allocate the pair bits of a function, all of them 1, and call the function."""
         count = getattr(self.library, f"{name}_pair_words")
         count.restype = c_int64
         bits = torch.full((count(byref(params)),), -1, dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""Calls of the launchers of csrc/cuda on CPU tensors, by ctypes."""
+"""Calls of the launchers of csrc/cuda on CPU tensors, through ctypes."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 class Dropout(Structure):
-    """Dropout."""
+    """The struct `Dropout` of csrc/cuda."""
 
     _fields_ = [("seed", c_void_p), ("threshold", c_uint32), ("scale", c_float)]
 
 
 def new(*shape: int, dtype: torch.dtype) -> Tensor:
-    """Return a tensor full of NaN, so that an element that no kernel writes is seen."""
+    """Return a tensor full of NaN, which shows the elements that no kernel writes."""
     return torch.full(shape, torch.nan, dtype=dtype)
 
 
@@ -26,13 +26,13 @@ class Calls:
     """The base of operators that call a library's functions with a params struct.
 
     Args:
-        library: Has the functions ``run_NAME`` for each operator's name.
+        library: A library with a function ``run_NAME`` for each operator.
     """
 
     def __init__(self, library: Any) -> None:
-        """Keep the library."""
+        """Store the library."""
         self.library = library
-        # The tensors of the call that is prepared. They stay alive until the call returns.
+        # The tensors of the next call, which must stay alive until the call returns.
         self.tensors: list[Tensor] = []
 
     def _call(self, name: str, params: Structure) -> int:
@@ -48,7 +48,7 @@ class Calls:
             raise RuntimeError(f"{name}: the launcher returned the cudaError {status}")
 
     def _address(self, t: Tensor) -> int:
-        """Return the address; that of an empty tensor is 0, as in torch."""
+        """Return the address of a tensor, which is 0 for an empty tensor, as in torch."""
         self.tensors.append(t)
         return t.data_ptr()
 

@@ -27,11 +27,11 @@ KERNEL = re.compile(
 
 
 class GemmOperators(CompiledOperators):
-    """The kernels of products alone, as nvcc compiles them, on the PTX machine.
+    """The operators with GELU in the epilogue, compiled by nvcc, on the PTX machine.
 
     Args:
         folder: An existing folder for what is compiled.
-        arch: Architecture of the GPU, as 80 for sm_80; 90 has the code of sm_90a.
+        arch: Architecture of the GPU, such as 80 for sm_80; 90 compiles for sm_90a.
 
     Attributes:
         compiled: The library, which keeps the reports of the launches.
@@ -60,7 +60,7 @@ def machine_code(folder: Path, arch: int) -> tuple[dict[tuple[str, str, str], st
 
     Args:
         folder: An existing folder for what is compiled.
-        arch: Architecture of the GPU; 90 has the code of sm_90a.
+        arch: Architecture of the GPU, such as 80 for sm_80; 90 compiles for sm_90a.
 
     Returns:
         The machine code by dtype, direction ("forward" or "backward") and activation, and the
@@ -81,12 +81,12 @@ def machine_code(folder: Path, arch: int) -> tuple[dict[tuple[str, str, str], st
 
 
 def loop(sass: str, opcode: str, at_least: int = 1) -> Counter[str]:
-    r"""Count the opcodes of the smallest loop that has some instructions of one name.
+    r"""Count the opcodes of the smallest loop that has at least `at_least` instructions `opcode`.
 
     Args:
         sass: Machine code of one kernel.
-        opcode: The name.
-        at_least: Number of instructions of that name.
+        opcode: The opcode that the loop must have.
+        at_least: Smallest number of instructions with this opcode.
 
     Examples:
         >>> from fastbert.testing.ptx.cuda_gemm import loop
@@ -98,7 +98,8 @@ def loop(sass: str, opcode: str, at_least: int = 1) -> Counter[str]:
     found = []
     for body in loops(read(sass)):
         inside = Counter(instruction.name for instruction in body)
-        # ptxas puts rare code behind the end, and what returns from there is no loop.
+        # ptxas puts rare code after the end of the kernel. A branch back from there does not make a
+        # loop.
         if inside[opcode] >= at_least and "EXIT" not in inside:
             found.append(inside)
     smallest = min(found, key=lambda inside: inside.total())

@@ -1,7 +1,7 @@
 """Compile CUDA C++ with nvcc, and run its kernels on the PTX machine.
 
 The host code of the ``.cu`` files runs as nvcc compiled it. It is linked with cuda_runtime.cpp,
-whose launches come back here with the kernel's name and its arguments.
+which implements a launch by a call of `CudaLibrary` with the kernel's name and arguments.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ class CudaLibrary:
     Args:
         sources: The ``.cu`` files.
         folder: An existing folder for what is compiled.
-        arch: Architecture of the GPU, as ``"90a"``.
+        arch: Architecture of the GPU, such as ``"90a"``.
         flags: Further flags of nvcc, such as ``-I``.
 
     Attributes:
         arch: Architecture of the GPU.
-        functions: The library's functions, by ctypes.
-        modules: The PTX of each source. A test may put another text in the place of one.
+        functions: The library's functions, through ctypes.
+        modules: The PTX modules of the sources. A test may replace a module.
         reports: Readable name and report of each launch so far.
-        on_launch: If it is not None, it gets the mangled name of each kernel, the grid, and a
-            function that runs the launch with the keyword arguments of `Module.launch`. The launch
-            is then left to it, and has no report.
+        on_launch: A function that replaces the launches; None runs them. Its arguments are the
+            mangled name of the kernel, the grid, and a function that runs the launch with the
+            keyword arguments of `Module.launch`. Such a launch has no report.
 
     Raises:
         FileNotFoundError: If nvcc is not on the path.
-        RuntimeError: If a file does not compile; the message is the compiler's.
+        RuntimeError: If a file does not compile. The message is the output of the compiler.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class CudaLibrary:
         self.set_multiprocessors(132)
 
     def set_multiprocessors(self, number: int) -> None:
-        """Set the number of multiprocessors of the GPU that the launchers see; 132 at first."""
+        """Set the number of multiprocessors that the launchers see; the default is 132."""
         target = f"sm_{self.arch}"
         device = (
             limits.architecture(target), number, limits.STATIC_SHARED, limits.most_shared(target),
@@ -99,17 +99,17 @@ class CudaLibrary:
 
         Args:
             name: Name of an ``extern "C"`` function that returns an int.
-            args: Its ctypes arguments.
-            memory: The tensors that its kernels may reach.
+            args: Arguments of the function, as ctypes takes them.
+            memory: The tensors that the kernels may read and write.
             options: Keyword arguments of `Module.launch`.
 
         Returns:
             The result of the function.
 
         Raises:
-            PtxFault: If a kernel does something wrong.
+            PtxFault: If the PTX machine finds a fault in a kernel.
         """
-        # DLPack gives no tensor that requires a gradient.
+        # A tensor that requires a gradient cannot be exported by DLPack.
         self._memory = [tensor.detach() for tensor in memory]
         self.options, self._fault = options, None
         result: int = getattr(self.functions, name)(*args)
@@ -121,9 +121,9 @@ class CudaLibrary:
         return next(module for module in self.modules if kernel in module.text.kernels)
 
     def _bounds(self, name: bytes, static_shared: Any, most_threads: Any) -> None:
-        """Tell the runtime what the PTX of a kernel says of its launches."""
+        """Tell the runtime the limits of a kernel's launches that are in its PTX."""
         kernel = name.decode()
-        # The launch raises what is wrong with the kernel.
+        # An error is ignored here, because the launch raises it again.
         with contextlib.suppress(ValueError, StopIteration):
             module = self._module(kernel)
             most = module.text.kernels[kernel].most_threads

@@ -1,8 +1,8 @@
-"""The CUDA C++ operators on CPU tensors, through the launchers of csrc/cuda and ctypes.
+"""The CUDA C++ operators on CPU tensors, through ctypes and the launchers of csrc/cuda.
 
 On a GPU, csrc/cuda/cuda_ops.cpp fills the params structs and calls the launchers. `Operators` does
-the same here with a shared library. `CompiledOperators` has the launchers and kernels as nvcc
-compiles them, and its kernels run on the PTX machine.
+the same with a shared library. In `CompiledOperators`, nvcc has compiled the launchers and the
+kernels, and the kernels run on the PTX machine.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ NAMES = (
     "linear_gelu_forward", "linear_gelu_gradient", "flash_attention_forward",
     "flash_attention_backward", "mask_places",
 )  # fmt: skip
-# The enumeration of csrc/activations.h.
+# The values of the enumeration in csrc/activations.h.
 NUMBERS = {name: i for i, name in enumerate(("none", *ACTIVATIONS))}
 
 
@@ -40,13 +40,13 @@ NUMBERS = {name: i for i, name in enumerate(("none", *ACTIVATIONS))}
 
 
 class Matrix(Structure):
-    """ConstMatrix."""
+    """The struct `ConstMatrix` of csrc/cuda."""
 
     _fields_ = [("data", c_void_p), ("stride", c_int64)]
 
 
 class Parameter(Structure):
-    """Parameter."""
+    """The struct `Parameter` of csrc/cuda."""
 
     _fields_ = [("data", c_void_p), ("format", c_int32)]
 
@@ -55,7 +55,7 @@ SHAPE = [("rows", c_int64), ("columns", c_int64)]
 
 
 class LayerNormForward(Structure):
-    """LayerNormForward."""
+    """The struct `LayerNormForward` of csrc/cuda."""
 
     _fields_ = [("format", c_int32), *SHAPE, ("x", Matrix), ("residual", Matrix)]
     _fields_ += [("weight", Parameter), ("bias", Parameter), ("x_bias", Parameter)]
@@ -64,7 +64,7 @@ class LayerNormForward(Structure):
 
 
 class LayerNormBackward(Structure):
-    """LayerNormBackward."""
+    """The struct `LayerNormBackward` of csrc/cuda."""
 
     _fields_ = [("format", c_int32), *SHAPE, ("dy", Matrix), ("x", Matrix), ("residual", Matrix)]
     _fields_ += [("weight", Parameter), ("x_bias", Parameter)]
@@ -74,14 +74,14 @@ class LayerNormBackward(Structure):
 
 
 class ActivationForward(Structure):
-    """ActivationForward."""
+    """The struct `ActivationForward` of csrc/cuda."""
 
     _fields_ = [("format", c_int32), ("activation", c_int32), *SHAPE, ("h", Matrix)]
     _fields_ += [("bias", Parameter), ("y", c_void_p)]
 
 
 class ActivationBackward(Structure):
-    """ActivationBackward."""
+    """The struct `ActivationBackward` of csrc/cuda."""
 
     _fields_ = [("format", c_int32), ("activation", c_int32), *SHAPE]
     _fields_ += [("dy", Matrix), ("h", Matrix), ("bias", Parameter)]
@@ -90,7 +90,7 @@ class ActivationBackward(Structure):
 
 
 class LinearGelu(Structure):
-    """LinearGelu."""
+    """The struct `LinearGelu` of csrc/cuda."""
 
     _fields_ = [("format", c_int32), ("activation", c_int32), *SHAPE, ("depth", c_int64)]
     _fields_ += [("x", Matrix), ("weight", Matrix)]
@@ -98,7 +98,7 @@ class LinearGelu(Structure):
 
 
 class LinearGeluGradient(Structure):
-    """LinearGeluGradient."""
+    """The struct `LinearGeluGradient` of csrc/cuda."""
 
     _fields_ = [("format", c_int32), ("activation", c_int32), *SHAPE, ("depth", c_int64)]
     _fields_ += [("dy", Matrix), ("weight", Matrix)]
@@ -106,7 +106,7 @@ class LinearGeluGradient(Structure):
 
 
 class MaskPlaces(Structure):
-    """MaskPlaces."""
+    """The struct `MaskPlaces` of csrc/cuda."""
 
     _fields_ = [("mask", c_void_p), ("element_size", c_int32)]
     _fields_ += [(name, c_int64) for name in ("batch", "length", "stride_row", "stride_column")]
@@ -126,7 +126,8 @@ class Operators(AttentionOperators):
     """The operators with the arguments of ``torch.ops.fastbert_C``.
 
     Args:
-        library: Has the functions ``run_NAME`` of ``FRONT``, for each operator's name.
+        library: A library with a function ``run_NAME`` for each operator, as ``FRONT`` defines
+            them.
     """
 
     def _matrix(self, t: Tensor | None) -> Matrix:
@@ -159,7 +160,7 @@ class Operators(AttentionOperators):
         residual: Tensor | None, x_bias: Tensor | None, seed: Tensor | None, has_bias: bool,
         dropout_p: float,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-        """Return dsum, dx, dweight, dbias and dx_bias; those that are not wanted are empty."""
+        """Return dsum, dx, dweight, dbias and dx_bias; an unwanted gradient is an empty tensor."""
         columns = x.shape[1]
         kind = _wide(weight.dtype)
         dsum = new(*x.shape, dtype=x.dtype)
@@ -293,12 +294,13 @@ def obstacle() -> str | None:
 
 
 class CompiledOperators(Operators):
-    """The operators as nvcc compiles them, on the PTX machine.
+    """The operators, compiled by nvcc, on the PTX machine.
 
     Args:
         folder: An existing folder for what is compiled.
-        arch: Architecture of the GPU, as 90 for sm_90. The code for sm_90 is that of sm_90a, as in
-            the extension, because only this has the instructions of Hopper alone.
+        arch: Architecture of the GPU, such as 90 for sm_90. The code for sm_90 is compiled for
+            sm_90a, as in the extension, because only sm_90a has the instructions that exist on
+            Hopper alone.
 
     Attributes:
         compiled: The library, which keeps the reports of the launches.
@@ -306,11 +308,11 @@ class CompiledOperators(Operators):
 
     Raises:
         FileNotFoundError: If nvcc is not on the path.
-        RuntimeError: If a file does not compile.
+        RuntimeError: If a file does not compile. The message is the output of the compiler.
     """
 
     def __init__(self, folder: Path, arch: int) -> None:
-        """Compile csrc/cuda with the functions that call its launchers."""
+        """Compile csrc/cuda, with functions that call its launchers."""
         front = folder / "front.cu"
         front.write_text(FRONT, encoding="utf-8")
         sources = [*sorted(CUDA.rglob("*.cu")), front]
@@ -325,7 +327,7 @@ class CompiledOperators(Operators):
 
 @contextmanager
 def serving_cuda(operators: Operators) -> Iterator[None]:
-    """Let the backend "cuda" serve CPU tensors inside the block, by `operators`.
+    """Let the backend "cuda" serve CPU tensors with `operators` inside the block.
 
     The backend "cpu" has operators of the same names, so it cannot be used inside the block.
     """

@@ -30,13 +30,13 @@ int64_t attention_forward_pair_words(AttentionForward* p) { return attention_pai
 int64_t attention_backward_pair_words(AttentionBackward* p) { return attention_pair_words(*p); }
 }
 """
-# A block of so many of these instructions is skipped in a tile without hidden keys, and if no
-# maximum grows.
+# A block with more than MANY instructions of a name in RARE is skipped in a tile without hidden
+# keys in which no maximum grows.
 RARE, MANY = ("FSEL", "FMUL"), 20
 
 
 class HopperAttention(AttentionOperators):
-    """The kernels of csrc/cuda/hopper alone, as nvcc compiles them, on the PTX machine.
+    """The attention kernels of csrc/cuda/hopper, compiled by nvcc, on the PTX machine.
 
     Args:
         folder: An existing folder for what is compiled.
@@ -68,7 +68,7 @@ class HopperAttention(AttentionOperators):
 def machine_code(
     folder: Path, direction: str = "forward"
 ) -> dict[tuple[str, int, bool, bool], str]:
-    """Compile the kernels for sm_90a, and disassemble them.
+    """Compile the kernels of one direction for sm_90a, and disassemble them.
 
     Args:
         folder: An existing folder for what is compiled.
@@ -140,5 +140,6 @@ def _skips(block: Sequence[Instruction], turns: Collection[str], skipped: bool) 
         return True
     if block[0].guard in turns:
         return skipped
-    # Both kinds of hidden keys are skipped: those of a mask, and those beyond the end.
+    # The code for hidden keys is skipped, both for keys that a mask hides and for keys beyond the
+    # end.
     return not block[0].guard or len(block) > 2 * MANY

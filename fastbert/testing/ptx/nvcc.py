@@ -1,9 +1,10 @@
-"""Compile CUDA C++ with nvcc to an object file, PTX and machine code, and keep what was compiled.
+"""Compile CUDA C++ with nvcc to an object file, PTX and machine code, with a cache of the results.
 
-What is kept lies in ``$XDG_CACHE_HOME/fastbert/nvcc``, by default in ``~/.cache``. The name of an
-entry is a hash of everything that decides about its content: the source and every header that it
-can include, the flags and the versions of both compilers. An entry is therefore never wrong, but a
-change of a header makes all entries of its folder anew. Entries that nobody used for 30 days go.
+The cache is in ``$XDG_CACHE_HOME/fastbert/nvcc``, by default in ``~/.cache``. The name of an entry
+is a hash of everything on which its content depends: the source, every header that it can include,
+the flags, and the versions of both compilers. An entry is therefore never out of date. After a
+change of a header, all sources of its folder are compiled again. Entries that have not been used
+for 30 days are deleted.
 """
 
 from __future__ import annotations
@@ -30,20 +31,20 @@ KEPT_SECONDS = 30 * 86400
 def compiled(
     source: Path, folder: Path, arch: str, flags: Sequence[str] = ()
 ) -> tuple[Path, list[Path]]:
-    """Compile a source, or copy what was compiled of it before.
+    """Compile a source, or copy its results from the cache.
 
     Args:
         source: The ``.cu`` file.
         folder: An existing folder for the results.
-        arch: Architecture of the GPU, as ``"90a"``.
-        flags: Further flags of nvcc, such as ``-I``. With the headers of another project, nothing
-            is kept.
+        arch: Architecture of the GPU, such as ``"90a"``.
+        flags: Further flags of nvcc, such as ``-I``. If a flag names headers of another project,
+            the cache is not used.
 
     Returns:
-        The object file, and the files with the PTX.
+        The object file, and the files with PTX.
 
     Raises:
-        RuntimeError: If the source does not compile; the message is the compiler's.
+        RuntimeError: If the source does not compile. The message is the output of the compiler.
     """
     target = folder / f"{source.parent.name}-{source.stem}-{arch}"
     target.mkdir(exist_ok=True)
@@ -57,20 +58,20 @@ def compiled(
 
 
 def assembled(source: Path, folder: Path, arch: str) -> tuple[Path, str]:
-    """Let ptxas make machine code of a source of csrc/cuda, or copy what it made before.
+    """Compile a source of csrc/cuda to machine code with ptxas, or copy the result from the cache.
 
-    The PTX is that of `compiled` with `flags_of`, so that no source is compiled twice.
+    The PTX comes from `compiled` with the flags of `flags_of`, so that no source is compiled twice.
 
     Args:
         source: The ``.cu`` file.
         folder: An existing folder for the results.
-        arch: Architecture of the GPU, as ``"90a"``.
+        arch: Architecture of the GPU, such as ``"90a"``.
 
     Returns:
         The binary, and the report of ``ptxas -v``.
 
     Raises:
-        RuntimeError: If the source does not compile; the message is the compiler's.
+        RuntimeError: If the source does not compile. The message is the output of the compiler.
     """
     flags = flags_of(arch)
     _, [ptx] = compiled(source, folder, arch, flags)
@@ -87,7 +88,7 @@ def assembled(source: Path, folder: Path, arch: str) -> tuple[Path, str]:
 
 
 def flags_of(arch: str) -> list[str]:
-    """Return the flags of the sources of csrc/cuda for an architecture, as in the extension."""
+    """Return the flags with which the extension compiles csrc/cuda for an architecture."""
     return ["-I", str(SOURCES / "cuda"), *(["-DFASTBERT_SM90A"] if arch == "90a" else [])]
 
 
@@ -95,13 +96,13 @@ def run(command: Sequence[str | Path]) -> str:
     """Run a compiler, and return what it prints.
 
     Raises:
-        RuntimeError: If it fails; the message is its own.
+        RuntimeError: If the compiler fails. The message is its output.
     """
     return _finished(command).stdout
 
 
 def _finished(command: Sequence[str | Path]) -> subprocess.CompletedProcess[str]:
-    # The messages of a compiler quote lines of sources, in whichever encoding.
+    # The messages of a compiler quote lines of sources, whose encoding is unknown.
     result = subprocess.run(
         [str(part) for part in command], capture_output=True, encoding="utf-8", errors="replace"
     )
@@ -112,7 +113,8 @@ def _finished(command: Sequence[str | Path]) -> subprocess.CompletedProcess[str]
 
 def _command(arch: str, flags: Sequence[str]) -> list[str]:
     code = f"arch=compute_{arch},code=compute_{arch}"
-    # Several libraries with these objects share a process, but no variables of inline functions.
+    # Several libraries with these objects run in one process and must not share the variables of
+    # inline functions.
     host = ["-Xcompiler", "-fPIC,-fno-gnu-unique"]
     return ["-O3", "-std=c++17", "-lineinfo", "-gencode", code, *host, *flags]
 
@@ -127,7 +129,7 @@ def _compile(source: Path, command: Sequence[str], target: Path) -> None:
 
 
 def _provide(entry: Path, target: Path, make: Callable[[Path], None]) -> None:
-    """Copy an entry into a folder; if it does not exist, `make` fills it before."""
+    """Copy an entry of the cache into a folder; if there is no entry, `make` fills it first."""
     if not entry.is_dir():
         _make(entry, make)
     os.utime(entry)
@@ -135,7 +137,7 @@ def _provide(entry: Path, target: Path, make: Callable[[Path], None]) -> None:
 
 
 def _make(entry: Path, make: Callable[[Path], None]) -> None:
-    """Fill an entry, which appears at once; a second process waits for the first."""
+    """Fill an entry of the cache, which appears complete; a second process waits for the first."""
     import fcntl
 
     entry.parent.mkdir(parents=True, exist_ok=True)
@@ -159,7 +161,7 @@ def _forget_old(folder: Path) -> None:
 
 
 def _foreign(flag: str) -> bool:
-    """Tell whether a flag is the folder of headers of another project."""
+    """Return whether a flag names a folder with headers of another project."""
     path = flag.removeprefix("-I")
     return os.path.isdir(path) and not Path(path).resolve().is_relative_to(SOURCES)
 
@@ -170,7 +172,7 @@ def _folder() -> Path:
 
 
 def _key(source: Path, command: Sequence[str]) -> str:
-    """Return the hash of everything that decides about what nvcc writes."""
+    """Return the hash of everything on which the output of nvcc depends."""
     found = hashlib.sha256()
 
     def add(text: str | bytes) -> None:

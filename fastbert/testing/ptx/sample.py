@@ -1,8 +1,9 @@
-"""Count what the launches of an operation do at their true shapes, from a part of their blocks.
+"""Count the instructions of an operation's launches at their true shapes, from some of the blocks.
 
-The compiled kernels run on the PTX machine, but only some blocks of each grid do, spread
-over the grid. Their mean counts for the others; more of them run if their work is unequal. The
-results are wrong, of course, but for the values that the kernels count and index with.
+The PTX machine executes only some blocks of each grid, spread over the grid. The counts of the
+other blocks are taken to be the mean of these. If the blocks do unequal work, more blocks run. The
+results of the operation are wrong, because most blocks do not run; only tensors with counts and
+indices are right.
 """
 
 from __future__ import annotations
@@ -41,21 +42,23 @@ from fastbert.testing.ptx.hopper_attention import path_of_a_tile
 from fastbert.testing.ptx.triton_launches import Binary, Emulator, serving_triton
 from ptxmachine import Report
 
-# Blocks that run one by one. If one of them executes this many times as many instructions as
-# another, blocks do unequal work, and more of them run.
+# PROBED blocks run one by one. If one of them executes more than UNEQUAL times as many instructions
+# as another, MORE blocks run.
 PROBED, MORE, UNEQUAL = 24, 240, 1.25
-# Nearly all instructions of these kernels are in a loop, whose path the machine code has exactly.
+# Nearly all instructions of these kernels are in one loop, whose path can be read from the machine
+# code.
 HOPPER_ATTENTION = (
     "attention_forward.persistent_forward_kernel", "attention_backward.persistent_backward_kernel",
     "attention_backward_wide.persistent_backward_kernel",
 )  # fmt: skip
-# Multiples of the golden ratio, modulo 1, spread evenly and repeat no pattern of a grid.
+# Multiples of the golden ratio, modulo 1, are spread evenly and do not coincide with a period of a
+# grid.
 GOLDEN = (5**0.5 - 1) / 2
 
 
 @dataclass(frozen=True)
 class Counted:
-    """Counts of a whole grid, and the number of blocks from which they were scaled."""
+    """Counts of a whole grid, scaled from the `sampled` blocks that ran."""
 
     sampled: int
     counts: dict[str, float]
@@ -63,15 +66,17 @@ class Counted:
 
 @dataclass(frozen=True)
 class Launched:
-    """What one launch does on the whole grid.
+    """The counts of one launch on the whole grid.
 
     Args:
         name: Name of the launch, or "library" for a matrix product of torch.
         blocks: Blocks of the grid; 0 for a product of the library.
         sampled: Blocks that ran.
-        counts: Counts of the PTX machine for all blocks, pipes among them, and ``sass_fma``,
-            ``sass_alu``, ``sass_lsu`` and ``sass_issue``, from `fastbert.testing.ptx.sass`.
-        bytes: Bytes of its tensors, each once, or of its sectors if these are fewer.
+        counts: Counts of the PTX machine for all blocks, such as instructions by pipe; and
+            ``sass_fma``, ``sass_alu``, ``sass_lsu`` and ``sass_issue``, from
+            `fastbert.testing.ptx.sass`.
+        bytes: Bytes of the tensors of the launch, each counted once, or of the sectors that it
+            accesses if these are fewer.
     """
 
     name: str
@@ -87,7 +92,7 @@ class Launched:
 
 
 def spread(blocks: int, wanted: int) -> list[int]:
-    """Return numbers of blocks, spread over the grid, each once.
+    """Return the numbers of different blocks that are spread over the grid.
 
     Examples:
         >>> from fastbert.testing.ptx.sample import spread
@@ -161,15 +166,16 @@ def count(
     Args:
         case: The case, at its true shape.
         dtype: Dtype of the inputs.
-        arch: Architecture of the code: 80, 89 or 90.
-        multiprocessors: Multiprocessors of the GPU, by which some launches choose their grid.
+        arch: Architecture for which the kernels are compiled: 80, 89 or 90.
+        multiprocessors: Number of multiprocessors of the GPU, from which some launches compute
+            their grid.
         backend: "triton" or "cuda".
 
     Returns:
         The launches by direction: "forward" and "backward".
 
     Raises:
-        PtxFault: If a kernel does something wrong.
+        PtxFault: If the PTX machine finds a fault in a kernel.
     """
     found: dict[str, list[Launched]] = {"forward": [], "backward": []}
     direction = "forward"
@@ -200,7 +206,7 @@ def count(
 
 @contextmanager
 def _sampled(arch: int, multiprocessors: int, note: Callable[[Launched], None]) -> Iterator[None]:
-    """Run some blocks of each Triton launch on the PTX machine, and report what all would do."""
+    """Run some blocks of each Triton launch on the PTX machine, and note the counts for all."""
     known: dict[tuple[str, tuple[int, ...]], Counted] = {}
 
     def counted(launch: Any, on: Tensor | None) -> Counted:
@@ -236,7 +242,7 @@ def _sampled(arch: int, multiprocessors: int, note: Callable[[Launched], None]) 
 
 @contextmanager
 def _sampled_cuda(arch: int, note: Callable[[Launched], None]) -> Iterator[None]:
-    """Run some blocks of each CUDA C++ launch on the PTX machine, and report what all would do.
+    """Run some blocks of each CUDA C++ launch on the PTX machine, and note the counts for all.
 
     The bytes of a launch are those of its sectors.
     """
@@ -287,7 +293,7 @@ def _compiled_cuda(arch: int) -> tuple[CompiledOperators, dict[str, str]]:
 
 @functools.cache
 def _mixes(ptx: str, cubin: bytes) -> tuple[int, dict[str, int]]:
-    """Return the instructions in the text of a kernel, and the mix in its machine code."""
+    """Return the number of instructions in the PTX of a kernel, and the mix in its machine code."""
     [kernel] = parse(ptx).kernels.values()
     return len(kernel.code), sass.mix(sass.disassemble(cubin))
 
@@ -298,7 +304,7 @@ def _machine_code(binary: Binary, instructions: float) -> dict[str, float]:
 
 
 def launched(name: str, blocks: int, found: Counted, arguments: Iterable[Any]) -> Launched:
-    """Return what a launch does; each tensor among its arguments counts once."""
+    """Return the counts of a launch; each tensor among its arguments counts once."""
     storages = {
         x.untyped_storage().data_ptr(): x.numel() * x.itemsize
         for x in arguments

@@ -1,9 +1,10 @@
-"""The mix of instructions in the machine code of a kernel, which stands for what ptxas changes.
+"""The instructions in the machine code of a kernel, by which counts of PTX are corrected.
 
 The PTX machine counts PTX instructions as they run. ptxas merges some of them, removes others and
-adds its own. The number of instructions in the machine code, over that in the PTX, corrects the
-count, and the shares of the units in the machine code divide it. Both are exact for code without
-loops and branches, and near if the loop is most of the code.
+adds its own. The count is therefore multiplied by the number of instructions in the machine code
+divided by the number in the PTX, and it is divided among the units by their shares in the machine
+code. The result is exact for code without loops and branches, and nearly right if one loop is most
+of the code.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pathlib import Path
 from fastbert.testing.ahead_of_time import cuobjdump
 from fastbert.testing.machine_code import Instruction, read
 
-# Opcodes by unit, for sm_80 to sm_90; all others only take the time of their issue.
+# Opcodes by unit, for sm_80 to sm_90. For any other opcode, only the issue is counted.
 UNITS = {
     "fma": "FADD FMUL FFMA IMAD HADD2 HMUL2 HFMA2 IDP",
     "alu": (
@@ -36,10 +37,11 @@ def disassemble(cubin: bytes) -> str:
 
 
 def mix(sass: str) -> dict[str, int]:
-    """Count the instructions of a text of machine code by unit; "issue" is all of them.
+    """Count the instructions in a text of machine code by unit; "issue" counts all of them.
 
     Args:
-        sass: Output of ``cuobjdump --dump-sass``. NOP is not counted; it fills the end.
+        sass: Output of ``cuobjdump --dump-sass``. NOP is not counted, because it only fills the end
+            of the code.
 
     Examples:
         >>> from fastbert.testing.ptx.sass import mix
@@ -52,11 +54,12 @@ def mix(sass: str) -> dict[str, int]:
 
 
 def mix_of_path(path: Sequence[Instruction], tensor_flops: float) -> dict[str, float]:
-    """Return the instructions of warps by unit of a kernel whose work is one loop.
+    """Return the number of warp instructions by unit, for a kernel whose work is one loop.
 
     Args:
-        path: The instructions that a warp executes in one turn of the loop, with products.
-        tensor_flops: FLOPs of the products that ran in the kernel.
+        path: The instructions that a warp executes in one iteration of the loop, including matrix
+            products.
+        tensor_flops: FLOPs of all matrix products that the kernel executed.
 
     Examples:
         >>> from fastbert.testing.machine_code import read
@@ -77,11 +80,11 @@ def mix_of_path(path: Sequence[Instruction], tensor_flops: float) -> dict[str, f
 
 
 def corrected(instructions: float, ptx: int, found: dict[str, int]) -> dict[str, float]:
-    """Return the instructions of warps by unit that the machine code is taken to execute.
+    """Return an estimate of the warp instructions that the machine code executes, by unit.
 
     Args:
-        instructions: PTX instructions of warps that ran.
-        ptx: Instructions in the text of the PTX.
-        found: `mix` of the machine code.
+        instructions: Number of PTX instructions that warps executed.
+        ptx: Number of instructions in the text of the PTX.
+        found: Result of `mix` for the machine code.
     """
     return {unit: instructions * number / ptx for unit, number in found.items()}

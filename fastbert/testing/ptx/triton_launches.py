@@ -45,7 +45,7 @@ class Emulator:
     """Runs launches on the PTX machine, for one architecture.
 
     Args:
-        arch: Architecture of the GPU, as 90 for sm_90.
+        arch: Architecture of the GPU, such as 90 for sm_90.
         options: Keyword arguments of `Module.launch`, as ``seed`` or ``races``.
 
     Attributes:
@@ -54,19 +54,19 @@ class Emulator:
     """
 
     def __init__(self, arch: int, **options: Any) -> None:
-        """Keep the options of the launches."""
+        """Store the options of the launches."""
         self.arch = arch
         self.options = options
         self.reports: list[tuple[str, Report]] = []
         self.compile_seconds = 0.0
 
     def run(self, launch: Any, on: Tensor | None = None) -> None:
-        """Compile a launch and run it on its own tensors; an empty grid runs nothing.
+        """Compile a launch and run it on its tensors; an empty grid runs nothing.
 
         Raises:
-            PtxFault: If the kernel does something wrong, or if lanes of one instruction store
-                different values to one address (with ``races``). A layout may hold an element in
-                several lanes, which must then agree on its value.
+            PtxFault: If the PTX machine finds a fault in the kernel. With ``races``, this includes
+                lanes of one instruction that store different values to one address: a layout may
+                hold an element in several lanes, but these lanes must have the same value.
         """
         if min(launch.grid) == 0:
             return
@@ -76,9 +76,10 @@ class Emulator:
         module = _loaded(binary.ptx)
         [name] = module.kernels
         arguments = [launch.arguments[name] for name in binary.names]
-        # DLPack gives no tensor that requires a gradient.
+        # A tensor that requires a gradient cannot be exported by DLPack.
         arguments = [a.detach() if isinstance(a, Tensor) else a for a in arguments]
-        # Triton appends the addresses of two scratch memories, which our kernels do not have.
+        # Triton appends the addresses of two scratch buffers, which the kernels of fastbert do not
+        # use.
         report = module.launch(
             name, launch.grid, (32 * binary.warps, 1, 1), [*arguments, None, None],
             dynamic_shared=binary.shared, **self.options,
@@ -132,12 +133,12 @@ class Emulator:
         )
 
 
-# The compiled launches of this process, by everything that the code depends on.
+# The compiled launches of this process, by everything on which their code depends.
 _BINARIES: dict[str, Binary] = {}
 
 
 def _divisible(value: Any) -> bool:
-    """Whether an argument is divisible by 16, as Triton's launcher would find."""
+    """Return whether an argument is divisible by 16, by the rule of Triton's launcher."""
     return value.data_ptr() % 16 == 0 if isinstance(value, Tensor) else True
 
 
@@ -145,11 +146,11 @@ def _divisible(value: Any) -> bool:
 def serving_triton(arch: int, run: Callable[[Any, Tensor], None]) -> Iterator[None]:
     """Let a function run every Triton launch inside the block, as `Emulator.run` does.
 
-    The backend "triton" serves CPU tensors inside the block, and block sizes are those of the
+    Inside the block, the backend "triton" serves CPU tensors with the block sizes of the
     architecture.
 
     Args:
-        arch: Architecture of the GPU, as 90 for sm_90.
+        arch: Architecture of the GPU, such as 90 for sm_90.
         run: Takes a launch and a tensor on the device of the launch.
 
     Raises:
@@ -171,11 +172,11 @@ def emulated(arch: int, **options: Any) -> Iterator[Emulator]:
     """Run every Triton launch inside the block on the PTX machine.
 
     Args:
-        arch: Architecture of the GPU, as 90 for sm_90.
+        arch: Architecture of the GPU, such as 90 for sm_90.
         options: Keyword arguments of `Module.launch`.
 
     Yields:
-        The emulator, which keeps the reports.
+        The emulator, which collects the reports.
 
     Raises:
         RuntimeError: If the kernels are loaded for Triton's interpreter.
