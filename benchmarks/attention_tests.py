@@ -31,7 +31,7 @@ Results = dict[str, Any]
 
 
 def texts(folder: Path, packages: list[str], count: int, max_length: int) -> tests.Texts:
-    """Return the passages of packages; those of the validation part are not used."""
+    """Return the passages of packages; the passages of the validation part are not used."""
     parts = labelled(packages, count)
     encoded = []
     for part in ("train", "test"):

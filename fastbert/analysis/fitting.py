@@ -300,8 +300,8 @@ def distance(name: str, model: Observed, base: Observed, examples: Examples) -> 
 
     Args:
         name: Name of the model.
-        model: What the model gives.
-        base: What the base model gives.
+        model: Predictions and weights of the model.
+        base: Predictions and weights of the base model.
         examples: The texts.
 
     Returns:

@@ -137,8 +137,8 @@ def sense_accuracy(
     """Find the sense of each word by the nearest centroid, for each layer.
 
     A centroid is the mean vector of the usages of a sense in the other folds; each sentence is held
-    out once. The embedding output knows the word and its position only, so its accuracy shows what
-    is left without context.
+    out once. The embedding output depends on the word and its position only, so its accuracy shows
+    how much is possible without context.
 
     Args:
         model: Folder or hub id of an encoder, or a loaded `ContextEncoder`.

@@ -13,7 +13,7 @@ class TokenClassifier(nn.Module):
     """A token-wise MLP whose outputs are summed by attention weights.
 
     ``logits = W₂ Σᵢ αᵢ tanh(W₁ eᵢ + b₁) + b₂``, where ``eᵢ`` is the fixed word embedding of token
-    i. The tokens meet in the weighted sum only. If weights from elsewhere give a better classifier
+    i. Only the weighted sum combines tokens. If weights from elsewhere give a better classifier
     than uniform weights, they say which tokens matter without their context.
 
     Args:

@@ -17,7 +17,7 @@ from fastbert.data.sentences import split_sentences
 from fastbert.text_file import read_text
 
 WIDTH, HEIGHT, MARGIN = 800, 500, 25
-# A reader cannot see more points apart.
+# Readers cannot tell more points apart.
 MOST = 500
 
 

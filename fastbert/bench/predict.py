@@ -1,11 +1,11 @@
 """Lower bounds of the times of the Triton and CUDA C++ kernels, from what the PTX machine counts.
 
-The compiled kernels run at their true shapes on the PTX machine, as far as their counts need it
-(`fastbert.testing.ptx.sample`). The counts of a launch, over the rates of a GPU, are the times for
-which each of its units is busy. The launch takes at least as long as the busiest unit, and the
-launches of an operation run one after another.
+Some blocks of the compiled kernels run at their true shapes on the PTX machine, which counts their
+work (`fastbert.testing.ptx.sample`). The counts of a launch divided by the rates of a GPU are the
+times for which each unit of the GPU is busy. The launch takes at least as long as the busiest unit,
+and the launches of an operation run one after another.
 
-The figures are bounds, and no measurements. Two bounds are told apart.
+The figures are bounds, not measurements. There are two kinds of bounds.
 
 - ``bound`` has only work that no assembler can remove: matrix products, special functions,
   wavefronts of shared memory, and the operation's least traffic of device memory.

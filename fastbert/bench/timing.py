@@ -173,7 +173,7 @@ def alternate(
 
 
 def summarize(times: Sequence[float]) -> Timing:
-    """Return the median and the percentiles, which are the extremes below ten samples."""
+    """Return the median and two percentiles, which are the extremes for fewer than ten samples."""
     ordered = sorted(times)
     tenth = len(ordered) // 10
     return Timing(

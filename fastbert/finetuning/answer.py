@@ -23,7 +23,8 @@ from fastbert.modules import BertForQuestionAnswering
 from fastbert.training.options import check, is_count, is_number
 
 # The keys of config.json that say whether a question may have no answer, and how answers are found.
-# The names are those of the options of transformers' example run_qa.py. Its models ignore the keys.
+# The example run_qa.py of transformers has options with the same names. The models of transformers
+# ignore these keys.
 UNANSWERED = "version_2_with_negative"
 KEYS = {
     "stride": "doc_stride",
@@ -59,9 +60,9 @@ class AnswerOptions(FinetuneOptions):
         stride: Number of tokens that two consecutive windows of a long context share; at most a
             third of `max_length` is used.
         longest_answer: Largest number of tokens of an answer that the model gives.
-        no_answer_threshold: The model gives no answer if the score of no answer is larger than that
-            of the best answer by more than this number, which is a difference of sums of two
-            logits. It has no effect if all questions of the training part have an answer.
+        no_answer_threshold: The model gives no answer if the score of no answer minus the score of
+            the best answer is larger than this number. Each score is a sum of two logits. It has no
+            effect if all questions of the training part have an answer.
 
     The model keeps these options in its ``config.json``.
     """
@@ -115,7 +116,7 @@ class _Candidate(NamedTuple):
 class AnswerQuestions(Task):
     """The task of `BertForQuestionAnswering` (Devlin et al. 2019, sections 4.2 and 4.3).
 
-    The answer of a window that does not contain it is the token ``[CLS]``.
+    If a window does not contain the answer, its start and end are the token ``[CLS]``.
 
     Attributes:
         unanswered: Whether a question may have no answer; `learn` takes this from the data.
@@ -177,7 +178,7 @@ class AnswerQuestions(Task):
             if error.field != "answers":
                 raise
             return str(error)
-        # With questions that have no answer in the training part, their absence is a label.
+        # If the training part has questions without an answer, "no answer" is a label, too.
         return None if answered or self.unanswered else f"{path}: no question has an answer"
 
     def learn(self, examples: Sequence[Question]) -> None:
@@ -189,7 +190,7 @@ class AnswerQuestions(Task):
         return example.context
 
     def settings(self) -> dict[str, Any]:
-        """Return the two labels, start and end, and how answers are found."""
+        """Return the two labels, start and end, and the options by which answers are found."""
         options = {key: getattr(self, name) for name, key in KEYS.items()}
         return {"num_labels": 2, UNANSWERED: self.unanswered, **options}
 
@@ -228,7 +229,7 @@ class AnswerQuestions(Task):
     def judge(
         self, examples: Sequence[Question], features: Sequence[Feature], rows: Sequence[Tensor]
     ) -> Judgement:
-        """Compute the figures of the script of SQuAD; see `answer_figures`."""
+        """Compute the figures of SQuAD's evaluation script; see `answer_figures`."""
         best = self._candidates(examples, features, rows)
         figures = answer_figures(
             [self._said(candidate) for candidate in best],

@@ -1,4 +1,4 @@
-"""The figures of the script of SQuAD 2.0 (Rajpurkar et al. 2018), as fractions."""
+"""The figures of SQuAD 2.0's evaluation script (Rajpurkar et al. 2018), as fractions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ def answer_figures(
         answers: The answers of the model, of which an empty one means that there is none.
         candidates: The best answer of the model that is not empty, to each question.
         differences: By how much the score of no answer is larger than that of the candidate.
-        truths: The right answers to each question; none means that it has no answer.
+        truths: The right answers to each question; an empty list means that the question has no
+            answer.
 
     Returns:
         ``exact_match`` (called ``exact`` in the script) and ``f1`` of all questions. If a question
@@ -28,7 +29,7 @@ def answer_figures(
         ``HasAns_f1`` of the others, if there are any, and their numbers ``NoAns_total`` and
         ``HasAns_total``; and ``best_exact`` and ``best_f1`` with the thresholds
         ``best_exact_thresh`` and ``best_f1_thresh``. With such a threshold, a question has no
-        answer if its difference is larger.
+        answer if its difference is larger than the threshold.
     """
     scores = {"exact": exact_match, "f1": word_f1}
     kinds = {
@@ -59,12 +60,13 @@ def _best_threshold(
     """Return the best mean score, and the smallest threshold among the differences that gives it.
 
     If it is best to give no answer at all, the threshold is just below the smallest difference. The
-    script of SQuAD says 0 then, because its numbers are probabilities.
+    script of SQuAD gives 0 in this case, because its differences are probabilities.
 
     Args:
         answered: Score of each question if it is answered.
-        differences: A question is answered if its number is at most the threshold.
-        empty: Whether a question has no answer, so that it has the score 1 without one.
+        differences: The difference of each question, which is answered if its difference is at most
+            the threshold.
+        empty: Whether a question has no answer, so that its score is 1 if none is given.
     """
     order = sorted(range(len(differences)), key=differences.__getitem__)
     total = best = float(sum(empty))

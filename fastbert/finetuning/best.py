@@ -86,7 +86,7 @@ class BestEvaluation:
             ValueError: If the checkpoint does not fit. The message names the file.
         """
         with checkpoint.reading(checkpoints.STATE):
-            # Checkpoints were once without the best evaluation.
+            # Older checkpoints do not contain the best evaluation.
             content = checkpoint.content.get("best")
             if content is None:
                 return
@@ -111,7 +111,7 @@ class BestEvaluation:
         """Return a new model with the best weights, or the model itself if none are kept."""
         if self.weights is None:
             return self._model
-        # The new model draws weights, which must not move the numbers of dropout.
+        # The new model draws random weights, which must not change the random numbers of dropout.
         with torch.random.fork_rng(devices=[]):
             model = type(self._model)(self._model.config)
         checkpoints.restore_weights(model, self.weights)

@@ -57,7 +57,8 @@ class ClassWeights:
             A line that shows the weights to the user; None without weights.
 
         Raises:
-            ValueError: If a name is unknown, or if a label is balanced that does not appear.
+            ValueError: If a name is unknown, or if the weights are balanced and a label does not
+                appear.
         """
         if self._given is None:
             return None
@@ -82,7 +83,7 @@ class ClassWeights:
         return sum(1 if values is None else values[label] for label in labels)
 
     def output(self, model: Any, batch: Mapping[str, Any]) -> Any:
-        """Call a model with a batch; its loss has the weights.
+        """Call a model with a batch, and compute the loss with the weights.
 
         Args:
             model: A model with logits of shape ``(N, C)``.

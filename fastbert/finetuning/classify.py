@@ -37,11 +37,12 @@ class ClassifyOptions(FinetuneOptions):
         text_field: Column or field that has the text.
         pair_field: Column or field that has a second text; None means single texts.
         label_field: Column or field that has the label.
-        labels: Names of the labels in the order of their indices; empty takes the labels of the
-            training part, sorted. Only with names, the data may have indices instead of names.
+        labels: Names of the labels in the order of their indices; if empty, the labels of the
+            training part, sorted. The data may have indices instead of names only if names are
+            given.
         regression: Whether the labels are numbers that the model predicts.
-        multi_label: Whether an example has any number of labels, also none: a list, or a text in
-            which a separator stands between two labels.
+        multi_label: Whether an example has any number of labels, including none. The labels are a
+            list, or a text with a separator between two labels.
         label_separator: The separator of `multi_label`.
         class_weights: Weights of the labels in the loss: ``"balanced"`` for weights that make all
             labels count equally, or numbers > 0 by the names of labels, where a label without a
@@ -223,7 +224,7 @@ class Classify(Task):
         return self._collate(features)
 
     def output(self, model: Any, batch: Batch) -> Any:
-        """Call a model with a batch; its loss has the weights of the labels."""
+        """Call a model with a batch, and compute the loss with the weights of the labels."""
         return self.weights.output(model, batch)
 
     def labels_in(self, features: Sequence[Feature]) -> float:

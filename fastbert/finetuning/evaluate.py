@@ -60,7 +60,7 @@ def compute(
             this process computes all batches.
 
     Returns:
-        The outputs in the order of the sequences, in every process. They are the same bits for any
+        The outputs in the order of the sequences, in every process. They agree bit for bit for any
         number of processes.
     """
     own, processes = 0, 1
@@ -71,7 +71,7 @@ def compute(
     if processes > 1:
         from accelerate.utils import gather_object
 
-        # The batches of the processes are in turn those of all.
+        # The processes take the batches in turn.
         parts = gather_object([computed])
         turns = range(len(batches))
         computed = [parts[turn % processes][turn // processes] for turn in turns]

@@ -31,7 +31,7 @@ from fastbert.training.signals import StopSignals
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-# Checkpoints were once without these options, and their runs did this.
+# Older checkpoints do not contain these options, and their runs used these values.
 EARLIER = {
     "keep_epoch": "last",
     "multi_label": False,
@@ -89,8 +89,9 @@ def finetune(options: FinetuneOptions, *, console: Console | None = None) -> Fin
 
     Pass `ClassifyOptions`, `TagOptions` or `AnswerOptions`. The run uses one process, or all
     processes that ``torchrun`` or ``accelerate launch`` starts, with copies of the model (DDP). The
-    processes divide the ``options.batch_size`` sequences of each step, so their number does not
-    decide about the gradient. On the CPU, the same seed gives the same log, except for times.
+    processes divide the ``options.batch_size`` sequences of each step, so the gradient does not
+    depend on the number of processes. On the CPU, the same seed gives the same log, except for
+    times.
 
     The folder ``options.output`` receives these results.
 
@@ -202,7 +203,7 @@ def _finish(run: FinetuningRun, record: Record, signals: StopSignals) -> Finetun
     with run.recorded(record):
         with record.progress, signals:
             stop = run.train(run.batches(), record, signals) or signals.received
-        # The processes judge together, so that none may stop alone.
+        # All processes take part in an evaluation, so no process may stop alone.
         stop = run.largest(stop)
         if not stop:
             record.progress.note(_kept(run))
@@ -288,7 +289,7 @@ def _resumable(
     content, name = checkpoint.content, "examples of the data, by their SHA-256"
     files = "files of the model, by their SHA-256"
     given = {"task": task.name, name: data, **options.decisive(), files: source.digest}
-    # Checkpoints of pre-training were once without a task.
+    # Older checkpoints of pre-training do not name a task.
     earlier = {
         "task": content.get("task", PRETRAINING),
         name: content.get("data"),

@@ -112,8 +112,8 @@ class FinetuningRun(Run):
     def update(self, features: list[Feature]) -> Tensor:
         """Make one update, and return the gradient's norm before clipping.
 
-        Each process takes its share of the sequences. Its loss counts by its share of the labels,
-        so that the gradient is that of one process with all sequences.
+        Each process takes its share of the sequences. The loss of a process is weighted by its
+        share of the labels, so that the gradient is the same as in one process with all sequences.
         """
         processes, index = self.accelerator.num_processes, self.accelerator.process_index
         # A process without a share takes part in the exchange of gradients, with a weight of 0.
@@ -168,7 +168,7 @@ class FinetuningRun(Run):
             )
 
     def _examples(self, epoch: int, batch: int) -> str:
-        """Return the places of the examples of a batch."""
+        """Return the files and lines of the examples of a batch."""
         size = self.options.batch_size
         order = np.random.default_rng((self.options.seed, epoch)).permutation(len(self.features))
         chosen = [self.features[i]["example"] for i in order[batch * size : (batch + 1) * size]]
@@ -286,7 +286,7 @@ class FinetuningRun(Run):
             checkpoints.check_like("losses", losses, self.losses)
             self.losses.copy_(losses)
             if "processes" not in content:
-                # The checkpoints of one process were once without a row for each process.
+                # Older checkpoints of one process have no dimension for the processes.
                 random = {name: tensor[None] for name, tensor in random.items()}
             if content.get("processes", 1) == self.accelerator.num_processes:
                 self.restore_random(random)

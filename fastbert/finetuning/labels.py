@@ -9,7 +9,7 @@ Value = str | int
 # The loss of a regression is computed in fp32, whose largest number is 3e38, from squares.
 LARGEST_TARGET = 1e18
 
-# What a test part has instead of labels that its publisher keeps, as text.
+# The texts of a test part in place of labels, if the publisher of the data keeps the labels secret.
 NO_LABELS = {"-1", "-1.0", "", "None", "_"}
 
 

@@ -69,7 +69,7 @@ def multi_label(
 
     Args:
         expected: Whether an example has a label in the data, of shape ``(N, C)``.
-        predicted: Whether the model gives it the label, of shape ``(N, C)``.
+        predicted: Whether the model gives a label to an example, of shape ``(N, C)``.
         names: The names of the labels.
 
     Returns:
@@ -139,7 +139,7 @@ def have_entities(names: Sequence[str]) -> bool:
     others = set(names) - {"O"}
     if not others or not all(map(ENTITY.match, others)):
         return False
-    # Letters without an ``O`` may be classes of words.
+    # Without an ``O``, tags of one letter may be classes of words.
     bare = any("-" not in name for name in others)
     return not bare or ("O" in names and "B" in others)
 
@@ -240,7 +240,7 @@ def exact_match(answer: str, truths: Sequence[str]) -> float:
 
 
 def word_f1(answer: str, truths: Sequence[str]) -> float:
-    """Return the largest F1 of the words of an answer and those of a right one, as `exact_match`.
+    """Return the largest F1 between the words of an answer and the words of a right answer.
 
     Args:
         answer: The answer of the model.

@@ -103,7 +103,8 @@ class Source:
         Args:
             task: The task.
             backend: Backend of every operation; None lets each operation choose.
-            whole: Whether the checkpoint must have all weights, and its configuration decides.
+            whole: Whether the model is already fine-tuned: the checkpoint must have all weights,
+                and its configuration replaces the settings of the task.
 
         Returns:
             The model.

@@ -90,7 +90,7 @@ def predict(
 
     - ``label``, ``score`` and ``scores`` for a classification, whose scores are a softmax;
     - ``labels`` and ``scores`` for a classification by several labels, or by one label that is
-      there or not, whose scores are sigmoids;
+      present or absent, whose scores are sigmoids;
     - ``score`` for a regression, or ``scores`` for one with several numbers;
     - ``words``, ``tags`` and, if the tags mark entities, ``entities`` for sentences of words;
     - ``id``, ``answer``, ``score`` and ``no_answer`` for questions;
@@ -110,12 +110,12 @@ def predict(
             ``id`` of a prediction; None writes no ids. Questions always have ids.
         threshold: Score above which a label of several is chosen; None means 0.5. Only a model that
             classifies by several labels has a threshold.
-        stride: As in `AnswerOptions`; None takes that of the training, from ``config.json``.
+        stride: As in `AnswerOptions`; None takes the value of the training, from ``config.json``.
         longest_answer: As `stride`.
         no_answer_threshold: As `stride`. A number allows empty answers, also of a model whose
             ``config.json`` does not say that questions may have none.
-        max_length: Largest number of tokens of a sequence; None takes that of the training, from
-            ``tokenizer_config.json``.
+        max_length: Largest number of tokens of a sequence; None takes the value of the training,
+            from ``tokenizer_config.json``.
         backend: Backend of every operation; None lets each operation choose.
         reporter: Receives notes and the progress in sequences.
 
@@ -124,9 +124,9 @@ def predict(
 
     Raises:
         FileNotFoundError: If the model or the data do not exist.
-        ValueError: If the model has no such head, if `output` is the file of the data, or if the
-            data are not usable. The message names the file and the line. If another run is writing
-            to `output`.
+        ValueError: If the model has no such head, if `output` is the file of the data, if another
+            run is writing to `output`, or if the data are not usable. For data, the message names
+            the file and the line.
     """
     output, data = Path(output), Path(data)
     if output.suffix.lower() not in (".jsonl", ".json"):

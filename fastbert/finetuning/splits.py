@@ -38,7 +38,8 @@ def find_parts(
         folders: Whether a part may be a folder.
 
     Returns:
-        The paths of each part, several only of shards; the training part is always there.
+        The paths of each part. Only a part in shards has several paths, and the training part is
+        always present.
 
     Raises:
         FileNotFoundError: If a path does not exist, or if a shard is missing.

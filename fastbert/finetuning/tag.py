@@ -43,8 +43,8 @@ class TagOptions(FinetuneOptions):
         words_field: Field of a .jsonl or .parquet file that has the words, or number of the column
             of a CoNLL file, from 1. The default finds the column.
         tags_field: Field or number of the column that has the tags, as `words_field`.
-        labels: Names of the tags in the order of their indices; empty takes the tags of the
-            training part, sorted. Only with names, the data may have indices instead of names.
+        labels: Names of the tags in the order of their indices; if empty, the tags of the training
+            part, sorted. The data may have indices instead of names only if names are given.
         class_weights: Weights of the tags in the loss, as in `ClassifyOptions`.
     """
 
@@ -85,7 +85,7 @@ class Sentence(NamedTuple):
 
 
 class PlainSentence(NamedTuple):
-    """A sentence that was divided into words here; the first attributes are as of `Sentence`.
+    """A plain sentence that `split_words` divided; the first attributes are those of `Sentence`.
 
     Attributes:
         text: The sentence.
@@ -256,7 +256,7 @@ class Tag(Task):
         return self._collate(features)
 
     def output(self, model: Any, batch: Batch) -> Any:
-        """Call a model with a batch; its loss has the weights of the tags."""
+        """Call a model with a batch, and compute the loss with the weights of the tags."""
         return self.weights.output(model, batch)
 
     def labels_in(self, features: Sequence[Feature]) -> float:

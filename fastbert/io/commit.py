@@ -139,7 +139,7 @@ def discard_dead(folder: Path) -> None:
 
 
 def consistent(folder: Path, read: Callable[[], Result]) -> Result:
-    """Return the result of `read` on files of one save.
+    """Return the result of `read` on files that the same save wrote.
 
     If a writer replaces the files during the call, `read` is called again.
 

@@ -171,7 +171,7 @@ def interpreted() -> bool:
 
 @contextmanager
 def standing_in(name: str, backend: str) -> Iterator[None]:
-    """Let `backend` serve CPU tensors inside the block, because a stand-in runs its kernels there.
+    """Let `backend` serve CPU tensors inside the block, in which a stand-in runs its kernels.
 
     The caller makes the kernels of the backend run on the stand-in.
 
@@ -180,7 +180,8 @@ def standing_in(name: str, backend: str) -> Iterator[None]:
         backend: "triton" or "cuda".
 
     Raises:
-        RuntimeError: If the interpreter already stands in, because its kernels cannot be compiled.
+        RuntimeError: If the kernels of the backend are loaded for Triton's interpreter, because
+            they cannot be compiled then.
     """
     if _stand_ins.get(backend) == INTERPRETER:
         raise RuntimeError(

@@ -124,7 +124,8 @@ def save(
         OSError: If a file cannot be written; the earlier checkpoints stay.
     """
     home, folder = output / CHECKPOINTS, folder_of(output, step)
-    # The same step again means that the checkpoint was damaged, so that the run came here twice.
+    # A checkpoint of the same step was damaged, because the run would otherwise not reach the step
+    # again.
     shutil.rmtree(folder, ignore_errors=True)
     with contextlib.ExitStack() as stack:
         # A first checkpoint that could not be written leaves no folder.
@@ -277,18 +278,18 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def shared_like(tensor: Tensor, like: Tensor) -> Tensor:
-    """Return a whole tensor in the parts in which processes share another tensor."""
+    """Divide a whole tensor among the processes in the same way as the tensor `like`."""
     if not isinstance(like, _shared_type()):
         return tensor
     from torch.distributed.tensor import distribute_tensor
 
-    # All processes have read the same file, so that none needs to send.
+    # All processes have read the same file, so no process needs to send data.
     whole = tensor.to(like.device)
     return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
 
 
 def _shared_type() -> Any:
-    """Return the types of tensors that processes share; none before something has made one."""
+    """Return the class of tensors that processes share; an empty tuple if none can exist yet."""
     module = sys.modules.get("torch.distributed.tensor")
     return () if module is None else module.DTensor
 

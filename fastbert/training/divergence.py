@@ -28,7 +28,7 @@ class Divergence:
     """
 
     def __init__(self, device: torch.device) -> None:
-        """Start with a sound state on `device`."""
+        """Start on `device`, with all gradients finite so far."""
         self._diverged = torch.zeros((), dtype=torch.bool, device=device)
         self._sound = torch.zeros((), dtype=torch.int64, device=device)
         # The places of the steps since the last call of `place`.

@@ -140,7 +140,7 @@ class StepResult(NamedTuple):
 @dataclass
 class _Graph:
     input: StepInput
-    # Whether a batch ran without a recording, which the first batch of a bucket does.
+    # Whether the first batch of the bucket, which runs without a graph, has run.
     ran: bool = False
     recording: Recording | None = None
 
@@ -332,7 +332,8 @@ class GraphedStep:
         A replay reads a tensor at its address, so it sees a write in place. It does not see another
         tensor, a parameter that is frozen, or another number in a module or in the optimizer.
         """
-        # A step calls this, so that it looks at hundreds of objects without a function for each.
+        # Every step calls this, so it examines hundreds of objects without a function call for each
+        # object.
         parts = self._parts
         modules = [id(m) for part in parts for m in part._modules.values()]
         numbers = [values.get(name) for values, name in self._numbers]

@@ -92,7 +92,8 @@ class Lamb(torch.optim.Optimizer):
         first, second = group["betas"]
         mean, square = state["exp_avg"], state["exp_avg_sq"]
         if self.found_inf is not None:
-            # A moment moves toward itself, which changes no bit.
+            # If a gradient is not finite, each moment is interpolated toward itself, which changes
+            # no bit.
             sound = self.found_inf == 0
             target = torch.where(sound, gradient, mean)
             target_square = torch.where(sound, gradient * gradient, square)

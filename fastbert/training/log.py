@@ -40,7 +40,8 @@ class RunLog:
         self.path = path
         self.rows = list(rows)
         if self.rows:
-            # A process that is killed here leaves the old file or this one.
+            # If the process is killed here, the file is either the complete old one or the complete
+            # new one.
             content = b"".join(map(_line, self.rows))
             write_atomically(path, lambda temporary: temporary.write_bytes(content))
         self._file = path.open("ab" if self.rows else "wb", buffering=0)
@@ -92,7 +93,7 @@ def read_log(path: str | os.PathLike[str]) -> list[LogRow]:
 
 
 def _parsed(path: Path, content: bytes, *, resumed: bool) -> list[LogRow]:
-    """Return the rows of a log; those that a resumed run continues have a step and an event."""
+    """Return the rows of a log; with `resumed`, every row must have a step and an event."""
     rows = []
     for number, line in enumerate(content.split(b"\n") if content else (), 1):
         try:

@@ -95,10 +95,10 @@ class Run(ABC):
         self.first = accelerator.is_main_process
         self.step = self.saved = 0
         self.seconds = 0.0
-        # When the steps since the last row of the log began, and how long a part of them took that
-        # was before a resumption.
+        # The time at which the steps since the last row of the log began, and the duration of those
+        # of these steps that were made before the run was resumed.
         self.started = self.before = 0.0
-        # When the last checkpoint was written, or the steps began.
+        # The time at which the last checkpoint was written, or at which the steps began.
         self.saved_at = 0.0
         self.divergence = Divergence(device)
 
@@ -243,7 +243,7 @@ class Run(ABC):
         for batch in batches:
             norm = self.train_step(batch)
             logged = self.is_due(self.options.log_every)
-            # Elsewhere, the look at a gradient would wait for the device in every step.
+            # On other devices, reading a gradient would wait for the device in every step.
             if self.device.type == "cpu" or logged:
                 self.refuse_divergence()
             if logged:
@@ -320,7 +320,7 @@ class Run(ABC):
 
     @contextlib.contextmanager
     def recorded(self, record: Record) -> Iterator[None]:
-        """Close the record at the end of the block; an interruption is told to the user."""
+        """Close the record at the end of the block, and tell the user about an interruption."""
         try:
             yield
         except (KeyboardInterrupt, SystemExit):

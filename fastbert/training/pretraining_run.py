@@ -154,8 +154,8 @@ class PretrainingRun(Run):
                 sampler=indices,
                 num_workers=self.options.workers,
                 worker_init_fn=leave_to_parent,
-                # A loader draws a number when an epoch begins. Without its own generator, it would
-                # move on that of dropout, once more often in a resumed run.
+                # A loader draws a random number when an epoch begins. Without its own generator, it
+                # would use the generator of dropout, and a resumed run would draw one number more.
                 generator=torch.Generator(),
             )
             yield from _groups(loader, self.options.accumulate)
@@ -163,7 +163,7 @@ class PretrainingRun(Run):
             self.position = 0
 
     def phase(self) -> tuple[Source, int, int]:
-        """Return the batches of the phase of the current step, and the phase's steps' range."""
+        """Return the batches of the current phase, and its first step and end."""
         short, prepared = round(self.total * self.options.short_steps), self.prepared
         if prepared.short is not None and self.step < short:
             return prepared.short, 0, short
@@ -205,7 +205,7 @@ class PretrainingRun(Run):
         """Add the gradient of one of `share` batches of a step."""
         with self.autocast():
             output = self.parallel.model(**batch)
-        # Shards of weights are whole between the forward and the backward pass only.
+        # FSDP2 keeps whole weights only between the forward and the backward pass.
         self.observe(output, batch)
         loss = output.loss
         (loss if share == 1 else loss / share).backward()
@@ -234,7 +234,7 @@ class PretrainingRun(Run):
         return torch.autocast(kind, torch.bfloat16, enabled=self.options.precision == "bf16")
 
     def refuse_divergence(self) -> None:
-        """Raise RuntimeError if a gradient was not finite; the weights are those before it."""
+        """Raise RuntimeError if a gradient was not finite; later steps have changed no weight."""
         place = self.divergence.place()
         if place is not None:
             epoch, batch = place
@@ -321,7 +321,7 @@ class PretrainingRun(Run):
         """Return a model with the whole weights, or with their average."""
         if self.average is None and not self.options.shard:
             return self.model
-        # The new model draws weights, which must not move the numbers of dropout.
+        # The new model draws random weights, which must not change the random numbers of dropout.
         with torch.random.fork_rng(devices=[]):
             model = type(self.model)(self.model.config)
         checkpoints.restore_weights(model, {**tensors["weights"], **tensors.get("average", {})})
@@ -338,7 +338,7 @@ class PretrainingRun(Run):
             taken = content["position"] * content["processes"]
             self.epoch, self.position = content["epoch"], taken // self.accelerator.num_processes
             self.tokens, self.evaluation = content["tokens"], content["evaluation"]
-            # Checkpoints were once without FLOPs.
+            # Older checkpoints do not contain FLOPs.
             self.flops = content.get("flops", 0.0)
         with checkpoint.fitting("processes") as saved:
             if content["processes"] == self.accelerator.num_processes:

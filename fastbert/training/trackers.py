@@ -50,7 +50,8 @@ class Tracker:
         self.name, self._accelerator = name, accelerator
         project = {"tensorboard": "tensorboard", "wandb": "fastbert"}[name]
         keywords: dict[str, dict[str, Any]] = {
-            # A queue without a limit never blocks, even if a full disk ended the thread behind it.
+            # A queue without a limit never blocks, even if a full disk ended the thread that
+            # empties the queue.
             "tensorboard": {"purge_step": step + 1, "max_queue": 0},
             "wandb": {"dir": str(folder), "name": folder.name, "config": settings},
         }

@@ -35,7 +35,7 @@ def model_flops(config: BertConfig, batch: Batch) -> float:
 
     Args:
         config: The configuration of the model.
-        batch: A batch of pre-training, on the CPU.
+        batch: A pre-training batch, on the CPU.
     """
     if "cu_seqlens" in batch:
         lengths = batch["cu_seqlens"].diff().tolist()

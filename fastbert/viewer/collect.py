@@ -1,7 +1,7 @@
 """Attention weights, queries, keys and values of a model, for one text.
 
-The model of the caller comes back unchanged: mode, hooks and classes, also after an error. A model
-of transformers is accelerated for the call, so that one path serves all families.
+After the call, and also after an error, the caller's model has its earlier mode, hooks and classes.
+A model of transformers is accelerated for the call, so that one path serves all families.
 """
 
 from __future__ import annotations
@@ -80,7 +80,8 @@ def _opened(model: Any) -> Iterator[tuple[nn.Module, BertModel]]:
     """Yield the outermost model with a forward of ids, and the encoder of fastbert inside.
 
     Modules get the eval mode, and parameters need no gradient, which saves a third of the time. At
-    the end, every module has its mode and its class of before, and every parameter its flag.
+    the end, every module has its earlier mode and class, and every parameter its earlier
+    ``requires_grad``.
     """
     with ExitStack() as stack:
         whole: Any = model if isinstance(model, nn.Module) else getattr(model, "model", None)

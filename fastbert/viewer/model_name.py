@@ -1,4 +1,4 @@
-"""The name of a model, from its path and from the model that it was made of."""
+"""The name of a model, from its path and from the model from which it was fine-tuned."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ _GENERIC = re.compile(
 def model_name(place: str, source: str = "") -> str | None:
     """Return the name of a model.
 
-    The last part of `place` is the name, unless it is a generic word such as ``model``. Then the
-    name is that of `source`, or that of the nearest folder above with a name of its own. `source`
-    does not come first, because a fine-tuned model names there the model that it was made of.
+    The name is the last part of `place`, unless this part is a generic word such as ``model``. In
+    that case, the name comes from `source`, or from the nearest parent folder whose name is not
+    generic. `place` comes before `source`, because the `source` of a fine-tuned model is the
+    pre-trained model.
 
     Args:
         place: Folder or hub id of the model.

@@ -16,15 +16,17 @@ from fastbert.viewer.collect import Collected, Layer
 from fastbert.viewer.measures import MEASURES, measure
 from fastbert.viewer.text import Tokens
 
-# Characters of a page. A browser opens such a file in about a second.
+# Largest number of characters of a page. A browser opens such a file in about a second.
 BUDGET = 14_700_000
-# Characters for the queries and keys of the neuron view; at 512 tokens, some layers have none.
+# Largest number of characters for the queries and keys of the neuron view. With 512 tokens, some
+# layers have no queries and keys.
 NEURON_BUDGET = 2_000_000
 THUMBNAIL = 48
-# Characters for gradient × attention of each head; a longer text has the mean over the heads.
+# Largest number of characters for gradient × attention of each head. The page of a longer text has
+# the mean over the heads.
 RELEVANCE_BUDGET = 2_000_000
 RELEVANCE_LEVELS = 31
-# The size of a file for readers; a file is smaller by the rounding of the estimates.
+# The limit of a file in the messages of the page: the budget, rounded up.
 LIMIT = "15 MB"
 TEMPLATE = "page.html"
 DATA, BLOCKS = "<!-- fastbert:data -->", "<!-- fastbert:blocks -->"

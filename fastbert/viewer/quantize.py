@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 
 # The numbers of levels, the finest first.
 LEVELS = (255, 191, 127, 95, 79, 63, 47, 31, 23, 15, 11)
-# Heads of every layer by which the number of levels is chosen: one in eight.
+# One in SAMPLE heads of every layer is compressed to choose the number of levels.
 SAMPLE = 8
-# Share of the budget that the estimate may take.
+# Largest share of the budget that the estimate may use.
 RESERVE = 0.95
 # Queries and keys have this many levels on either side of 0.
 VECTOR_LEVELS = 63

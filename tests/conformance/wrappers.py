@@ -42,7 +42,7 @@ class Wrapper(NamedTuple):
     Attributes:
         packages: The packages to install.
         build: Builds the object from the folders of the models.
-        run: Computes numbers with the object.
+        run: Calls the object, and returns its outputs as numbers.
         pins: Versions that replace those of the other environments, where the packages clash.
     """
 

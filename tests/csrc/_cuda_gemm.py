@@ -1,4 +1,4 @@
-"""Products with GELU in the epilogue on the PTX machine, with other PTX in the place of nvcc's."""
+"""Products with GELU in the epilogue on the PTX machine, with nvcc's PTX or a changed text."""
 
 from __future__ import annotations
 

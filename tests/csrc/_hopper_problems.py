@@ -100,8 +100,8 @@ class Backward(Problems):
         def drawn(*shape):
             return torch.randn(*shape, self.dim, generator=generator).bfloat16()
 
-        # Three blocks of keys go around two places, and six tiles around four stages. The first
-        # block has no key that is attended.
+        # Three blocks of keys are more than the ring of two buffers holds, and six tiles are more
+        # than the ring of four stages holds. No key of the first block is attended.
         q, dout = (drawn(1, 1, 70) for _ in range(2))
         k, v = (drawn(1, 1, 300) for _ in range(2))
         self.mask = torch.rand(1, 1, 1, 300, generator=generator) > 0.3

@@ -201,7 +201,7 @@ def test_memory_is_moved_in_whole_sectors_and_without_bank_conflicts(hopper, dim
     forward(hopper, *drawn(1, 2, 256, 256, dim))
     counts = hopper.counts()
     assert counts["shared_wavefronts"] == counts["shared_least_wavefronts"]
-    # A lane in four writes a log-sum-exp, and the eight of a warp fill a sector.
+    # One lane in four writes a log-sum-exp, and the eight numbers of a warp fill a sector.
     assert counts["global_sectors"] == counts["global_least_sectors"]
     # Two items of a head read its keys and values; queries and out are moved once.
     lse = 2 * 256 * 4

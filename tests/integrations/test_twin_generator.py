@@ -1,8 +1,8 @@
 """Random changes of an HF model or of the code that it runs: each is named, or it changes nothing.
 
 Each case changes one attribute, buffer, parameter, method, submodule, hook, class, global name or
-table entry, drawn from everything that exists. A change that the comparison does not name must not
-change what the stock model computes.
+table entry, drawn from everything that exists. If the comparison of the model with its twin does
+not name a change, the change must not alter the output of the stock model.
 """
 
 from __future__ import annotations

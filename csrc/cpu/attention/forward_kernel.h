@@ -145,7 +145,8 @@ void forward_results(const Attention& a, const Head& h, const AttentionItem& ite
     const float inverse = 1.0f / sum;
     for_each_vector(a.head_dim, [&](int64_t n, int count) {
       const Vec x = load(m.out + r * width + n);
-      // In 16 bits, the second rounding of a product with the inverse does not show.
+      // A product with the inverse rounds twice. In 16 bits, the second rounding is far below that
+      // of the store.
       const Vec y = sizeof(typename F::Storage) == 2 ? x * inverse : x / sum;
       F::store(out + r * a.out.row + n, empty ? Vec{} : y, count);
     });

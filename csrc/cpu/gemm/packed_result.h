@@ -1,6 +1,7 @@
 // The epilogue of a turned product whose result is the right operand of the next product. The sums
-// of a block lie as this operand does: a row of sums is a step along k of the next product. So they
-// go from the registers to its panels, and nothing is transposed.
+// of a block have the layout of that operand: a row of sums is a step along k of the next product.
+// So the sums are stored from the registers into the panels of the operand, and nothing is
+// transposed.
 
 #pragma once
 

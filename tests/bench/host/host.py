@@ -32,7 +32,7 @@ LENGTHS = (128, 128, 120, 112, 100, 96, 90, 64)
 
 
 class Figures(NamedTuple):
-    """The host's share of one layer.
+    """The time and the work of the host for one layer.
 
     Attributes:
         microseconds: Smallest time in µs.
