@@ -36,8 +36,7 @@ from fastbert.machine import describe
 
 
 def probe(encoder: ContextEncoder, train: int, test: int, rank: int, epochs: int) -> dict[str, Any]:
-    """Return the scores of a probe for each layer, and the scores of the distance in the
-    sentence."""
+    """Return the scores of a probe for each layer, and of the distance in the sentence."""
     trees = sentences(train + test, seed=0)
     texts = [encoder.split(" ".join(tree.words)) for tree in trees]
     for tree, pieces in zip(trees, texts, strict=True):

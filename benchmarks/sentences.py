@@ -158,8 +158,7 @@ def main() -> None:
 def contest(
     spread: str, texts: list[str], models: dict[str, Any], rounds: int
 ) -> list[dict[str, Any]]:
-    """Time the contenders in turns and return medians; refuse a contender whose embeddings
-    differ."""
+    """Time the contenders in turns, return medians, and refuse one whose embeddings differ."""
     embeddings: dict[str, Tensor] = {}
 
     def run(name: str, _: int) -> None:

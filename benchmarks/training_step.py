@@ -81,8 +81,7 @@ def contest(
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Return the figures as a table; a ratio is the figure of the other engine over that of
-    fastbert."""
+    """Return the figures as a table; a ratio is the other engine's figure over fastbert's."""
     lines = [HEADER]
     for row in rows:
         own = next(r for r in rows if (r["model"], r["format"]) == (row["model"], row["format"]))

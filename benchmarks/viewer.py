@@ -4,13 +4,13 @@
 
 The model is BERT-base with random weights (initializer range 0.05), as a masked LM of transformers
 in fp32. Each contender runs in a process of its own, calls once to warm up with 8 tokens, and is
-then timed once, because the calls of BertViz take minutes. The time is that from a loaded model and
-the token ids to the HTML text. The contender fastbert computes more: gradients, norms, queries and
-keys, and measures. BertViz computes eager attention, and its ``head_view`` of all layers. CPU
-seconds count both threads and depend less on other programs than seconds. The memory is the peak of
-the process above its memory before the call. If playwright and Chromium are installed, the pages of
-fastbert are opened. The pages of BertViz load libraries from the network and are not opened.
-``python -m benchmarks.viewer_frames`` measures the frames of a page that moves.
+then timed once, because the calls of BertViz take minutes. The time starts with a loaded model and
+the token ids, and ends with the HTML text. The contender fastbert computes more: gradients, norms,
+queries and keys, and measures. BertViz computes eager attention, and its ``head_view`` of all
+layers. CPU seconds count both threads and depend less on other programs than seconds. The memory is
+the peak of the process above its memory before the call. If playwright and Chromium are installed,
+the pages of fastbert are opened. The pages of BertViz load libraries from the network and are not
+opened. ``python -m benchmarks.viewer_frames`` measures the frames of a page that moves.
 """
 
 from __future__ import annotations

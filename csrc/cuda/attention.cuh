@@ -19,8 +19,8 @@ struct HeadRows {
   int64_t stride_batch, stride_head, stride_row;
 };
 
-// True (not 0) where a query attends a key; data is null for no mask. stride_row is 0 for a mask of
-// keys, which is the same for every query.
+// The mask is true (not 0) where a query attends a key; data is null if there is no mask.
+// stride_row is 0 for a mask of keys, which is the same for every query.
 struct AttentionMask {
   const uint8_t* data;
   int64_t stride_batch, stride_head, stride_row, stride_key;
@@ -51,9 +51,9 @@ struct AttentionForward {
 };
 
 // delta (sum of dout * out of each query) and dq_sums (head_dim floats for each query) are memory
-// for the kernel, laid out as lse; it needs them for sequences of more than
-// kAttentionBlockKeys keys. pair_bits is that of the forward. out and lse come from the forward.
-// dq, dk and dv are 0 beyond the last sequence.
+// for the kernel, laid out as lse; the kernel needs them for sequences of more than
+// kAttentionBlockKeys keys. pair_bits is as in the forward. out and lse come from the forward. dq,
+// dk and dv are 0 beyond the last sequence.
 struct AttentionBackward {
   Format format;
   int32_t head_dim;

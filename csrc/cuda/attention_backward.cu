@@ -1,19 +1,20 @@
 // Backward of attention on Ampere and later GPUs, in 16-bit formats.
 //
-// A block owns a head of a sequence. It walks over blocks of keys (128, or 64 of head dim 128), and
-// for each over tiles of 32 queries. Keys are the rows of the scores, s = k q^T, so that the
-// weights and their gradients are left operands as they come out of the products: dv += p dout and
-// dk += ds q stay in the registers of the warp that owns the keys. Only ds passes through shared
-// memory, for dq = ds^T k. So a pair of a query and a key costs five products, and the weights are
-// computed once.
+// A block owns a head of a sequence. For each block of keys (128, or 64 at head dim 128), it walks
+// over all tiles of 32 queries. Keys are the rows of the scores, s = k q^T. The registers that a
+// product leaves the weights and their gradients in therefore have the layout of a left operand: dv
+// += p dout and dk += ds q stay in the registers of the warp that owns the keys. Only ds passes
+// through shared memory, for dq = ds^T k. So a pair of a query and a key costs five products, and
+// the weights are computed once.
 //
-// dq of a sequence with one block of keys is complete at once. Otherwise its sums over the blocks
-// of keys are kept in fp32 in global memory, where the thread that wrote a sum adds to it. There
-// are no atomics, and reruns agree bit for bit.
+// If a sequence has one block of keys, its dq is complete after this block. Otherwise the sums of
+// dq over the blocks of keys are kept in fp32 in global memory, and the thread that wrote a sum
+// adds to it. There are no atomics, and reruns agree bit for bit.
 //
 // Time by unit on an A100, per 32 queries and 128 keys of head dim 64: the products take 1,280
 // cycles of the tensor cores, and ldmatrix 960 wavefronts of the shared memory. The exponentials
-// take 256. The sums of dq take 16 KiB of L2 traffic where there are several blocks of keys.
+// take 256 cycles of the special function units. If there are several blocks of keys, the sums of
+// dq take 16 KiB of L2 traffic.
 
 #include "access.cuh"
 #include "attention.cuh"
@@ -51,7 +52,7 @@ struct Memory {
 template <int kHeadDim, bool kHasExtras>
 constexpr int kRowTilesOf = kHeadDim == 128 || (kHeadDim == 64 && kHasExtras) ? 1 : 2;
 
-// Copies 4 bytes from global to shared memory in the background.
+// Starts an asynchronous copy of 4 bytes from global to shared memory.
 __device__ void copy_word(uint32_t to, const void* from) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
 }
@@ -81,9 +82,9 @@ __device__ float row_product(const unsigned char* dout, const unsigned char* out
   return quad_sum(sum);
 }
 
-// The verdicts of dropout for the weights of a warp, with keys as rows. Element (query, key) takes
-// word key % 4 of the counter (key / 4, query, head, batch), so the lanes of four neighbouring keys
-// share their counters: each draws a quarter of them.
+// Decides which weights of a warp dropout keeps, with keys as rows. Element (query, key) takes word
+// key % 4 of the counter (key / 4, query, head, batch), so the lanes of four neighbouring keys
+// share their counters, and each lane computes a quarter of them.
 template <int kRowTiles>
 struct Keep {
   static constexpr int kShare = 4 * kRowTiles;
@@ -109,7 +110,7 @@ struct Keep {
       words[i] = __shfl_sync(0xffffffffu, verdicts, (lane & ~12) | 4 * i) >> own;
   }
 
-  // The verdict for the weight [m][j][i].
+  // Returns whether dropout keeps the weight [m][j][i].
   __device__ bool kept(int m, int j, int i) const {
     const int e = (2 * m + i / 2) * 8 + 2 * j + i % 2;
     return words[e / kShare] >> (4 * (e % kShare)) & 1;
@@ -193,7 +194,7 @@ __global__ void __launch_bounds__(kThreads, kHeadDim == 128 ? 1 : 2)
   float* const stage_lse = reinterpret_cast<float*>(shared + M::kStatistics);
   float* const stage_delta = stage_lse + 2 * kQueries;
 
-  // Without a key, no tile writes dq.
+  // If there is no key, no tile writes dq.
   if (h.keys == 0) {
     for (int i = thread; i < h.queries * (kHeadDim / 8); i += kThreads) {
       T* row = rows_of<T>(p.dq, h, h.first_q) + i / (kHeadDim / 8) * p.dq.stride_row;
@@ -228,7 +229,7 @@ __global__ void __launch_bounds__(kThreads, kHeadDim == 128 ? 1 : 2)
       commit_copies();
     };
 
-    // Keys that nobody attends become 0, because what lies there may be NaN. A lane of the warp
+    // Keys that no query attends become 0, because their memory may hold NaN. A lane of the warp
     // that owns the keys gets the bits of its rows.
     KeyBits attended[kRowTiles];
     __shared__ KeyBits attended_of[M::kBlockKeys / kKeys];
@@ -313,8 +314,8 @@ __global__ void __launch_bounds__(kThreads, kHeadDim == 128 ? 1 : 2)
       multiply_transposed<T, kHeadDim>(gradients, base + M::kValues + warp_key * Tile::kRowBytes,
                                        douts);
       if (is_first) __syncthreads();  // delta
-      // The softmax of a single key is constant, so its gradient is 0, which rounding would miss.
-      // The values of a key that the query does not attend may be NaN.
+      // The softmax over a single key is constant, so its gradient is 0; rounding would make it
+      // differ from 0. The values of a key that the query does not attend may be NaN.
       const auto gradient = [&](float weight, float dweight, float row_delta) {
         return weight == 0.0f || h.keys == 1 ? 0.0f : weight * (dweight - row_delta);
       };

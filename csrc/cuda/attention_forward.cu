@@ -2,14 +2,15 @@
 //
 // A block owns 128 queries of one head and walks over the keys in tiles of 32 with the running
 // softmax. A warp owns 32 of the queries: the scores, the weights and the sums of out stay in its
-// registers. Keys and values come through a ring of three stages that cp.async fills two tiles
-// ahead, so that a tile costs one barrier.
+// registers. Keys and values go through a ring of three stages that cp.async fills two tiles ahead,
+// so that each tile needs one barrier only.
 //
 // Time by unit on an A100, per tile of 32 keys of head dim 64 and warp: 64 products of 16 x 8 x 16
-// take 512 cycles of a tensor core, 1,024 exponentials 256 of the MUFU, and 24 ldmatrix of 4
-// wavefronts 96 of the shared memory, which four warps share. The loop has 565 instructions, of
-// which a tile without hidden keys skips the masks, so that their issue takes about as long as the
-// products. Device memory binds below about 300 keys.
+// take 512 cycles of a tensor core. 1,024 exponentials take 256 cycles of the special function
+// units. 24 ldmatrix of 4 wavefronts take 96 cycles of the shared memory, which four warps share.
+// The loop has 565 instructions, but a tile without hidden keys skips those of the masks. The issue
+// of the others takes about as long as the products. Below about 300 keys, device memory is the
+// limit.
 
 #include "attention.cuh"
 #include "attention_products.cuh"
@@ -26,7 +27,7 @@ constexpr int kRowTiles = 2, kWarps = 4, kThreads = 32 * kWarps;
 constexpr int kQueries = 16 * kRowTiles * kWarps;
 constexpr int kColumns = kKeys / 8;  // tiles of the right operand
 
-// One block writes the rows of no sequence, also where no sequence has a query.
+// One block writes the rows that belong to no sequence, even if no sequence has a query.
 inline __host__ __device__ int query_blocks(int max_q) {
   return max_q > kQueries ? (max_q + kQueries - 1) / kQueries : 1;
 }
@@ -92,11 +93,12 @@ __device__ void zero_unattended(unsigned char* values, KeyBits any) {
 }
 
 // Sets weights that dropout drops to 0. Element (row, key) takes word key % 4 of the counter
-// (key / 4, row, head, batch), and a lane holds two of these four keys in every column tile. So of
-// two column tiles a lane draws one for itself and its neighbour, and they exchange the verdicts.
+// (key / 4, row, head, batch), and a lane holds two of these four keys in every column tile. So a
+// lane draws the numbers of one of two column tiles, for itself and for its neighbour, and the two
+// lanes exchange the bits that say which weights are kept.
 __device__ void drop(float (&weights)[kColumns][4], const Dropout& dropout, int row, int first_key,
                      const Head& h) {
-  const volatile int64_t* seed_of_call = dropout.seed;  // read anew in every tile
+  const volatile int64_t* seed_of_call = dropout.seed;  // is read again in every tile
   const uint64_t seed = static_cast<uint64_t>(*seed_of_call);
   const int t = static_cast<int>(threadIdx.x) % 4;
   uint32_t mine = 0, theirs = 0;
@@ -111,13 +113,13 @@ __device__ void drop(float (&weights)[kColumns][4], const Dropout& dropout, int 
       uint32_t kept = 0;
 #pragma unroll
       for (int i = 0; i < 4; ++i) kept |= (words.word[i] >> 8 >= dropout.threshold ? 1u : 0u) << i;
-      // The even lane of the pair owns words 0 and 1, and the odd one 2 and 3.
+      // The even lane of the pair owns words 0 and 1, and the odd lane words 2 and 3.
       const uint32_t own = t % 2 ? kept >> 2 : kept & 3, other = t % 2 ? kept & 3 : kept >> 2;
       mine |= own << (2 * (j + half));
       theirs |= other << (2 * (j + half));
     }
   }
-  // `mine` has the verdicts of tile j + t % 2, and `received` those of tile j + 1 - t % 2.
+  // `mine` has the bits of tile j + t % 2, and `received` the bits of tile j + 1 - t % 2.
   const uint32_t received = __shfl_xor_sync(0xffffffffu, theirs, 1);
   const uint32_t even = t % 2 ? received : mine, odd = t % 2 ? mine : received;
 #pragma unroll

@@ -1,4 +1,4 @@
-// What a block of attention works on: its sequence, head and rows, the keys that it may attend, and
+// The data of a block of attention: its sequence, head and rows, the keys that they may attend, and
 // the copies of tiles of rows.
 
 #pragma once
@@ -49,12 +49,12 @@ inline __device__ KeyBits attended_keys(const uint8_t* mask, int64_t stride_key,
 }
 
 // Starts the copy of kRows rows into a tile. exists(row) is false for rows that are not read and
-// become 0, because what lies there may be NaN.
+// become 0, because their memory may hold NaN.
 template <int kRows, int kColumns, int kThreads, class T, class Exists>
 __device__ void copy_rows(uint32_t to, const T* from, int64_t stride_row, const Exists& exists) {
   constexpr int kChunks = kColumns / 8, kStep = kThreads / kChunks;
   static_assert(kRows % kStep == 0 && kStep % 8 == 0);
-  // Unsigned numbers spare the instructions that would correct the sign of a quotient.
+  // A division of unsigned numbers needs no instructions that correct the sign of the quotient.
   const uint32_t thread = opaque(threadIdx.x);
   const uint32_t first = thread / kChunks, chunk = thread % kChunks;
   to += SharedTile<kColumns>::offset(first, chunk);

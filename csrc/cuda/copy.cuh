@@ -1,9 +1,9 @@
 // Tiles of 16-bit rows in shared memory, and the asynchronous copies that fill them.
 //
-// ldmatrix reads eight rows of 16 bytes at once. Rows that lie in the same banks would be read one
-// after another, so the 16-byte chunks of a row are permuted: chunk c of row r lies at place
-// c XOR turn(r), where the turns of eight neighbouring rows cover all banks. Both the copies (eight
-// neighbouring chunks) and ldmatrix then touch every bank once.
+// ldmatrix reads eight rows of 16 bytes at once. Rows in the same banks would be read one after
+// another, so the 16-byte chunks of a row are permuted: chunk c of row r is at index c XOR turn(r),
+// where the turns of eight neighbouring rows cover all banks. The copies, which write eight
+// neighbouring chunks, and ldmatrix then access every bank once.
 
 #pragma once
 
@@ -15,8 +15,8 @@ inline __device__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// Returns x in a form that the compiler does not see through. What depends on it is computed anew
-// in every turn of a loop, instead of staying in registers that the loop needs.
+// Returns x in a form that the compiler does not see through. Values that depend on x are computed
+// again in every iteration of a loop, instead of staying in registers that the loop needs.
 inline __device__ uint32_t opaque(uint32_t x) {
   asm volatile("" : "+r"(x));
   return x;
@@ -31,9 +31,9 @@ struct SharedTile {
   static constexpr int kRowBytes = kColumns * 2;
 
   // Returns the byte offset of a chunk. The turn repeats every eight rows, so `rows` further rows,
-  // a multiple of 8, are rows * kRowBytes further on. The permutation is a XOR, so the chunk
-  // `chunk ^ c` lies at the offset ^ (16 c). Thus a lane computes one offset and reaches all its
-  // chunks with constants.
+  // a multiple of 8, are rows * kRowBytes further on. The permutation is a XOR, so the chunk `chunk
+  // ^ c` is at the offset ^ (16 c). Thus a lane computes one offset and reaches all its chunks with
+  // constants.
   static __device__ uint32_t offset(uint32_t row, uint32_t chunk) {
     constexpr int kRows = kChunks < 8 ? 8 / kChunks : 1;  // in the 128 bytes of all banks
     const uint32_t turn = row / kRows % (kChunks < 8 ? kChunks : 8);
@@ -41,8 +41,8 @@ struct SharedTile {
   }
 };
 
-// Copies 16 bytes from global to shared memory in the background. If `exists` is false, it writes
-// zeros and reads nothing.
+// Starts an asynchronous copy of 16 bytes from global to shared memory. If `exists` is false, the
+// copy writes zeros and reads nothing.
 inline __device__ void copy_chunk(uint32_t to, const void* from, bool exists) {
   const int bytes = exists ? 16 : 0;
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes)

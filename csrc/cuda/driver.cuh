@@ -1,5 +1,5 @@
-// What the launchers need of the CUDA driver. The runtime finds its functions, so that nothing is
-// linked with libcuda.
+// The functions of the CUDA driver that the launchers need. The runtime finds these functions, so
+// that nothing is linked with libcuda.
 
 #pragma once
 

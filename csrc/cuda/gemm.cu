@@ -3,12 +3,12 @@
 // A block of four warps computes a tile of 128 x 128. Slices of 32 columns of both operands go
 // through a ring of three stages in shared memory (cp.async), and each warp multiplies 64 x 64 of
 // the tile from there. Then the sums, which began with the bias, are rounded into the same memory.
-// From there, each lane takes 16 bytes at a time, applies the activation and writes whole sectors.
-// Two blocks share a multiprocessor, also where it has 100 KB of shared memory: the epilogue of one
-// runs while the other multiplies.
+// Each lane reads 16 bytes at a time from there, applies the activation and writes whole sectors.
+// Two blocks share a multiprocessor, even if it has only 100 KB of shared memory: the epilogue of
+// one block runs while the other block multiplies.
 //
 // Time by unit on an A100, for a tile and K = 768: the products take 12,288 cycles of the tensor
-// cores, and ldmatrix 6,144 of the shared memory.
+// cores, and ldmatrix takes 6,144 cycles of the shared memory.
 
 #include "gemm.cuh"
 
@@ -73,7 +73,7 @@ __device__ void copy_stage(const Params& p, uint32_t to, const TileAt& at, int s
 
 using Sums = float[kWarpRows / 16][kWarpColumns / 8][4];
 
-// The sums of a warp begin with the bias. `column` is the first of the warp.
+// Sets the sums of a warp to the bias. `column` is the first column of the warp.
 template <class T>
 __device__ void start_sums(Sums& sums, const void* bias, int column, int64_t columns) {
   const int t = static_cast<int>(threadIdx.x) % 4;
@@ -144,7 +144,7 @@ __device__ void store_sums(const Sums& sums, unsigned char* result, int warp) {
       }
 }
 
-// Applies the activation to 32 rows of the result, and writes them. One warp.
+// Applies the activation to 32 rows of the result, and writes them. One warp calls this.
 template <class T, class Store>
 __device__ void finish(const typename Store::Params& p, unsigned char* memory, const TileAt& at,
                        int warp) {
@@ -202,7 +202,7 @@ __global__ void __launch_bounds__(kThreads, 2)
 #pragma unroll 1
   for (int step = 0; step < steps; ++step) {
     wait_for_copies<kStages - 2>();
-    // All copies of this step have come, and all warps have read the stage that is filled next.
+    // All copies of this step have ended, and all warps have read the stage that is filled next.
     __syncthreads();
     start_copy(step + kStages - 1);
     multiply_stage<T, kByRows>(sums, shared + step % kStages * 2 * kSliceBytes, warp);
@@ -254,7 +254,7 @@ bool served(const Call& p, const ConstMatrix& left, const ConstMatrix& right) {
          aligned(right.data, right.stride, 2) && left.stride > 0 && right.stride > 0;
 }
 
-// Whether the kernels of hopper/ run: the GPU is one of compute capability 9.0, and the extension
+// Returns whether the kernels of hopper/ run: the GPU has compute capability 9.0, and the extension
 // has code for it.
 bool on_hopper() {
 #ifdef FASTBERT_SM90A

@@ -1,5 +1,6 @@
-// What happens to a tile of a product once it lies in shared memory in 16 bits: the activation, its
-// gradient, and the order of the tiles. A lane takes chunks of eight neighbouring columns.
+// The work on a tile of a product after it has been rounded to 16 bits in shared memory: the
+// activation, its gradient, and the order of the tiles. A lane takes chunks of eight neighbouring
+// columns.
 
 #pragma once
 
@@ -47,8 +48,8 @@ struct ChunkAt {
   bool exists;
 };
 
-// The chunks of a lane: `offset` is that of the first, and `rows` and `columns` of the result are
-// left from there on.
+// The chunks of a lane: `offset` is the offset of the first chunk, from which the result has `rows`
+// further rows and `columns` further columns.
 struct Chunks {
   int64_t offset, stride;
   int rows, columns;

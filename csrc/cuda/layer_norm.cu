@@ -5,15 +5,15 @@
 // that fill the lanes exactly (384, 512, 768 and 1024 elements) have kernels without any test of a
 // column.
 //
-// The blocks stay on their multiprocessors, and each takes rows at regular distances. The next rows
-// are on their way to shared memory while the present one is computed (row_ring.cuh), so that
-// memory never waits for arithmetic.
+// The blocks stay on their multiprocessors, and each takes rows at regular distances. While a row
+// is computed, the next rows are copied to shared memory (row_ring.cuh), so that memory never waits
+// for arithmetic.
 //
 // The backward forms the sum again instead of storing it. Each warp keeps its share of the
-// parameters' gradients in registers; a block adds the shares of its warps and writes them once,
-// and sum_partials adds those of the blocks.
+// parameters' gradients in registers; a block adds the shares of its warps and writes the sum once,
+// and sum_partials adds the sums of the blocks.
 //
-// By the counts of README.md, memory binds both passes on an H200, also with dropout.
+// By the counts of README.md, memory is the limit of both passes on an H200, even with dropout.
 
 #include <algorithm>
 
@@ -32,13 +32,14 @@ struct Launch {
   bool wide;
 };
 
-// A parameter in fp32, which all rows of a block share: in shared memory where a block has several
-// rows at a time, and otherwise as it is. An absent parameter is 0.
+// A parameter in fp32, which all rows of a block share. It is copied to shared memory if a block
+// has several rows at a time, and otherwise read from global memory. An absent parameter is 0.
 template <class L>
 struct Shared {
   static constexpr int kCount = kWidth<typename L::Element>, kPart = kWidth<float>;
   static constexpr bool kStaged = L::kRows > 1;
-  // The parts of 16 bytes of a vector lie apart, so that the lanes of a warp read without conflict.
+  // The parts of 16 bytes of a vector are stored apart, so that the lanes of a warp read without
+  // bank conflicts.
   float4 part[kStaged ? L::kVectors * kCount / kPart : 1][kStaged ? L::kThreads : 1];
 
   // The caller synchronizes the block before the first `read`.
@@ -70,7 +71,8 @@ struct Shared {
   }
 };
 
-// Dropout of the columns of a thread. If kHeld, registers hold what depends on the columns alone.
+// Dropout of the columns of a thread. If kHeld, registers hold the values that depend on the
+// columns alone.
 template <class L, bool kHeld>
 struct ColumnDropout {
   static constexpr int kGroups = kWidth<typename L::Element> / 4;  // of a vector
@@ -192,7 +194,8 @@ __global__ void __launch_bounds__(L::kBlock, kResident<L>)
   const ColumnDropout<L, L::kExact> dropout(p.dropout);
   if (Shared<L>::kStaged) __syncthreads();
 
-  // All rows of a block turn together; those after the last row are computed and not written.
+  // All rows of a block make the same number of turns; rows after the last row are computed and not
+  // written.
   for (int64_t first = L::first_row(); first < p.rows; first += L::row_step()) {
     const int64_t row = first + L::group();
     const bool exists = L::exists(row, p.rows);
@@ -297,7 +300,8 @@ __global__ void __launch_bounds__(L::kBlock, 1) backward_kernel(Launch<LayerNorm
   int64_t row = L::first_row() + L::group();
   float next_mean = row < p.rows ? p.mean[row] : 0.0f;
   float next_rstd = row < p.rows ? p.rstd[row] : 0.0f;
-  // All rows of a block turn together; those after the last row only take part in the reductions.
+  // All rows of a block make the same number of turns; rows after the last row only take part in
+  // the reductions.
   for (int64_t first = L::first_row(); first < p.rows; first += L::row_step(), turn ^= 1) {
     row = first + L::group();
     const bool exists = L::exists(row, p.rows);
@@ -349,7 +353,7 @@ __global__ void __launch_bounds__(L::kBlock, 1) backward_kernel(Launch<LayerNorm
       for (int i = 0; i < kCount; ++i) dx_bias[v][i] += g[v][i];
     }
   }
-  // The sums of absent biases are formed, but not written.
+  // The sums of absent biases are computed, but not written.
   float* partial = p.partial + static_cast<int64_t>(blockIdx.x) * 3 * columns;
   write_partial<L>(partial, dweight, columns, k.wide, memory);
   if (p.dbias) write_partial<L>(partial + columns, dbias, columns, k.wide, memory);

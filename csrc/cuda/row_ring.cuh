@@ -1,8 +1,8 @@
-// Rows on their way from global memory to the registers of a block's threads.
+// Asynchronous copies of rows from global memory to the registers of a block's threads.
 //
-// A thread copies its part of a row with cp.async to shared memory, one or two rows before it takes
-// that row to its registers. It copies only what it takes itself, so that waiting for its own
-// copies is enough, and no thread waits for another one.
+// A thread copies its part of a row with cp.async to shared memory, one or two rows before it loads
+// that row into its registers. It copies only its own part, so it waits only for its own copies,
+// and no thread waits for another thread.
 
 #pragma once
 
@@ -119,7 +119,7 @@ class RowRing {
     }
   }
 
-  unsigned char* memory_;  // of this thread
+  unsigned char* memory_;  // the shared memory of this thread
   const T* from_[kMatrices];
   int64_t step_[kMatrices];
   int64_t row_, rows_;       // the row to copy next

@@ -40,8 +40,9 @@ struct RowState {
     total = 0.0f;
   }
 
-  // Turns the lane's raw scores of the row into weights, which the sums so far must follow by the
-  // returned factor. `factor` is scale * log2(e). A row without an allowed key has only -inf.
+  // Turns the lane's raw scores of the row into weights, and returns the factor by which the
+  // earlier sums must be multiplied. `factor` is scale * log2(e). A row without an allowed key has
+  // only -inf.
   template <int kColumns>
   __device__ float step(float (&scores)[kColumns][4], int half, float factor) {
     float largest = -INFINITY;

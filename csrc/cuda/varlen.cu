@@ -1,12 +1,12 @@
 // The places of the tokens of a padded batch, in one launch and without a wait of the CPU.
 //
-// A block owns consecutive sequences. It first counts the tokens of the whole batch, those before
-// its sequences apart: each warp reads a sequence at a time. So no block waits for another, at the
-// price that each block reads the mask. The mask stays in the L2 cache, and few blocks share the
-// work. Then the block goes through its own places in turns of one place for each thread. A ballot
-// ranks the tokens inside a warp, and the sums of the warps rank them inside the turn.
+// A block owns consecutive sequences. It first counts the tokens of the whole batch, and separately
+// the tokens before its own sequences: each warp reads a sequence at a time. So no block waits for
+// another, but each block reads the whole mask. The mask stays in the L2 cache, and few blocks
+// share the work. Then the block goes through its own places in turns of one place for each thread.
+// A ballot ranks the tokens inside a warp, and the sums of the warps rank them inside the turn.
 //
-// Latency binds: a mask of 32 × 512 integers of 8 bytes has 128 KiB.
+// Latency is the limit: a mask of 32 × 512 integers of 8 bytes has 128 KiB.
 
 #include "launch.cuh"
 #include "varlen.cuh"

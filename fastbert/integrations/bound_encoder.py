@@ -328,7 +328,7 @@ class BoundEncoder:
             ("max_position_embeddings", embeddings.position_embeddings),
             ("type_vocab_size", embeddings.token_type_embeddings),
         ):
-            # A module in the place of a table may have no weight.
+            # A module in place of a table may have no weight.
             weight = None if table is None else getattr(table, "weight", None)
             if isinstance(weight, Tensor):
                 self.tables.append((name, weight))

@@ -1,6 +1,6 @@
 """The linear layers of other libraries that compute each row of their input by itself.
 
-A module in the place of a linear layer may look at all rows that it receives, as dynamic
+A module in place of a linear layer may look at all rows that it receives, as dynamic
 quantization does, or at their division into sequences, as a hook may do. fastbert therefore calls
 such a module with ``(B, L, H)``, padding included, as the model of transformers does. A module that
 `is_row_wise` computes each row by itself, so the rows of padding can be left out.
@@ -42,7 +42,7 @@ WEIGHT_HOOKS = (
 
 
 def is_row_wise(module: nn.Module) -> bool:
-    """Tell whether a module in the place of a linear layer computes each row by itself.
+    """Tell whether a module in place of a linear layer computes each row by itself.
 
     Args:
         module: The module.

@@ -17,7 +17,7 @@ writer is dead. The next writer then deletes its staged files, and the next read
 finishes its commit (``settle``).
 
 A reader only moves files inside the folder, and leaves the deletion to the next writer. Nobody
-follows a link in the place of the folder of a writer, of its lock, or of its two folders of files,
+follows a link in place of the folder of a writer, of its lock, or of its two folders of files,
 because the folder of a model may come from a stranger.
 """
 

@@ -336,7 +336,7 @@ def _refuse_foreign(output: Path) -> None:
 
 
 def _refuse_links(output: Path) -> None:
-    """Raise ValueError for a link in the place of a folder in which a run deletes files."""
+    """Raise ValueError for a link in place of a folder in which a run deletes files."""
     for name in (SHARDS, TOKENIZER):
         if (output / name).is_symlink():
             raise ValueError(

@@ -69,7 +69,7 @@ def walk(layer: Any) -> Walked:
     """Find the modules of a layer, and compare each with its row in the table.
 
     Args:
-        layer: A layer, or a module in the place of a layer.
+        layer: A layer, or a module in place of a layer.
 
     Returns:
         The modules without a deviation, and the deviations. The layer's path is an empty string.

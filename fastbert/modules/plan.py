@@ -316,7 +316,7 @@ def _agreed(
     )
     heads = {modules[ATTENTION].heads for modules in layers}
     activations = {modules[OUTPUT].activation for modules in layers}
-    # The first layer with norms before attention has an Identity in the place of a norm.
+    # The first layer with norms before attention has an Identity in place of a norm.
     leaves = [m[path] for m in layers for path in NORMS if type(m[path]) is not nn.Identity]
     eps = {norm.eps for norm in leaves}
     modules = [m[path] for m in layers for path in asking] + rotaries
@@ -382,7 +382,7 @@ def _weights(modules: Modules, absent: Tensor | None) -> LayerWeights:
 def _of_leaf(leaf: nn.Module, absent: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """Return the weights and the biases of a module, with `absent` for a bias that is not there.
 
-    An Identity in the place of a norm has neither a weight nor a bias.
+    An Identity in place of a norm has neither a weight nor a bias.
     """
     if isinstance(leaf, JoinedLinear):
         weights, biases = leaf.weights_and_biases()

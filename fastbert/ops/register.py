@@ -246,7 +246,7 @@ def first_derivative(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def or_empty(like: Tensor, *gradients: Tensor | None) -> tuple[Tensor, ...]:
-    """Return the gradients, with an empty tensor in the place of None."""
+    """Return the gradients, with an empty tensor in place of None."""
     return tuple(like.new_empty(0) if g is None else g for g in gradients)
 
 

@@ -28,7 +28,8 @@ LARGEST_PAIRS = 2**12
 LARGEST_ROWS = 8
 # A case of attention has at least this many logits, over all heads, whose gradients can differ
 # from 0. The exception is a case without queries or keys. With fewer such logits, an error cannot
-# be told from the luck of the yardstick, even if the result has many elements.
+# be distinguished from an unusually small error of the yardstick, even if the result has many
+# elements.
 FEWEST_LOGITS = 128
 # A case with labels has at least this expected number of rows with a label, or a label in every
 # row. All gradients of a row share the error of its log-sum-exp, so a single row is a sample of a

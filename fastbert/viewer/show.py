@@ -91,9 +91,9 @@ def view(
         output: The output whose gradient is shown: the id of a token of the vocabulary for a mask,
             the number of a class, or the place of the first token of an answer. None means the
             likeliest output.
-        place: The place of the mask, or of the classified token, whose output is meant, counted in
-            tokens from 0, where None means the first; or the place of the last token of an answer,
-            where None means the likeliest.
+        place: The place, counted in tokens from 0, of the mask or of the classified token whose
+            output is shown, where None means the first one; or the place of the last token of an
+            answer, where None means the likeliest.
         pad_to: Number of tokens up to which the text is padded, to see what padding does. None
             means no padding.
         title: Title of the page; None means the name of the model.

@@ -14,8 +14,8 @@
 // constant stride, stay in the second-level cache.
 //
 // In a turned product, the rows of W pass all panels of a task, which stay in the second-level
-// cache. Rows that consist of words as they are stored are multiplied where they lie, unless more
-// of them than the first-level cache has ways would compete for one of its sets.
+// cache. Rows that are stored as words are multiplied in place, unless more of them than the
+// first-level cache has ways would compete for one of its sets.
 //
 // An element is the sum of its chunks of k in order, and each chunk is the sum of its products in
 // order. The number of rows, the division into tasks and the row's place in its tile change nothing

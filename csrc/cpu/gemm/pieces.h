@@ -2,9 +2,9 @@
 //
 // A step of four tile products takes 64 cycles, in which about 64 instructions on registers of 64
 // bytes run beside it for nothing. On a Xeon with AMX, all that goes beyond takes its whole time.
-// So the epilogues that a model needs are as short as possible: they work on the sums as they lie,
-// they transpose pairs of bf16 instead of sums, and they fetch the lines of the result before they
-// store to them.
+// So the epilogues that a model needs are as short as possible: they work on the sums in the order
+// in which they are stored, they transpose pairs of bf16 instead of sums, and they fetch the lines
+// of the result before they store to them.
 
 #pragma once
 
@@ -13,7 +13,7 @@
 
 namespace fastbert::cpu::FASTBERT_LEVEL {
 
-// The pieces for a tile of sums, which lies in front of as much free memory.
+// The pieces for a tile of sums. The memory after the tile is free, and is as large as the tile.
 struct Pieces {
   using Piece = void (*)(const Gemm& g, const Tile& tile, int i);
 
@@ -28,7 +28,7 @@ constexpr int kSumSquares = 4, kPairSquares = 2;
 
 FASTBERT_INLINE int pieces_of(int rows) { return (int)quotient_up(rows, kPieceRows); }
 
-// Finishes rows of sums that lie as the result does.
+// Finishes rows of sums that have the layout of the result.
 __attribute__((noinline)) void finish_rows(const Gemm& g, const Tile& tile, int i) {
   const int row = kPieceRows * i;
   finish_tile(g, {tile.sums + row * tile.stride, tile.stride, tile.row + row, tile.column,

@@ -44,7 +44,7 @@ const Kernels& kernels();
 // Sets the level of the whole process by name; nullptr restores the choice described above.
 void set_level(const char* name);
 
-// Puts another table in the place of the kernels in use. Python cannot reach this function; tests
+// Puts another table in place of the kernels in use. Python cannot reach this function; tests
 // that compile levels of their own look up its address in the symbols of the library.
 void set_kernels(const Kernels* table);
 

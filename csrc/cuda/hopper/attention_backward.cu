@@ -168,8 +168,8 @@ class Consumer : KeyGroup<T, kHeadDim, kPairs, kDropout> {
 
   // Rounds weights and gradients to left operands. The products that read the operands of the tile
   // before must have ended. The upper 16 bits of attended_ are 0, but ptxas does not know this.
-  // Without the XOR, ptxas would use the registers that publish() stored, which stand in the way of
-  // these products.
+  // Without the XOR, ptxas would reuse the pairs that publish() stored, which would hinder these
+  // products.
   __device__ void narrow() {
     const uint32_t none = attended_ >> 16;
 #pragma unroll
