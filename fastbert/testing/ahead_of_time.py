@@ -58,7 +58,7 @@ class Compiled:
     Args:
         name: Name of the launch.
         noun: Stem of the kernel file.
-        arch: Architecture of the GPU, as 90 for sm_90.
+        arch: Architecture of the GPU, such as 90 for sm_90.
         dtype: The 16-bit dtype among the arguments, or "float32" if there is none.
         warps: Warps of a block.
         registers: Registers of a thread.
@@ -252,7 +252,7 @@ def compile_one(launch: Any, noun: str, arch: int) -> Compiled:
     Args:
         launch: The launch.
         noun: Stem of the kernel file.
-        arch: Architecture of the GPU, as 90 for sm_90.
+        arch: Architecture of the GPU, such as 90 for sm_90.
 
     Returns:
         The properties of the binary and its faults.
@@ -319,7 +319,7 @@ def compile_launches(
     """Compile every shipped launch for every architecture, in processes of their own.
 
     Args:
-        architectures: Architectures of GPUs, as 90 for sm_90.
+        architectures: Architectures of GPUs, such as 90 for sm_90.
         processes: Number of processes that compile.
         cache: Folder of Triton's cache; None is Triton's default.
         unlike: Architectures whose launches are left out. A launch with other tiles remains.

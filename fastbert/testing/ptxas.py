@@ -29,7 +29,7 @@ class Assembler(NamedTuple):
         """Return a warning if code for an architecture may be wrong, or None.
 
         Args:
-            arch: Architecture of the GPU, as 90 for sm_90.
+            arch: Architecture of the GPU, such as 90 for sm_90.
         """
         if arch != 90 or tuple(map(int, self.version.split("."))) >= FIXED:
             return None
@@ -48,7 +48,7 @@ def assembler(arch: int) -> Assembler:
     that does not run is replaced by the program of the wheel, without a message.
 
     Args:
-        arch: Architecture of the GPU, as 90 for sm_90.
+        arch: Architecture of the GPU, such as 90 for sm_90.
 
     Raises:
         ImportError: If Triton is not installed.

@@ -466,7 +466,7 @@ def mutate_ptx(folder: Path, chance: Random) -> str:
 
 
 def read_ptx(folder: Path) -> None:
-    """Launch the kernels; that a kernel does something wrong is as good an end as any."""
+    """Launch the kernels. A fault of a kernel is an allowed end."""
     for path in sorted(folder.iterdir()):
         with contextlib.suppress(ptx.PtxFault):
             _attempts.launch_kernels(path.read_text(encoding="utf-8"))

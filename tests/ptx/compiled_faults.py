@@ -111,7 +111,7 @@ class CompiledFault(NamedTuple):
     """One fault in the PTX of a launch.
 
     Args:
-        arch: Architecture, as 90 for sm_90.
+        arch: Architecture, such as 90 for sm_90.
         case: Key of `CASES`.
         launch: Name of the launch.
         kind: Key of `KINDS`.
