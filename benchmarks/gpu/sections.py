@@ -34,6 +34,8 @@ TEST_GROUPS = {
 # Tests that would spend the time of a GPU on what a machine without one tests as well.
 NOT_ON_A_GPU = {
     "tests/kernels/test_aot.py": "the section compile compiles the launches on all cores",
+    "tests/kernels/test_compiled_kernels.py": "the PTX machine is a program for the CPU",
+    "tests/testing/test_emulation.py": "the PTX machine is a program for the CPU",
     "tests/analysis": "explanations and geometry on the CPU",
     "tests/bench": "the benchmarks run",
     "tests/cli": "the commands; the section check runs the one that uses a GPU",
@@ -56,6 +58,7 @@ NOT_ON_A_GPU = {
     "tests/test_house.py": "the sources",
     "tests/test_numbered_cases.py": "the sources",
     "tests/test_cuda_toolkit.py": "the search for headers, with a made-up toolkit",
+    "tests/test_sample_prose.py": "the sources",
     "tests/test_quick_cases.py": "the selection of the tests",
     "tests/test_turns.py": "the order of CI",
     "tests/test_packaging.py": "wheels, whose build takes minutes",
