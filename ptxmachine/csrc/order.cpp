@@ -1,10 +1,11 @@
-// What happens before what: vector clocks of the threads of a block, and the accesses they order.
+// The happens-before order: vector clocks of threads, and the accesses that the clocks order.
 //
-// Each thread has a time, which grows when it releases (at a barrier, an arrival, a warp-level
-// synchronisation), and a vector of the times of all other threads that it has acquired. An access
-// is stamped with its thread and time; a later one is ordered after it when its thread has acquired
-// that time (Flanagan and Freund 2009, FastTrack). `fenced` is the part of that knowledge which a
-// proxy fence has passed on to the asynchronous proxy.
+// Each thread has a time, which grows when the thread releases at a barrier, an arrival or a
+// warp-level synchronisation. Each thread also has a vector clock: for each other thread, the
+// latest time that it has acquired. Each access is stamped with its thread and time. A later access
+// is ordered after the first access if the thread of the later access has acquired the time of the
+// first (Flanagan and Freund 2009, FastTrack). `fenced` is the vector clock that the last proxy
+// fence has made visible to the asynchronous proxy.
 
 #include "machine.h"
 
@@ -56,7 +57,8 @@ bool Block::fenced_after(const Warp& w, int lane, const Stamp& s) const {
   return s.block == 0 || s.async || (s.time != kPending && (*w.fenced[lane])[s.thread] >= s.time);
 }
 
-// All these threads have arrived and go on: each is after all others.
+// Orders these threads at a barrier. Accesses of all these threads before the barrier happen before
+// accesses of each of them after the barrier.
 void Block::join(const std::vector<std::pair<Warp*, int>>& threads) {
   Clock base = threads[0].first->base[threads[0].second];
   Clock fenced = threads[0].first->fenced[threads[0].second];
@@ -129,7 +131,8 @@ void Block::learn(Warp& w, int lane, const Knowledge& from) {
   w.others[lane] = joined(w.others[lane], from);
 }
 
-// A write that reads the old value, too, goes on passing on what that has passed on.
+// A read-modify-write (`reads`) continues the release sequence of the old value: it publishes the
+// clocks that were published with the old value, and its own clocks.
 void Block::publish(Warp& w, int lane, uint64_t place, Scope scope, bool releases, bool reads) {
   if (!launch->options.races) return;
   Knowledge near = w.offered[lane], far = w.offered_far[lane];
@@ -187,7 +190,7 @@ uint32_t Block::shared_offset(uint64_t address, uint64_t size, uint64_t align) {
 
 static std::string who(const Stamp& s) {
   return "thread " + std::to_string(s.thread) + (s.async ? " (asynchronous)" : "") +
-         (s.time == kPending ? ", which has not been waited for" : "");
+         (s.time == kPending ? ", which has not been waited for," : "");
 }
 
 void Block::note_read(Warp& w, int lane, uint32_t offset, uint32_t size, const Stamp& stamp) {
@@ -223,7 +226,7 @@ void Block::note_read(Warp& w, int lane, uint32_t offset, uint32_t size, const S
   }
 }
 
-// Gives the pending reads of this thread in the range their time of completion.
+// Sets the time of completion in the stamps of this thread's pending reads of the range.
 void Block::settle_read(Warp& w, int lane, uint32_t offset, uint32_t size) {
   if (!launch->options.races) return;
   const uint32_t granule = launch->program->granule;
@@ -239,7 +242,7 @@ void Block::settle_read(Warp& w, int lane, uint32_t offset, uint32_t size) {
   }
 }
 
-// Gives the pending writes of this thread in the range their time of completion.
+// Sets the time of completion in the stamps of this thread's pending writes to the range.
 void Block::settle_write(uint16_t thread, uint32_t offset, uint32_t size, uint32_t time) {
   if (!launch->options.races) return;
   const uint32_t granule = launch->program->granule;
@@ -254,7 +257,8 @@ void Block::note_write(Warp& w, int lane, uint32_t offset, uint32_t size, const 
   const uint32_t granule = launch->program->granule;
   for (uint32_t c = offset / granule; c <= (offset + size - 1) / granule; ++c) {
     Cell& cell = cells[c];
-    // Whether the write and another access of this block are both strong.
+    // Whether the write and another access of this block are morally strong, so that they are no
+    // race.
     const auto strong = [&](const Stamp& s) {
       return morally_strong(stamp.scope, number, s.scope);
     };
