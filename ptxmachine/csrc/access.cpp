@@ -1,4 +1,4 @@
-// The places of accesses, their counts, and the order of strong accesses.
+// Checks and counts of memory accesses, and the order of strong accesses.
 
 #include "access.h"
 
@@ -11,9 +11,9 @@ std::mutex strong_accesses;
 
 namespace {
 
-// Whether a write leaves the place as another thread has made it without being ordered after:
-// threads may write the same value, or all of them a value that nobody has written, in any order.
-// value is null where the write changes what it finds, and kNothing where no byte of it is valid.
+// Whether a write stores the bytes that an unordered write of another thread has already stored.
+// Such writes are not a race: several threads may store the same value in any order, and they may
+// all store uninitialized values. `value` is as for `reach`.
 bool repeats(const Block& b, const Warp& w, int lane, uint32_t offset, uint32_t size,
              const uint8_t* value) {
   const Stamp& last = b.cells[offset / (uint32_t)b.launch->program->granule].write;
@@ -23,8 +23,8 @@ bool repeats(const Block& b, const Warp& w, int lane, uint32_t offset, uint32_t 
   return std::memcmp(b.shared.data() + offset, value, size) == 0;
 }
 
-// Wavefronts of shared memory: a phase serves 128 bytes; lanes that ask for other words of one of
-// the 32 banks wait for the next.
+// Counts wavefronts of shared memory. A wavefront serves one word of each of the 32 banks. Lanes
+// that access different words of one bank need several wavefronts.
 void count_shared(Block& b, Mask m, const uint64_t* address, uint32_t size) {
   const int group = size <= 4 ? 32 : size == 8 ? 16 : 8;
   for (int first = 0; first < kLanes; first += group) {
@@ -45,7 +45,8 @@ void count_shared(Block& b, Mask m, const uint64_t* address, uint32_t size) {
   }
 }
 
-// The place of a strong access; shared memory is told apart by its block.
+// The key of an address in Launch::released. Equal addresses in the shared memory of different
+// blocks have different keys.
 uint64_t key_of(const Warp& w, const Instr& i, uint64_t address) {
   const bool shared = (Space)i.arg[0] == Space::shared || (address & kWindowMask) == kSharedWindow;
   return shared ? kSharedWindow | (uint64_t)(w.block->number + 1) << 20 | (address & 0xfffff)
@@ -54,7 +55,8 @@ uint64_t key_of(const Warp& w, const Instr& i, uint64_t address) {
 
 }  // namespace
 
-// Sectors of 32 bytes that a warp touches, and the fewest that hold as many bytes.
+// Counts the sectors of 32 bytes that a warp touches, and the fewest sectors that could hold as
+// many bytes.
 void count_global(Block& b, Mask m, const uint64_t* address, uint32_t size) {
   uint64_t sectors[kLanes * 4];
   int n = 0;

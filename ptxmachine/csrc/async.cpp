@@ -6,8 +6,8 @@
 namespace ptxmachine {
 namespace {
 
-// cp.async [to], [from], bytes{, source bytes | ignore}; arg 0 bytes, 1 whether a count follows, 2
-// whether the operand after it is the predicate ignore-src
+// cp.async [to], [from], bytes{, source bytes or ignore-src}. arg 0: bytes. arg 1: the operand
+// after `bytes`: 0 none, 1 the number of source bytes, 2 the predicate ignore-src.
 void copy(Warp& w, const Instr& i, Mask m) {
   Block& b = *w.block;
   w.need(i.reg[0], m, "an address");
@@ -40,7 +40,7 @@ void copy(Warp& w, const Instr& i, Mask m) {
     if (!b.late) {
       b.finish_copy(w.copies[l].back().back());
     } else {
-      // What lies there until the wait is neither old nor new.
+      // Until the wait, the destination has neither the old bytes nor the new bytes.
       std::memset(b.shared.data() + c.to, 0xff, bytes);
     }
   });
@@ -66,7 +66,8 @@ void settle(Warp& w, int l, std::vector<AsyncCopy>& group) {
   }
 }
 
-// arg 0: groups that may stay in flight, -1: none, the open one neither
+// cp.async.wait_group and cp.async.wait_all. arg 0: the number of groups that may stay in flight;
+// -1 completes all groups and the copies that are not yet committed to a group.
 void copy_wait(Warp& w, const Instr& i, Mask m) {
   each_lane(m, [&](int l) {
     auto& groups = w.copies[l];
@@ -81,8 +82,9 @@ void copy_wait(Warp& w, const Instr& i, Mask m) {
 // Barriers
 // -----------------------------------------------------------------------------------------
 
-// arg 0: 0 sync, 1 arrive, 2 red; arg 1: operands before the number (of red); arg 2 red: 0 popc, 1
-// and, 2 or; arg 3 whether a count follows, arg 4 whether the vote is negated
+// bar and barrier. arg 0: 0 sync, 1 arrive, 2 red. arg 1: the number of operands before the number
+// of the barrier, which is 1 for red. arg 2, for red: 0 popc, 1 and, 2 or. arg 3: whether there is
+// a count of threads. arg 4: whether the vote is negated.
 void barrier(Warp& w, const Instr& i, Mask m) {
   const Reg* r = i.reg + i.arg[1];
   w.need(r[0], m, "the number of a barrier");
@@ -114,7 +116,8 @@ void barrier(Warp& w, const Instr& i, Mask m) {
 // Fences
 // -------------------------------------------------------------------------------------------
 
-// The asynchronous proxy sees what these lanes know of.
+// fence.proxy.async: the asynchronous proxy sees all writes that happen before the fence of these
+// lanes.
 void proxy_fence(Warp& w, const Instr&, Mask m) {
   if (!w.block->launch->options.races) return;
   each_lane(m, [&](int l) {
@@ -124,7 +127,7 @@ void proxy_fence(Warp& w, const Instr&, Mask m) {
   });
 }
 
-// fence and membar, which order strong accesses; arg 0: the scope.
+// fence and membar, which order strong accesses. arg 0: the scope.
 void memory_fence(Warp& w, const Instr& i, Mask m) {
   each_lane(m, [&](int l) { w.block->fence(w, l, (Scope)i.arg[0]); });
 }
@@ -177,8 +180,9 @@ void mbarrier_inval(Warp& w, const Instr& i, Mask m) {
   });
 }
 
-// arg 0: 0 arrive, 1 arrive.expect_tx, 2 expect_tx, 3 complete_tx, 4 arrive_drop; arg 1 whether a
-// state comes first; arg 2 whether a count follows
+// mbarrier operations other than waits. arg 0: 0 arrive, 1 arrive.expect_tx, 2 expect_tx, 3
+// complete_tx, 4 arrive_drop. arg 1: whether the first operand is the state that the operation
+// returns. arg 2: whether there is a count.
 void mbarrier_arrive(Warp& w, const Instr& i, Mask m) {
   const Reg* r = i.reg + i.arg[1];
   if (i.arg[2]) w.need(r[1], m, "the count of an arrival");
@@ -206,7 +210,8 @@ void mbarrier_arrive(Warp& w, const Instr& i, Mask m) {
   });
 }
 
-// arg 0 parity (or a state), 1 blocking
+// mbarrier.test_wait and mbarrier.try_wait. arg 0: whether the phase is given by its parity,
+// otherwise by a state.
 void mbarrier_wait(Warp& w, const Instr& i, Mask m) {
   Block& b = *w.block;
   w.need(i.reg[2], m, "the phase of an mbarrier");
@@ -225,11 +230,12 @@ void mbarrier_wait(Warp& w, const Instr& i, Mask m) {
   w.polls = done == m ? 0 : w.polls + 1;
 }
 
-// cp.async.mbarrier.arrive: arg 0 noinc
+// cp.async.mbarrier.arrive. arg 0: whether the instruction has .noinc.
 void copy_arrive(Warp& w, const Instr& i, Mask m) {
   Block& b = *w.block;
   each_lane(m, [&](int l) {
-    // The arrival happens when the copies so far have completed, which is now.
+    // On a GPU, the arrival happens after all earlier copies of the thread have completed. Here,
+    // the copies complete at once, and then the thread arrives.
     for (auto& group : w.copies[l]) settle(w, l, group);
     w.copies[l].clear();
     const uint32_t at = barrier_at(w, i, i.reg[0], l);
@@ -245,8 +251,9 @@ void copy_arrive(Warp& w, const Instr& i, Mask m) {
 // Registers
 // ---------------------------------------------------------------------------------------
 
-// Whether the block could ever have the registers that a warpgroup takes: all warps of the group
-// take them, and each warp of the other groups keeps at least kLeastRegisters for each thread.
+// Reports a fault if the block could never free the registers that a warpgroup takes. All warps of
+// the group take registers, and each warp of the other groups keeps at least kLeastRegisters per
+// thread.
 void check_registers(const Warp& w, int32_t count) {
   const Block& b = *w.block;
   int32_t needed = 0, free = b.registers;
@@ -264,9 +271,10 @@ void check_registers(const Warp& w, int32_t count) {
                            std::to_string(free));
 }
 
-// setmaxnreg: arg 0 whether registers are taken, arg 1 how many a thread then has. What warps give
-// waits in the block for those that take. A warp that ends gives nothing, because PTX does not say
-// that others may count on it.
+// setmaxnreg. arg 0: whether the warp takes registers (.inc) instead of releasing them (.dec). arg
+// 1: the registers per thread afterwards. Released registers stay with the block until another warp
+// takes them. A warp that ends releases no registers, because PTX does not say that other warps may
+// rely on them.
 void set_registers(Warp& w, const Instr& i, Mask) {
   Block& b = *w.block;
   const int32_t count = i.arg[1];
@@ -316,14 +324,16 @@ Known decode_copy(Instr& i, const Mnemonic& name, const RawInstr& raw) {
     i.run = copy_arrive;
     return Shape{address()};
   }
-  // [to], [from], bytes, then the bytes of the source or a predicate; a cache policy may come last.
+  // Operands: [to], [from], bytes, then optionally the number of source bytes or a predicate, then
+  // optionally a cache policy.
   if (!name.any({"ca", "cg"})) return kUnknown;
   i.pipe = Pipe::global;
   const RawOperand& third = raw.operand(3);
   const bool counted = raw.operands.size() > (name.has("L2::cache_hint") ? 4 : 3);
   i.arg[0] = (int)raw.operand(2).value;
   if (counted) i.arg[1] = third.bits == 1 ? 2 : 1;
-  // Registers are the two addresses, then the count: the size is a constant.
+  // The registers are the two addresses and the optional operand. `bytes` is a constant, so it is
+  // no register.
   i.run = copy;
   const Slot size = name.has("cg") ? constant(16, 16) : constant(4, 16).power_of_two();
   Shape shape = {address(), address(), size};
@@ -366,7 +376,7 @@ Known decode_mbarrier(Instr& i, const Mnemonic& name, const RawInstr& raw) {
     i.run = mbarrier_wait;
     const Slot phase = i.arg[0] ? source(32) : held(64);
     Shape shape = {result(1), address(), phase};
-    // How long the hardware may suspend the thread, in nanoseconds.
+    // The longest time for which hardware may suspend the thread, in nanoseconds.
     if (name.has("try_wait")) shape.push_back(source(32).if_given());
     return shape;
   }

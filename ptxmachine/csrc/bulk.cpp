@@ -1,9 +1,10 @@
-// Bulk copies of the asynchronous proxy: cp.async.bulk, of bytes and of the boxes of a tensor
-// (TMA).
+// Bulk copies of the asynchronous proxy (TMA): cp.async.bulk copies bytes, and cp.async.bulk.tensor
+// copies a box of a tensor.
 //
-// A load arrives at a moment that the seed draws, then counts its bytes at its mbarrier; a store
-// reads shared memory until its group is waited for. In the happens-before order a load is done by
-// a thread of the copy engine, which those acquire who wait for the mbarrier.
+// The seed draws the moment at which a load writes shared memory. The load then counts its bytes at
+// its mbarrier. A store may read shared memory at any time until a wait for its group. In the
+// happens-before order, a load is an access by a thread of the copy engine. A thread that waits for
+// the mbarrier acquires the time of this engine thread.
 
 #include "decode.h"
 #include "lanes.h"
@@ -11,13 +12,13 @@
 namespace ptxmachine {
 namespace {
 
-// The offset in shared memory of 16 bytes of a row.
+// The swizzled offset in shared memory of 16 bytes whose offset before the swizzle is `offset`.
 uint32_t piece(const Block& b, const BulkCopy& c, uint32_t offset) {
   const uint32_t base = b.launch->shared_base;
   return swizzled(offset + base, c.swizzle) - base;
 }
 
-// A map that the kernel itself has written needs a fence of its proxy after the last write.
+// A tensor map that the kernel has written needs fence.proxy.tensormap after the last write.
 void check_fence(Warp& w, int lane, Allocation& a, uint64_t address) {
   Block& b = *w.block;
   if (!b.launch->options.races || !a.writable) return;
@@ -30,7 +31,8 @@ void check_fence(Warp& w, int lane, Allocation& a, uint64_t address) {
           lane);
 }
 
-// What cuTensorMapEncodeTiled asks of a map; a kernel that makes one may have broken it.
+// Checks the rules of cuTensorMapEncodeTiled. A tensor map that a kernel has changed may break
+// them.
 void check_map(const TensorMap& map, int lane) {
   const auto need = [&](bool good, const std::string& what) {
     if (!good) fault("tensor map", what, lane);
@@ -76,7 +78,7 @@ const TensorMap map_at(Warp& w, uint64_t address, int lane) {
   return map;
 }
 
-// The rows of a box at these coordinates, which may lie outside the tensor.
+// Adds the rows of a box at these coordinates. The box may be partly or wholly outside the tensor.
 void add_rows(BulkCopy& c, const TensorMap& map, const int64_t* at, uint32_t shared) {
   const uint32_t size = map.element_bytes;
   c.row_bytes = map.box[0] * size;
@@ -105,7 +107,7 @@ void add_rows(BulkCopy& c, const TensorMap& map, const int64_t* at, uint32_t sha
   }
 }
 
-// Calls f(offset in shared memory, bytes) for the pieces of a row.
+// Calls f(offset in the row, offset in shared memory, bytes) for each piece of 16 bytes of a row.
 template <class F>
 void each_piece(const Block& b, const BulkCopy& c, const BulkRow& row, F&& f) {
   for (uint32_t byte = 0; byte < c.row_bytes; byte += 16)
@@ -185,7 +187,8 @@ void copy_out(Warp& w, BulkCopy& c) {
   c.done = true;
 }
 
-// Whether two stores of one instruction write the same bytes of shared memory to one place.
+// Whether two stores of one instruction write the same bytes of shared memory to the same global
+// addresses.
 bool same(const BulkCopy& a, const BulkCopy& c) {
   return a.reduction < 0 && c.reduction < 0 && a.rows.size() == c.rows.size() &&
          a.row_bytes == c.row_bytes && a.swizzle == c.swizzle &&
@@ -197,8 +200,9 @@ bool same(const BulkCopy& a, const BulkCopy& c) {
              });
 }
 
-// The lanes of a warp may all issue one store, as CUTLASS does: like lanes that store a value to
-// one address in one instruction, they write once. issued: the stores of lower lanes.
+// All lanes of a warp may issue the same store, as in CUTLASS. Global memory is then written once,
+// as for lanes that store the same value to one address in one instruction. issued: the stores of
+// lower lanes.
 void issue_store(Warp& w, int l, BulkCopy c, std::vector<BulkCopy>& issued) {
   Block& b = *w.block;
   c.store = true;
@@ -228,7 +232,7 @@ uint64_t address(Warp& w, Reg r, int l, int64_t offset) {
   return w.get(r, l) + (uint64_t)offset;
 }
 
-// The type of elements that a number of .elemtype stands for.
+// The element type of a number of .elemtype in tensormap.replace.
 Type map_type(uint32_t number) {
   static const Type types[] = {Type::u8,   Type::u16, Type::u32, Type::s32, Type::u64,
                                Type::s64,  Type::f16, Type::f32, Type::f32, Type::f64,
@@ -238,7 +242,8 @@ Type map_type(uint32_t number) {
   return types[number];
 }
 
-// cp.async.bulk of bytes; arg 0 store, 2 reduction or -1. Load: [to], [from], bytes, [mbarrier].
+// cp.async.bulk and cp.reduce.async.bulk. arg 0: whether it is a store. arg 2: the reduction or -1.
+// The operands of a load are [to], [from], bytes, [mbarrier]. A store has no mbarrier.
 void bulk(Warp& w, const Instr& i, Mask m) {
   Block& b = *w.block;
   std::vector<BulkCopy> issued;
@@ -264,9 +269,9 @@ void bulk(Warp& w, const Instr& i, Mask m) {
   });
 }
 
-// cp.async.bulk.tensor; arg 0 store, 1 dimensions, 2 reduction or -1. Load: [to], [map, {...}],
-// [mbarrier]; store: [map,
-// {...}], [from].
+// cp.async.bulk.tensor and cp.reduce.async.bulk.tensor. arg 0: whether it is a store. arg 1: the
+// number of dimensions. arg 2: the reduction or -1. The operands of a load are [to], [map, {...}],
+// [mbarrier]. The operands of a store are [map, {...}], [from].
 void tensor(Warp& w, const Instr& i, Mask m) {
   Block& b = *w.block;
   std::vector<BulkCopy> issued;
@@ -286,7 +291,8 @@ void tensor(Warp& w, const Instr& i, Mask m) {
     uint64_t bytes = map.element_bytes;
     for (int d = 0; d < rank; ++d) bytes *= map.box[d];
     const uint32_t align = kTensorAlignment;
-    // A swizzle stays within 128 bytes, and only within the copy if the copy has whole ones.
+    // A swizzle permutes 16-byte pieces within each 128 bytes. A swizzled copy therefore needs
+    // whole units of 128 bytes in shared memory.
     if (map.swizzle) bytes = (bytes + align - 1) / align * align;
     const uint32_t shared = b.shared_offset(given, bytes, 1);
     if ((shared + b.launch->shared_base) % align)
@@ -308,8 +314,8 @@ void commit(Warp& w, const Instr&, Mask m) {
   });
 }
 
-// arg 0: groups that may stay in flight. The effects of a store are complete here with and without
-// .read.
+// cp.async.bulk.wait_group. arg 0: the number of groups that may stay in flight. Stores complete at
+// this wait, with and without .read.
 void wait(Warp& w, const Instr& i, Mask m) {
   each_lane(m, [&](int l) {
     auto& groups = w.stores[l];
@@ -352,7 +358,7 @@ void Block::complete_load(size_t index) {
 
 namespace {
 
-// The dimensions of a tensor copy, or 0.
+// The number of dimensions of a tensor copy, or 0.
 int rank_of(const Mnemonic& name) {
   static const char* ranks[] = {"1d", "2d", "3d", "4d", "5d"};
   for (int d = 0; d < 5; ++d)
@@ -379,7 +385,7 @@ Known decode_bulk(Instr& i, const Mnemonic& name, const RawInstr& raw) {
     i.run = nothing;
     return with_policy(rank ? Shape{address(rank)} : Shape{address(), source(32)}, name);
   }
-  // The destination's space comes first.
+  // The first state space in the mnemonic is the destination.
   for (const std::string& part : name.parts) {
     if (part == "global") i.arg[0] = 1;
     if (part == "global" || part.rfind("shared", 0) == 0) break;
@@ -387,7 +393,7 @@ Known decode_bulk(Instr& i, const Mnemonic& name, const RawInstr& raw) {
   i.arg[2] = -1;
   if (name.parts[1] == "reduce") {
     i.arg[2] = reduction_of(name), i.type = name.last();
-    // The elements of a tensor have the type of its map.
+    // In a tensor copy, the tensor map has the type of the elements.
     if (!i.arg[0] || i.arg[2] < 0 || (!rank && bytes_of(i.type) < 1)) return kUnknown;
   }
   i.arg[1] = rank;

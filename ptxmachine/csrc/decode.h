@@ -1,4 +1,4 @@
-// What the files of instructions give to decode.cpp: one function per family of mnemonics.
+// The functions with which decode.cpp decodes instructions: one function per family of mnemonics.
 
 #pragma once
 
@@ -10,34 +10,36 @@
 
 namespace ptxmachine {
 
-// A mnemonic split at its dots, and helpers to read it.
+// A mnemonic that is split at its dots, with helpers to read the parts.
 struct Mnemonic {
   std::vector<std::string> parts;
   bool has(const char* part) const;
   bool any(std::initializer_list<const char*> names) const;
   const std::string& base() const { return parts[0]; }
-  // The last suffixes that are types: last() of cvt.f32.bf16 is bf16, before() is f32.
+  // The last suffix that is a type, and the type suffix before it. For cvt.f32.bf16, last() is bf16
+  // and before() is f32.
   Type last() const;
   Type before() const;
 };
 
-// The bits of a register for a type; 1 for a predicate.
+// The number of bits of a register for a type; 1 for a predicate.
 inline int bits_of(Type type) { return type == Type::pred ? 1 : 8 * bytes_of(type); }
 
-// The scope that a strong access or a fence names; it is the device for one that names none.
+// The scope that a strong access or a fence names. The scope is the device if the instruction names
+// none.
 inline Scope scope_named(const Mnemonic& name) {
   return name.any({"cta", "cluster"}) ? Scope::block : Scope::device;
 }
 
-// Adds the policy of a cache to the operands of an instruction that names one.
+// Adds the operand for the cache policy to the shape of an instruction with .L2::cache_hint.
 inline Shape with_policy(Shape shape, const Mnemonic& name) {
   if (name.has("L2::cache_hint")) shape.push_back(held(64));
   return shape;
 }
 
-// Each returns the shape of the operands if it knows the mnemonic; it then has set the handler and
-// all modifiers. raw gives the operands as they were written. They are compared with the shape
-// afterwards, so that any of them may be missing or of another kind.
+// If a function knows the mnemonic, it sets the handler and all modifiers and returns the shape of
+// the operands. raw has the operands of the text. They are compared with the shape only afterwards,
+// so any operand of raw may be missing or have another kind.
 using Known = std::optional<Shape>;
 constexpr std::nullopt_t kUnknown = std::nullopt;
 Known decode_integer(Instr& instr, const Mnemonic& name, const RawInstr& raw);

@@ -1,8 +1,9 @@
 // Handlers of instructions that work on each lane alone: one template per number of operands.
 //
-// An operation is a struct with a static call(); the template reads the lanes, calls, and writes
-// those that the mask names. All 32 lanes are computed, so that the loops vectorise; call() must
-// therefore be harmless for every value.
+// An operation is a struct with a static call(). The template reads the lanes, calls call() for
+// each lane, and writes the lanes in the mask. All 32 lanes are computed, so that the compiler
+// vectorises the loops. call() must therefore be defined for every value, even for uninitialized
+// lanes.
 
 #pragma once
 
@@ -15,7 +16,7 @@ namespace ptxmachine {
 template <class T>
 using Word = std::conditional_t<sizeof(T) == 8, uint64_t, uint32_t>;
 
-// A half in the storage of its bits.
+// The bits of an fp16 value (Half) and of a bf16 value (Brain).
 struct Half {
   uint16_t bits;
 };
@@ -25,7 +26,7 @@ struct Brain {
 
 inline float to_float(Half h) { return (float)bits_as<_Float16>(h.bits); }
 inline float to_float(Brain b) { return bits_as<float>((uint32_t)b.bits << 16); }
-// e4m3 has one NaN and no infinity; e5m2 is the upper byte of a half.
+// e4m3 has one NaN (of either sign) and no infinity. e5m2 is the upper byte of fp16.
 inline float float_of_8_bits(Type type, uint8_t bits) {
   if (type == Type::e5m2) return to_float(Half{(uint16_t)(bits << 8)});
   const int exponent = bits >> 3 & 15, fraction = bits & 7;
@@ -40,7 +41,8 @@ inline Brain to_brain(float x) {
   if (x != x) return {0x7fff};
   return {(uint16_t)((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16)};
 }
-// Rounds a double to bf16 once: to fp32 by odd, then to the nearest.
+// Rounds a double to the nearest bf16 value. The first step rounds to odd in fp32, so that the
+// second step has the result of a single rounding.
 inline Brain to_brain(double x) {
   float f = (float)x;
   if (f == f && (double)f != x && std::isfinite(f)) {
@@ -80,10 +82,10 @@ inline const Word<T>* lanes(Warp& w, Reg r) {
   }
 }
 
-// A hint, or an instruction without an effect in the machine.
+// The handler of hints and of other instructions without an effect in the machine.
 inline void nothing(Warp&, const Instr&, Mask) {}
 
-// The handler that `Pick` has for an integer type, or null.
+// The handler of `Pick` for an integer type, or null for another type.
 template <template <class> class Pick>
 Handler by_integer_type(Type type) {
   switch (type) {

@@ -1,9 +1,9 @@
-// Runs the blocks of a launch: warps take turns that the seed draws, and the lanes of a warp stay
-// together where they agree.
+// Runs the blocks of a launch. The seed chooses the order in which warps take turns. The lanes of a
+// warp execute together as long as they take the same branches.
 //
-// A warp whose lanes disagree at a branch is cut into fragments. The fragment with the lowest
-// instruction number runs, and joins others that it meets, so that lanes come together again where
-// their paths do.
+// A warp whose lanes take different branches is divided into fragments. The fragment with the
+// lowest instruction number runs first, and fragments at the same instruction are joined. Lanes
+// therefore execute together again after their paths have met.
 
 #include "machine.h"
 
@@ -72,7 +72,7 @@ void start(Block& b, Warp& w, int index) {
   const Launch& launch = *b.launch;
   const Program& p = *launch.program;
   w.block = &b, w.program = &p, w.index = index, w.registers = launch.registers;
-  // Registers hold what the seed draws until they are written.
+  // Uninitialized registers have a value that the seed draws.
   w.file.assign((size_t)p.words, (uint32_t)b.random());
   w.valid.assign((size_t)p.ids, 0);
   w.locked.assign((size_t)p.ids, 0);
@@ -127,7 +127,8 @@ void drop(std::vector<Fragment>& fragments, F&& f) {
   fragments.erase(std::remove_if(fragments.begin(), fragments.end(), f), fragments.end());
 }
 
-// The fragment to run next: with the lowest instruction number, others there joined to it.
+// Returns the fragment to run next: the fragment with the lowest instruction number, joined with
+// all other fragments at this instruction.
 Fragment* choose(Warp& w) {
   Fragment* best = nullptr;
   for (Fragment& f : w.fragments)
@@ -163,8 +164,9 @@ void branch(Warp& w, Fragment* f, const Instr& i, Mask taken) {
   }
 }
 
-// Runs a warp-level synchronisation for each group of lanes that give one member mask and are all
-// of its members; returns the lanes of these groups. Groups of one warp may meet independently.
+// Runs a warp-level synchronisation for each complete group of lanes, and returns the lanes of
+// these groups. A group is complete if all members of its member mask have arrived with the same
+// member mask. The groups of a warp are independent of each other.
 Mask run_groups(Warp& w, const Instr& i, Mask mask) {
   const Reg members = i.reg[i.regs - 1];
   w.need(members, mask, "a member mask");
@@ -186,7 +188,7 @@ void leave(Warp& w, Fragment* f, Mask gone) {
   f->mask &= ~gone;
   ++f->pc;
   drop(w.fragments, [](const Fragment& g) { return g.mask == 0; });
-  // Lanes that have left count as arrived where others wait for them.
+  // Lanes that have exited no longer keep other lanes waiting, so waiting fragments try again.
   for (Fragment& g : w.fragments) g.waits = false;
 }
 
@@ -195,7 +197,7 @@ void leave(Warp& w, Fragment* f, Mask gone) {
 Block::Block(Launch& l, uint32_t n) : launch(&l), number(n), random(l.options.seed * 1000003 + n) {
   id[0] = n % l.grid[0], id[1] = n / l.grid[0] % l.grid[1], id[2] = n / l.grid[0] / l.grid[1];
   shared.resize(l.shared_bytes);
-  for (uint8_t& byte : shared) byte = 0xff;  // NaN in every float format
+  for (uint8_t& byte : shared) byte = 0xff;  // NaN in fp16, bf16, fp32, fp64, e4m3 and e5m2
   shared_valid.assign(l.shared_bytes, 0);
   if (l.options.races) cells.resize(l.shared_bytes / (uint32_t)l.program->granule + 1);
   slot_time.assign(kSlots, 1);
@@ -206,10 +208,10 @@ Block::Block(Launch& l, uint32_t n) : launch(&l), number(n), random(l.options.se
   for (int w = 0; w < l.warps; ++w) start(*this, warps[(size_t)w], w);
 }
 
-// A block looks after this number of instructions of a warp whether the launch is stopped.
+// Each warp checks whether the launch is stopped after every kStopEvery instructions.
 constexpr uint64_t kStopEvery = 4096;
 
-// Runs a warp for a number of instructions, or until it waits or ends.
+// Runs a warp for `quantum` instructions, or until the warp waits or ends.
 void Block::step(Warp& w, int64_t quantum) {
   const Instr* code = launch->program->code.data();
   const int32_t size = (int32_t)launch->program->code.size();
@@ -306,7 +308,8 @@ void Block::finish_barrier(int number_) {
     for (const Warp& w : warps) needed += w.live != 0;
   }
   if ((int32_t)(b.waiting.size() + b.passed.size()) < needed) return;
-  // Warps that only arrive complete a barrier, too, which then begins again.
+  // Warps that only arrive (bar.arrive) can complete a barrier, too. A completed barrier starts its
+  // next phase.
   if (launch->options.races && !b.waiting.empty()) {
     std::vector<std::pair<Warp*, int>> threads;
     for (int32_t index : b.waiting)
@@ -350,7 +353,7 @@ void Block::check_phase(MBarrier& b) {
   ++b.phase;
   b.pending = b.expected;
   b.completed = b.arrivals, b.completed_fenced = b.arrivals_fenced;
-  // A warp that has polled in vain may go on now.
+  // Warps whose polls of an mbarrier have failed may succeed now.
   for (Warp& w : warps) w.polls = 0;
 }
 
@@ -365,7 +368,8 @@ void Block::turn(Warp& w, int64_t quantum) {
   }
 }
 
-// No warp can go on. The fault names the last of them, or the last that waits for registers.
+// Returns the fault for a block in which no warp can go on. The fault names the last live warp, or
+// the last warp that waits for registers if there is such a warp.
 Fault Block::deadlock(bool at_barriers) const {
   std::string what = at_barriers ? "all warps wait at barriers" : "all warps wait at mbarriers";
   const Warp* found = nullptr;
@@ -392,7 +396,8 @@ void Block::run() {
       }
     }
     if (!left) break;
-    // A copy under way arrives at a moment that the seed draws, and at the latest when all wait.
+    // The seed draws the moment at which a bulk load completes. A load completes at the latest when
+    // all warps wait.
     if (!bulk.empty() && (!progress || ready.empty() || chance(0.02))) {
       complete_load(random() % bulk.size());
       for (Warp& w : warps) w.polls = 0;
@@ -404,7 +409,7 @@ void Block::run() {
     Warp& w = warps[(size_t)ready[pick]];
     turn(w, orderly ? 1 << 30 : (int64_t)(1 + random() % 200));
     if (orderly && w.polls) {
-      // The others run before a warp that polls asks again.
+      // All other warps run before this warp polls again.
       std::rotate(ready.begin(), ready.begin() + 1, ready.end());
       for (int32_t index : ready)
         if (warps[(size_t)index].barrier < 0 && warps[(size_t)index].live && index != w.index)

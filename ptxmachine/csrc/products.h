@@ -1,8 +1,9 @@
-// What the matrix instructions share: products of small matrices, and the fragments of registers.
+// Functions that the matrix instructions share: products of small matrices, and fragments in
+// registers.
 //
-// Every product of two operands of at most 16 bits (or tf32) is exact in fp32. The order of the sum
-// is not documented, so Options::accumulate chooses it. Fragment layouts are those of the PTX ISA,
-// section "Warp Level Matrix Instructions".
+// A product of two operands of at most 16 bits, or of two tf32 operands, is exact in fp32. The
+// order of the sum is not documented, so Options::accumulate chooses the order. Fragment layouts
+// are those of the PTX ISA, section "Warp Level Matrix Instructions".
 
 #pragma once
 
@@ -11,7 +12,8 @@
 
 namespace ptxmachine {
 
-// A and B as fp32 with a flag per row of A and column of B that says whether all of it is valid.
+// A and B in fp32. The flags a_ok and b_ok tell whether all elements of a row of A or of a column
+// of B are valid.
 struct Operands {
   int rows, columns, depth;
   std::vector<float> a, b;  // a (rows, depth), b (depth, columns)
@@ -20,13 +22,14 @@ struct Operands {
       : rows(m), columns(n), depth(k), a(m * k), b(k * n), a_ok(m, 1), b_ok(n, 1) {}
 };
 
-// d (rows, columns) += a b, in the order that the launch asks for.
+// d (rows, columns) += a b, summed in this order.
 void multiply(const Operands& o, float* d, Accumulate order);
 
-// The same for integers, which wrap around or, if so asked, stay at the limits.
+// d (rows, columns) += a b for integers. Sums that overflow wrap around, or are clamped to the
+// range of int32 if `saturate` is true.
 void multiply_integers(const Operands& o, int32_t* d, bool saturate);
 
-// The value of an element in the low bits.
+// The value of the element in the low bits of a word.
 float element(Type type, uint32_t bits);
 
 inline int element_bytes(Type type) {
@@ -38,20 +41,21 @@ struct MatrixShape {
 };
 bool shape_of(const Mnemonic& name, MatrixShape& shape);
 
-// Whether elements of these types of A and B are multiplied, as integers or as floats.
+// Whether a matrix instruction multiplies A and B of these types: as integers if `integers` is
+// true, otherwise as floats.
 bool multiplies(Type a, Type b, bool integers);
 
-// Reads n columns of accumulators, of 16 rows, into d (16, n) and, for each element, whether it is
-// valid.
+// Reads accumulators of 16 rows and n columns into d (16, n). Sets ok (16, n) to whether each
+// element is valid.
 void read_accumulators(Warp& w, const Reg* c, bool half, int n, float* d, uint8_t* ok,
                        const Mask* valid);
 
-// Writes them, and returns the valid lanes by register.
+// Writes d (16, n) to the accumulators, and returns the valid lanes of each register.
 std::vector<Mask> write_accumulators(Warp& w, const Reg* to, bool half, int n, const float* d,
                                      const uint8_t* ok);
 
-// A (16, k) in registers: register r holds, of elements of so many bytes, those of 4 bytes at row
-// lane / 4 (+ 8 in odd registers) and the (lane % 4)-th word of half r / 2 of k.
+// Reads A (16, k) from registers of 4 bytes. Register r of a lane holds word 4 (r / 2) + lane % 4
+// of row lane / 4, or of row lane / 4 + 8 if r is odd.
 void read_a(Operands& o, Type type, int registers, const uint32_t* const* word, const Mask* valid);
 
 }  // namespace ptxmachine

@@ -1,10 +1,10 @@
 // A PTX kernel as the machine runs it: instructions with a handler and resolved operands.
 //
-// src/ptxmachine/parse.py splits the text into instructions and operands; decode.cpp gives
-// each instruction the handler of its mnemonic. Registers are virtual, as in PTX: each has its own
-// place in the register file of a warp, 32 lanes wide. Immediates and addresses of variables are
-// registers that hold the same value in every lane and that no instruction writes, so that handlers
-// know one kind of operand only.
+// src/ptxmachine/parse.py splits the text into instructions and operands. decode.cpp gives each
+// instruction the handler of its mnemonic. Registers are virtual, as in PTX: each register has its
+// own words in the register file of a warp, for 32 lanes. Immediates and addresses of variables are
+// registers, too, which hold the same value in every lane and which no instruction writes. Handlers
+// therefore know one kind of operand only.
 
 #pragma once
 
@@ -57,23 +57,23 @@ bool is_float(Type type);
 Type type_of(const std::string& suffix);  // Type::none when the suffix is no type
 // clang-format on
 
-// The threads that a strong access or a fence has an effect on; a weak access has no scope. A
-// cluster has one block, so that its scope is that of the block.
+// The threads that a strong access or a fence has an effect on. A weak access has no scope. A
+// cluster has one block, so the scope .cluster is the scope of the block.
 enum class Scope : uint8_t { weak, block, device };
 
-// A register of the file. A narrow one has 32 words, a wide one (64 bits) 64 words, and a predicate
-// a single word with one bit per lane.
+// A register in the register file. A narrow register has 32 words. A wide register (64 bits) has 64
+// words. A predicate has a single word with one bit per lane.
 enum class Width : uint8_t { pred, narrow, wide };
 struct Reg {
   int32_t at = 0;   // first word in the register file of the warp
-  int32_t id = -1;  // index of its valid bits
+  int32_t id = -1;  // index of the register in Warp::valid
   Width width = Width::narrow;
   uint8_t bits = 32;  // 1, 8, 16, 32 or 64
 };
 
-// What an instruction does to the flow of its warp.
-// After `poll`, the warp goes on, even if what it asked for is not true; `retry` is issued again
-// until it takes effect.
+// The effect of an instruction on the control flow of its warp. After `poll`, the warp goes on,
+// even if the tested condition is false. An instruction with `retry` is issued again until it takes
+// effect.
 enum class Flow : uint8_t { next, branch, exit, barrier, warp_sync, poll, retry };
 // The unit that executes an instruction, for the counts.
 enum class Pipe : uint8_t {
@@ -95,30 +95,30 @@ struct Instr {
   Handler run = nullptr;
   const Reg* reg = nullptr;  // the registers of all operands in the order of the text
   int32_t regs = 0;
-  int32_t guard = -1;  // word of the guard's predicate in the register file, or -1
+  int32_t guard = -1;  // word of the guard predicate in the register file, or -1
   int32_t guard_id = -1;
   bool negated = false;
   bool aligned = false;  // all lanes of the warp must execute it together
   Flow flow = Flow::next;
   Pipe pipe = Pipe::alu;
   Type type = Type::none, source = Type::none;
-  int32_t target = -1;      // instruction number of a branch's label
+  int32_t target = -1;      // number of the instruction that a branch jumps to
   int64_t offset = 0;       // byte offset of the first address operand
-  int64_t offsets[4] = {};  // of all of them
+  int64_t offsets[4] = {};  // byte offsets of all address operands
   int32_t arg[6] = {};      // modifiers, as decode.cpp numbers them for the handler
   int32_t line = 0;         // line of the PTX text
   const char* text = "";    // mnemonic
 };
 
-// An operand as the parser hands it over.
+// An operand as the parser passes it to decode.
 struct RawOperand {
   char kind = 'r';                // r register, i immediate, v vector, m address, l label, _ sink
   int64_t value = 0;              // register number, immediate or instruction number
-  int64_t offset = 0;             // of an address
-  std::vector<RawOperand> parts;  // of a vector or an address
+  int64_t offset = 0;             // byte offset of an address
+  std::vector<RawOperand> parts;  // elements of a vector; base and coordinates of an address
   bool negated = false;           // !%p as an operand
-  int32_t bits = 0;               // of a register; decode.cpp fills it in
-  bool special = false;           // a register that the machine fills in, such as %tid.x
+  int32_t bits = 0;               // bits of a register; set by decode.cpp
+  bool special = false;           // a special register, such as %tid.x
 };
 
 struct RawInstr {
@@ -128,11 +128,11 @@ struct RawInstr {
   int32_t guard_bits = 1;
   bool negated = false;
   int32_t line = 0;
-  // An operand by its number from 0. One that is missing has the kind ' ', which fits nothing.
+  // The operand with this number, from 0. A missing operand has the kind ' ', which fits no slot.
   const RawOperand& operand(size_t at) const;
 };
 
-// Registers that the machine fills in when a warp starts.
+// The special registers. The machine writes them when a warp starts.
 enum Special : int {
   kTidX,
   kTidY,
@@ -187,23 +187,23 @@ struct Constant {
 
 struct Program {
   std::vector<Instr> code;
-  std::vector<std::vector<Reg>> operands;  // what the instructions' reg point into
-  std::vector<Reg> registers;              // the declared ones, then the special ones
+  std::vector<std::vector<Reg>> operands;  // the arrays that Instr::reg points into
+  std::vector<Reg> registers;              // the declared registers, then the special registers
   std::vector<Constant> constants;
   int32_t words = 0;  // size of a warp's register file
   int32_t ids = 0;    // number of registers of all kinds
   int32_t first_special = 0;
-  int32_t granule = 16;  // bytes that every write of shared memory fills whole
+  int32_t granule = 16;  // every write to shared memory fills whole granules of so many bytes
   int32_t global_granule = 16;
   std::vector<std::string> texts;
-  // By line: instructions that the machine does not know, and operands that do not fit. A program
-  // that has any cannot run.
+  // Line and message, for each instruction that the machine does not know and for each operand that
+  // does not fit its instruction. A program with such an instruction or operand cannot run.
   std::vector<std::pair<int32_t, std::string>> unsupported, misfits;
   bool runs() const { return unsupported.empty() && misfits.empty(); }
 };
 
-// Lays out the registers, finds the handlers and checks the operands; bits holds those of each
-// declared register.
+// Lays out the registers, finds the handlers and checks the operands. bits[n] is the number of bits
+// of declared register n.
 Program* decode(std::vector<RawInstr> code, const std::vector<int>& bits);
 
 // The first parts of all mnemonics, such as "add".

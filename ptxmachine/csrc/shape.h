@@ -13,19 +13,19 @@
 
 namespace ptxmachine {
 
-// What one operand may be. The functions after it make slots.
+// What one operand may be. The functions after this struct make slots.
 struct Slot {
   enum class Kind : uint8_t { value, vector, address, constant, label };
   Kind kind = Kind::value;
-  int bits = 32;              // of a register: 1 for a predicate, 8, 16, 32 or 64
+  int bits = 32;              // bits of a register: 1 for a predicate, 8, 16, 32 or 64
   bool written = false;       // a result: a register that the kernel declares
-  bool immediate = false;     // an immediate may take the place of the register
+  bool immediate = false;     // an immediate is allowed instead of the register
   bool more = false;          // the register may have more bits
-  bool sink = false;          // "_" may take the place of the register
+  bool sink = false;          // "_" is allowed instead of the register
   bool negatable = false;     // "!" may precede the register
-  bool optional = false;      // may be missing, together with all operands after it
-  int64_t low = 0, high = 0;  // of a constant
-  bool power = false;         // a constant that is a power of two
+  bool optional = false;      // this operand and all later operands may be missing
+  int64_t low = 0, high = 0;  // range of a constant
+  bool power = false;         // the constant must be a power of two
   std::vector<Slot> parts;    // elements of a vector; coordinates of an address
 
   Slot or_more() const;
@@ -42,17 +42,18 @@ Slot result(int bits);
 Slot source(int bits);
 // A register that the instruction reads.
 Slot held(int bits);
-// Registers in braces; a vector of one element may do without braces.
+// Registers in braces. A vector of one element may be written without braces.
 Slot vector(int elements, const Slot& element);
 // Two registers with a bar between them.
 Slot pair(const Slot& first, const Slot& second);
-// A register or the address of a variable in brackets, with so many coordinates after it.
+// A register or the address of a variable in brackets, followed by this number of coordinates.
 Slot address(int coordinates = 0);
-// An immediate that decoding uses up: it takes no place among the registers of the instruction.
+// An immediate that only decoding uses. It does not become a register of the instruction.
 Slot constant(int64_t low, int64_t high);
 Slot label();
 
-// Returns what is wrong with the operands, with the operands that are allowed, or "".
+// Returns a message about the operands that do not fit and the operands that are allowed, or "" if
+// all operands fit.
 std::string mismatch(const RawInstr& raw, const Shape& shape);
 
 }  // namespace ptxmachine

@@ -1,8 +1,10 @@
-// Tensor maps that a kernel makes: tensormap.replace, their copy to global memory and their fences.
+// Instructions with which a kernel changes tensor maps: tensormap.replace, tensormap.cp_fenceproxy
+// and fence.proxy.tensormap.
 //
-// The 128 bytes of a map are the machine's own, as machine.h lays them out; the bytes that a driver
-// writes are not documented. A kernel that changes a map by other instructions than these, except
-// for copies of the whole and for zeros before the first change, is therefore wrong here.
+// The layout of a tensor map that a driver writes is not documented. The machine has its own layout
+// of 128 bytes, which is `TensorMap` in machine.h. A kernel may therefore change a map only with
+// these instructions. It may also copy a whole map, and fill a map with zeros before the first
+// change.
 
 #include "decode.h"
 #include "lanes.h"
@@ -61,7 +63,7 @@ void set(TensorMap& map, Field field, uint32_t ordinal, uint64_t value, int lane
       allow(value % 16 == 0, "an address that is not a multiple of 16");
       map.address = value;
       break;
-    case Field::rank:  // less one
+    case Field::rank:  // the value is the rank minus 1
       allow(value < 5, "a rank above 5");
       map.rank = (uint8_t)(value + 1);
       break;
@@ -98,7 +100,8 @@ void set(TensorMap& map, Field field, uint32_t ordinal, uint64_t value, int lane
   }
 }
 
-// tensormap.replace [map]{, ordinal}, value; arg 0 field, 1 whether there is an ordinal, 2 space
+// tensormap.replace [map]{, ordinal}, value. arg 0: field. arg 1: whether there is an ordinal. arg
+// 2: state space.
 void replace(Warp& w, const Instr& i, Mask m) {
   const Reg value = i.reg[1 + i.arg[1]];
   w.need(i.reg[0], m, "an address");
@@ -117,7 +120,7 @@ void replace(Warp& w, const Instr& i, Mask m) {
   });
 }
 
-// tensormap.cp_fenceproxy [global], [shared], 128: one copy for the warp; arg 0: the scope.
+// tensormap.cp_fenceproxy [global], [shared], 128. The warp copies the map once. arg 0: the scope.
 void copy_map(Warp& w, const Instr& i, Mask m) {
   w.need(i.reg[0], m, "an address");
   w.need(i.reg[1], m, "an address");
@@ -130,7 +133,7 @@ void copy_map(Warp& w, const Instr& i, Mask m) {
   each_lane(m, [&](int l) { w.block->fence(w, l, (Scope)i.arg[0]); });
 }
 
-// fence.proxy.tensormap::generic.acquire [map], 128; arg 0: the scope
+// fence.proxy.tensormap::generic.acquire [map], 128. arg 0: the scope.
 void acquire_map(Warp& w, const Instr& i, Mask m) {
   w.need(i.reg[0], m, "an address");
   each_lane(m, [&](int l) {
