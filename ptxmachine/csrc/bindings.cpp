@@ -1,5 +1,5 @@
-// The Python module ptxmachine._machine: decode a parsed kernel, run a launch, read a DLPack
-// capsule.
+// The Python module ptxmachine._machine: it decodes a parsed kernel, runs a launch, and reads
+// buffers and DLPack capsules.
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -59,8 +59,8 @@ py::dict dict_of(const Counts& c) {
   return d;
 }
 
-// memory: (address, bytes, writable, name, holds nothing yet). Returns the counts, and the fault as
-// (kind, message, instruction, block, warp, lane) or None.
+// Each element of memory is (address, bytes, writable, name, whether it is uninitialized). Returns
+// the counts, and the fault as (kind, message, instruction, block, warp, lane) or None.
 py::tuple run_launch(
     const Program& program, const std::array<uint32_t, 3>& grid,
     const std::array<uint32_t, 3>& block, const py::bytes& params, uint32_t shared_bytes,
@@ -114,11 +114,12 @@ struct DlTensor {
   uint8_t code, bits;
   uint16_t lanes;
   int64_t* shape;
-  int64_t* strides;  // in elements; null: those of a contiguous array
+  int64_t* strides;  // in elements; null: the array is contiguous
   uint64_t byte_offset;
 };
 
-// Returns address, shape, strides in elements, code and bits of the type, and the lanes of it.
+// Returns the address, the shape, the strides in elements, and the code, the bits and the lanes of
+// the type.
 py::tuple read_capsule(const py::capsule& capsule) {
   const auto* t = static_cast<const DlTensor*>(PyCapsule_GetPointer(capsule.ptr(), "dltensor"));
   if (!t) throw py::error_already_set();
@@ -130,8 +131,8 @@ py::tuple read_capsule(const py::capsule& capsule) {
   return py::make_tuple(address, shape, strides, t->code, t->bits, t->lanes);
 }
 
-// Returns address, shape, strides in bytes, bytes of an element, its format, and whether the memory
-// is read-only.
+// Returns the address, the shape, the strides in bytes, the bytes and the format of an element, and
+// whether the memory is read-only.
 py::tuple read_buffer(const py::buffer& buffer) {
   const py::buffer_info info = buffer.request();
   return py::make_tuple(reinterpret_cast<uint64_t>(info.ptr), info.shape, info.strides,

@@ -73,8 +73,8 @@ void put_predicate(Warp& w, Reg r, Mask m, Mask bits, Mask valid) {
   w.wrote(r, m, valid);
 }
 
-// setp: arg 0 comparison, 1 boolean operation (0 none, 1 and, 2 or, 3 xor), 2 whether !c, 3 ftz, 4
-// two results.
+// setp. arg 0: comparison. arg 1: boolean operation: 0 none, 1 and, 2 or, 3 xor. arg 2: whether c
+// is negated. arg 3: ftz. arg 4: whether there are two results.
 template <class T>
 void set_predicate(Warp& w, const Instr& i, Mask m) {
   const Reg* source = i.reg + 1 + i.arg[4];
@@ -83,7 +83,8 @@ void set_predicate(Warp& w, const Instr& i, Mask m) {
   Mask valid = w.ok(source[0]) & w.ok(source[1]);
   if (i.arg[1]) {
     const Mask c = i.arg[2] ? ~w.file[source[2].at] : w.file[source[2].at];
-    // c may decide alone, as false does in and.
+    // c alone decides the result if it is false for `and` or true for `or`. The comparison may then
+    // be invalid.
     const Mask decides = i.arg[1] == 1 ? ~c : i.arg[1] == 2 ? c : 0;
     valid = (valid | decides) & w.ok(source[2]);
     auto combine = [&](Mask t) { return i.arg[1] == 1 ? t & c : i.arg[1] == 2 ? t | c : t ^ c; };
@@ -93,7 +94,7 @@ void set_predicate(Warp& w, const Instr& i, Mask m) {
   if (i.arg[4] && i.reg[1].id >= 0) put_predicate(w, i.reg[1], m, other, valid);
 }
 
-// setp p|q on pairs: p is the comparison of the low halves, q that of the high ones.
+// setp p|q for f16x2 and bf16x2: p compares the low halves, and q compares the high halves.
 template <class T>
 void set_pair(Warp& w, const Instr& i, Mask m) {
   const uint32_t *a = w.word(i.reg[2]), *b = w.word(i.reg[3]);
@@ -108,7 +109,7 @@ void set_pair(Warp& w, const Instr& i, Mask m) {
     if (i.reg[e].id >= 0) put_predicate(w, i.reg[e], m, bits[e], w.ok(i.reg[2]) & w.ok(i.reg[3]));
 }
 
-// set: all ones, or 1.0 where arg 5 says that the result is fp32.
+// set. The result of a true comparison is all ones, or 1.0 if arg 5 is set, for a result in fp32.
 template <class T>
 void set_word(Warp& w, const Instr& i, Mask m) {
   const Mask bits = compared<T>(w, i, i.reg + 1);
@@ -117,7 +118,8 @@ void set_word(Warp& w, const Instr& i, Mask m) {
   put(w, i.reg[0], m, out, w.ok(i.reg[1]) & w.ok(i.reg[2]));
 }
 
-// set on pairs: 1.0 (arg 5) or all ones in each half, where its comparison holds.
+// set for f16x2 and bf16x2. arg 5: the bits of a half whose comparison is true, which are all ones
+// or 1.0.
 template <class T>
 void set_halves(Warp& w, const Instr& i, Mask m) {
   const uint32_t *a = w.word(i.reg[1]), *b = w.word(i.reg[2]);
@@ -145,7 +147,7 @@ void select_predicate(Warp& w, const Instr& i, Mask m) {
                 ((p & w.ok(i.reg[1])) | (~p & w.ok(i.reg[2]))) & w.ok(i.reg[3]));
 }
 
-// slct: a where c >= 0, otherwise b; c is s32 or f32.
+// slct: a if c >= 0, otherwise b. c is s32 or f32.
 template <class W, bool kFloat>
 void select_sign(Warp& w, const Instr& i, Mask m) {
   const W *a = lanes<W>(w, i.reg[1]), *b = lanes<W>(w, i.reg[2]);

@@ -1,4 +1,4 @@
-// Conversions and moves: cvt, cvta, mov with its packing, and the addresses of variables.
+// Conversions and moves: cvt, cvta, and mov, which also packs and unpacks vectors.
 
 #include <cfenv>
 #include <limits>
@@ -10,7 +10,7 @@ namespace ptxmachine {
 namespace {
 
 enum class Round : int32_t { nearest, zero, down, up, away };
-// Bits of arg[1].
+// The flags in arg 1 of cvt.
 enum : int32_t { kFtz = 1, kSat = 2, kRelu = 4, kFinite = 8, kIntegral = 16 };
 
 double rounded_integral(double x, Round round) {
@@ -26,7 +26,8 @@ double rounded_integral(double x, Round round) {
   }
 }
 
-// The value of a source; exact in a double for every format but 64-bit integers.
+// The value of a source of cvt. A double represents every value of these formats exactly, except
+// for 64-bit integers.
 double read_float(Type type, uint64_t bits) {
   switch (type) {
     case Type::f16:
@@ -66,7 +67,8 @@ __int128 read_integer(Type type, uint64_t bits) {
   }
 }
 
-// Rounds to a format with so many bits of fraction and exponents from lowest, in a double.
+// Rounds x to a format with this number of fraction bits, whose least exponent is `lowest`. The
+// result is a double.
 double rounded_to(double x, int fraction, int lowest, double largest, Round round, bool infinite) {
   if (x == 0 || !std::isfinite(x)) return x;
   int exponent;
@@ -143,7 +145,7 @@ uint64_t write_integer(Type type, double x, Round round) {
   return (uint64_t)x;
 }
 
-// A 64-bit integer to a float, rounded once.
+// Converts a 64-bit integer to a float with a single rounding.
 template <class F>
 F from_integer(__int128 value, Round round) {
   constexpr int modes[] = {FE_TONEAREST, FE_TOWARDZERO, FE_DOWNWARD, FE_UPWARD, FE_TONEAREST};
@@ -183,7 +185,7 @@ uint64_t converted(Type to, Type from, uint64_t bits, Round round, int flags) {
   return r;
 }
 
-// Whether cvt has the type as that of one value.
+// Whether cvt converts single values of this type.
 bool converts(Type type) {
   return bytes_of(type) > 0 && bytes_of(type) <= 8 && type != Type::f16x2 && type != Type::bf16x2;
 }
@@ -192,12 +194,12 @@ Type element_of(Type type) {
   return type == Type::f16x2 ? Type::f16 : type == Type::bf16x2 ? Type::bf16 : type;
 }
 
-// A register that is wider than a signed result holds it with its sign.
+// Extends the sign of a signed result that is narrower than its register.
 uint64_t extended(Type type, uint64_t value) {
   return is_float(type) ? value : (uint64_t)(int64_t)read_integer(type, value);
 }
 
-// cvt: arg 0 rounding, 1 flags
+// cvt of a single value. arg 0: rounding. arg 1: flags.
 void convert(Warp& w, const Instr& i, Mask m) {
   each_lane(m, [&](int l) {
     w.set(i.reg[0], l,
@@ -220,7 +222,7 @@ void convert_pair(Warp& w, const Instr& i, Mask m) {
   w.wrote(i.reg[0], m, w.ok(i.reg[1]) & w.ok(i.reg[2]));
 }
 
-// f16x2 to the pair of fp8 in a b16 register.
+// Converts f16x2 to a pair of fp8 in a b16 register.
 void narrow_pair(Warp& w, const Instr& i, Mask m) {
   each_lane(m, [&](int l) {
     const uint64_t a = w.get(i.reg[1], l);
@@ -231,7 +233,7 @@ void narrow_pair(Warp& w, const Instr& i, Mask m) {
   w.wrote(i.reg[0], m, w.ok(i.reg[1]));
 }
 
-// The pair of fp8 in a b16 register to f16x2.
+// Converts a pair of fp8 in a b16 register to f16x2.
 void widen_pair(Warp& w, const Instr& i, Mask m) {
   each_lane(m, [&](int l) {
     const uint64_t a = w.get(i.reg[1], l);
@@ -242,7 +244,7 @@ void widen_pair(Warp& w, const Instr& i, Mask m) {
   w.wrote(i.reg[0], m, w.ok(i.reg[1]));
 }
 
-// The conversions that every 16-bit kernel is full of.
+// Fast versions of conversions that are frequent in kernels with 16-bit formats.
 FASTBERT_PTX_SIMD void brain_to_float(Warp& w, const Instr& i, Mask m) {
   const uint32_t* a = w.word(i.reg[1]);
   uint32_t out[kLanes];
@@ -265,8 +267,9 @@ void move_predicate(Warp& w, const Instr& i, Mask m) {
   w.wrote(i.reg[0], m, w.ok(i.reg[1]));
 }
 
-// A copy counts as written when its source was: LLVM puts copies of accumulators between
-// wgmma.fence and wgmma, and ptxas gives both the same registers.
+// mov. The destination gets the entry of the source in Warp::written, so that the copy does not
+// count as a write after wgmma.fence. LLVM copies accumulators between wgmma.fence and wgmma, and
+// ptxas gives a copy the same hardware register as its source.
 template <class W>
 void move(Warp& w, const Instr& i, Mask m) {
   W out[kLanes];
@@ -276,13 +279,15 @@ void move(Warp& w, const Instr& i, Mask m) {
   if (when != kAlways) w.written[i.reg[0].id] = when;
 }
 
-// Between registers of different widths: a special register of 32 bits in a wide one.
+// mov between registers of different widths, such as a 32-bit special register to a 64-bit
+// register.
 void move_any(Warp& w, const Instr& i, Mask m) {
   each_lane(m, [&](int l) { w.set(i.reg[0], l, w.get(i.reg[1], l)); });
   w.wrote(i.reg[0], m, w.ok(i.reg[1]));
 }
 
-// mov of a vector: arg 0 parts, of arg 1 bits each; arg 2: whether the vector is the source.
+// mov of a vector. arg 0: the number of parts. arg 1: the bits of a part. arg 2: whether the vector
+// is the source.
 void move_vector(Warp& w, const Instr& i, Mask m) {
   const int parts = i.arg[0], bits = i.arg[1];
   const uint64_t all = bits == 64 ? ~0ull : ((uint64_t)1 << bits) - 1;
@@ -317,7 +322,8 @@ void move_vector(Warp& w, const Instr& i, Mask m) {
   }
 }
 
-// cvta: arg 0: to the space; the window of the space is offset.
+// cvta. arg 0: whether it converts to the state space (cvta.to). offset: the window of the state
+// space.
 void convert_address(Warp& w, const Instr& i, Mask m) {
   each_lane(m, [&](int l) {
     const uint64_t a = w.get(i.reg[1], l), window = (uint64_t)i.offset;
@@ -335,7 +341,7 @@ void is_space(Warp& w, const Instr& i, Mask m) {
   w.wrote(i.reg[0], m, w.ok(i.reg[1]));
 }
 
-// A cluster of one block: its addresses are the block's own.
+// mapa. A cluster has one block, so an address in the cluster is the same address in the block.
 void map_address(Warp& w, const Instr& i, Mask m) {
   each_lane(m, [&](int l) {
     if (w.get(i.reg[2], l) != 0)
@@ -391,7 +397,7 @@ Known decode_cvt(Instr& i, const Mnemonic& name) {
   const bool brain = i.type == Type::f32 && i.source == Type::bf16 && i.arg[1] == 0;
   i.run = brain ? brain_to_float : convert;
   if (!converts(i.type) || !converts(i.source) || i.source == Type::tf32) return kUnknown;
-  // Integers may be in registers that are wider than they are.
+  // Integers may be in registers that are wider than their type.
   const auto sized = [](const Slot& slot, Type type) {
     return is_float(type) ? slot : slot.or_more();
   };
@@ -408,7 +414,7 @@ Known decode_mov(Instr& i, const Mnemonic& name, const RawInstr& raw) {
   if (bits < 16 || bits > 64) return kUnknown;
   for (int side = 0; side < 2; ++side) {
     if (raw.operand(side).kind != 'v') continue;
-    // Two parts or four, of at least a byte.
+    // A vector has two or four parts, each of at least one byte.
     const int parts = raw.operand(side).parts.size() == 4 && bits >= 32 ? 4 : 2,
               each = bits / parts;
     i.arg[0] = parts, i.arg[1] = each, i.arg[2] = side;
@@ -417,7 +423,7 @@ Known decode_mov(Instr& i, const Mnemonic& name, const RawInstr& raw) {
     if (side) return Shape{result(bits), vector(parts, sized(source(each)))};
     return Shape{vector(parts, sized(result(each).or_sink())), source(bits)};
   }
-  // A special register may be of another width.
+  // A special register may have another width.
   const RawOperand& from = raw.operand(1);
   const int from_bits = from.special ? from.bits : bits;
   if ((from_bits == 64) != (bits == 64))

@@ -1,4 +1,5 @@
-// From parsed text to a Program: places for the registers, constants, handlers.
+// Makes a Program from a parsed kernel: lays out the registers and constants, and finds the
+// handlers.
 
 #include "decode.h"
 
@@ -102,7 +103,7 @@ struct Builder {
   Reg place(Width width, uint8_t bits) {
     Reg r{program.words, program.ids++, width, bits};
     program.words += width == Width::wide ? 64 : width == Width::narrow ? 32 : 1;
-    // Rows of lanes begin at multiples of 64 bytes, so that a predicate takes a row of 16 words.
+    // Each register begins at a multiple of 64 bytes, so a predicate takes 16 words.
     program.words = (program.words + 15) / 16 * 16;
     return r;
   }
@@ -138,11 +139,11 @@ struct Builder {
         for (size_t k = 0; k < slot.parts.size(); ++k) add(to, o.parts[1].parts[k], slot.parts[k]);
         break;
       default:
-        break;  // labels
+        break;  // a label needs no register
     }
   }
 
-  // Lays out the operands of an instruction, which fit its shape.
+  // Lays out the operands of an instruction. The operands already fit the shape.
   void add(std::vector<Reg>& to, Instr& i, const RawInstr& raw, const Shape& shape) {
     int addresses = 0;
     for (size_t at = 0; at < raw.operands.size(); ++at) {
@@ -169,8 +170,8 @@ Known decode_flow(Instr& i, const Mnemonic& name, const RawInstr& raw) {
   return Shape{};
 }
 
-// The registry of instructions: the families, and the first parts of the mnemonics of each. A
-// family decides by the other parts whether it knows a mnemonic.
+// The registry of instructions: each family with the first parts of its mnemonics. A family decides
+// by the other parts whether it knows a mnemonic.
 struct Family {
   Known (*decode)(Instr&, const Mnemonic&, const RawInstr&);
   std::vector<std::string> names;
@@ -215,7 +216,7 @@ Known find_handler(Instr& i, const Mnemonic& name, const RawInstr& raw) {
   return kUnknown;
 }
 
-// The fewest bytes that one write of shared (or global) memory fills.
+// Reduces the granules of shared and global memory to the fewest bytes that one write fills.
 void note_granule(Program& p, const Instr& i, const Mnemonic& name) {
   const bool writes = name.base() == "st" || name.base() == "atom" || name.base() == "red";
   const bool generic =
@@ -236,7 +237,7 @@ void note_granule(Program& p, const Instr& i, const Mnemonic& name) {
   }
 }
 
-// Fills in what the numbers of registers stand for.
+// Sets the bits and the `special` flag of each register operand.
 void describe(RawOperand& o, const Program& p, size_t declared) {
   if (o.kind == 'r') {
     o.bits = p.registers.at((size_t)o.value).bits;

@@ -1,8 +1,8 @@
 // Floating-point instructions.
 //
-// The common forms (round to nearest, no flush, no saturation) have loops of their own. All others
-// go through `general`, one lane at a time. Approximate instructions return the exact result, or
-// with Options::approximate the result that is off by the largest error in the PTX manual.
+// The common forms (round to nearest, no flush, no saturation) have their own loops. `general`
+// executes all other forms, one lane at a time. Approximate instructions return the exact result,
+// plus Options::approximate times the largest error in the PTX manual.
 
 #include <cfenv>
 #include <limits>
@@ -41,7 +41,7 @@ struct Fma {
   static inline float call(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
   static inline double call(double a, double b, double c) { return __builtin_fma(a, b, c); }
 };
-// A NaN gives the other operand; -0 is below +0.
+// If one operand is NaN, the result is the other operand. -0 is less than +0.
 struct FMin {
   template <class T>
   static inline T call(T a, T b) {
@@ -88,7 +88,7 @@ enum class Op : int32_t {
   tanh
 };
 enum class Round : int32_t { nearest, zero, down, up };
-// The bits of Instr::arg[2].
+// The flags in arg 2.
 enum : int32_t { kFtz = 1, kSat = 2, kNan = 4, kRelu = 8, kApprox = 16, kFull = 32, kXorsign = 64 };
 
 template <class T>
@@ -143,7 +143,7 @@ T exact(Op op, T a, T b, T c) {
   }
 }
 
-// The directed roundings, which no expression of C++ asks for.
+// Computes an operation with a directed rounding mode, which C++ expressions do not have.
 template <class T>
 __attribute__((noinline, optimize("rounding-math"))) T directed(Op op, Round round, T a, T b, T c) {
   constexpr int modes[] = {FE_TONEAREST, FE_TOWARDZERO, FE_DOWNWARD, FE_UPWARD};
@@ -154,8 +154,8 @@ __attribute__((noinline, optimize("rounding-math"))) T directed(Op op, Round rou
   return r;
 }
 
-// The largest relative error of an approximation in fp32, from the PTX manual; for sin and cos, and
-// for lg2 near 1, the largest absolute error.
+// The largest relative error of an approximate fp32 instruction, from the PTX manual. For sin and
+// cos, and for lg2 near 1, it is the largest absolute error.
 double documented_error(Op op) {
   switch (op) {
     case Op::ex2:
@@ -200,7 +200,7 @@ float approximate(Op op, float a, float b, double share) {
   const double error = share * documented_error(op);
   const bool absolute = op == Op::sin || op == Op::cos || (op == Op::lg2 && x > 0.5 && x < 2.0);
   const double off = absolute ? r + error : r * (1 + error);
-  // The bound includes the rounding, so that the result is rounded toward the exact one.
+  // The documented error includes the rounding, so the result is rounded toward the exact result.
   float f = (float)off;
   if ((double)f != off && std::fabs((double)f - r) > std::fabs(off - r))
     f = std::nextafterf(f, (float)r);
@@ -229,7 +229,7 @@ T modified(const Instr& i, T a, T b, T c, double share) {
   if (flags & kFtz) r = flushed(r);
   if (flags & kSat) r = r != r ? T(0) : std::min(std::max(r, T(0)), T(1));
   if (flags & kRelu) r = r != r ? r : std::max(r, T(0));
-  // The NaN of arithmetic is the canonical one; neg and abs only touch the sign.
+  // Arithmetic returns the canonical NaN. neg, abs and copysign change only the sign.
   if constexpr (std::is_same_v<T, float>)
     if (r != r && op != Op::neg && op != Op::abs && op != Op::copysign)
       r = bits_as<float>(0x7fffffffu);
@@ -267,11 +267,12 @@ template <class T>
 T compute(const Instr& i, T a, T b, T c, double share) {
   using F = Format<T>;
   using C = typename F::Compute;
-  // Approximations of 16-bit formats are computed as in fp32, whose result the format rounds.
+  // Approximate instructions of 16-bit formats are computed in fp32, and the result is rounded to
+  // the format.
   return F::narrow(modified<C>(i, F::widen(a), F::widen(b), F::widen(c), share));
 }
 
-// arg 3: number of sources; arg 4: elements in a register
+// arg 3: the number of sources. arg 4: the number of elements in a register.
 template <class T>
 void general(Warp& w, const Instr& i, Mask m) {
   const double share = w.block->launch->options.approximate;
@@ -349,7 +350,7 @@ Known decode_float(Instr& i, const Mnemonic& name, const RawInstr&) {
   const Type type = name.last();
   Op op;
   int sources;
-  // add.f32.bf16 and its like, of sm_100, have operands of two types.
+  // Instructions with operands of two types, such as add.f32.bf16 of sm_100, are not supported.
   if (name.before() != Type::none) return kUnknown;
   if (!is_float(type) || !find_op(name.base(), op, sources)) return kUnknown;
   i.pipe = Pipe::alu;

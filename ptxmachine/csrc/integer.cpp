@@ -167,7 +167,8 @@ struct BRev {
     return r;
   }
 };
-// The position of the highest bit that differs from the sign; all ones if none does.
+// bfind: the position of the highest bit that differs from the sign, or all ones if there is no
+// such bit.
 struct BFind {
   template <class T>
   static uint32_t call(T a) {
@@ -175,7 +176,7 @@ struct BFind {
     return u == 0 ? ~0u : 63u - (uint32_t)__builtin_clzll((uint64_t)u);
   }
 };
-// The shift that brings the bit that bfind finds to the top.
+// bfind.shiftamt: the shift that moves the bit found by bfind to the highest position.
 struct BFindShift {
   template <class T>
   static uint32_t call(T a) {
@@ -204,7 +205,7 @@ struct Sad {
   }
 };
 
-// A shift's amount is 32 bits wide whatever is shifted.
+// shl and shr. The shift amount has 32 bits for every type of the shifted value.
 template <class T, class Op>
 FASTBERT_PTX_SIMD void shift(Warp& w, const Instr& i, Mask m) {
   const Word<T>* a = lanes<T>(w, i.reg[1]);
@@ -251,15 +252,16 @@ void bit_field_insert(Warp& w, const Instr& i, Mask m) {
   w.wrote(i.reg[0], m, valid);
 }
 
-// The selectors of prmt's modes, by the two lowest bits of c.
+// The selectors of the modes of prmt, by the two lowest bits of c.
 const char* const kModes[] = {"f4e", "b4e", "rc8", "ecl", "ecr", "rc16"};
 constexpr uint32_t kPermutations[6][4] = {
     {0x3210, 0x4321, 0x5432, 0x6543}, {0x5670, 0x6701, 0x7012, 0x0123},
     {0x0000, 0x1111, 0x2222, 0x3333}, {0x3210, 0x3211, 0x3222, 0x3333},
     {0x0000, 0x1110, 0x2210, 0x3210}, {0x1010, 0x3232, 0x1010, 0x3232}};
 
-// prmt: arg 0: 1 + number of the mode, or 0. Each byte of the result is valid where its source is:
-// compilers fill bytes that nobody reads with a register that they never write.
+// prmt. arg 0: 1 + index of the mode in kModes, or 0 without a mode. Each byte of the result is
+// valid if its source byte is valid. Compilers take unused bytes from registers that they never
+// write.
 void permute(Warp& w, const Instr& i, Mask m) {
   w.need(i.reg[3], m, "the selector of prmt");
   uint8_t valid[kLanes];
@@ -295,7 +297,7 @@ FASTBERT_PTX_SIMD void logic3(Warp& w, const Instr& i, Mask m) {
   put(w, i.reg[0], m, out, w.ok(i.reg[1]) & w.ok(i.reg[2]) & w.ok(i.reg[3]));
 }
 
-// bmsk: ones from bit a on, b of them; arg 0 clamps instead of wrapping around.
+// bmsk: b ones from bit a on. arg 0: whether a and b are clamped instead of wrapped around.
 void bit_mask(Warp& w, const Instr& i, Mask m) {
   each_lane(m, [&](int l) {
     const uint32_t a = w.word(i.reg[1])[l], b = w.word(i.reg[2])[l];
@@ -307,7 +309,7 @@ void bit_mask(Warp& w, const Instr& i, Mask m) {
   w.wrote(i.reg[0], m, w.ok(i.reg[1]) & w.ok(i.reg[2]));
 }
 
-// shf: arg 0 left, arg 1 clamp
+// shf. arg 0: whether it shifts left. arg 1: whether the amount is clamped.
 void funnel(Warp& w, const Instr& i, Mask m) {
   const Mask valid = w.ok(i.reg[1]) & w.ok(i.reg[2]) & w.ok(i.reg[3]);
   each_lane(m, [&](int l) {
@@ -319,9 +321,10 @@ void funnel(Warp& w, const Instr& i, Mask m) {
   w.wrote(i.reg[0], m, valid);
 }
 
-// Sums and differences with the carry of each lane; arg 0: 0 add, 1 subtract, 2 and 3 add c to the
-// low or high half of a product; 1 takes the carry, 2 sets it. Only the high half depends on the
-// sign.
+// Extended-precision arithmetic with the carry flag of each lane. arg 0: 0 add, 1 subtract, 2 add c
+// to the low half of a product, 3 add c to the high half. arg 1: whether the instruction reads the
+// carry flag. arg 2: whether the instruction writes the carry flag (.cc). Signed and unsigned types
+// have different results only in the high half of a product.
 template <class T>
 void with_carry(Warp& w, const Instr& i, Mask m) {
   using U = std::make_unsigned_t<T>;
@@ -342,7 +345,7 @@ void with_carry(Warp& w, const Instr& i, Mask m) {
   w.wrote(i.reg[0], m, valid);
 }
 
-// dp4a: arg 0 and 1: whether a and b are signed.
+// dp4a. arg 0: whether a is signed. arg 1: whether b is signed.
 void dot4(Warp& w, const Instr& i, Mask m) {
   const Mask valid = w.ok(i.reg[1]) & w.ok(i.reg[2]) & w.ok(i.reg[3]);
   each_lane(m, [&](int l) {
@@ -358,7 +361,8 @@ void dot4(Warp& w, const Instr& i, Mask m) {
   w.wrote(i.reg[0], m, valid);
 }
 
-// Predicates: one word holds all lanes. One operand may decide alone, as false does in and.
+// Operations on predicates, whose lanes are the bits of one word. If one operand alone decides the
+// result, as false does for `and`, then the other operand may be invalid.
 template <class Op>
 void predicate(Warp& w, const Instr& i, Mask m) {
   const Mask a = w.file[i.reg[1].at], b = w.file[i.reg[2].at];
@@ -442,13 +446,13 @@ struct Carry {
   static Handler handler() { return with_carry<T>; }
 };
 
-// A handler, or null, and the operands that it takes.
+// A handler, or null, with the shape of its operands.
 struct Form {
   Handler run = nullptr;
   Shape shape;
 };
 
-// The result and so many sources have the type of the suffix.
+// The form of an instruction whose result and sources all have the type of its suffix.
 Form same(Handler run, Type type, int sources) {
   Shape shape = {result(bits_of(type))};
   shape.insert(shape.end(), (size_t)sources, source(bits_of(type)));
@@ -529,7 +533,7 @@ Form bits(const Mnemonic& name, Type type) {
   return {};
 }
 
-// addc, subc and madc take the carry; .cc sets it.
+// addc, subc and madc read the carry flag. Instructions with .cc write it.
 Known decode_carry(Instr& i, const Mnemonic& name, Type type) {
   const std::string& base = name.base();
   const bool product = base == "mad" || base == "madc";

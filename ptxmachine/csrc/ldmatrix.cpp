@@ -1,5 +1,5 @@
 // ldmatrix and stmatrix: a warp reads or writes matrices of 8 x 8 elements of 16 bits. Lane 8 j + r
-// gives the address of row r of matrix j. Lane l holds elements 2 (l % 4) and its neighbour of row
+// gives the address of row r of matrix j. Lane l holds elements 2 (l % 4) and 2 (l % 4) + 1 of row
 // l / 4, or of column l / 4 if the matrix is transposed.
 
 #include "access.h"
@@ -7,7 +7,7 @@
 namespace ptxmachine {
 namespace {
 
-// arg 0 matrices, 1 transposed
+// arg 0: the number of matrices. arg 1: whether the matrices are transposed.
 void load_matrix(Warp& w, const Instr& i, Mask m) {
   Block& b = *w.block;
   const int n = i.arg[0];

@@ -18,7 +18,8 @@ uint64_t sign_extended(Type type, uint64_t bits) {
   }
 }
 
-// ld: arg 0 space, 1 elements, 2 order; the address follows the registers of the elements.
+// ld. arg 0: state space. arg 1: the number of elements. arg 2: Order flags. The last register is
+// the address, after the registers of the elements.
 void load(Warp& w, const Instr& i, Mask m) {
   const int n = i.arg[1];
   const uint32_t size = (uint32_t)bytes_of(i.type);
@@ -36,7 +37,8 @@ void load(Warp& w, const Instr& i, Mask m) {
       uint8_t ok = 0xff;
       for (uint32_t k = 0; p.valid && k < size; ++k)
         if (!p.valid[e * size + k]) ok &= (uint8_t)~(1u << k);
-      // In a register that is wider than the element, all bytes come from all of the element.
+      // An element that is narrower than its register is extended. All bytes of the register are
+      // then invalid if one byte of the element is invalid.
       if (i.reg[e].id >= 0 && 8 * size != i.reg[e].bits && ok != 0xff) ok = 0;
       valid[e][l] = ok;
       if (i.reg[e].id >= 0) w.set(i.reg[e], l, sign_extended(i.type, bits));
@@ -47,9 +49,10 @@ void load(Warp& w, const Instr& i, Mask m) {
   count(w, i, m, address, size * n);
 }
 
-// Of lanes that write to one address in one instruction, which one wins is not defined: the seed
-// chooses the first or the last. Returns the winners, and counts the losers with another value.
-// Each lane has local memory of its own.
+// Returns the lanes whose stores take effect. If several lanes of an instruction store to one
+// address, PTX does not define which value is stored. An odd seed chooses the last lane, and an
+// even seed the first lane. The other lanes are counted if their value is different. Local memory
+// is private to a lane, so no lanes conflict there.
 Mask winners(Warp& w, const Instr& i, Mask m, const uint64_t* address) {
   const bool local = (Space)i.arg[0] == Space::local ||
                      ((Space)i.arg[0] == Space::generic &&
@@ -78,7 +81,7 @@ Mask winners(Warp& w, const Instr& i, Mask m, const uint64_t* address) {
   return kept;
 }
 
-// st: the address comes first; arg 0 to 2 as for ld.
+// st. The first register is the address. arg 0 to 2 are as for ld.
 void store(Warp& w, const Instr& i, Mask m) {
   const int n = i.arg[1];
   const uint32_t size = (uint32_t)bytes_of(i.type);
@@ -120,7 +123,7 @@ Known decode_memory(Instr& i, const Mnemonic& name, const RawInstr& raw) {
     i.arg[2] = order_of(name, name.any({"volatile", "relaxed", "mmio"}));
     i.run = base == "st" ? store : load;
     if (bits < 8 || bits > 64 || bits * i.arg[1] > 256) return kUnknown;
-    // A register may be wider than what it holds of memory.
+    // The register of an element may be wider than the element.
     if (base == "st")
       return with_policy({address(), vector(i.arg[1], source(bits).or_more())}, name);
     return with_policy({vector(i.arg[1], result(bits).or_more().or_sink()), address()}, name);

@@ -5,7 +5,9 @@
 namespace ptxmachine {
 namespace {
 
-// mma.sync.aligned.m16n8kK; arg 0 K, 1 half accumulators, 2 registers of A, 3 of B
+// mma.sync.aligned.m16n8kK. arg 0: K. arg 1: whether accumulators are fp16. arg 2: the number of
+// registers of A. arg 3: the number of registers of B. arg 4: whether A and B are integers. arg 5:
+// whether integer sums saturate.
 void mma(Warp& w, const Instr& i, Mask) {
   const int k = i.arg[0], accumulators = i.arg[1] ? 2 : 4;
   const Reg *d = i.reg, *a = d + accumulators, *b = a + i.arg[2], *c = b + i.arg[3];
@@ -27,7 +29,7 @@ void mma(Warp& w, const Instr& i, Mask) {
   Mask c_valid[4];
   for (int r = 0; r < accumulators; ++r) c_valid[r] = w.ok(c[r]);
   read_accumulators(w, c, i.arg[1], 8, sum, ok, c_valid);
-  if (i.arg[4])  // s32, whose bits are read as those of floats
+  if (i.arg[4])  // the elements of `sum` have the bits of s32 values
     multiply_integers(o, reinterpret_cast<int32_t*>(sum), i.arg[5]);
   else
     multiply(o, sum, w.block->launch->options.accumulate);
@@ -52,7 +54,7 @@ Known decode_mma(Instr& i, const Mnemonic& name, const RawInstr&) {
   const bool integers = sum == "s32";
   if ((sum != "f16" && sum != "f32" && !integers) || sum != name.parts[types - 1]) return kUnknown;
   if (!multiplies(i.type, i.source, integers)) return kUnknown;
-  // A row of A has 16 or 32 bytes.
+  // A row of A must have 16 or 32 bytes.
   const int bytes = s.k * element_bytes(i.type);
   if (bytes != 16 && bytes != 32) return kUnknown;
   i.arg[0] = s.k, i.arg[1] = sum == "f16";

@@ -11,7 +11,7 @@ float toward_zero(double x) {
   return std::isfinite(f) && std::fabs((double)f) > std::fabs(x) ? std::nextafterf(f, 0.0f) : f;
 }
 
-// Registers of D and C: accumulator element (row, column) of lane and register, 16 rows per warp.
+// The row and the column of accumulator element e of a lane, in fragments of C and D with 16 rows.
 struct Accumulators {
   static int row(int lane, int e) { return lane / 4 + (e & 2 ? 8 : 0); }
   static int column(int lane, int e) { return 8 * (e / 4) + 2 * (lane % 4) + (e & 1); }
@@ -28,7 +28,7 @@ float element(Type type, uint32_t bits) {
     case Type::e4m3:
     case Type::e5m2:
       return float_of_8_bits(type, (uint8_t)bits);
-    // The tensor core reads the upper 19 bits.
+    // A tensor core reads only the upper 19 bits of a tf32 operand.
     case Type::tf32:
       return bits_as<float>(bits & 0xffffe000u);
     default:

@@ -1,4 +1,4 @@
-// The slots of shapes, and the comparison of operands with them.
+// Makes the slots of shapes, and compares operands with shapes.
 
 #include "shape.h"
 

@@ -1,4 +1,5 @@
-// Instructions in which the lanes of a warp meet: shuffles, votes, reductions, elections.
+// Instructions that synchronise the lanes of a warp: shuffles, votes, matches, reductions and
+// elections.
 
 #include "decode.h"
 #include "lanes.h"
@@ -20,7 +21,7 @@ Mask members_of(Warp& w, Reg r, Mask m) {
   return members;
 }
 
-// shfl.sync d|p, a, b, c, members; arg 0 mode, 1 whether there is p
+// shfl.sync d|p, a, b, c, members. arg 0: mode. arg 1: whether there is p.
 void shuffle(Warp& w, const Instr& i, Mask m) {
   const Reg *r = i.reg + 1 + i.arg[1], d = i.reg[0];
   members_of(w, r[3], m);
@@ -66,7 +67,7 @@ void shuffle(Warp& w, const Instr& i, Mask m) {
 
 enum class Vote : int32_t { all, any, uni, ballot };
 
-// vote.sync d, p, members; arg 1: whether p is negated
+// vote.sync d, p, members. arg 1: whether p is negated.
 void vote(Warp& w, const Instr& i, Mask m) {
   const Mask members = members_of(w, i.reg[2], m);
   w.need(i.reg[1], m, "a vote");
@@ -87,7 +88,7 @@ void active_mask(Warp& w, const Instr& i, Mask m) {
   w.wrote(i.reg[0], m, kAll);
 }
 
-// redux.sync d, a, members; arg 0 operation
+// redux.sync d, a, members. arg 0: operation.
 void reduce(Warp& w, const Instr& i, Mask m) {
   members_of(w, i.reg[2], m);
   w.need(i.reg[1], m, "an operand of redux");
@@ -124,7 +125,7 @@ void reduce(Warp& w, const Instr& i, Mask m) {
   w.wrote(i.reg[0], m, kAll);
 }
 
-// elect.sync d|p, members
+// elect.sync d|p, members.
 void elect(Warp& w, const Instr& i, Mask m) {
   const Mask members = members_of(w, i.reg[2], m);
   const int leader = __builtin_ctz(members);
@@ -137,7 +138,8 @@ void elect(Warp& w, const Instr& i, Mask m) {
   w.wrote(i.reg[1], m, kAll);
 }
 
-// match.any.sync and match.all.sync d|p, a, members; arg 0 all, 1 whether there is p
+// match.any.sync and match.all.sync d|p, a, members. arg 0: whether it is match.all. arg 1: whether
+// there is p.
 void match(Warp& w, const Instr& i, Mask m) {
   const Reg a = i.reg[1 + i.arg[1]];
   const Mask members = members_of(w, i.reg[2 + i.arg[1]], m);

@@ -1,8 +1,8 @@
-// wgmma: four warps multiply matrices of shared memory, and A may lie in registers. Descriptors and
+// wgmma: four warps multiply matrices in shared memory. A may also be in registers. Descriptors and
 // layouts are those of the PTX ISA, section "Asynchronous Warpgroup Level Matrix Instructions".
 //
-// A product is computed when it is issued or when it is waited for. Until the wait, its
-// accumulators hold no value that anything else may use, and what it reads must not change.
+// A product is computed at its issue or at its wait. Until the wait, no other instruction may use
+// the accumulators, and the operands must not change.
 
 #include "products.h"
 
@@ -10,7 +10,7 @@ namespace ptxmachine {
 namespace {
 
 struct Descriptor {
-  uint32_t start, leading, stride, width;  // width: bytes of a swizzled row, 16 without swizzle
+  uint32_t start, leading, stride, width;  // width: bytes of the swizzle; 16: no swizzle
   explicit Descriptor(uint64_t d)
       : start((uint32_t)(d & 0x3fff) << 4),
         leading((uint32_t)(d >> 16 & 0x3fff) << 4),
@@ -19,12 +19,13 @@ struct Descriptor {
     width = widths[d >> 62];
     if (d >> 49 & 7) fault("unsupported", "a matrix descriptor with a base offset");
   }
-  // The address of 16 bytes: those of row r at byte 16 c of its part of k.
+  // K-major matrix: the address of bytes 16 c to 16 c + 15 of row r.
   uint32_t along_k(int r, int c) const {
     if (width == 16) return start + (r / 8) * stride + (r % 8) * 16 + c * leading;
     return swizzled(start + (r / 8) * stride + (r % 8) * width + c * 16, width);
   }
-  // Of rows 8 j to 8 j + 7 (of 16 bits) at position k.
+  // M- or N-major matrix with 16-bit elements: the address of the elements of rows 8 j to 8 j + 7
+  // at position k.
   uint32_t along_rows(int j, int k) const {
     const int per = (int)width / 16;
     if (width == 16) return start + j * stride + (k % 8) * 16 + (k / 8) * leading;
@@ -33,8 +34,8 @@ struct Descriptor {
   }
 };
 
-// Calls f(row, k, bits, valid) for elements of rows first to first + count, and each(address) for
-// their pieces of 16 bytes.
+// Calls f(row, k, bits, valid) for each element of `count` rows from row `first` on. The row in the
+// call counts from `first`.
 template <class F>
 void read_tile(Block& b, const Descriptor& d, Type type, bool transposed, int first, int count,
                int depth, F&& f) {
@@ -80,8 +81,10 @@ void note_tile(Block& b, Warp& w, const Descriptor& d, Type type, bool transpose
   }
 }
 
-// Instr: arg 0 n, 1 k, 2 half accumulators, 3 A in registers, 4 bits: 1 transposes A, 2 B, 4
-// negates A, 8 B; 5 integers: 1 wrap around, 2 saturate; reg: accumulators, A, B, scale-d.
+// The operands of a wgmma. arg 0: n. arg 1: k. arg 2: whether accumulators are fp16. arg 3: whether
+// A is in registers. arg 4, flags: 1 transposes A, 2 transposes B, 4 negates A, 8 negates B. arg 5:
+// 0 floats, 1 integers that wrap around, 2 integers that saturate. The registers are the
+// accumulators, A, B and scale-d.
 struct Wgmma {
   const Instr& i;
   int n, k, accumulators;
@@ -151,7 +154,8 @@ void execute(Warp& w, PendingMma& p) {
 void issue(Warp& w, const Instr& i, Mask m) {
   const Wgmma op(i);
   if (w.block->launch->warps % 4) fault("divergence", "wgmma needs a multiple of four warps");
-  // The manual demands it also where nothing has touched the registers before.
+  // The PTX manual requires a wgmma.fence before the first wgmma, even if no instruction has
+  // accessed the registers.
   if (w.mma_fence == 0)
     fault("missing fence", "the first wgmma of a warp comes before any wgmma.fence");
   PendingMma p;
@@ -195,7 +199,7 @@ void issue(Warp& w, const Instr& i, Mask m) {
   note_tile(*w.block, w, Descriptor(p.b), i.source, i.arg[4] & 2, 0, op.n, op.k, p.reads);
   if (w.products.empty()) w.products.emplace_back();
   w.products.back().push_back(std::move(p));
-  // The product is computed now, or when it is waited for; never before an earlier one.
+  // The product is computed now or at its wait, but always after the earlier products.
   bool behind = false;
   for (auto& group : w.products)
     for (PendingMma& q : group) behind = behind || (!q.done && &q != &w.products.back().back());
@@ -220,7 +224,7 @@ void mma_fence(Warp& w, const Instr&, Mask) { w.mma_fence = w.executed; }
 
 void mma_commit(Warp& w, const Instr&, Mask) { w.products.emplace_back(); }
 
-// arg 0: groups that may stay in flight
+// wgmma.wait_group. arg 0: the number of groups that may stay in flight.
 void mma_wait(Warp& w, const Instr& i, Mask) {
   if (w.products.empty()) return;
   const int complete = (int)w.products.size() - 1 - i.arg[0];
@@ -229,7 +233,7 @@ void mma_wait(Warp& w, const Instr& i, Mask) {
   if (complete > 0) w.products.erase(w.products.begin(), w.products.begin() + complete);
 }
 
-// The types of a mnemonic in their order, as D, A, B (and C).
+// The types in a mnemonic in their order: D, A, B and, if it is given, C.
 std::vector<Type> types_of(const Mnemonic& name) {
   std::vector<Type> types;
   for (const std::string& part : name.parts)
@@ -265,7 +269,7 @@ Known decode_wgmma(Instr& i, const Mnemonic& name, const RawInstr& raw) {
   i.arg[5] = !integers ? 0 : name.has("satfinite") ? 2 : 1;
   if (raw.operand(4).value == -1) i.arg[4] |= 4;
   if (raw.operand(5).value == -1) i.arg[4] |= 8;
-  // A in registers has no flag of its own.
+  // If A is in registers, there is no transpose flag for A.
   if (!i.arg[3] && raw.operand(6).value) i.arg[4] |= 1;
   if (raw.operand(i.arg[3] ? 6 : 7).value) i.arg[4] |= 2;
   i.run = issue;
@@ -274,7 +278,7 @@ Known decode_wgmma(Instr& i, const Mnemonic& name, const RawInstr& raw) {
   if (integers) return shape;
   const Slot sign = constant(-1, 1), transposes = constant(0, 1);
   shape.insert(shape.end(), 2, sign);
-  // Only elements of 16 bits are transposed.
+  // Only matrices with 16-bit elements can be transposed.
   if (element_bytes(i.type) == 2) shape.insert(shape.end(), i.arg[3] ? 1 : 2, transposes);
   return shape;
 }

@@ -1,5 +1,6 @@
-// wmma: a warp loads, multiplies and stores fragments whose layout the manual leaves open. Here,
-// element e of lane l is number 32 e + l, row by row.
+// wmma: a warp loads, multiplies and stores fragments. The PTX manual does not define the layout of
+// a fragment. In this machine, element e of lane l is element 32 e + l of the matrix in row-major
+// order.
 
 #include "products.h"
 
@@ -8,13 +9,14 @@ namespace {
 
 int fragment_elements(int rows, int columns) { return rows * columns / kLanes; }
 
-// The registers of a fragment of A or B (a factor), or of C or D.
+// The number of registers of a fragment. `factor` is true for A and B, and false for C and D.
 int fragment_registers(Type type, int rows, int columns, bool factor) {
   if (factor && type == Type::f16) return 8;
   return fragment_elements(rows, columns) * bytes_of(type) / 4;
 }
 
-// arg 0 rows, 1 columns of the fragment, 2 whether memory is column by column, 3 registers
+// wmma.load. arg 0: rows. arg 1: columns. arg 2: whether memory is in column-major order. arg 3:
+// the number of registers. arg 4: state space.
 void wmma_load(Warp& w, const Instr& i, Mask m) {
   const Reg address = i.reg[i.arg[3]];
   w.need(address, m, "an address");
@@ -51,7 +53,8 @@ void wmma_store(Warp& w, const Instr& i, Mask m) {
     }
 }
 
-// arg 0 m, 1 n, 2 k, 3 registers of A, 4 of B; arg 5 bits: 1 half C, 2 half D
+// wmma.mma. arg 0: m. arg 1: n. arg 2: k. arg 3: the number of registers of A. arg 4: the number of
+// registers of B. arg 5, flags: 1 C is fp16, 2 D is fp16.
 void wmma_mma(Warp& w, const Instr& i, Mask) {
   const int m = i.arg[0], n = i.arg[1], k = i.arg[2];
   const int d_count = i.arg[5] & 2 ? m * n / 64 : m * n / 32;
@@ -108,7 +111,7 @@ Known decode_wmma(Instr& i, const Mnemonic& name, const RawInstr&) {
   if (name.has("mma")) {
     i.arg[0] = s.m, i.arg[1] = s.n, i.arg[2] = s.k;
     const size_t types = name.parts.size();
-    // .f32.f32 or .d.f16.f16.c: without the types of A and B these are f16.
+    // The types are .d.c, or .d.a.b.c. If the types of A and B are missing, A and B are f16.
     const bool named = name.any({"bf16", "tf32"});
     i.type = name.has("tf32") ? Type::tf32 : name.has("bf16") ? Type::bf16 : Type::f16;
     if (name.any({"s8", "u8", "s4", "u4", "b1"}) || tf32 != (i.type == Type::tf32)) return kUnknown;
