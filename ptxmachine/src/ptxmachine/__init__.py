@@ -1,12 +1,12 @@
-"""A machine that executes PTX on the CPU and finds what only hardware would show.
+"""A machine that executes PTX on the CPU and finds faults that otherwise only a GPU can show.
 
 PTX is the documented virtual instruction set of NVIDIA GPUs. `load` reads the text that Triton or
 nvcc emits. `Module.launch` executes the text instruction by instruction on arrays of any library.
 
-Whatever is wrong with a text raises a `PtxError` that has the line of the text. It is a
-`PtxSyntaxError` if the machine cannot run the text. It is a `PtxFault` for an access that is out of
-bounds or misaligned, for a value that nothing has written, for a race, for a deadlock, and for a
-part of a warp in an instruction of the whole warp.
+Every error in a text raises a `PtxError` that has the line of the text. The error is a
+`PtxSyntaxError` if the machine cannot run the text. The error is a `PtxFault` if a kernel does
+something wrong: an access that is out of bounds or misaligned, a read of uninitialized memory, a
+race, a deadlock, or an instruction of the whole warp that only some of its lanes execute.
 
 Examples:
     >>> from array import array

@@ -1,6 +1,6 @@
 """Read the body of a kernel: its registers, variables, labels and instructions.
 
-A call is replaced by the body of the function, whose parameters become local memory.
+A call is replaced with the body of the called function. Parameters of functions are local memory.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Operand(NamedTuple):
 
     Attributes:
         kind: ``"r"`` register, ``"i"`` immediate, ``"v"`` vector, ``"m"`` address, ``"l"`` label,
-            ``"s"`` variable (replaced by its address before the kernel is decoded), ``"_"`` sink.
+            ``"s"`` variable (replaced with its address before the kernel is decoded), ``"_"`` sink.
         value: Register number, immediate, instruction number or name.
         offset: Bytes added to an address.
         parts: Elements of a vector; base and coordinates of an address.
@@ -56,7 +56,7 @@ class Operand(NamedTuple):
 
 
 class Instruction(NamedTuple):
-    """One instruction; `guard` is the register of its predicate or -1."""
+    """One instruction; `guard` is the register of its guard predicate, or -1 if it has none."""
 
     mnemonic: str
     operands: tuple[Operand, ...]
@@ -70,10 +70,10 @@ class Kernel:
     """One ``.entry`` with its instructions.
 
     Attributes:
-        threads: The threads of a block that the kernel requires, or None.
-        most_threads: The most threads of a block, or None.
-        most_registers: The most registers of a thread, or None.
-        least_blocks: Blocks that have to fit on a multiprocessor at a time; 0 if this is not set.
+        threads: The threads per block, in x, y and z, that the kernel requires, or None.
+        most_threads: The most threads per block, or None.
+        most_registers: The most registers per thread, or None.
+        least_blocks: The fewest blocks that must fit on a multiprocessor; 0 if not set.
         line: Line of the text in which the kernel begins.
     """
 
@@ -98,7 +98,7 @@ class Function(NamedTuple):
         lines: The lines of the module.
         start: Number of the line in which the head begins, from 0.
         first: Number of the line of the opening brace.
-        column: Place of the opening brace in that line.
+        column: Index of the opening brace in line `first`.
         last: Number of the line of the closing brace.
     """
 
@@ -111,7 +111,7 @@ class Function(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The name, which stands before the parameters and, in a function, after the results."""
+        """The name, which comes before the parameters and after the results of a function."""
         match = re.search(r"\.(?:entry|func)\s+(?:\([^)]*\)\s*)?([\w$.]+)", self.head)
         if match is None:
             message = f"cannot read the head of a function: {self.head.strip()[:200]!r}"
@@ -119,7 +119,7 @@ class Function(NamedTuple):
         return match[1]
 
     def parameters(self) -> list[Parameter]:
-        """Return the parameters of a kernel; of a function, its results come first."""
+        """Return the parameters of a kernel, or the results and the parameters of a function."""
         return parameters(self.head, self.start + 1)
 
 
@@ -133,17 +133,17 @@ def read(entry: Function, functions: dict[str, Function]) -> Kernel:
 
     Args:
         entry: The kernel.
-        functions: The functions that it may call, by name.
+        functions: The functions that the kernel may call, by name.
 
     Raises:
-        PtxSyntaxError: If a statement cannot be read, or if the kernel asks for more than `limits`
-            allows.
+        PtxSyntaxError: If a statement cannot be read, or if the kernel exceeds a limit of
+            `limits`.
     """
     return _Body(entry, functions).kernel
 
 
 def _bounded(entry: Function) -> Kernel:
-    """Return a kernel with its parameters and the bounds of its launches."""
+    """Return a kernel with its parameters and the limits that it sets for launches."""
     line = entry.start + 1
 
     def bound(directive: str, most: int) -> tuple[int, ...] | None:
@@ -176,12 +176,12 @@ def _bounded(entry: Function) -> Kernel:
 
 @dataclass
 class _Scope:
-    """What is declared between two braces.
+    """The names that are declared between two braces.
 
     Attributes:
-        names: The number of a register, or the unique name of a variable.
-        labels: Numbers of instructions.
-        tables: Labels of a ``.branchtargets``.
+        names: By name, the number of a register or the unique name of a variable.
+        labels: By label, the number of the instruction after it.
+        tables: By label, the targets of a ``.branchtargets``.
     """
 
     names: dict[str, int | str] = field(default_factory=dict)
@@ -196,15 +196,16 @@ class _Body:
         self.kernel = _bounded(entry)
         self.functions = functions
         self.scopes = [_Scope()]
-        self.visible: list[tuple[_Scope, ...]] = []  # by instruction, the outermost first
-        self.label = ""  # the last one
-        # By call that is being read: name of the function, and the label after its body.
+        self.visible: list[tuple[_Scope, ...]] = []  # per instruction, outermost first
+        self.label = ""  # the last label
+        # For each open call, outermost first: the name of the function and the label after its
+        # body.
         self.calls: list[tuple[str, str]] = []
-        self.copies = 0  # of functions and of variables so far
-        self.inlined = 0  # lines and statements by calls and by tables of branches
-        self.local = 0  # bytes
+        self.copies = 0  # number of inlined functions and local variables, for unique names
+        self.inlined = 0  # lines and statements that calls and brx.idx have added
+        self.local = 0  # bytes of local memory
         self.shared: set[str] = set()
-        self.parameters: dict[str, list[str]] = {}  # of the functions that were called
+        self.parameters: dict[str, list[str]] = {}  # by name of a called function
         self.source: tuple[int, int] | None = None
         self._read(entry)
         self._resolve()
@@ -243,7 +244,7 @@ class _Body:
             raise PtxSyntaxError(f"a statement has no semicolon: {text!r}", start)
 
     def _opened(self, text: str, line: int) -> int:
-        """Read a brace or a label at the start of a text, and return its length; 0 for another."""
+        """Read a brace or a label at the start of a text, and return its length, or 0 if none."""
         if text.startswith("{"):
             limits.at_most(len(self.scopes), limits.SCOPES, "scopes inside each other", line)
             self.scopes.append(_Scope())
@@ -273,7 +274,7 @@ class _Body:
             names = statement.removeprefix(".branchtargets").split(",")
             self.scopes[-1].tables[self.label] = [name.strip() for name in names]
         elif statement.startswith("."):
-            return  # .pragma and other directives
+            return  # .pragma and other directives are ignored
         elif re.match(r"call\b", statement):
             self._call(statement, line)
         elif re.match(r"brx\.idx\b", statement):
@@ -282,7 +283,7 @@ class _Body:
             self._instruction(statement, line)
 
     def _inline(self, count: int, line: int) -> None:
-        """Count what stands in the place of a call or of a table of branches."""
+        """Count the lines and statements that replace a call or a ``brx.idx``."""
         self.inlined += count
         limits.at_most(self.inlined, limits.INLINED, "lines and statements by calls", line)
 
@@ -308,14 +309,14 @@ class _Body:
                 self._register_of(f"{many[1]}{number}", bits, line)
 
     def _register_of(self, name: str, bits: int, line: int) -> None:
-        """Declare one register."""
+        """Declare one register in the innermost scope."""
         number = len(self.kernel.registers)
         limits.at_most(number + 1, limits.REGISTERS, "registers of a kernel", line)
         self.scopes[-1].names[name] = number
         self.kernel.registers.append(bits)
 
     def _declare(self, declared: Variable) -> None:
-        """Add a variable; one of a thread is another one in each scope and each call."""
+        """Add a variable. Each scope and each call has its own copy of a local variable."""
         if declared.space in ("local", "param"):
             self.copies += 1
             name = f"{declared.name}#{self.copies}"
@@ -330,7 +331,7 @@ class _Body:
         self.kernel.variables.append(declared)
 
     def _call(self, statement: str, line: int) -> None:
-        """Put the body of a function in the place of its call.
+        """Replace a call with the body of the called function.
 
         ``vprintf`` prints nothing and ``__assertfail`` traps.
         """
@@ -367,11 +368,11 @@ class _Body:
         self._read(function)
         self.calls.pop()
         self.scopes = outer
-        # The branches of the body reach the label through its scope.
+        # Branches in the body find this label, because the scope is visible to them.
         scope.labels[end] = len(self.kernel.code)
 
     def _branch_by_index(self, statement: str, line: int) -> None:
-        """Replace ``brx.idx`` by a comparison and a branch for each label of its table."""
+        """Replace ``brx.idx`` with a comparison and a branch for each label in its table."""
         operands = [part.strip() for part in _split(statement.partition(" ")[2])]
         table = operands[-1] if len(operands) == 2 else ""
         scope = next((s for s in reversed(self.scopes) if table in s.tables), None)
@@ -447,7 +448,7 @@ class _Body:
         return Operand("v", parts=tuple(self._scalar(part, bits, line) for part in parts))
 
     def _address(self, text: str, line: int) -> Operand:
-        """Read ``[base + offset]`` or, of a tensor, ``[map, {coordinates}]``."""
+        """Read ``[base + offset]``, or ``[map, {coordinates}]`` for a tensor copy."""
         base, *more = _split(text[1:-1] if text.endswith("]") else "") or [""]
         match = re.fullmatch(
             r"([%\w$.]+(?:\[\w+\])?)\s*(?:\+\s*(-?\s*\w+)|(-\s*\w+))?", base.strip()
@@ -491,7 +492,7 @@ class _Body:
         raise PtxSyntaxError(f"cannot read the operand {text[:200]!r}", line)
 
     def _resolve(self) -> None:
-        """Turn the names of labels and special registers into numbers."""
+        """Replace the names of labels and special registers with numbers."""
         count = len(self.kernel.registers)
 
         def resolved(o: Operand, visible: tuple[_Scope, ...]) -> Operand:
@@ -512,7 +513,7 @@ class _Body:
 
 
 def _split(text: str) -> Sequence[str]:
-    """Split at the commas outside brackets; a blank text has no parts."""
+    """Split a text at the commas outside brackets. A blank text has no parts."""
     if not text.strip():
         return []
     parts, depth, start = [], 0, 0

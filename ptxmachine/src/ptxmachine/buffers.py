@@ -1,4 +1,4 @@
-"""Arrays of any library as places in memory.
+"""The memory of arrays of any library.
 
 An array is an object with the buffer protocol, such as a bytearray or an array of NumPy, or one
 with DLPack, such as a tensor of PyTorch. Nothing is copied.
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from ptxmachine import _machine
 
-# DLPack's numbers of devices whose memory the CPU reads: its own, and memory pinned for CUDA.
+# DLPack devices whose memory the CPU can read: kDLCPU and kDLCUDAHost (pinned memory).
 _CPU = (1, 3)
 _DLPACK_TYPES = {0: "i", 1: "u", 2: "f", 4: "bf", 6: "u"}
 _FORMATS = {"i": "bhilqn", "u": "?cBHILQN", "f": "efd"}
@@ -24,10 +24,10 @@ class Buffer(NamedTuple):
     Args:
         address: Address of the first element.
         shape: Elements in each dimension.
-        strides: Bytes between neighbours in each dimension.
+        strides: Bytes between neighbouring elements in each dimension.
         size: Bytes of an element.
-        kind: Type of an element, such as "f32", "bf16" or "i64"; "" if the machine has no name.
-        writable: Whether a kernel may write to it.
+        kind: Type of an element, such as "f32", "bf16" or "i64"; "" for any other type.
+        writable: Whether a kernel may write to the memory.
     """
 
     address: int
@@ -39,7 +39,7 @@ class Buffer(NamedTuple):
 
     @property
     def extent(self) -> tuple[int, int]:
-        """The first address and the one after the last; both are equal without elements."""
+        """The first address, and the address after the last byte. Both are equal if it is empty."""
         if 0 in self.shape:
             return self.address, self.address
         steps = [(n - 1) * stride for n, stride in zip(self.shape, self.strides, strict=True)]
@@ -48,7 +48,7 @@ class Buffer(NamedTuple):
 
 
 def is_buffer(value: Any) -> bool:
-    """Whether a launch takes a value as memory, not as a number or as the bytes of a struct."""
+    """Return whether an argument is an array, not a number or the bytes of a struct."""
     if value is None or isinstance(value, (bytes, numbers.Number)):
         return False
     return hasattr(value, "__dlpack__") or _view(value) is not None
@@ -62,7 +62,7 @@ def buffer(value: Any, name: str) -> Buffer:
         name: Name of the argument, for errors.
 
     Raises:
-        ValueError: If the object is no array in the memory of the CPU.
+        ValueError: If the object is not an array in the memory of the CPU.
     """
     if _view(value) is not None:
         address, shape, strides, size, form, constant = _machine.read_buffer(value)
@@ -91,7 +91,7 @@ def buffer(value: Any, name: str) -> Buffer:
 def _view(value: Any) -> memoryview | None:
     try:
         return memoryview(value)
-    # NumPy raises ValueError for types that the buffer protocol has no letter for.
+    # NumPy raises ValueError for types that have no letter in the buffer protocol.
     except (TypeError, ValueError):
         return None
 
@@ -100,11 +100,11 @@ class Region(NamedTuple):
     """Memory that a launch may reach.
 
     Args:
-        begin: Its address.
-        size: Its bytes.
-        writable: Whether a kernel may write to it.
-        name: Its name in messages.
-        empty: Whether it holds nothing yet.
+        begin: Address of the first byte.
+        size: Number of bytes.
+        writable: Whether a kernel may write to the memory.
+        name: Name of the memory in messages.
+        empty: Whether the memory is uninitialized.
     """
 
     begin: int
@@ -115,7 +115,7 @@ class Region(NamedTuple):
 
 
 def regions(full: Sequence[Buffer], empty: Iterable[Buffer]) -> list[Region]:
-    """Return the memory of buffers; those that overlap, as views of one array do, become one."""
+    """Return the memory of buffers. Buffers that overlap share one region."""
     numbered = [(b, False) for b in full] + [(b, True) for b in empty]
     parts = [
         Region(begin, end - begin, b.writable, f"buffer {n} {b.shape}", nothing)

@@ -1,4 +1,4 @@
-"""The command ``ptxmachine run``: a first look at a kernel, without a line of Python."""
+"""The command ``ptxmachine run``, which runs a kernel without a Python program."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 from ptxmachine import PtxError, load
 from ptxmachine.machine import Module
 
-# Letter of struct for the types of elements; bf16 is the upper half of f32.
+# Format letters of `struct` by element type. bf16 has none, because it is the upper half of f32.
 _LETTERS = {
     "f16": "e", "bf16": "", "f32": "f", "f64": "d", "i8": "b", "u8": "B", "i16": "h", "u16": "H",
     "i32": "i", "u32": "I", "i64": "q", "u64": "Q",
@@ -40,10 +40,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command.
 
     Args:
-        arguments: The arguments; None takes those of the process.
+        arguments: The arguments; with None, the arguments of the process.
 
     Returns:
-        0; 1 if the text or the kernel is wrong; 2 if an argument is wrong.
+        0 without an error, 1 if the text or the kernel is wrong, and 2 if an argument is wrong.
     """
     options = _parser().parse_args(arguments)
     try:
@@ -124,15 +124,15 @@ class _Array:
     Args:
         kind: Type of its elements.
         count: Number of its elements.
-        fill: Name of what it is filled with, or None.
-        draw: Random numbers.
+        fill: Name of the fill, a key of ``_FILLS``, or None for an uninitialized array.
+        draw: Generator of random numbers.
     """
 
     def __init__(self, kind: str, count: int, fill: str | None, draw: random.Random) -> None:
         self.kind, self.count, self.empty = kind, count, fill is None
         self.letter = _LETTERS[kind] or "f"
         self.size = 2 if kind == "bf16" else struct.calcsize(self.letter)
-        # GPUs allocate at such addresses, on which the number of sectors depends.
+        # GPU allocations have this alignment, and the number of sectors depends on the alignment.
         raw = (ctypes.c_char * (count * self.size + _ALIGNMENT))()
         begin = -ctypes.addressof(raw) % _ALIGNMENT
         self.memory = memoryview(raw).cast("B")[begin : begin + count * self.size]
@@ -143,7 +143,7 @@ class _Array:
             self.memory[n * self.size : (n + 1) * self.size] = element[-self.size :]
 
     def elements(self, most: int) -> list[float]:
-        """Return the first elements."""
+        """Return the first `most` elements."""
         size, padding = self.size, bytes(struct.calcsize(self.letter) - self.size)
         starts = range(0, min(most, self.count) * size, size)
         raw = [padding + bytes(self.memory[start : start + size]) for start in starts]
@@ -151,7 +151,7 @@ class _Array:
 
 
 def _value(argument: str, draw: random.Random) -> Any:
-    """Return the number or the array that an argument stands for."""
+    """Return the number or the array that an argument describes."""
     match = _ARRAY.fullmatch(argument)
     if match is not None:
         kind, count, fill = match.groups()

@@ -1,4 +1,4 @@
-"""Read numbers, variables and parameters of PTX."""
+"""Read the numbers, variables and parameters in a PTX text."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ _PARAMETER = re.compile(
 
 
 def parameters(head: str, line: int) -> list[Parameter]:
-    """Return the parameters of a kernel; of a function, its results and then its parameters."""
+    """Return the parameters of a kernel, or the results and the parameters of a function."""
     offset = 0
     found: list[Parameter] = []
     for align, kind, bits, name, elements in _PARAMETER.findall(head):

@@ -1,13 +1,13 @@
-"""What may be wrong with a PTX text, and with what its kernels do."""
+"""The exceptions of ptxmachine: errors in a PTX text, and faults of a running kernel."""
 
 from __future__ import annotations
 
 
 class PtxError(Exception):
-    """A PTX text is wrong, or a kernel does something that is wrong on a GPU.
+    """The base class: a PTX text is wrong, or a kernel does something that is wrong on a GPU.
 
     Attributes:
-        line: Line of the PTX text, from 1, or None where the fault has no line.
+        line: Line of the PTX text, from 1, or None if the error has no line.
     """
 
     line: int | None = None
@@ -21,7 +21,7 @@ class PtxSyntaxError(PtxError, ValueError):
     """
 
     def __init__(self, message: str, line: int | None = None) -> None:
-        """Put the line before the message."""
+        """Make the message, which begins with the line."""
         super().__init__(message if line is None else f"line {line}: {message}")
         self.line = line
 
@@ -33,15 +33,15 @@ class PtxFault(PtxError, RuntimeError):
         kind: The kind of fault, for example ``"race"`` or ``"out of bounds"``.
         kernel: Name of the kernel.
         line: Line of the PTX text, or None.
-        source: ``file:line`` of the source, where the text gives one.
-        block, warp, lane: Where it happened; -1 where this is not known.
+        source: ``file:line`` of the source, or None if the instruction has no ``.loc``.
+        block, warp, lane: Numbers of the block, warp and lane with the fault; -1 if not known.
     """
 
     def __init__(
         self, kind: str, message: str, kernel: str, text: str, line: int | None,
         source: str | None, block: int, warp: int, lane: int,
     ) -> None:  # fmt: skip
-        """Put the place of the fault into the message."""
+        """Make the message, which ends with the kernel, line, block, warp and lane of the fault."""
         where = f"{kernel}"
         if line is not None:
             where += f", PTX line {line} ({text})"

@@ -23,25 +23,25 @@ ACCUMULATE = ("forward", "reverse", "exact", "truncate")
 
 @dataclass(frozen=True)
 class Report:
-    """What a launch did.
+    """The counts of a launch.
 
     Attributes:
-        counts: Dynamic instructions of warps by pipe, bytes and sectors of global memory,
-            wavefronts of shared memory, barriers, and stores of lanes that another lane overwrote
-            with another value in the same instruction.
+        counts: Instructions that warps executed, by pipe; bytes and sectors of global memory;
+            wavefronts of shared memory; barriers; and stores whose value is lost because another
+            lane of the same instruction stored a different value to the same address.
     """
 
     counts: dict[str, Any]
 
 
 class _Places(NamedTuple):
-    """Where the variables of a kernel are.
+    """The addresses of the variables of a kernel.
 
     Attributes:
         addresses: The address of each variable by its name.
         static_shared: Bytes of static shared memory.
         dynamic: Offset of the dynamic shared memory.
-        local: Bytes of local memory.
+        local: Bytes of local memory per thread.
     """
 
     addresses: dict[str, int]
@@ -51,10 +51,10 @@ class _Places(NamedTuple):
 
 
 class Module:
-    """A PTX module whose kernels run on the CPU; `load` makes one."""
+    """A PTX module whose kernels run on the CPU. Use `load` to make a module."""
 
     def __init__(self, text: Text) -> None:
-        """Keep a parsed text, and allocate its global variables."""
+        """Store a parsed text, and allocate its global variables."""
         self.text = text
         self._variables = {v.name: v for v in text.variables}
         self._globals: dict[str, ctypes.Array[ctypes.c_char]] = {}
@@ -72,7 +72,7 @@ class Module:
         return list(self.text.kernels)
 
     def static_shared(self, name: str) -> int:
-        """Return the bytes of static shared memory of a kernel."""
+        """Return the number of bytes of static shared memory that a kernel has."""
         return self._places(self.text.kernels[name]).static_shared
 
     def launch(
@@ -94,32 +94,36 @@ class Module:
         threads: int | None = None,
         blocks: Sequence[int] = (),
     ) -> Report:
-        """Run a kernel; its arrays are read and written in place.
+        """Run a kernel, which reads and writes the arrays in place.
 
         Args:
             name: Name of the kernel.
             grid: Blocks in x, y and z.
-            block: Threads of a block in x, y and z; None takes those that the kernel requires.
-            args: One value per parameter: for a pointer an address, None, or an array, which is an
-                object with the buffer protocol or with DLPack in the memory of the CPU; a number;
-                bytes for a struct.
-            dynamic_shared: Bytes of dynamic shared memory. As the launchers of Triton do, the
-                launch sets the kernel's attribute ``MaxDynamicSharedMemorySize`` to this number, so
-                that only the architecture limits it, together with the static shared memory.
+            block: Threads per block in x, y and z. With None, the block has the threads that the
+                kernel requires (``.reqntid``), or else one thread.
+            args: One value per parameter: an array, an address or None for a pointer, a number for
+                a number, and bytes for a struct. An array is an object with the buffer protocol, or
+                with DLPack in the memory of the CPU.
+            dynamic_shared: Bytes of dynamic shared memory. The launch sets the attribute
+                ``MaxDynamicSharedMemorySize`` of the kernel to this number, as the launcher of
+                Triton does. The sum of static and dynamic shared memory therefore has only the
+                limit of the architecture.
             memory: Arrays that the kernel reaches through addresses in structs.
-            empty: Arrays that hold nothing yet. A read before the kernel has written is a fault.
-            seed: Chooses the interleaving of warps and the time at which asynchronous operations
-                take effect. With 0, warps run one after another and operations take effect at
-                issue.
-            approximate: Share of the documented error that approximate instructions make, -1 to 1.
+            empty: Arrays that are uninitialized. A read of a byte before the kernel has written the
+                byte is a fault.
+            seed: Chooses the interleaving of warps and the moment at which asynchronous operations
+                take effect. With 0, warps run one after another, and asynchronous operations take
+                effect at issue.
+            approximate: Error of approximate instructions, as a share of the documented error, from
+                -1 to 1.
             accumulate: Order of the sums in matrix instructions: ``"forward"``, ``"reverse"``,
                 ``"exact"`` (rounded once) or ``"truncate"`` (rounded toward zero).
-            races: Whether races are looked for.
+            races: Whether races and missing fences are detected.
             count: Whether sectors and wavefronts are counted.
             limit: Instructions that a warp may execute; 0 sets no limit.
-            threads: Threads of the CPU; None takes one per processor.
-            blocks: Numbers of the blocks that run, x fastest; empty runs the whole grid. The counts
-                are then those of the chosen blocks.
+            threads: Threads of the CPU; with None, one thread per available processor.
+            blocks: Numbers of the blocks to run, which count along x first. If this is empty, the
+                whole grid runs. The counts are those of the blocks that ran.
 
         Returns:
             The counts of the launch.
@@ -127,8 +131,8 @@ class Module:
         Raises:
             PtxSyntaxError: If the kernel cannot be read, if it has an instruction that the machine
                 does not know, or if operands do not fit their instruction.
-            PtxFault: If the kernel does something wrong.
-            ValueError: If an argument does not fit.
+            PtxFault: If the kernel does something that is wrong on a GPU.
+            ValueError: If an argument has a wrong value, or does not fit its parameter.
         """
         if name not in self.text.kernels:
             raise ValueError(f"name: got {name!r}, allowed: {', '.join(self.kernels)}")
@@ -177,7 +181,7 @@ class Module:
         return Report(counts)
 
     def _check_shared(self, static: int, dynamic: int) -> None:
-        """Raise ValueError if a block cannot have so much shared memory."""
+        """Raise ValueError if a block cannot have this much shared memory."""
         most = limits.most_shared(self.text.target)
         if static + dynamic > most:
             raise ValueError(
@@ -196,7 +200,7 @@ class Module:
         return PtxFault(kind, message, kernel.name, text or "", line, source, block, warp, lane)
 
     def _variable_regions(self) -> list[buffers.Region]:
-        """Return the memory of the module's variables."""
+        """Return the memory regions of the variables of the module."""
         return [
             buffers.Region(ctypes.addressof(data), len(data), writable, name, False)
             for name, data in self._globals.items()
@@ -204,7 +208,7 @@ class Module:
         ]
 
     def _program(self, kernel: Kernel) -> tuple[Any, int, int]:
-        """Return the decoded kernel, the start of its dynamic shared memory, and local bytes."""
+        """Return the decoded kernel, the offset of dynamic shared memory, and local bytes."""
         if kernel.name in self._programs:
             return self._programs[kernel.name]
         size = max((p.offset + p.size for p in kernel.parameters), default=0)
@@ -255,7 +259,7 @@ class Module:
     def _places(self, kernel: Kernel) -> _Places:
         """Lay out the variables of a kernel.
 
-        A shared variable outside the kernels takes memory of the kernels that use it.
+        A shared variable outside the kernels takes shared memory only in kernels that use it.
         """
         used = _names(kernel)
         addresses: dict[str, int] = {}
@@ -287,10 +291,10 @@ def load(text: str) -> Module:
     """Parse a PTX text.
 
     Args:
-        text: The module, as ``triton.compile(...).asm["ptx"]`` or ``nvcc -ptx`` gives it.
+        text: The module, such as ``triton.compile(...).asm["ptx"]`` or the output of ``nvcc -ptx``.
 
     Returns:
-        The module, whose kernels `Module.launch` runs. A kernel is read when it is first launched.
+        The module. `Module.launch` runs its kernels. A kernel is read when it is first launched.
 
     Raises:
         PtxSyntaxError: If the text outside the kernels cannot be read.
@@ -299,7 +303,7 @@ def load(text: str) -> Module:
 
 
 def _whole(value: int, name: str, low: int, high: int) -> None:
-    """Raise ValueError unless an argument is an integer in a range."""
+    """Raise ValueError unless an argument is an integer from `low` to `high`."""
     if not isinstance(value, int) or not low <= value <= high:
         raise ValueError(f"{name}: got {value!r}, allowed: integers from {low} to {high}")
 
@@ -315,7 +319,7 @@ def _three(sizes: Sequence[int], name: str, most: tuple[int, int, int]) -> tuple
 
 
 def _names(kernel: Kernel) -> set[str]:
-    """Return the names in the operands of a kernel."""
+    """Return the names of variables and labels in the operands of a kernel."""
     names: set[str] = set()
     operands = [o for i in kernel.code for o in i.operands]
     while operands:
@@ -327,14 +331,16 @@ def _names(kernel: Kernel) -> set[str]:
 
 
 def _registers(kernel: Kernel, threads: int) -> int:
-    """Return the registers of a thread at the start of a kernel that has setmaxnreg.
+    """Return the registers per thread at the start of a kernel that has setmaxnreg.
 
-    ptxas gives a thread as many as the bounds of the kernel leave, and no more than the kernel
-    takes. Without such bounds ptxas ignores setmaxnreg, and the result is 0. It is 0 for a kernel
-    without setmaxnreg, too, because its text does not say how many registers ptxas gives.
+    ptxas gives a thread as many registers as the directives of the kernel allow, and at most as
+    many as the largest setmaxnreg.inc takes. Without such directives, ptxas ignores setmaxnreg, and
+    the result is 0. The result is also 0 for a kernel without setmaxnreg, because the text does not
+    say how many registers ptxas gives to a thread.
 
     Raises:
-        PtxFault: If a block of so many threads cannot have the registers.
+        PtxFault: If a block with this number of threads needs more registers than a
+            multiprocessor has.
     """
     moves = [i for i in kernel.code if i.mnemonic.startswith("setmaxnreg.")]
     if not moves:
@@ -361,7 +367,7 @@ def _registers(kernel: Kernel, threads: int) -> int:
 
 
 def _parameters(kernel: Kernel, args: Sequence[Any]) -> bytes:
-    """Lay the arguments out as the kernel's parameters."""
+    """Return the bytes of the parameters of a kernel, with these arguments."""
     if len(args) != len(kernel.parameters):
         raise ValueError(
             f"args: got {len(args)} values, {kernel.name} has {len(kernel.parameters)}"
@@ -393,7 +399,7 @@ def _parameters(kernel: Kernel, args: Sequence[Any]) -> bytes:
 
 
 def _memory_of(variable: Variable) -> ctypes.Array[ctypes.c_char]:
-    """Return the memory of a variable, with its initial value and its alignment."""
+    """Allocate a variable with its alignment, and set its initial value."""
     size, align = max(variable.size, 1), max(variable.align, 16)
     raw = (ctypes.c_char * (size + align))()
     data = (ctypes.c_char * size).from_buffer(raw, -ctypes.addressof(raw) % align)

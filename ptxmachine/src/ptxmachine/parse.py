@@ -1,9 +1,9 @@
 """Split PTX text into kernels and variables; body.py reads the kernels.
 
-The grammar is that of the PTX ISA, as far as compilers emit it: one module, kernels (``.entry``),
+The grammar is the part of the PTX ISA that compilers emit: one module, kernels (``.entry``),
 functions (``.func``), variables, registers and labels in nested scopes, and guarded instructions.
-Meaning is not known here; ``csrc/decode.cpp`` finds the handler of a mnemonic and checks its
-operands.
+This module does not know instructions. ``csrc/decode.cpp`` finds the handler of a mnemonic and
+checks the operands.
 """
 
 from __future__ import annotations
@@ -21,28 +21,29 @@ from ptxmachine.errors import PtxSyntaxError
 class Kernels(Mapping[str, Kernel]):
     """The kernels of a module by name.
 
-    A kernel is read when it is first asked for, because a module that nvcc made of templates has
-    dozens, most of which are never launched. Reading one may raise PtxSyntaxError.
+    A kernel is read at the first look-up of its name, because a module that nvcc compiles from
+    templates has dozens of kernels, and most of them are never launched. A look-up may raise
+    PtxSyntaxError.
     """
 
     def __init__(self, entries: Sequence[Function], functions: dict[str, Function]) -> None:
-        """Keep the kernels, and the functions that they call, as text."""
+        """Store the text of the kernels and of the functions that they call."""
         self._entries = {entry.name: entry for entry in entries}
         self._functions = functions
         self._read: dict[str, Kernel] = {}
 
     def __getitem__(self, name: str) -> Kernel:
-        """Return a kernel, or raise KeyError."""
+        """Return a kernel, or raise KeyError if there is no kernel of this name."""
         if name not in self._read:
             self._read[name] = read(self._entries[name], self._functions)
         return self._read[name]
 
     def __contains__(self, name: object) -> bool:
-        """Tell whether there is a kernel of this name, without reading it."""
+        """Return whether there is a kernel of this name, without reading the kernel."""
         return name in self._entries
 
     def __iter__(self) -> Iterator[str]:
-        """Iterate over the names."""
+        """Iterate over the names of the kernels."""
         return iter(self._entries)
 
     def __len__(self) -> int:
@@ -57,7 +58,7 @@ class Text:
     Attributes:
         kernels: The kernels by name.
         variables: The variables outside the kernels.
-        files: Source files by number.
+        files: Names of the source files, by their number in ``.file``.
         target: The architecture, such as ``"sm_90a"``.
         version: Major and minor version of PTX ISA.
     """
@@ -76,10 +77,10 @@ def parse(text: str) -> Text:
         text: The whole text, from ``.version`` on.
 
     Returns:
-        The kernels, variables and source files. A kernel is read when it is first asked for.
+        The parsed module. A kernel is read at the first look-up of its name.
 
     Raises:
-        PtxSyntaxError: If a statement outside the kernels cannot be read; the message gives its
+        PtxSyntaxError: If a statement outside the kernels cannot be read. The message has the
             line.
     """
     text = _without_comments(text)
@@ -118,7 +119,7 @@ def parse(text: str) -> Text:
 
 
 def _without_comments(text: str) -> str:
-    """Replace the comments between ``/*`` and ``*/`` by the ends of their lines."""
+    """Replace each comment between ``/*`` and ``*/`` with the line breaks in it."""
 
     def ends(match: re.Match[str]) -> str:
         if not match[0].endswith("*/"):
@@ -130,7 +131,7 @@ def _without_comments(text: str) -> str:
 
 
 def _statement(lines: list[str], start: int) -> tuple[str, int]:
-    """Return the statement that begins in a line, and the number of its last line."""
+    """Return the statement that begins in line `start`, and the number of its last line."""
     parts = []
     for number in range(start, len(lines)):
         part, semicolon, _ = bare(lines[number]).partition(";")
@@ -141,7 +142,7 @@ def _statement(lines: list[str], start: int) -> tuple[str, int]:
 
 
 def _function(lines: list[str], start: int) -> tuple[Function | None, int]:
-    """Return a function, or None for a declaration, and the number of the line after it."""
+    """Return a function (None for a declaration) and the number of the line after its end."""
     head: list[str] = []
     depth = 0
     first = column = -1

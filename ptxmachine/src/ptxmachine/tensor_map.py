@@ -1,8 +1,8 @@
 """Tensor maps for bulk tensor copies, in the PTX machine's own encoding.
 
-A driver encodes a ``CUtensorMap`` in a layout that is not documented. The machine has a layout of
-its own, in csrc/machine.h, for the arguments of ``cuTensorMapEncodeTiled``. The instruction
-``tensormap.replace`` writes the same layout.
+A driver encodes a ``CUtensorMap`` in a layout that is not documented. The machine therefore has its
+own layout, ``TensorMap`` in csrc/machine.h. The instruction ``tensormap.replace`` writes the same
+layout.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ptxmachine import buffers, limits
 
 SWIZZLES = (0, 32, 64, 128)
 FLOATS = ("f16", "bf16", "f32", "f64")
-# Numbers of types as .elemtype of tensormap.replace has them; bulk reductions need them.
+# Numbers of element types, as in tensormap.replace.elemtype. Bulk reductions read the type.
 TYPES = {
     "u8": 0, "i16": 1, "u16": 1, "u32": 2, "i32": 3, "u64": 4, "i64": 5, "f16": 6, "f32": 7,
     "f64": 9, "bf16": 10,
@@ -28,17 +28,17 @@ def tensor_map(
     """Encode a tensor map.
 
     Args:
-        tensor: Array of one to five dimensions, the last of them contiguous: an object with the
-            buffer protocol or with DLPack in the memory of the CPU.
+        tensor: Array of one to five dimensions whose last dimension is contiguous: an object with
+            the buffer protocol, or with DLPack in the memory of the CPU.
         box: Elements of a copy in each dimension of `tensor`, in the same order.
         swizzle: Bytes of the swizzle pattern: 0, 32, 64 or 128.
-        fill_nan: Whether elements outside the tensor are read as NaN; otherwise as zero.
+        fill_nan: Whether elements outside the tensor are read as NaN instead of zero.
 
     Returns:
-        128 bytes, for a ``__grid_constant__ CUtensorMap`` parameter.
+        128 bytes: the argument for a ``__grid_constant__ CUtensorMap`` parameter.
 
     Raises:
-        ValueError: If the hardware would not take such a map.
+        ValueError: If ``cuTensorMapEncodeTiled`` does not allow such a map.
     """
     array = buffers.buffer(tensor, "tensor")
     dims, size = len(array.shape), array.size
