@@ -1,7 +1,7 @@
-"""Run PTX texts in a process of their own, which a text may kill without harm to the tests.
+"""Run PTX texts in a separate process, so that a crash does not end the tests.
 
-The process has limits of time and of address space. A text that ends it is reported, and another
-process goes on with the next text.
+The process has limits of time and of address space. If a text ends the process, this is reported,
+and another process goes on with the next text.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ import torch
 
 import ptxmachine as ptx
 
-# Bytes that the process may allocate beside what it has after its imports, and seconds for a text.
+# Bytes that the process may allocate after its imports, and seconds per text.
 SPACE = 3 << 30
 SECONDS = 20
-# Instructions that a warp may execute.
+# The most instructions that a warp may execute.
 LIMIT = 20_000
 
 
 class Outcome(NamedTuple):
-    """What became of a text.
+    """The outcome of a text.
 
     Attributes:
         kind: "ran", the name of the exception, or "died" with the reason.
         line: Line of the fault, or None.
         message: Message of the exception.
-        seconds: Time of the processor.
+        seconds: Processor time.
     """
 
     kind: str
@@ -50,7 +50,7 @@ class Outcome(NamedTuple):
 
 
 def outcomes(texts: Sequence[str], **options) -> list[Outcome]:
-    """Launch all kernels of each text in another process, and return what became of each text.
+    """Launch all kernels of each text in another process, and return the outcomes.
 
     Args:
         texts: The texts.
@@ -85,7 +85,7 @@ def launch_kernels(text: str, **options) -> None:
 
     Args:
         text: The text.
-        options: Keyword arguments of `Module.launch`, as `races`.
+        options: Keyword arguments of `Module.launch`, such as `races`.
     """
     module = ptx.load(text)
     for name in module.kernels:
@@ -101,12 +101,12 @@ def launch_kernels(text: str, **options) -> None:
 
 
 def attempt(text: str, options: dict) -> tuple[str, int | None, str]:
-    """Launch all kernels of a text, and return what became of it."""
+    """Launch all kernels of a text, and return kind, line and message of the outcome."""
     try:
         launch_kernels(text, **options)
     except ptx.PtxError as error:
         return type(error).__name__, error.line, str(error)
-    # Whatever else comes out is what the tests look for.
+    # The tests look for every other exception, because only a PtxError is allowed.
     except BaseException as error:
         return type(error).__name__, None, repr(error)
     return "ran", None, ""

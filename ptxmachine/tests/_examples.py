@@ -1,7 +1,8 @@
 """One instruction of each kind that the PTX machine executes, with operands that fit it.
 
 The registers are those of small_kernels.py: %p are predicates, %h have 16 bits, %r 32 and %d 64. A
-question mark precedes an operand that may be missing. At the end, it stands for one that is.
+question mark precedes an optional operand. A lone question mark at the end stands for an optional
+operand that the example omits.
 """
 
 from __future__ import annotations
@@ -262,9 +263,9 @@ EXAMPLES = [
 ]  # fmt: skip
 
 
-# A vector that no optional operand of the examples may be.
+# A vector that fits no optional operand of the examples.
 TOO_MUCH = "{%r1, %r2, %r3, %r4, %r5, %r6, %r7}"
-# By prefix, a register that has too few bits to take the place of one with it, or another kind.
+# For each register prefix, a register that has too few bits or another kind.
 NARROWER = {"%p": "%r1", "%h": "%p1", "%r": "%h1", "%d": "%h1", "%c": "%h1"}
 
 
@@ -274,7 +275,7 @@ class Example(NamedTuple):
     Attributes:
         mnemonic: The mnemonic.
         operands: All operands.
-        required: The operands that may not be missing.
+        required: The operands that are not optional.
         full: Whether no optional operand is missing.
     """
 
@@ -305,7 +306,8 @@ def read(example: str) -> Example:
 def misfits(example: str) -> Iterator[tuple[str, str]]:
     """Return instructions with operands that do not fit, and what is wrong with each.
 
-    One operand is missing, there is one too many, or one is of another kind or too narrow.
+    One operand is missing, there is one operand too many, or one operand has another kind or too
+    few bits.
     """
     known = read(example)
     for n in range(len(known.required)):
@@ -317,7 +319,7 @@ def misfits(example: str) -> Iterator[tuple[str, str]]:
 
 
 def _others(known: Example, n: int, operand: str) -> list[str]:
-    """Return what may not take the place of an operand."""
+    """Return texts that are not allowed instead of an operand."""
     if operand == "END":
         return ["%r1", "7", "[%r1]"]
     if operand == "_":
@@ -339,9 +341,9 @@ def _others(known: Example, n: int, operand: str) -> list[str]:
     narrow = NARROWER[register[:2]] if register != "%tid.x" else "%p1"
     found = ["END", "[%d1]", TOO_MUCH, f"!{narrow}", narrow]
     if n == 0 and known.base not in ("bar", "barrier", "nanosleep"):
-        found += ["7", "%tid.x", "%clock64"]  # in the place of a result
+        found += ["7", "%tid.x", "%clock64"]  # not allowed as a result
     if n > 0:
-        found.append("_")  # in the place of a source
+        found.append("_")  # not allowed as a source
     return found
 
 
@@ -356,9 +358,9 @@ VALUES = (
 def with_values(example: str, seed: int) -> str:
     """Return the body of a kernel that gives the registers of an example values and executes it.
 
-    A register in brackets mostly has an address of the tensor at %d0 or of `memory`, which has an
-    mbarrier at its start. Registers of 64 bits of wgmma mostly have a descriptor of `memory`. All
-    others have any values.
+    A register in brackets usually has an address in the tensor at %d0 or in `memory`, which begins
+    with an mbarrier. 64-bit registers of wgmma usually have a matrix descriptor of `memory`. All
+    other registers have random values.
     """
     draw = random.Random(f"{example} {seed}")
     known = read(example)

@@ -1,6 +1,6 @@
-"""Change PTX texts at random: what a fuzzer does to the texts of real kernels.
+"""Change PTX texts at random, as a fuzzer does with the texts of real kernels.
 
-A change depends on nothing but the text and its seed.
+A change depends only on the text and the seed.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ JOIN:
     ret;
 }}
 """
-# With kernels that Triton and nvcc have compiled, without their debug information.
+# The text above, and kernels that Triton and nvcc have compiled, without debug information.
 SOURCES = {
     path.stem: path.read_text(encoding="utf-8")
     for path in sorted(Path(__file__).with_name("texts").glob("*.ptx"))
@@ -101,7 +101,7 @@ def _lines(text: str, draw: random.Random) -> str:
 
 
 def _changed(parts: list[str], draw: random.Random, counts) -> list[str]:
-    """Delete, repeat or exchange parts among those that count."""
+    """Delete, repeat or exchange parts for which `counts` is true."""
     places = [n for n, part in enumerate(parts) if counts(part)]
     if not places:
         return parts
@@ -129,7 +129,7 @@ def _number(text: str, draw: random.Random) -> str:
 
 
 def _register(text: str, draw: random.Random) -> str:
-    """Replace a register by another one, mostly of the same class."""
+    """Replace a register with another register of the text, usually of the same class."""
     found = list(REGISTER.finditer(text))
     if not found:
         return text
@@ -139,7 +139,7 @@ def _register(text: str, draw: random.Random) -> str:
 
 
 def _type(text: str, draw: random.Random) -> str:
-    """Replace a type or the size of a vector by another one of the text."""
+    """Replace a type or the size of a vector with another one in the text."""
     found = list(TYPE.finditer(text))
     if not found:
         return text

@@ -19,18 +19,18 @@ REGISTERS = """
     .reg .b32 %b<8>;
     .reg .b32 %c<256>;
 """
-# The register class of a value of so many bits.
+# The register class of a value, by its number of bits.
 CLASS = {1: "%p", 8: "%h", 16: "%h", 32: "%r", 64: "%d"}
 BITS = {"pred": 1, "f16x2": 32, "bf16x2": 32, "bf16": 16, "tf32": 32}
 
 
 def bits_of(suffix: str) -> int:
-    """Return the bits of a type's suffix, such as "s32"."""
+    """Return the number of bits of a type suffix, such as "s32"."""
     return BITS.get(suffix) or int(suffix.lstrip("abcdefghijklmnopqrstuvwxyz"))
 
 
 def kernel(body: str, pointers: int = 1, shared: int = 0, name: str = "k", bounds: str = "") -> str:
-    """Return a module with one kernel; %d0, %d1, … are its pointers, %r0 the thread.
+    """Return a module with one kernel. %d0, %d1, … are its pointers, and %r0 is the thread.
 
     `bounds` has the directives after the parameters, such as ".maxntid 384".
     """

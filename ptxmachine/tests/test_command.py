@@ -1,4 +1,4 @@
-"""``ptxmachine run`` executes a kernel of a file, and tells what it did or what is wrong."""
+"""``ptxmachine run`` executes a kernel of a file, and prints its counts or its fault."""
 
 import json
 import subprocess
@@ -8,7 +8,7 @@ import pytest
 from ptxmachine.command import main
 from small_kernels import HEADER, kernel
 
-# Each of 32 threads stores the element of its neighbour, through shared memory.
+# Each of 32 threads reads the element of its neighbour from shared memory and stores it.
 ROTATE = """
     mul.wide.u32 %d2, %r0, 4;
     add.s64 %d3, %d0, %d2;
@@ -89,7 +89,7 @@ def test_a_text_that_is_no_ptx_is_told_with_its_line(file, capsys):
 
 
 def test_the_package_needs_neither_torch_nor_numpy(file):
-    """A process that refuses to import both runs a kernel."""
+    """A process in which torch and numpy cannot be imported runs a kernel."""
     program = (
         "import sys\n"
         "sys.modules['torch'] = sys.modules['numpy'] = None\n"

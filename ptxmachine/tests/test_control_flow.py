@@ -14,7 +14,7 @@ st.global.b32 [%d11], %r5;
 
 
 def test_a_label_is_visible_in_its_scope_only():
-    # Both scopes have a loop of one name, as inline assembly in braces has.
+    # Both scopes have a label of the same name, as copies of inline assembly in braces do.
     body = """
 mov.u32 %r5, 0;
 {

@@ -43,7 +43,7 @@ def encode(kind, number):
 
 
 def rounded(kind, exact, mode="rn"):
-    """Round an exact value to a format; return its bits, of which a zero's sign is not checked."""
+    """Round an exact value to a format, and return the bits. The sign of a zero is not checked."""
     fraction, lowest, largest = FORMATS[kind]
     if exact == 0:
         return 0
@@ -88,7 +88,7 @@ def samples(kind, count=60, seed=0):
 
 
 def same(kind, bits, expected):
-    """Whether the bits are equal, a zero's sign apart."""
+    """Return whether the bits are equal, except for the sign of a zero."""
     sign = 1 << (WIDTH[kind] - 1)
     return bits == expected or (bits & ~sign == 0 and expected & ~sign == 0)
 
@@ -143,7 +143,7 @@ def test_division_root_and_reciprocal_are_exact_unless_asked(mode):
     roots = apply(f"sqrt.{mode}.f32", "f32", ("f32",), positive)
     for (a,), result in zip(positive, roots, strict=True):
         root = value("f32", result)
-        # The root is the float next to the true one on the side that the mode names.
+        # The result is the float next to the exact root in the direction of the rounding mode.
         square, exact = root * root, value("f32", a)
         above = value("f32", result + 1) if result else Fraction(1, 2**149)
         below = value("f32", result - 1) if result else Fraction(0)

@@ -1,4 +1,4 @@
-"""The PTX machine enforces what hardware does: a kernel that breaks a rule, one that keeps it."""
+"""The PTX machine enforces rules of hardware. Each rule has kernels that keep or break it."""
 
 import re
 import struct
@@ -15,7 +15,7 @@ STORE = "    mad.wide.u32 %d5, %r0, 4, %d0;\n    st.global.u32 [%d5], 1;"
 
 
 def run(text, threads=32, grid=(1,), size=None, **options):
-    """Run a kernel whose threads store 1 to a tensor, and return whether all have."""
+    """Run a kernel whose threads store 1 to a tensor, and return whether all threads did."""
     out = torch.zeros(size or threads, dtype=torch.int32)
     load(text).launch("k", grid, (threads,), [out], **options)
     return bool(out.all())
@@ -46,7 +46,7 @@ def moving(action, count, bounds):
     [
         (384, 168),
         (512, 128),
-        # 408 threads have 13 warps, for which a block is given the registers of 16.
+        # 408 threads have 13 warps, and registers are allocated for 16 warps.
         (408, 128),
     ],
 )
@@ -64,7 +64,7 @@ def test_a_block_cannot_start_with_more_registers_than_a_multiprocessor_has():
 
 @pytest.mark.parametrize("bounds", ["", ".maxntid 384, 1, 1", ".reqntid 384", ".minnctapersm 1"])
 def test_setmaxnreg_needs_bounds_of_the_registers(bounds):
-    """Without them, ptxas says that it ignores setmaxnreg."""
+    """Without such directives, ptxas reports that it ignores setmaxnreg."""
     found = fault(moving("dec", 40, bounds), threads=384)
     assert found.kind == "registers"
     assert "setmaxnreg has no effect, because the kernel has neither .maxnreg nor" in str(found)
@@ -111,7 +111,7 @@ def test_static_shared_memory_of_several_variables():
     assert run(text.replace("{}", str(16 * KIB)))
     with pytest.raises(PtxSyntaxError, match=r"bytes of .shared variables: .* at most"):
         run(text.replace("{}", str(16 * KIB + 1)))
-    # A variable outside the kernel takes none of its memory where the kernel does not use it.
+    # A shared variable outside the kernel takes no shared memory if the kernel does not use it.
     assert run(text.replace("{}", str(17 * KIB)).replace("mov.u32 %r1, outside", "mov.u32 %r1, 0"))
 
 
@@ -227,7 +227,7 @@ def test_warps_meet_at_a_barrier_with_one_count(first, other, seed):
 
 @pytest.mark.parametrize("arrivals", [1, 2])
 def test_arrivals_alone_complete_a_barrier(arrivals):
-    """The other warp then waits for arrivals after them."""
+    """Two arrivals complete the barrier, and the other warp then waits for later arrivals."""
     body = BY_WARP.format(first="bar.arrive 1, 64;\n" * arrivals, other="bar.sync 1, 64;")
     text = kernel(body + STORE)
     if arrivals == 1:
@@ -343,7 +343,7 @@ def test_a_box_goes_to_a_multiple_of_128_bytes():
     ],
 )
 def test_a_tensor_map_that_a_kernel_has_made(box, swizzle, message):
-    """The bytes are those of `TensorMap` in csrc/machine.h."""
+    """The test changes bytes of `TensorMap` in csrc/machine.h."""
     map_ = bytearray(tensor_map(SOURCE, (16, 32)))
     map_[6] = swizzle
     struct.pack_into("<2H", map_, 72, *box)
@@ -366,7 +366,7 @@ def test_a_stride_of_a_tensor_map_that_a_kernel_has_made():
 
 
 def matrix(columns=64, stride=128, offset=0):
-    """Return an array with this stride in bytes, whose elements need not exist."""
+    """Return an array with this stride in bytes; its elements may be outside any allocation."""
     whole = numpy.zeros(4096, dtype=numpy.float16)
     first = offset - whole.ctypes.data % 16
     whole = whole.view(numpy.uint8)[first % 16 :][:2048].view(numpy.float16)
@@ -440,11 +440,11 @@ ORDERS = {
 
 
 def handed_over(release, acquire, fence, *, writer=0, blocks=2, seed=0):
-    """Return what one block, or one warp of a block, reads that another has written."""
+    """Return the value that one block (or warp) reads after another block (or warp) has written."""
     part = "%ctaid.x" if blocks == 2 else "%warpid"
     body = HANDOVER.format(release=release, acquire=acquire, fence=fence, part=part, writer=writer)
     x = torch.zeros(3, dtype=torch.int32)
-    # Both blocks run at a time, because one waits for the other.
+    # Both blocks run concurrently, because one block waits for the other.
     load(kernel(body)).launch("k", (blocks,), (64 // blocks,), [x], threads=blocks, seed=seed)
     return x[2].item()
 
@@ -456,7 +456,7 @@ def test_a_release_and_an_acquire_order_two_blocks(order, scope, writer):
     assert handed_over(*(part.format(scope) for part in ORDERS[order]), writer=writer) == 7
 
 
-# With the seed 0, the first warp would wait for ever for the second, which runs after it.
+# With the seed 0, warp 1 runs only after warp 0, so warp 0 must be the writer.
 @pytest.mark.parametrize(("seed", "writer"), [(0, 0), (1, 0), (1, 1), (2, 1)])
 @pytest.mark.parametrize("order", ORDERS)
 def test_the_scope_of_a_block_orders_its_warps(order, seed, writer):
@@ -490,10 +490,10 @@ STRONG = ("st.relaxed.gpu.global.u32 [%d0+4], 1;", "ld.relaxed.gpu.global.u32 %r
         {1: "ld.acquire.gpu.global.u32 %r3, [%d0+4];"},
         {0: "fence.acq_rel.gpu;\n" + STRONG[0]},
         {2: "fence.acq_rel.gpu;"},
-        # The fences are those of a block, though the accesses are not.
+        # One fence has the scope of a block, although the accesses have the scope of the device.
         {0: "fence.acq_rel.cta;\n" + STRONG[0], 2: "fence.acq_rel.gpu;"},
         {0: "fence.acq_rel.gpu;\n" + STRONG[0], 2: "fence.acq_rel.cta;"},
-        # Weak accesses to the flag.
+        # One access to the flag is weak.
         {0: "fence.acq_rel.gpu;\nst.global.u32 [%d0+4], 1;", 2: "fence.acq_rel.gpu;"},
         {0: "st.release.gpu.global.u32 [%d0+4], 1;", 1: "ld.global.u32 %r3, [%d0+4];"},
     ],

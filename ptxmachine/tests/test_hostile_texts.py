@@ -1,4 +1,4 @@
-"""A text that is cut, changed or that asks for too much raises a PtxError, and does so at once."""
+"""A text that is cut off, changed or too demanding raises a PtxError within seconds."""
 
 import re
 
@@ -35,7 +35,7 @@ def table(labels: int) -> str:
     return kernel(f"T: .branchtargets {targets};\n" + "brx.idx %r0, T;\n" * labels + "END:")
 
 
-# By what is wrong: a text, and a part of the message.
+# For each error: a text, and a part of the message.
 TOO_MUCH = {
     "registers": (whole(" .reg .b32 %z<1000000000>;"), "registers: got 1000000000, allowed: at"),
     "registers in parts": (whole(" .reg .b32 %z<60000>, %y<60000>;"), "registers of a kernel"),
@@ -128,7 +128,7 @@ def test_a_hostile_text_is_refused_at_once_with_its_line(hostile, name):
     assert found.line is not None
     assert found.message.startswith(f"line {found.line}: ")
     assert re.search(message, found.message)
-    # The longest takes 3 s of a fast processor.
+    # The longest text takes 3 s on a fast processor.
     assert found.seconds < 10
 
 
@@ -147,14 +147,14 @@ def test_texts_at_the_limits_run():
 
 
 def test_the_texts_that_are_mutated_run_or_are_refused_by_their_data():
-    """The arguments are no tensor maps, so that a kernel which needs some faults."""
+    """The arguments are not tensor maps, so a kernel that needs tensor maps has a fault."""
     found = outcomes(list(SOURCES.values()))
     assert [outcome.kind for outcome in found].count("ran") >= 2
     assert {outcome.kind for outcome in found} <= {"ran", "PtxFault"}
 
 
 def check_mutations(seeds: range) -> None:
-    """Assert that mutated texts run or raise a PtxError, and that one of a text has a line."""
+    """Assert that mutated texts run or raise a PtxError, and that a PtxSyntaxError has a line."""
     names = list(SOURCES)
     chosen = [(names[seed % len(names)], seed) for seed in seeds]
     found = outcomes([mutated(SOURCES[name], seed) for name, seed in chosen])
@@ -165,7 +165,7 @@ def check_mutations(seeds: range) -> None:
     ]
     assert bad == []
     kinds = [outcome.kind for outcome in found]
-    # A mutation that never mattered would test nothing.
+    # If no mutation caused an error, or every one did, the test would be of no use.
     assert min(kinds.count("ran"), kinds.count("PtxSyntaxError")) > len(kinds) // 20
 
 

@@ -197,7 +197,7 @@ def test_an_asynchronous_copy_is_there_after_its_wait(wait, seed):
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("own_arrival", [False, True])
 def test_copies_arrive_at_an_mbarrier(own_arrival, seed):
-    """With .noinc the barrier counts the arrival of the copies, otherwise it expects one more."""
+    """Without .noinc, the arrival of the copies does not reduce the number of pending arrivals."""
     x, y = torch.arange(32, dtype=torch.int32), torch.zeros(32, dtype=torch.int32)
     arrival = "    cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%r1+128];\n"
     if own_arrival:

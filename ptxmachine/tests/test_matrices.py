@@ -24,9 +24,9 @@ def words(fragment):
 
 
 def a_fragment(a):
-    """A (16, 8 n): the word of register r of lane l is in row l / 4 (+ 8 in odd registers).
+    """Return the fragment of A (16, 8 n), whose words have n elements each.
 
-    A word has n elements; it is number l % 4 of the row, or 4 + l % 4 in registers 2 and 3.
+    Register r of lane l holds word 4 (r / 2) + l % 4 of row l / 4, or of row l / 4 + 8 if r is odd.
     """
     n = a.shape[1] // 8
     lane = torch.arange(32)[:, None, None]
@@ -35,7 +35,10 @@ def a_fragment(a):
 
 
 def b_fragment(b):
-    """B (8 n, 8): register r of lane l holds the n rows from n (l % 4 + 4 r) on, column l / 4."""
+    """Return the fragment of B (8 n, 8).
+
+    Register r of lane l holds rows n (l % 4 + 4 r) to n (l % 4 + 4 r) + n - 1 of column l / 4.
+    """
     n = b.shape[0] // 8
     lane = torch.arange(32)[:, None, None]
     register, element = torch.arange(2)[None, :, None], torch.arange(n)[None, None, :]
@@ -43,7 +46,7 @@ def b_fragment(b):
 
 
 def from_accumulators(c, columns):
-    """D (16, columns): register r of lane l holds an element of row l / 4 + 8 (r / 2 % 2)."""
+    """Return D (16, columns); register r of lane l is in row l / 4 + 8 (r / 2 % 2)."""
     d = torch.empty(16, columns)
     for lane in range(32):
         for r in range(columns // 2):
@@ -208,12 +211,12 @@ wmma.store.d.{shape.format(layout_d)}.global.f32 [%d2], {{{sums}}}, 24;
 
 
 def swizzled(offset, width):
-    """The byte offset of 16 bytes in the pattern of a swizzle (PTX ISA, 9.7.15.5.1)."""
+    """Return the swizzled byte offset of 16 bytes (PTX ISA, 9.7.15.5.1)."""
     return offset ^ (offset >> 7 & (width // 16 - 1)) << 4 if width >= 32 else offset
 
 
 def k_major(matrix, width):
-    """A matrix (rows, 16) of 2-byte elements in shared memory, and its descriptor, address 0."""
+    """Return the bytes of a K-major matrix (rows, 16), and its descriptor for the address 0."""
     rows, data = matrix.shape[0], matrix.contiguous().view(torch.uint8).reshape(matrix.shape[0], 32)
     image = torch.zeros(rows * max(width, 32), dtype=torch.uint8)
     for row in range(rows):
@@ -229,7 +232,7 @@ def k_major(matrix, width):
 
 
 def rows_major(matrix, width):
-    """A matrix (rows, 16) with the rows contiguous, and its descriptor without address."""
+    """Return the bytes of an M- or N-major matrix (rows, 16), and its descriptor for address 0."""
     rows = matrix.shape[0]
     data = matrix.T.contiguous().view(torch.uint8).reshape(16, 2 * rows)
     per = width // 16
@@ -256,9 +259,9 @@ def wgmma(
 ):  # fmt: skip
     """Run wgmma on a (64, 16) and b (n, 16); return D (64, n).
 
-    The first lets D start at 1, or at nothing if `scale_d` is false. `drop` is the beginning of
-    instructions that are left out, or a tuple of such beginnings; `after_fence` has instructions
-    between the fence and the product.
+    D is 1 before the first wgmma, or uninitialized if `scale_d` is false. Instructions that begin
+    with `drop`, a text or a tuple of texts, are left out. `after_fence` has instructions between
+    the fence and the product.
     """
     n = b.shape[0]
     (image_a, code_a), (image_b, code_b) = layout_a(a, width), layout_b(b, width)

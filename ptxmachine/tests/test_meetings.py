@@ -1,4 +1,4 @@
-"""Lanes that meet in groups, values that are valid in part, and order between blocks."""
+"""Groups of lanes that synchronise, values that are partly valid, and order between blocks."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ st.global.b32 [%d11], %r5;
 
 
 def test_groups_of_lanes_with_masks_of_their_own_meet_independently():
-    # Each group of 8 lanes gives its own mask; odd groups take another way to the same shuffle.
+    # Each group of 8 lanes has its own mask. Odd groups take another branch to the same shuffle.
     body = """
 and.b32 %r1, %r0, 24;
 shl.b32 %r2, 255, %r1;
@@ -45,7 +45,7 @@ def test_one_operand_may_decide_a_predicate():
 
 
 def test_bytes_of_a_register_are_valid_each_for_itself():
-    # %r9 is never written; the result has its byte in the second permutation only.
+    # %r9 is never written. %r6 has a byte of %r9, and only a use of this byte is a fault.
     body = "mov.u32 %r4, 0x04030201;\nprmt.b32 %r6, %r4, %r9, 0x3340;\n"
     out = torch.zeros(32, dtype=torch.int32)
     launch(body + "prmt.b32 %r5, %r6, %r4, 0x7650;\n" + STORE, [out])
@@ -70,7 +70,7 @@ def test_instructions_of_compilers(mnemonic, sources, values, expected):
 
 
 def test_a_pair_of_halves_becomes_a_pair_of_bytes():
-    # 1.0 and -2.0 in e5m2 are the upper bytes of the halves.
+    # 1.0 and -2.0 in e5m2 are the upper bytes of 1.0 and -2.0 in fp16.
     assert apply("cvt.rn.satfinite.e5m2x2.f16x2", "b16", ["b32"], [[0xC0003C00]]) == [0xC03C]
 
 
@@ -123,7 +123,7 @@ def test_a_lock_orders_the_accesses_of_blocks(fences):
 
 
 def test_a_fault_of_one_block_ends_the_blocks_that_wait_for_it():
-    # Block 1 says that it runs and waits for a signal of block 0, which ends with a fault instead.
+    # Block 1 signals that it runs and waits for a signal of block 0. Block 0 has a fault instead.
     body = """
 mov.u32 %r1, %ctaid.x;
 mov.u32 %r5, 1;
@@ -162,7 +162,7 @@ def test_vectors_are_added_element_by_element():
 
 
 def test_a_shuffle_stays_in_its_segment():
-    # Segments of 8 lanes: a lane whose source lies beyond keeps its own value.
+    # Segments have 8 lanes. A lane whose source is outside its segment keeps its own value.
     out = torch.zeros(32, dtype=torch.int32)
     launch("shfl.sync.down.b32 %r5, %r0, 3, 0x181f, -1;\n" + STORE, [out])
     expected = [lane + 3 if lane % 8 < 5 else lane for lane in range(32)]

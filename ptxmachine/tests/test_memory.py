@@ -14,7 +14,7 @@ def signed(value: int) -> int:
     return value - (1 << 32) if value >> 31 else value
 
 
-# The new value of the memory, from the old one and the operands (PTX ISA, "atom").
+# The new value in memory, from the old value and the operands (PTX ISA, "atom").
 OPERATIONS = {
     "add.u32": lambda old, b, c: old + b,
     "min.u32": lambda old, b, c: min(old, b),

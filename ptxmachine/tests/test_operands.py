@@ -1,4 +1,4 @@
-"""Every instruction is checked while it is decoded: its operands' number, kinds and widths."""
+"""Decoding checks the number, the kinds and the widths of the operands of every instruction."""
 
 import re
 from functools import partial
@@ -42,7 +42,7 @@ LATER = partial(pytest.param, marks=pytest.mark.every_case)
 
 @pytest.mark.parametrize("part", [0, LATER(1), LATER(2)])
 def test_operands_that_do_not_fit(part):
-    """No text with an operand too few, too many or of another kind runs or ends the process."""
+    """A text with an operand too few, too many or of another kind raises PtxSyntaxError."""
     every = [(example, *misfit) for example in EXAMPLES for misfit in misfits(example)]
     wrong = every[part::3]
     found = outcomes([text_of(instruction) for _, _, instruction in wrong])
@@ -87,7 +87,7 @@ def test_what_is_wrong_is_said_with_its_line(instruction, message):
 
 
 def test_a_copy_without_its_source():
-    """A predicate in the place of the bytes of the source says that the source is ignored."""
+    """A predicate instead of the number of source bytes tells whether the source is ignored."""
     x, y = torch.ones(32, dtype=torch.int32), torch.full((32,), 9, dtype=torch.int32)
     body = """
     mov.u32 %r1, memory;
@@ -105,7 +105,7 @@ def test_a_copy_without_its_source():
 
 
 def check_values(seeds: range) -> None:
-    """Assert that instructions with any values in their registers run or raise a PtxFault."""
+    """Assert that instructions with random register values run or raise a PtxFault."""
     for races in (False, True):
         cases = [(example, seed) for seed in seeds for example in EXAMPLES]
         texts = [kernel(with_values(*case), 1, 8192, bounds=".maxntid 128") for case in cases]

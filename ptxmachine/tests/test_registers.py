@@ -6,10 +6,10 @@ from small_kernels import kernel
 
 from ptxmachine import PtxFault, load
 
-# Bounds of a block that is alone on a multiprocessor: 65,536 registers leave 168 for each of its
-# threads, which are 64,512.
+# One block of 384 threads per multiprocessor: of 65,536 registers, each thread has 168, and the
+# block has 64,512.
 ALONE = ".maxntid 384, 1, 1\n.minnctapersm 1"
-# The first 128 threads give registers, and the others take them.
+# The first 128 threads release registers, and the other threads take them.
 GROUPS = """
     setp.lt.u32 %p1, %r0, 128;
     @%p1 bra FIRST;
@@ -53,7 +53,7 @@ def test_a_block_hangs_that_takes_more_registers_than_it_owns(given, taken, seed
 
 
 def test_the_fault_says_what_is_missing():
-    """Four warps give 3,840 registers each, and seven of the eight others take 2,048 each."""
+    """Four warps release 3,840 registers each, and seven of the other eight take 2,048 each."""
     found = fault(GROUPS.format(given=48, taken=232))
     assert "a warp waits for 2048 registers, and the block has 1024 that no warp owns" in str(found)
 
@@ -70,7 +70,7 @@ def test_a_warp_that_ends_gives_no_registers():
         (".maxntid 384, 1, 1\n.minnctapersm 1\n.maxnreg 160", 232, True),
         (".maxnreg 168", 232, False),
         (".maxnreg 168", 240, True),
-        # Two blocks of 384 threads leave 80 registers for each thread.
+        # With two blocks of 384 threads, each thread has 80 registers.
         (".maxntid 384, 1, 1\n.minnctapersm 2", 96, False),
         (".maxntid 384, 1, 1\n.minnctapersm 2", 104, True),
     ],
@@ -85,7 +85,7 @@ def test_the_bounds_of_the_kernel_set_the_registers_at_the_start(bounds, taken, 
 
 @pytest.mark.parametrize("taken", [120, 232])
 def test_a_thread_starts_with_the_largest_count_where_the_bounds_leave_more(taken):
-    """The bounds leave 256 registers for each of 256 threads, and ptxas uses what is taken."""
+    """Each of 256 threads may have 256 registers, but starts with as many as .inc takes."""
     body = GROUPS.format(given=40, taken=taken)
     assert launch(body, threads=256, bounds=".maxntid 256\n.minnctapersm 1").all()
 

@@ -57,7 +57,7 @@ st.global.v4.b32 [%d11], {%r4, %r5, %r6, %r7};
 
 
 def expected(source, first, box, width, fill=0):
-    """The box as the swizzle lays it out: (rows, columns) by index arithmetic alone."""
+    """Return the swizzled box (rows, columns), computed by index arithmetic."""
     rows, columns = box
     image = torch.full((rows, columns), fill, dtype=source.dtype)
     for r in range(rows):
@@ -233,11 +233,11 @@ def test_a_ring_of_stages(seed):
     out = torch.zeros_like(source)
     run(body, [out], maps, 2048, seed=seed)
     assert torch.equal(out, source)
-    # A consumer that gives its stage back before it has read is a race.
+    # If the consumer releases a stage before it reads the stage, there is a race.
     early = body.replace(arrive, "").replace("sub.u32 %r28", arrive + "\nsub.u32 %r28")
     with pytest.raises(PtxFault, match="race"):
         run(early, [out], maps, 2048, seed=seed)
-    # One that never does stops the producer.
+    # If the consumer never releases a stage, the producer waits for ever.
     with pytest.raises(PtxFault, match="deadlock"):
         run(body.replace(arrive, ""), [out], maps, 2048, seed=seed)
 
@@ -266,7 +266,7 @@ def test_lanes_that_issue_one_store_write_once(seed):
     run(every, [], maps, 1024, seed=seed)
     assert (target[3:, :12] == 5).all()
     assert (target[:3] == 0).all()
-    # A reduction is one for each lane.
+    # Each lane's reduction is executed, even if all lanes issue the same one.
     reduction = every.replace("cp.async.bulk.tensor.2d", "cp.reduce.async.bulk.tensor.2d")
     reduction = reduction.replace("shared::cta.tile", "shared::cta.add.tile")
     run(reduction, [], maps, 1024, seed=seed)
@@ -274,7 +274,7 @@ def test_lanes_that_issue_one_store_write_once(seed):
 
 
 def test_a_replaced_stride_goes_to_its_dimension():
-    # Of the machine's own layout: the strides begin at byte 40.
+    # In the machine's own layout, the strides begin at byte 40.
     body = """
 mov.u32 %r5, memory;
 mad.lo.u32 %r6, %r0, 4, %r5;
@@ -295,7 +295,7 @@ ld.shared.u64 %d6, [%r5+48];
 @pytest.mark.parametrize(("code", "width"), [(0, 0), (1, 32), (2, 64), (3, 128)])
 @pytest.mark.parametrize("rank", [1, 5])
 def test_a_replaced_rank_is_one_more_and_a_swizzle_is_a_code(rank, code, width):
-    # Of the machine's own layout: byte 4 is the rank, byte 6 the swizzle.
+    # In the machine's own layout, byte 4 is the rank and byte 6 is the swizzle.
     body = f"""
 mov.u32 %r5, memory;
 mad.lo.u32 %r6, %r0, 4, %r5;

@@ -1,4 +1,4 @@
-"""The commands of the README give what the README shows."""
+"""The commands in the README print the output that the README shows."""
 
 import os
 import re
@@ -16,7 +16,7 @@ BLOCKS = {kind: [t for k, t in BLOCK.findall(README) if k == kind] for kind in (
 
 
 def without_numbers_of_the_compiler(text: str) -> list[str]:
-    """Return the lines without lines of the PTX and counts, which depend on the release of nvcc."""
+    """Return lines without PTX line numbers and counts, which depend on the release of nvcc."""
     lines = re.sub(r"(?<=PTX line )\d+", "N", text).strip().splitlines()
     counts = re.compile(r"  (?!argument)")
     return [re.sub(r" +\d+", "", line) if counts.match(line) else line for line in lines]
@@ -26,7 +26,7 @@ def without_numbers_of_the_compiler(text: str) -> list[str]:
 def test_the_commands_of_the_tutorial(tmp_path):
     for name, source in zip(("sum.cu", "copy.cu"), BLOCKS["cuda"], strict=True):
         (tmp_path / name).write_text(source, encoding="utf-8")
-    # The command runs in the interpreter of the test, whichever ptxmachine is installed.
+    # The interpreter of the test runs the command, so another installed ptxmachine is not used.
     ptxmachine = f"{sys.executable} -m ptxmachine.command"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     for block in BLOCKS["console"]:
@@ -47,7 +47,7 @@ def test_the_commands_of_the_tutorial(tmp_path):
 def test_the_program_of_the_tutorial(tmp_path):
     [program] = [text for kind, text in BLOCK.findall(README) if kind == "python"]
     printed = re.search(r"It prints `(.+)`", README)[1]
-    # Triton reads the source of a kernel from its file.
+    # Triton reads the source of a kernel from a file.
     file = tmp_path / "program.py"
     file.write_text(program, encoding="utf-8")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TRITON_INTERPRET": "0"}
