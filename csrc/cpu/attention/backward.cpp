@@ -1,13 +1,14 @@
-// Attention backward on the CPU. The operator checks tensors, divides the work and shares items out
-// to threads.
+// Attention backward on the CPU. The operator checks tensors, divides the work into items and
+// distributes the items over threads.
 
 #include "operands.h"
 
 namespace fastbert::cpu {
 namespace {
 
-// The pieces of a backward pass. If one head is more than a thread's share of all the work, the
-// head is split by queries and again by keys. All pieces by queries run before the pieces by keys.
+// The pieces of a backward pass. If one head is more than one thread's share of the work, the head
+// is split twice: by queries, and then by keys. All pieces by queries run before the pieces by
+// keys.
 struct BackwardPlan {
   struct Piece {
     AttentionItem item;

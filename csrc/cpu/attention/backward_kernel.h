@@ -1,17 +1,19 @@
-// Attention backward without atomics, so that every sum has one order (Dao 2023,
-// "FlashAttention-2", for the formulas).
+// Attention backward without atomic additions, so that every sum has a fixed order. The formulas
+// are those of Dao 2023, "FlashAttention-2".
 //
 // With the weights P, dP = dropout(dout vᵀ) and delta = rowsum(P dP):
 //
 //     dS = P (dP - delta),   dq = dS k scale,   dk = dSᵀ q scale,   dv = dropout(P)ᵀ dout
 //
-// The maximum, sum and delta of a row are computed again. A rounding of an fp32 log-sum-exp would
-// show in every weight of the row. Where one weight is nearly 1, dP - delta cancels, so delta must
-// come from the same numbers that it is subtracted from.
+// The kernel computes the maximum, sum and delta of each row again instead of reading the
+// log-sum-exp. The rounding error of an fp32 log-sum-exp would appear in every weight of the row.
+// Where one weight is nearly 1, dP - delta cancels, so delta must be computed from the same values
+// of dP.
 //
-// dq adds blocks of keys in order; dk and dv add blocks of queries in order. An item does all of
-// this for a whole head. Long heads are split, first by queries (statistics, dq), then by keys (dk,
-// dv), with the same blocks in the same order and therefore the same bits.
+// dq is the sum over blocks of keys in order; dk and dv are sums over blocks of queries in order.
+// An item computes all three for a whole head. A long head is split, first by queries (statistics
+// and dq) and then by keys (dk and dv). The blocks and their order stay the same, so the result has
+// the same bits.
 
 #pragma once
 
@@ -19,17 +21,18 @@
 
 namespace fastbert::cpu::FASTBERT_LEVEL {
 
-// Up to this many keys, the logits and dP of one block of queries are kept from the first pass to
-// the second. With more keys, both are computed twice.
+// With at most this many keys, the logits and dP of a block of queries are kept from the first pass
+// to the second. With more keys, both passes compute the logits and dP.
 constexpr int64_t kKeptKeys = 1024;
 
 struct BackwardMemory {
   uint32_t *used, *kept;
-  float *keys_for_q, *keys, *values, *dk, *dv;  // of all keys of the item
-  float *q, *dout, *q_columns, *dout_columns;   // of a block of queries
+  float *keys_for_q, *keys, *values, *dk, *dv;  // all keys of the item
+  float *q, *dout, *q_columns, *dout_columns;   // one block of queries
   float *dq, *maximum, *sum, *delta, *maxima;
   float *scores, *dweights;
-  int64_t stride, kept_keys;  // of a row of scores; kept_keys is 0 if none are kept
+  int64_t stride,
+      kept_keys;  // row stride of scores; columns of kept scores, 0 if no scores are kept
 
   BackwardMemory(const AttentionBackward& p, int64_t item_keys, Arena& arena) {
     const Attention& a = p.forward;
@@ -63,7 +66,8 @@ int64_t attention_backward_scratch(const AttentionBackward& p, int64_t keys) {
   return (int64_t)(arena.next - (char*)nullptr);
 }
 
-// One item at work: the keys [keys.low, keys.high) of a head in panels, and a block of queries.
+// The state of one item: the keys [keys.low, keys.high) of a head, packed in panels, and one block
+// of queries.
 template <class F>
 struct Backward {
   const AttentionBackward& p;
@@ -102,7 +106,8 @@ struct Backward {
     pack_columns<F>({dout, p.dout.row, nullptr}, rows, a.head_dim, kQueries, m.dout_columns);
   }
 
-  // The keys of the item that the block's queries see, from the start of a block of keys on.
+  // Returns the keys of the item that a block of queries sees, rounded down to the start of a block
+  // of keys.
   Range seen(int64_t query, int64_t rows) const {
     const Range range = visible_keys(a, h, query, query + rows - 1);
     const int64_t high = clamp(range.high, keys.low, keys.high);
@@ -126,7 +131,7 @@ struct Backward {
     return m.dweights + (m.kept_keys != 0 ? block.key - keys.low : 0);
   }
 
-  // Computes the logits and dP, which includes the dropout.
+  // Computes the logits and dP. Dropout is already applied to dP.
   void products(const Block& block) const {
     const int64_t at = (block.key - keys.low) * a.head_dim, columns = whole_panels(block.keys);
     logits(a, h, block, m.q, m.keys_for_q + at, scores(block), m.stride, m.maxima);
@@ -167,7 +172,7 @@ struct Backward {
         m.maximum[r] = after;
       }
     });
-    // A row that attends nothing has weights of 0.
+    // A row that attends to no key has weights of 0.
     for (int64_t r = 0; r < rows; ++r) {
       const bool empty = m.sum[r] == 0.0f;
       if (empty) m.sum[r] = 1.0f;
@@ -185,7 +190,7 @@ struct Backward {
     }
   }
 
-  // Turns logits into weights after dropout, and dP into dS, in place.
+  // Overwrites logits with weights after dropout, and dP with dS.
   void finish(const Block& block) const {
     const int64_t columns = whole_panels(block.keys);
     for (int64_t r = 0; r < block.rows; ++r) {
@@ -203,7 +208,8 @@ struct Backward {
     }
   }
 
-  // Adds a block's share to dq of its queries. add_dk_dv adds the shares to dk and dv of its keys.
+  // Adds the contribution of a block to dq of the block's queries. add_dk_dv adds the contributions
+  // to dk and dv of the block's keys.
   void add_dq(const Block& block) const {
     product<Update::add>({dweights(block), m.stride, 1}, block.rows,
                          m.keys + (block.key - keys.low) * kPanel, all() * kPanel, width / kPanel,
@@ -231,7 +237,7 @@ struct Backward {
     }
   }
 
-  // Runs queries [range.low, range.high) against the keys of the item.
+  // Computes gradients for the queries [range.low, range.high) and the keys of the item.
   void run(Range range, bool finds, bool for_queries, bool for_keys) {
     if (for_keys) clear(m.dk, keys.high - keys.low), clear(m.dv, keys.high - keys.low);
     for (int64_t query = range.low; query < range.high; query += kQueries) {
@@ -275,7 +281,7 @@ void attention_backward(const AttentionBackward& p, AttentionPass pass, const At
 }
 
 // Computes one block of the bias gradient, summed over the dimensions in which the bias is
-// broadcast. The sums are in double precision, because they may run over many sequences.
+// broadcast. The sums are in double precision, because a sum may have terms from many sequences.
 template <class F>
 void bias_item(const AttentionBackward& p, const AttentionItem& item, void* scratch) {
   const Attention& a = p.forward;

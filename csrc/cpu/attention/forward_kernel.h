@@ -1,10 +1,11 @@
 // Attention forward with a running softmax (Milakov and Gimelshein 2018; Dao 2023,
 // "FlashAttention-2").
 //
-// An item lays out a block of keys and values in panels once, and then all of its queries pass the
-// block, a block of queries at a time. Each block updates the softmax, so no more than one block of
-// scores exists. A row's sums depend on its own sequence alone: blocks of keys begin at multiples
-// of kKeys, and blocks that a query does not see change nothing in its row.
+// An item packs each block of keys and values into panels once. All queries of the item are then
+// multiplied by the block, one block of queries at a time. Each block updates the running softmax,
+// so only one block of scores is in memory. The sums of a row depend on the row's own sequence
+// alone: blocks of keys begin at multiples of kKeys, and blocks that a query does not see change
+// nothing in its row.
 
 #pragma once
 
@@ -12,7 +13,7 @@
 
 namespace fastbert::cpu::FASTBERT_LEVEL {
 
-// Hands out pieces of memory in turn, aligned to 64 bytes.
+// Hands out consecutive pieces of a memory area, each aligned to 64 bytes.
 struct Arena {
   char* next;
 
@@ -24,7 +25,8 @@ struct Arena {
   }
 };
 
-// Sets all bits where weight (query, key + n) of the block is kept, and none where it is dropped.
+// Sets mask[n] to all ones if dropout keeps the weight (query, key + n) of the block, and to 0
+// otherwise.
 inline void attention_dropout(const Dropout& dropout, const Head& h, int64_t query, int64_t key,
                               int64_t keys, uint32_t* mask) {
   const WordVec lane = lane_numbers();
@@ -41,7 +43,7 @@ inline void attention_dropout(const Dropout& dropout, const Head& h, int64_t que
   }
 }
 
-// Turns logits into exp(logit - maximum), in place, and returns the sum of the exponentials.
+// Overwrites logits with exp(logit - maximum), and returns the sum of the exponentials.
 inline float exponentials(float* scores, int64_t width, float maximum) {
   const Vec reference = splat(maximum);
   Vec sum[2] = {};
@@ -61,13 +63,13 @@ inline void drop_row(float* weights, int64_t width, const uint32_t* kept, float 
   }
 }
 
-// The running softmax of a block's rows: the maxima and sums so far.
+// The running softmax of the rows of a block: the maxima and sums over the blocks of keys so far.
 struct Running {
   float *maximum, *sum;
 };
 
-// Turns one block of logits into unnormalised weights. `factors` rescale the sums and results of
-// all earlier blocks.
+// Overwrites one block of logits with unnormalised weights. The sums and results of all earlier
+// blocks have to be multiplied by `factors`.
 inline void running_softmax(const Attention& a, const Head& h, const Block& block, float* scores,
                             int64_t stride, const float* maxima, Running running, float* factors) {
   const int64_t width = whole_panels(block.keys);
@@ -75,7 +77,7 @@ inline void running_softmax(const Attention& a, const Head& h, const Block& bloc
   for (int64_t r = 0; r < block.rows; ++r) {
     const float before = running.maximum[r];
     const float after = maxima[r] > before ? maxima[r] : before;
-    // In a row without any key so far, -inf - -inf must not arise.
+    // In a row without any key so far, the maximum is -inf, and -inf - -inf would give NaN.
     const float reference = after == -kInfinity ? 0.0f : after;
     factors[r] = exp_minus(reference - before);
     const float sum = exponentials(scores + r * stride, width, reference);
@@ -89,7 +91,8 @@ inline void running_softmax(const Attention& a, const Head& h, const Block& bloc
 }
 
 struct ForwardMemory {
-  uint32_t *used, *begun;  // begun: for each block of queries, whether out holds anything
+  uint32_t *used,
+      *begun;  // begun: one flag for each block of queries, nonzero if `out` has a result
   float *q, *out, *maximum, *sum, *keys, *values, *scores, *maxima, *factors;
 
   ForwardMemory(const Attention& a, int64_t rows, Arena& arena) {
@@ -114,7 +117,7 @@ inline int64_t attention_scratch(const Attention& a, int64_t rows) {
   return (int64_t)(arena.next - (char*)nullptr);
 }
 
-// Adds the share of a block of keys to the rows of a block of queries.
+// Adds the contribution of a block of keys to the results of a block of queries.
 inline void forward_block(const Attention& a, const Head& h, const Block& block,
                           const ForwardMemory& m, int64_t first, bool begins) {
   const int64_t width = whole_panels(a.head_dim);
@@ -145,8 +148,8 @@ void forward_results(const Attention& a, const Head& h, const AttentionItem& ite
     const float inverse = 1.0f / sum;
     for_each_vector(a.head_dim, [&](int64_t n, int count) {
       const Vec x = load(m.out + r * width + n);
-      // A product with the inverse rounds twice. In 16 bits, the second rounding is far below that
-      // of the store.
+      // Division by the sum rounds once; multiplication by the inverse rounds twice. For a result
+      // in 16 bits, the extra rounding error is far below the error of the conversion to 16 bits.
       const Vec y = sizeof(typename F::Storage) == 2 ? x * inverse : x / sum;
       F::store(out + r * a.out.row + n, empty ? Vec{} : y, count);
     });

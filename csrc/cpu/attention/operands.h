@@ -1,5 +1,5 @@
-// The conversion of tensors to the plain operands of attention, and the division of the work by
-// cost.
+// The conversion of tensors to the plain operands of the attention kernels, and the division of the
+// work into pieces of similar cost.
 
 #pragma once
 
@@ -21,20 +21,22 @@ struct AttentionArguments {
   int64_t left, right;
 };
 
-// Returns a private copy of the cumulative lengths of sequences in `rows` rows, none of them longer
-// than `longest`. The kernels index with these numbers. Messages use the argument names `name` and
-// `longest_name`.
+// Returns a private copy of the cumulative lengths of sequences in `rows` rows. The kernels use the
+// copied numbers as indices. No sequence may be longer than `longest`. Error messages use the
+// argument names `name` and `longest_name`.
 at::Tensor checked_lengths(const char* name, const at::Tensor& cu_seqlens, int64_t rows,
                            const char* longest_name, int64_t longest);
 
-// Checks a tensor that an operator writes to.
+// Checks that no two elements of a tensor share memory. Operators check each tensor that they write
+// to.
 void check_no_overlap(const char* name, const at::Tensor& written);
 
-// One problem: the kernels' operands, and the tensors that keep their memory alive.
+// One attention problem: the operands of the kernels, and the tensors that own the memory of these
+// operands.
 struct AttentionProblem {
   Attention kernel;
   std::vector<at::Tensor> alive;
-  int64_t q_rows, k_rows;  // of the tensors, with the rows after the last packed sequence
+  int64_t q_rows, k_rows;  // rows of the tensors, including rows after the last packed sequence
 
   AttentionProblem(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                    const AttentionArguments& arguments);
@@ -42,12 +44,12 @@ struct AttentionProblem {
   bool packed() const { return kernel.cu_q != nullptr; }
   int64_t q_length(int64_t sequence) const;
   int64_t k_length(int64_t sequence) const;
-  // The approximate number of pairs of query and key of one head that the window leaves.
+  // The approximate number of (query, key) pairs of one head inside the window.
   int64_t pairs(int64_t sequence) const;
-  // An operand whose rows the kernels can read, with a contiguous last dimension.
+  // Returns an operand that the kernels can read: its last dimension is contiguous.
   ConstRows read(const at::Tensor& x);
   Rows write(const char* name, const at::Tensor& x) const;
-  // An fp32 tensor for the log-sum-exp or another number of each query.
+  // Returns an empty fp32 tensor with one element for each query, such as the log-sum-exp.
   at::Tensor empty_statistic(const at::Tensor& like) const;
 };
 
@@ -57,8 +59,8 @@ struct Work {
 };
 
 // Calls body(item, memory) once for each item, on torch's threads. The most expensive items come
-// first, so that no thread begins a long item when the others are done. `memory` has `scratch`
-// bytes.
+// first, so that no thread begins a long item when the other threads are done. `memory` points to
+// `scratch` bytes.
 template <class Item, class Body>
 void share_out(std::vector<Item>& items, int64_t scratch, const Body& body) {
   if (items.empty()) return;
@@ -75,8 +77,8 @@ void share_out(std::vector<Item>& items, int64_t scratch, const Body& body) {
 }
 
 // Divides the length(sequence) rows of every head of every sequence into pieces. A piece is a whole
-// head if there are enough heads, and shorter if threads would be without work. Pieces are
-// multiples of `grain` and at most `longest`.
+// head if there are enough heads for all threads; otherwise the pieces are shorter. The length of a
+// piece is a multiple of `grain` and at most `longest`.
 template <class Length>
 std::vector<Work> pieces(const AttentionProblem& problem, int64_t grain, int64_t longest,
                          const Length& length) {

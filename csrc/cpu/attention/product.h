@@ -1,9 +1,11 @@
-// The fp32 products of attention: panels of the right operand, and tiles of registers.
+// The fp32 matrix products of attention, with packed panels of the right operand and register tiles
+// of sums.
 //
-// Every product is c (rows, columns) = a b with `depth` terms. Elements of a are broadcast one by
-// one, so a may have any strides; b is laid out in panels of kPanel columns, each (depth, kPanel).
-// Operands are fp32, whatever the storage format of the tensors is. The terms of an element are
-// added in order of depth, in chains of kChain terms, whichever tile the element falls into.
+// Every product is c (rows, columns) = a b with `depth` terms per element. Elements of a are
+// broadcast one by one, so a may have any strides. b is packed in panels of kPanel columns, each
+// (depth, kPanel). Operands are fp32 for every storage format of the tensors. The terms of an
+// element are added in order along the depth, in chains of kChain terms. The order is the same in
+// every tile.
 
 #pragma once
 
@@ -12,7 +14,7 @@
 
 namespace fastbert::cpu::FASTBERT_LEVEL {
 
-// The accumulators take most of the 16 registers (32 with AVX-512).
+// The accumulators take most of the 16 registers (32 registers with AVX-512).
 constexpr int kProductRows = kBytes == 64 ? 12 : 6;
 
 FASTBERT_INLINE int64_t whole_panels(int64_t n) { return (n + kPanel - 1) / kPanel * kPanel; }
@@ -54,7 +56,7 @@ FASTBERT_INLINE void product_tile(Left a, const float* panel, int64_t depth, flo
   }
 }
 
-// Computes as many tiles of kRows rows as fit, then smaller tiles.
+// Computes as many tiles of kRows rows as possible, and the remaining rows in smaller tiles.
 template <int kRows, Update kUpdate>
 FASTBERT_INLINE void product_tiles(Left a, int64_t rows, const float* panel, int64_t depth,
                                    float* c, int64_t c_row, const float* factors) {
@@ -70,10 +72,11 @@ FASTBERT_INLINE void product_tiles(Left a, int64_t rows, const float* panel, int
   }
 }
 
-// The terms that are added in one chain. Longer sums are sums of such chains, for accuracy.
+// The number of terms that are added in one chain. For accuracy, longer sums are sums of several
+// chains.
 constexpr int64_t kChain = kBytes == 16 ? 32 : 64;
 
-// The panels of b are panel_stride elements apart.
+// Adjacent panels of b are panel_stride elements apart.
 template <Update kUpdate>
 __attribute__((noinline)) void product(Left a, int64_t rows, const float* b, int64_t panel_stride,
                                        int64_t panels, int64_t depth, float* c, int64_t c_row,
@@ -91,12 +94,12 @@ __attribute__((noinline)) void product(Left a, int64_t rows, const float* b, int
   }
 }
 
-// Rows in their storage format, in place. Rows for which `used` is 0 read as 0.
+// Rows in the storage format of the tensor. Rows for which `used` is 0 are read as zeros.
 template <class F>
 struct Source {
   const typename F::Storage* data;
   int64_t stride;
-  const uint32_t* used;  // null if all are used
+  const uint32_t* used;  // nonzero for each row that is used; null if all rows are used
 
   FASTBERT_INLINE Vec load(int64_t row, int64_t column, int count) const {
     if (used != nullptr && used[row] == 0) return Vec{};
@@ -104,7 +107,7 @@ struct Source {
   }
 };
 
-// Copies (rows, columns) to row-major rows of whole panels of columns.
+// Copies (rows, columns) to row-major fp32 rows, padded to whole panels of columns.
 template <class F>
 void copy_rows(const Source<F>& source, int64_t rows, int64_t columns, float* to) {
   const int64_t width = whole_panels(columns);
@@ -114,8 +117,8 @@ void copy_rows(const Source<F>& source, int64_t rows, int64_t columns, float* to
   }
 }
 
-// Lays out (rows, columns) as a right operand with the same columns, in panels (depth, kPanel).
-// Only the first `rows` rows of a panel are written.
+// Packs (rows, columns) as a right operand with the same columns, in panels (depth, kPanel). Only
+// the first `rows` rows of a panel are written.
 template <class F>
 void pack_columns(const Source<F>& source, int64_t rows, int64_t columns, int64_t depth,
                   float* to) {
@@ -131,8 +134,8 @@ void pack_columns(const Source<F>& source, int64_t rows, int64_t columns, int64_
   }
 }
 
-// Lays out (rows, columns) as a right operand whose columns are the rows, in panels (columns,
-// kPanel). Zeros fill up the last panel.
+// Packs the transpose of (rows, columns) as a right operand, in panels (columns, kPanel). Zeros pad
+// the last panel.
 template <class F>
 void pack_rows(const Source<F>& source, int64_t rows, int64_t columns, float* to) {
   for (int64_t first = 0; first < whole_panels(rows); first += 4) {

@@ -1,5 +1,5 @@
-// The logits of attention, a block of queries by keys at a time: q kᵀ with window, mask and bias,
-// and the helpers that every softmax of attention shares.
+// The logits of attention for one block of queries and one block of keys: q kᵀ with window, mask
+// and bias. The file also has the functions that every softmax of attention shares.
 
 #pragma once
 
@@ -9,11 +9,11 @@
 namespace fastbert::cpu::FASTBERT_LEVEL {
 
 constexpr int64_t kQueries = kAttentionQueries, kKeys = kAttentionKeys;
-// Rows of scores that are a power of two apart would crowd the cache's sets.
+// A row stride that is a power of two would map all rows of scores to a few sets of the cache.
 constexpr int64_t kScoreStride = kKeys + 16;
 constexpr float kInfinity = __builtin_inff();
 
-// Returns exp(-u) for u >= 0 as in exp.h, with NaN for NaN.
+// Returns exp(-u) for u >= 0, computed as in exp.h, and NaN for NaN.
 FASTBERT_INLINE Vec exp_minus(Vec u) {
   const Vec e = exp_negative(u);
   return (Vec)((WordVec)e | (WordVec)(u != u));
@@ -27,7 +27,8 @@ FASTBERT_INLINE float largest(Vec v) {
   return x;
 }
 
-// Adds the lanes in pairs, which rounds less often than adding one after the other.
+// Returns the sum of the lanes. Adding in pairs makes a smaller rounding error than adding one lane
+// after the other.
 FASTBERT_INLINE float total(Vec v) {
   for (int step = kLanes / 2; step > 0; step /= 2) {
     for (int i = 0; i < step; ++i) v[i] += v[i + step];
@@ -43,7 +44,8 @@ FASTBERT_INLINE int64_t clamp(int64_t x, int64_t low, int64_t high) {
 struct Head {
   int64_t sequence, head;
   int64_t q_start, q_length, k_start, k_length;
-  const uint32_t* used;  // for each key, whether any query attends it; null if all are attended
+  const uint32_t* used;  // one flag for each key, nonzero if any query attends to the key; null if
+                         // all are nonzero
 };
 
 FASTBERT_INLINE Head head_of(const Attention& a, int64_t sequence, int64_t head) {
@@ -52,7 +54,7 @@ FASTBERT_INLINE Head head_of(const Attention& a, int64_t sequence, int64_t head)
   return {sequence, head, q, a.cu_q[sequence + 1] - q, k, a.cu_k[sequence + 1] - k, nullptr};
 }
 
-// The address of row `start`, where the head's sequence begins.
+// Returns the address of row `start`, which is the first row of the head's sequence.
 template <class F>
 FASTBERT_INLINE const typename F::Storage* first_row(const Attention& a, const Head& h,
                                                      const ConstRows& rows, int64_t start) {
@@ -78,7 +80,7 @@ struct Range {
   int64_t low, high;
 };
 
-// The keys that at least one of the queries [first, last] sees through the window.
+// Returns the keys that are inside the window of at least one of the queries [first, last].
 FASTBERT_INLINE Range visible_keys(const Attention& a, const Head& h, int64_t first, int64_t last) {
   const int64_t offset = h.k_length - h.q_length;
   const int64_t low = a.left < 0 ? 0 : clamp(first + offset - a.left, 0, h.k_length);
@@ -92,8 +94,9 @@ FASTBERT_INLINE const uint8_t* mask_row(const Attention& a, const Head& h, int64
          query * a.mask.row;
 }
 
-// Finds for every key of the head whether any query attends it; null means that all keys are
-// attended. A key without a query may hold NaN, and 0 * NaN is NaN.
+// Sets a flag for every key of the head: whether any query attends to the key. Returns null if
+// queries attend to all keys. A key without a query may hold NaN, and 0 * NaN is NaN, so such keys
+// must be skipped.
 inline const uint32_t* used_keys(const Attention& a, const Head& h, uint32_t* used) {
   if (a.mask.data == nullptr && a.left < 0 && a.right < 0) return nullptr;
   for (int64_t n = 0; n < h.k_length; ++n) used[n] = 0;
@@ -129,8 +132,9 @@ FASTBERT_INLINE bool any_used(const Head& h, int64_t first, int64_t last) {
   return any != 0;
 }
 
-// A block of queries by keys. The rows are the queries query + r or, if given, queries[r] in
-// ascending order. The keys are key + n for n < keys, with key a multiple of kKeys.
+// A block of queries and keys. Row r is the query query + r or, if `queries` is not null,
+// queries[r], in ascending order. Column n is the key key + n for n < keys, where `key` is a
+// multiple of kKeys.
 struct Block {
   int64_t query, rows, key, keys;
   const int64_t* queries;
@@ -142,8 +146,8 @@ struct Block {
 
 // The masking that the rows of a block need.
 struct Masking {
-  bool needed;     // some pairs do not attend
-  bool every_row;  // the query decides which pairs
+  bool needed;     // whether any (query, key) pair of the block is masked
+  bool every_row;  // whether the masked keys differ between queries
 };
 
 FASTBERT_INLINE Masking masking(const Attention& a, const Head& h, const Block& block) {
@@ -157,8 +161,8 @@ FASTBERT_INLINE Masking masking(const Attention& a, const Head& h, const Block& 
   return {window || pairs || tail || hidden, window || pairs};
 }
 
-// Sets all bits for the keys of the block that row r attends, and none for the other keys, up to
-// whole panels.
+// Sets allowed[n] to all ones if row r may attend to key n of the block, and to 0 otherwise.
+// Elements up to the end of the last panel are set.
 inline void allowed_keys(const Attention& a, const Head& h, const Block& block, int64_t r,
                          uint32_t* allowed) {
   const int64_t query = block.position(r), width = whole_panels(block.keys);
@@ -175,7 +179,7 @@ inline void allowed_keys(const Attention& a, const Head& h, const Block& block, 
   for (int64_t n = low; n < high; ++n) allowed[n] = mask[n * a.mask.key] != 0 ? ~0u : 0u;
 }
 
-// Loads the bias of one query.
+// Loads the bias of one query as fp32.
 template <class F>
 FASTBERT_INLINE void bias_row(const Attention& a, const Head& h, const Block& block, int64_t query,
                               float* to) {
@@ -197,7 +201,7 @@ inline void bias_row(const Attention& a, const Head& h, const Block& block, int6
   return bias_row<F16>(a, h, block, query, to);
 }
 
-// Turns a row of products into logits, in place, and returns the maximum of the logits.
+// Overwrites a row of products with logits, and returns the maximum of the logits.
 template <bool kBias, bool kMask>
 FASTBERT_INLINE float finish_row(float* scores, int64_t width, float scale, const float* bias,
                                  const uint32_t* allowed) {
@@ -219,8 +223,9 @@ FASTBERT_INLINE float finish_row(float* scores, int64_t width, float scale, cons
   return largest(select(maximum[0] > maximum[1], maximum[0], maximum[1]));
 }
 
-// Computes the logits of a block from keys in panels; a logit is -inf where a query does not attend
-// a key. Columns run up to whole panels. `maximum` gets the largest logit of each row.
+// Computes the logits of a block from keys that are packed in panels. A logit is -inf where a query
+// does not attend to a key. The columns are padded to whole panels. `maximum` receives the largest
+// logit of each row.
 inline void logits(const Attention& a, const Head& h, const Block& block, const float* q,
                    const float* keys, float* scores, int64_t stride, float* maximum) {
   const int64_t width = whole_panels(block.keys);

@@ -1,5 +1,5 @@
-// The products of a strip of rows in strip_kernel.h, by dot products of bf16. strip_tiles.h has the
-// same functions for AMX tiles.
+// The products of strip_kernel.h for a strip of rows, computed with dot products of bf16.
+// strip_tiles.h has the same functions for AMX tiles.
 
 #pragma once
 
@@ -11,15 +11,17 @@ namespace fastbert::cpu::FASTBERT_LEVEL {
 FASTBERT_INLINE void begin_strips() {}
 FASTBERT_INLINE void end_strips() {}
 
-// Whether the steps of a product can, and do, run between other work.
+// kMayOverlap: whether the steps of a product can run between other work. overlaps(): whether the
+// steps do so now.
 constexpr bool kMayOverlap = false;
 FASTBERT_INLINE constexpr bool overlaps() { return false; }
 
-// Computes c (+)= a b for a strip of rows and one panel, with a in bf16 and in whole steps.
+// Computes c (+)= a b for a strip of rows and one panel. a is bf16 and padded to whole steps along
+// k.
 template <bool kAdd>
 __attribute__((noinline)) void strip_product(const uint16_t* a, int64_t a_row, const char* b,
                                              int64_t steps, float* c, int64_t c_row) {
-  constexpr int kRows = 8;  // at a time, with two sums each
+  constexpr int kRows = 8;  // rows per iteration, each with two registers of sums
   for (int64_t row = 0; row < kStrip; row += kRows, a += kRows * a_row, c += kRows * c_row) {
     Vec sums[kRows][2];
 #pragma GCC unroll 8
@@ -48,12 +50,13 @@ __attribute__((noinline)) void strip_product(const uint16_t* a, int64_t a_row, c
   }
 }
 
-// The product c (+)= a b of a strip of rows and all panels, with a in bf16 and in whole steps.
+// The product c (+)= a b of a strip of rows and all panels. a is bf16 and padded to whole steps
+// along k.
 struct StripProduct {
   const uint16_t* a;
   int64_t a_row;
   const char* b;
-  int64_t steps;  // of a panel
+  int64_t steps;  // steps along k of a panel
   float* c;
   int64_t c_row;
   bool add;
@@ -61,7 +64,7 @@ struct StripProduct {
 
   FASTBERT_INLINE bool done() const { return panel >= panels; }
 
-  // Runs one panel.
+  // Computes the product with the next panel.
   FASTBERT_INLINE void advance() {
     const char* at = b + panel * steps * kPanelStep;
     float* sums = c + panel * kPanel;

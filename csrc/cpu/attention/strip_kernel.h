@@ -1,18 +1,20 @@
-// Attention forward in bf16 on tiles or dot products, 32 queries by kKeys keys at a time, with the
-// algorithm of forward_kernel.h.
+// Attention forward in bf16 with AMX tiles or bf16 dot products, for 32 queries and kKeys keys at a
+// time. The algorithm is that of forward_kernel.h.
 //
-// A block of keys is laid out once per item for all of its queries. k is the right operand of q kᵀ,
-// with pairs of a head's elements in a word (16 x 16 words transposed). For P v, the right operand
-// is v, with pairs of keys in a word (two rows interleaved).
+// A block of keys is packed once per item and used for all queries of the item. For q kᵀ, the right
+// operand is k with two elements of a head in each word, which takes a transposition of 16 x 16
+// words. For P v, the right operand is v with two keys in each word, which takes an interleaving of
+// two rows.
 //
-// Scores are rows of queries. The exponentials then have the layout of the left operand of P v, and
-// masks, bias, windows and dropout work row by row, as in the fp32 kernel. Scores by keys (k qᵀ)
-// would avoid the reductions along rows, but v and the result would have to be transposed. Here
-// each of 16 rows is reduced to one register. A transposition of these 16 registers then leads to
-// one register of 16 maxima (or sums), on which the running softmax works for 16 rows at once.
+// Scores are stored as one row per query. The exponentials then have the layout of the left operand
+// of P v, and masks, bias, windows and dropout work row by row, as in the fp32 kernel. Scores with
+// one row per key (k qᵀ) would need no reductions along rows, but v and the result would have to be
+// transposed. Here, each of 16 rows is reduced to one register. A transposition of these 16
+// registers then gives one register of 16 maxima (or sums), and the running softmax works on 16
+// rows at once.
 //
-// A row's maximum, sum and result depend on its own sequence alone: blocks of keys begin at
-// multiples of kKeys, and keys that a query does not attend add zeros.
+// The maximum, sum and result of a row depend on the row's own sequence alone: blocks of keys begin
+// at multiples of kKeys, and keys that a query does not attend to add zeros.
 
 #pragma once
 
@@ -25,15 +27,16 @@
 
 namespace fastbert::cpu::FASTBERT_LEVEL {
 
-// The stride of a row of weights is not a power of two, for the reason given at kScoreStride.
+// The stride of a row of weights is not a power of two, for the same reason as kScoreStride.
 constexpr int64_t kWeightStride = kKeys + kStep;
 
 struct StripMemory {
-  uint32_t *used, *begun;  // begun: for each strip of queries, whether out holds anything
+  uint32_t *used,
+      *begun;  // begun: one flag for each strip of queries, nonzero if `out` has a result
   uint16_t *q, *kept_rows;
   char *keys, *values;
   float *out, *maximum, *sum, *factors;
-  // Two strips take turns if products overlap with softmax.
+  // Two strips alternate between these buffers if products overlap with softmax.
   uint16_t* weights[2];
   float* scores[2];
 
@@ -57,17 +60,17 @@ struct StripMemory {
   }
 };
 
-// Returns 2^t for t <= 0, 0 where 2^t leaves the normal floats, and NaN for NaN. The relative error
-// is 3e-6, which is enough because the results are rounded to bf16.
+// Returns 2^t for t <= 0, 0 where 2^t is below the normal floats, and NaN for NaN. The relative
+// error of 3e-6 is small enough, because the results are rounded to bf16.
 FASTBERT_INLINE Vec exp2_negative(Vec t) {
-  // Adding this number rounds to an integer and leaves it, plus the exponent's bias, in the low
-  // bits.
+  // Adding kRound rounds t to an integer. The low bits of the sum are this integer plus the
+  // exponent bias of fp32.
   constexpr float kRound = 12582912.0f + 127.0f;
   const Vec bounded = greatest(splat(-127.0f), t);
   const Vec shifted = bounded + kRound;
   const Vec f = bounded - (shifted - kRound);
-  // The polynomial is minimax on [-1/2, 1/2] but exact at 0, so a row of equal logits has exact
-  // weights.
+  // The polynomial is minimax on [-1/2, 1/2] with the constraint that it is exact at 0. A row of
+  // equal logits therefore has exact weights.
   Vec p = fma(splat(9.582855474e-3f), f, splat(5.590643085e-2f));
   p = fma(p, f, splat(2.402409861e-1f));
   p = fma(p, f, splat(6.931241927e-1f));
@@ -79,8 +82,7 @@ constexpr float kLog2E = 1.44269504f;
 
 FASTBERT_INLINE Vec larger(Vec a, Vec b) { return greatest(b, a); }
 
-// Returns rows of the head. Zeros replace keys that no query attends, because such keys may hold
-// NaN.
+// Returns rows of the head. Keys that no query attends to may hold NaN, so zeros replace them.
 inline const uint16_t* rows_of_keys(const Attention& a, const Head& h, const ConstRows& from,
                                     int64_t key, int64_t keys, uint16_t* kept, int64_t& stride) {
   const uint16_t* rows = first_row<BF16>(a, h, from, h.k_start) + key * from.row;
@@ -95,7 +97,7 @@ inline const uint16_t* rows_of_keys(const Attention& a, const Head& h, const Con
   return kept;
 }
 
-// Prefetches rows of a head, which are too far apart for a processor to prefetch by itself.
+// Prefetches rows of a head. The rows are too far apart for the processor's own prefetcher.
 inline void fetch_rows(const Attention& a, const uint16_t* rows, int64_t stride, int64_t count) {
   for (int64_t n = 0; n < count; ++n) {
     for (int64_t d = 0; d < a.head_dim; d += kStep) __builtin_prefetch(rows + n * stride + d, 0, 3);
@@ -124,8 +126,8 @@ inline StripProduct product_of_keys(const uint16_t* q, int64_t width, int64_t ke
   return {q, width, m.keys, width / kStep, scores, kScoreStride, false, panels_of(keys)};
 }
 
-// Returns the product of out = factors * out + P v, or of out = P v for the first block of keys
-// (`begins`), after the multiplication by the factors.
+// Returns the product that adds P v to out. Before the product, `out` is multiplied by the factors
+// or, for the first block of keys (`begins`), the product overwrites `out`.
 inline StripProduct product_of_values(float* out, int64_t width, int64_t rows, int64_t keys,
                                       bool begins, const uint16_t* weights, const StripMemory& m) {
   for (int64_t r = 0; r < rows && !begins; ++r) {
@@ -137,8 +139,8 @@ inline StripProduct product_of_values(float* out, int64_t width, int64_t rows, i
   return {weights, kWeightStride, m.values, steps_of(keys), out, width, !begins, width / kPanel};
 }
 
-// The products that run between the rows of a strip's softmax: that of the values of the strip
-// before, and then that of the keys of the strip after it.
+// The products that run between the rows of a strip's softmax: first P v of the previous strip, and
+// then q kᵀ of the next strip.
 struct BesideSoftmax {
   StripProduct values, keys;
   bool any;
@@ -162,9 +164,9 @@ FASTBERT_INLINE Vec row_maximum(const float* scores, int64_t width, float scale)
   return larger(maximum[0], maximum[1]);
 }
 
-// Writes exp(score * scale - maximum) of a row in bf16, and returns sums by lanes, taken before the
-// rounding. `scale` is a separate multiplication, so that a row's result is the same with and
-// without a mask.
+// Writes exp(score * scale - maximum) of a row in bf16. Returns the sums of the exponentials in
+// each lane, before the rounding to bf16. `scale` is a separate multiplication, so that the result
+// of a row is the same with and without a mask.
 FASTBERT_INLINE Vec row_weights(const float* scores, int64_t width, float scale, float maximum,
                                 const uint32_t* kept, float kept_scale, uint16_t* weights) {
   Vec sum[2] = {};
@@ -181,7 +183,7 @@ FASTBERT_INLINE Vec row_weights(const float* scores, int64_t width, float scale,
   return sum[0] + sum[1];
 }
 
-// Lane i of the result combines the lanes of rows[i].
+// Reduces each register: lane i of the result combines all lanes of rows[i].
 template <class Combine>
 FASTBERT_INLINE Vec combine_lanes(Vec (&rows)[kLanes], Combine combine) {
   transpose(rows);
@@ -190,14 +192,15 @@ FASTBERT_INLINE Vec combine_lanes(Vec (&rows)[kLanes], Combine combine) {
   return result;
 }
 
-// Turns a strip's scores into weights, and updates its running maxima and sums. `factors` rescale
-// the results of earlier blocks.
+// Converts the scores of a strip to weights, and updates the running maxima and sums of the strip.
+// The results of earlier blocks have to be multiplied by `factors`.
 inline void strip_softmax(const Attention& a, const Head& h, const Block& block,
                           const StripMemory& m, int64_t first, int side, BesideSoftmax& beside) {
   const int64_t width = whole_panels(block.keys);
   const Masking masks = masking(a, h, block);
   const bool biased = a.bias.data != nullptr, plain = !masks.needed && !biased;
-  const float scale = plain ? a.scale : 1.0f;  // otherwise finish_row multiplies by a.scale
+  const float scale =
+      plain ? a.scale : 1.0f;  // If `plain` is false, finish_row multiplies by a.scale.
   alignas(64) uint32_t allowed[kKeys];
   alignas(64) uint32_t kept[kKeys];
   alignas(64) float bias[kKeys];
@@ -227,7 +230,7 @@ inline void strip_softmax(const Attention& a, const Head& h, const Block& block,
         larger(before, combine_lanes(values, [&](Vec x, Vec y) __attribute__((always_inline)) {
                  return larger(x, y);
                }));
-    // In a row without any key so far, -inf - -inf must not arise.
+    // In a row without any key so far, the maximum is -inf, and -inf - -inf would give NaN.
     const Vec reference = select(after == -kInfinity, Vec{}, after);
     const Vec factors = exp2_negative((before - reference) * kLog2E);
     store(place, after);
@@ -267,15 +270,16 @@ inline void begin_queries(const Attention& a, const Head& h, const AttentionItem
   }
 }
 
-// One block of keys and all strips of queries that see it. While a strip's softmax runs, the
-// products of its neighbours advance.
+// Processes one block of keys and all strips of queries that see the block. While the softmax of
+// one strip runs, the products of the previous and the next strip advance.
 inline void strip_block(const Attention& a, const Head& h, const AttentionItem& item, int64_t key,
                         int64_t keys, const StripMemory& m) {
   const int64_t rows = item.end - item.begin, width = whole_panels(a.head_dim);
   const auto block_of = [&](int64_t first) {
     return Block{item.begin + first, clamp(rows - first, 0, kStrip), key, keys, nullptr};
   };
-  // Returns the first strip from `first` on that sees a key of the block, or `rows` or more.
+  // Returns the first strip, at row `first` or later, that sees a key of the block. Returns `rows`
+  // or more if there is no such strip.
   const auto seeing = [&](int64_t first) {
     for (; first < rows; first += kStrip) {
       const Block block = block_of(first);
@@ -330,8 +334,8 @@ inline void strip_item(const Attention& a, const AttentionItem& item, void* scra
   forward_results<BF16>(a, h, item, m);
 }
 
-// The table's functions at a level with products of pairs. They handle bf16 and leave other formats
-// to forward_kernel.h.
+// The attention functions in the kernel table of a level that multiplies pairs of bf16. They
+// process bf16 and call forward_kernel.h for other formats.
 
 int64_t attention_strip_scratch(const Attention& a, int64_t rows) {
   if (a.format != Format::bf16) return attention_scratch(a, rows);

@@ -1,5 +1,5 @@
-// The products of a strip of rows in strip_kernel.h, on AMX tiles. strip_dots.h has the same
-// functions for dot products of bf16.
+// The products of strip_kernel.h for a strip of rows, computed on AMX tiles. strip_dots.h has the
+// same functions for dot products of bf16.
 
 #pragma once
 
@@ -10,17 +10,18 @@ namespace fastbert::cpu::FASTBERT_LEVEL {
 FASTBERT_INLINE void begin_strips() { configure_tiles(); }
 FASTBERT_INLINE void end_strips() { tile_release(); }
 
-// Whether the steps of a product can, and do, run between other work.
+// kMayOverlap: whether the steps of a product can run between other work. overlaps(): whether the
+// steps do so now.
 constexpr bool kMayOverlap = true;
 FASTBERT_INLINE bool overlaps() { return tile_schedule != TileSchedule::in_turn; }
 
-// The product c (+)= a b of a strip of rows and all panels, with a in bf16 and in whole steps. It
-// holds the tiles from its first step to its last.
+// The product c (+)= a b of a strip of rows and all panels. a is bf16 and padded to whole steps
+// along k. The product keeps its sums in the tiles from its first step to its last step.
 struct StripProduct {
   const uint16_t* a;
   int64_t a_row;
   const char* b;
-  int64_t steps;  // of a panel
+  int64_t steps;  // steps along k of a panel
   float* c;
   int64_t c_row;
   bool add;
@@ -28,7 +29,7 @@ struct StripProduct {
 
   FASTBERT_INLINE bool done() const { return panel >= panels; }
 
-  // Runs one step. Not inlined, so that the code of a step exists once.
+  // Computes one step. The function is not inlined, so that the code of a step exists once.
   __attribute__((noinline)) void advance() {
     float* sums = c + panel * kPanel;
     if (step == 0) begin(sums);

@@ -1,5 +1,5 @@
-// The softmax weights of attention as a result, for chosen queries of a head. A row of weights is
-// returned whole, so no running softmax is needed.
+// The softmax weights of attention as a result, for chosen queries of a head. Each row of weights
+// is computed as a whole, so no running softmax is needed.
 
 #pragma once
 
@@ -7,7 +7,8 @@
 
 namespace fastbert::cpu::FASTBERT_LEVEL {
 
-// Whole rows of logits take more memory than a block of them, so fewer queries are taken at a time.
+// Whole rows of logits need more memory than blocks of logits, so an item takes fewer queries at a
+// time.
 constexpr int64_t kWeightRows = 24;
 
 struct WeightsMemory {
@@ -61,7 +62,7 @@ void weights_item(const Attention& a, const AttentionItem& item, const int64_t* 
   const auto* q = first_row<F>(a, h, a.q, h.q_start);
   const auto* k = first_row<F>(a, h, a.k, h.k_start);
   for (int64_t i = 0; i < (item.end - item.begin) * a.max_k; ++i) out[i] = 0;
-  int64_t last = item.end;  // queries after the end of the sequence have weights of 0
+  int64_t last = item.end;  // Queries after the end of the sequence have weights of 0.
   while (last > item.begin && queries[last - 1] >= h.q_length) --last;
   for (int64_t begin = item.begin; begin < last; begin += kWeightRows) {
     const int64_t rows = clamp(last - begin, 0, kWeightRows);
