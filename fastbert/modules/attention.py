@@ -29,8 +29,8 @@ OURS = (Linear, QuantizedLinear)
 class BertSelfAttention(OperationModule):
     """Self-attention ``softmax(q kᵀ / √D) v`` for every head, on rows ``(T, H)`` of sequences.
 
-    ``qkv`` is one linear layer from H to 3H columns. State dicts have it as ``query``, ``key`` and
-    ``value``.
+    ``qkv`` is one linear layer from H to 3H columns. State dicts store this layer as the three
+    layers ``query``, ``key`` and ``value``.
 
     Args:
         config: The configuration.
@@ -72,8 +72,8 @@ class BertSelfAttention(OperationModule):
         Args:
             hidden: Rows of shape ``(T, H)``.
             layout: Division of the rows into sequences.
-            output_attentions: Whether the attention weights are returned. A gradient, if wanted,
-                passes through these weights.
+            output_attentions: Whether the attention weights are returned. The returned weights
+                carry a gradient if a gradient is wanted.
             dropout_seed: Seed of the dropout, int64 of shape ``(1,)``; None draws a seed.
 
         Returns:
@@ -117,7 +117,7 @@ class BertSelfAttention(OperationModule):
     def _project(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Return q, k and v side by side, and `hidden` for the residual connection.
 
-        A projection that was replaced or has hooks is called as any linear layer is called.
+        A projection that was replaced or has hooks is called like any other module.
         """
         kind = type(self.qkv)
         if kind is JoinedLinear or (kind in OURS and deviation(self.qkv, kind) is None):
@@ -233,7 +233,7 @@ def _kinds(qkv: nn.Module) -> tuple[str, ...]:
 
 
 def _split(module: nn.Module, state: dict[str, Tensor], prefix: str, _: Any) -> None:
-    """Replace ``qkv.weight`` (3H, H) by the weights of ``query``, ``key`` and ``value``.
+    """Replace ``qkv.weight`` (3H, H) with the weights of ``query``, ``key`` and ``value``.
 
     This is a state-dict hook. Scales and biases are split in the same way.
     """
@@ -257,8 +257,8 @@ def _join(
     """Join the weights of ``query``, ``key`` and ``value`` to ``qkv.weight``.
 
     This is a load hook, the inverse of `_split`. An absent part keeps the values of the module and
-    is reported as missing under its own name. A part of a wrong shape is an error and keeps the
-    values too.
+    is reported as missing under its own name. A part of a wrong shape is reported as an error, and
+    the module keeps its values.
     """
     for kind in _kinds(module.qkv):
         fused = f"{prefix}qkv.{kind}"

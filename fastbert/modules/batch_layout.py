@@ -20,30 +20,31 @@ class BatchLayout:
     """The division of rows into sequences, which has three cases.
 
     In a uniform layout, `cu_seqlens` is None, and row ``b * length + i`` is token ``i`` of sequence
-    ``b``. No row was moved. In an unpadded layout, `indices` gives the place of each row in the
-    padded batch. In a packed layout, the caller's tensors already have ``(T, ...)`` rows.
+    ``b``. The rows are a view of the padded batch. In an unpadded layout, `indices` gives the index
+    of each row in the flattened padded batch. In a packed layout, the caller's tensors already have
+    ``(T, ...)`` rows.
 
     Attributes:
         batch: Number of sequences.
         length: Length L of the padded batch; the longest sequence if packed.
         cu_seqlens: Cumulative lengths from 0, int32 of shape ``(batch + 1,)``; None if uniform.
         max_seqlen: Length of the longest sequence, or more; 0 if uniform.
-        indices: Place of each row in the flattened padded batch, int64 of shape ``(T,)``; None
+        indices: Index of each row in the flattened padded batch, int64 of shape ``(T,)``; None
             unless the layout is unpadded.
         mask: 4-D bool mask, True where a query attends a key. A caller's mask is present in a
             uniform layout only.
         bias: 4-D floating bias of the attention logits, from the caller's mask in a uniform layout
             or from the distances between tokens.
         rotations: Cosines and sines that rotate the queries and keys of the rows, for each base.
-        places: Places of the tokens in the padded batch, int64 of shape ``(batch, max_seqlen)``.
-            They are present if a sequence has padding in its middle and attention measures
-            distances.
+        places: Positions of the tokens in the padded batch, int64 of shape ``(batch, max_seqlen)``.
+            The layout has them only if a sequence has padding in its middle and attention depends
+            on distances between tokens; otherwise None.
         tokens: Mask of the rows that are tokens, bool of shape ``(batch, length)``, if a uniform
             layout has padding; otherwise None.
         shape: Shape ``(R, C)`` of packed rows that the caller holds as ``(R, C, ...)``, with
             ``R * C = T``. None if the caller's shape is ``(T, ...)``.
-        whole: Whether the layers call their modules with the caller's shape ``(B, L, H)``, padding
-            included, instead of rows.
+        whole: Whether the layers call their modules with the padded shape ``(B, L, H)`` instead of
+            rows.
     """
 
     batch: int
@@ -134,10 +135,10 @@ class BatchLayout:
         return (apart <= window).unsqueeze(1)
 
     def order(self, device: torch.device) -> Tensor:
-        """Return the places of tokens by which distances are measured.
+        """Return the positions of tokens between which distances are measured.
 
-        The places are int64 of shape ``(1, max_seqlen)`` or ``(batch, max_seqlen)``. In a uniform
-        layout, the second size is ``length``.
+        The positions are int64 of shape ``(1, max_seqlen)`` or ``(batch, max_seqlen)``. In a
+        uniform layout, the second size is ``length``.
         """
         if self.places is not None:
             return self.places
@@ -178,7 +179,7 @@ class BatchLayout:
         assert exists is not None
         if not torch.compiler.is_compiling() and self.max_seqlen == 0:
             return weights.new_zeros(*weights.shape[:2], self.length, self.length)
-        # Token i of the padded row has the index cumsum - 1 among the tokens that exist.
+        # Token i of the padded row has the index ``cumsum - 1`` among the tokens that exist.
         rank = (exists.cumsum(1) - 1).clamp(min=0)
         sizes = (*weights.shape[:2], self.length, weights.shape[3])
         weights = weights.gather(2, rank[:, None, :, None].expand(sizes))
@@ -192,7 +193,7 @@ class BatchLayout:
             return weights
         exists = self.exists()
         assert exists is not None
-        # The places of tokens come first, in order. The weights are 0 at the places of padding.
+        # The tokens come first, in order. The weights are 0 at padding.
         order = exists.int().argsort(dim=1, descending=True, stable=True)[:, : self.max_seqlen]
         sizes = (*weights.shape[:2], order.shape[1], weights.shape[3])
         weights = weights.gather(2, order[:, None, :, None].expand(sizes))

@@ -32,8 +32,8 @@ class Encoded(NamedTuple):
         attentions: The attention weights that the caller asked for, in the caller's layout;
             otherwise None.
         pooled: The pooled first tokens ``(B, H)`` if one call has computed them with the rows.
-        chosen: The rows that were computed, if only those are computed that the head reads. `rows`
-            then has the shape ``(N, H)``. None if all rows were computed.
+        chosen: The rows that were computed, if the last layer computed only the rows that the head
+            reads. `rows` then has the shape ``(N, H)``. None if all rows were computed.
     """
 
     rows: Tensor
@@ -47,7 +47,8 @@ class Encoded(NamedTuple):
     def last_hidden_state(self) -> Tensor:
         """Rows in the caller's layout.
 
-        The tensor is the last of the hidden states if the caller asked for that state.
+        The returned tensor is also the last element of the hidden states if the caller asked for
+        that state.
         """
         last = self.hidden_states[-1] if self.hidden_states else None
         return self.layout.given(self.rows) if last is None else last
@@ -71,7 +72,8 @@ class BertModel(BertPreTrainedModel):
 
     Args:
         config: The configuration.
-        add_pooling_layer: Whether the model has a pooler, if the architecture has a pooler.
+        add_pooling_layer: Whether the model has a pooler. The argument has no effect for an
+            architecture without a pooler.
         backend: ``"reference"``, ``"triton"``, ``"cuda"`` or ``"cpu"`` for every operation. None
             lets each operation choose by device and dtype.
 
@@ -134,10 +136,10 @@ class BertModel(BertPreTrainedModel):
             position_ids: Positions of the shape of `input_ids`, or ``(1, L)``. The default is the
                 index in the padded row, ``0`` to ``L - 1``, or the index in the packed sequence.
                 RoBERTa counts from its first position and does not count padding.
-            inputs_embeds: Floating word embeddings of shape ``(B, L, H)`` in place of `input_ids`;
+            inputs_embeds: Floating word embeddings of shape ``(B, L, H)`` instead of `input_ids`;
                 ``(T, H)`` if packed. H is the width of the embedding tables.
-            return_dict: Whether the result is an object; False gives its tuple. None reads the
-                configuration, whose default is True.
+            return_dict: Whether the result is an output object; False returns a tuple instead. None
+                reads the configuration, whose default is True.
             **options: Keyword arguments of `encode`: `output_attentions`, `output_hidden_states`,
                 `cu_seqlens` and `max_seqlen`.
 
@@ -181,7 +183,7 @@ class BertModel(BertPreTrainedModel):
 
         If a gradient is wanted, the model computes its later results from the returned hidden
         states and attention weights. These states and weights therefore carry gradients. Layers
-        whose weights are returned then run a slower path.
+        that return their attention weights then run on a slower path.
 
         Args:
             input_ids: As in `forward`.
@@ -194,16 +196,17 @@ class BertModel(BertPreTrainedModel):
                 negative number counts from the last layer. None reads the configuration.
             output_hidden_states: Whether the hidden states are returned. A sequence of numbers
                 returns these states and None for the others; 0 is the embedding output, N is the
-                output of layer N, and a negative number counts from the last state. The layers run
-                on the same path as without hidden states. None reads the configuration.
+                output of layer N, and a negative number counts from the last state. The choice does
+                not change the path on which the layers run. None reads the configuration.
             cu_seqlens: Cumulative lengths of the packed sequences from 0, int32 of shape
                 ``(B + 1,)``; None if the input is padded.
             max_seqlen: Length of the longest packed sequence, or more. None reads the length from
                 `cu_seqlens`, which synchronises with a GPU.
             reads: Function of the layout that marks the rows that the head reads besides the first
-                tokens, bool of shape ``(T,)``, or returns None if it reads no others. With a
-                gradient, on the CPU, the last layer then computes only the rows that are read,
-                unless the caller asks for hidden states or attention weights. None reads all rows.
+                tokens, bool of shape ``(T,)``, or returns None if the head reads no other rows.
+                With a gradient, on the CPU, the last layer then computes only the rows that are
+                read, unless the caller asks for hidden states or attention weights. None reads all
+                rows.
 
         Returns:
             The rows without padding. Attention weights have shape ``(B, heads, L, L)`` for each
@@ -251,9 +254,9 @@ class BertModel(BertPreTrainedModel):
             token_type_ids: As in `forward`, of shape ``(B, L)``.
 
         Returns:
-            The rows without padding, or None if the modules must be called. They must be called on
-            other devices than the CPU, with gradients, under autocast, in training, with hooks, and
-            for an argument that is not allowed, which they explain.
+            The rows without padding, or None if the modules must be called one by one. That is so
+            on a device other than the CPU, with gradients, under autocast, in training, with hooks,
+            and if an argument is not allowed; the modules then raise the error.
         """
         result = self._prepared.run(self, input_ids, attention_mask, token_type_ids)
         if result is None:

@@ -1,8 +1,8 @@
 """The last layer in training, computed only for the rows that a head reads.
 
 A head reads the first token of each sequence, or also the tokens with a label. The other rows of
-the last layer serve as keys and values. Their queries, their output projection, their feed-forward
-and the gradients of these would not change the loss.
+the last layer serve only as keys and values. The queries, the output projection and the
+feed-forward of the other rows would not change the loss.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from fastbert.modules.batch_layout import BatchLayout
 from fastbert.modules.layer import BertLayer
 from fastbert.ops.varlen import gather_rows
 
-# Function of the layout of all rows that returns the rows that a head reads besides the first
-# tokens, bool of shape (T,), or None if it reads the first tokens only.
+# A function of the layout of all rows. It returns a mask of the rows that a head reads besides the
+# first tokens, bool of shape (T,), or None if the head reads the first tokens only.
 Reads = Callable[[BatchLayout], Tensor | None]
 
 
 def first_tokens(layout: BatchLayout) -> None:
-    """Mark no row besides the first tokens, for a head that reads the pooler only."""
+    """Mark no rows besides the first tokens, for a head that reads the pooler only."""
 
 
 class ChosenRows(NamedTuple):
@@ -76,7 +76,7 @@ def run_layer(layer: BertLayer, hidden: Tensor, layout: BatchLayout, chosen: Cho
     """Run a layer, and return its chosen rows ``(N, H)``.
 
     Args:
-        layer: A layer that may compute chosen rows; see ``fastbert.modules.plan``.
+        layer: A layer that can compute only chosen rows; see ``fastbert.modules.plan``.
         hidden: All rows before the layer, of shape ``(T, H)``.
         layout: Division of the rows into sequences.
         chosen: The chosen rows.

@@ -1,4 +1,4 @@
-"""The name of a class with the library that it is from, for messages."""
+"""The name of a class together with the library that defines the class, for messages."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ def class_name(value: Any) -> str:
     """Return the class of a value and its library, such as ``BertModel of transformers``.
 
     fastbert and transformers have classes of the same names, so the name alone does not say which
-    one a caller has passed. A class itself gives ``the class BertModel of transformers``.
+    of the two a caller has passed. If `value` is itself a class, the result is ``the class
+    BertModel of transformers``.
 
     Args:
         value: Any value.
 
     Returns:
-        The name; a built-in class has no library.
+        The name, without a library for a built-in class.
     """
     kind = value if isinstance(value, type) else type(value)
     library = kind.__module__.partition(".")[0]

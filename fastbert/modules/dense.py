@@ -67,10 +67,10 @@ class Dense(nn.Module):
     def from_folder(cls, stored: sentence_transformers_folder.Dense) -> Dense:
         """Load the module from a folder, with its weights in float32.
 
-        Memory is allocated after the checks.
+        Memory is allocated only after the files have been checked.
 
         Args:
-            stored: Settings of the module in its folder.
+            stored: Folder of the module and the settings in it.
 
         Returns:
             The module with its weights.

@@ -1,4 +1,4 @@
-"""The dropouts of an encoder: their probabilities, and the seeds of a call, from one launch."""
+"""The dropouts of an encoder: their probabilities, and the seeds of a call from one launch."""
 
 from __future__ import annotations
 
@@ -76,8 +76,9 @@ def draw_seeds(config: BertConfig, training: bool, device: torch.device) -> Seed
         device: The device.
 
     Returns:
-        The seeds of the embeddings and of each layer in its turn. Seeds are None if nothing is
-        dropped. Seeds of inner dropouts are drawn only if the configuration has inner dropouts.
+        The seeds of the embeddings and of each layer, in the order of the layers. A seed is None if
+        nothing is dropped. Seeds of inner dropouts are drawn only if the configuration has inner
+        dropouts.
     """
     probabilities = Probabilities.of(config)
     layers = len(config.architecture.order(config.num_hidden_layers))

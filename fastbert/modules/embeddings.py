@@ -23,7 +23,7 @@ class BertEmbeddings(OperationModule):
 
     Devlin et al. 2019, figure 2, describes this sum. The result has shape ``(T, H)``. Embeddings
     from tables of another width are projected to H. A table that the architecture lacks is None and
-    adds nothing. A word table that was replaced or has hooks is called.
+    adds nothing. A word table that was replaced or has hooks is called as a module.
 
     Args:
         config: The configuration.
@@ -117,7 +117,7 @@ def _look_up(
 
 
 class _FixedRow(torch.autograd.Function):
-    """A table whose gradient is 0 in one row, as ``nn.Embedding`` has it for its padding."""
+    """A table whose gradient is 0 in one row, as ``nn.Embedding`` does for its padding index."""
 
     @staticmethod
     def forward(ctx: Any, table: Tensor, row: int) -> Tensor:
@@ -134,7 +134,7 @@ class _FixedRow(torch.autograd.Function):
 
 
 def _promoted(*tables: Tensor | None) -> list[Tensor | None]:
-    """Return the tables that are given in the dtype to which they promote."""
+    """Return the tables that are not None, all converted to their common dtype."""
     dtypes = (table.dtype for table in tables if table is not None)
     dtype = functools.reduce(torch.promote_types, dtypes)
     return [None if table is None else table.to(dtype) for table in tables]

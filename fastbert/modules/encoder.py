@@ -70,7 +70,7 @@ class BertEncoder(nn.Module):
     ) -> tuple[Tensor, list[Tensor | None], list[Tensor | None]]:
         """Run the layers.
 
-        A gradient, if wanted, passes through the returned states and weights.
+        The returned states and weights carry a gradient if a gradient is wanted.
 
         Args:
             hidden: Rows of shape ``(T, H)``.
@@ -87,8 +87,8 @@ class BertEncoder(nn.Module):
             The rows after the last layer, a list of hidden states and a list of attention weights,
             both in the caller's layout. The N + 1 hidden states are the input of the first layer
             and the output of each of the N layers. The last state includes the final norm, if the
-            encoder has one. A state, and the attention weights of a layer, are None if they were
-            not chosen. A list that was not asked for is empty.
+            encoder has one. A state that was not chosen is None, and so are the attention weights
+            of a layer that was not chosen. A list that was not asked for is empty.
 
         Raises:
             ValueError: If `output_attentions` or `output_hidden_states` names a layer that does not
@@ -97,9 +97,9 @@ class BertEncoder(nn.Module):
 
         Note:
             The choice of states does not change the path of the layers. A call that runs all layers
-            at once can return the rows after every layer or after the last layer only. If a state
-            between the first and the last is chosen, the call therefore holds the rows after every
-            layer until it returns, and the states that were not chosen are then released.
+            at once returns the rows after either every layer or the last layer only. If a state
+            between the first and the last is chosen, the call therefore keeps the rows after every
+            layer until it returns. The states that were not chosen are then released.
         """
         attentions: list[Tensor | None] = []
         layers = self.running()
@@ -160,8 +160,9 @@ class BertEncoder(nn.Module):
             reads: Function that marks the rows that the head reads.
 
         Returns:
-            The rows, or None if all rows must be computed. Without a gradient, one call runs all
-            layers, and most rows at once take no more time than all rows.
+            The rows, or None if all rows must be computed. None is returned without a gradient,
+            where one call runs all layers, and if the head reads most rows, because computing all
+            rows then takes no longer.
         """
         last = self.running()[-1]
         if self.final_norm is not None or not needs_gradient(hidden, *last.parameters()):

@@ -65,8 +65,8 @@ class Call(NamedTuple):
     Attributes:
         hidden: Rows of shape ``(T, H)`` before the first layer.
         layout: Division of the rows into sequences.
-        after: Function of the number of a layer, from 1, and of the rows after that layer. It
-            returns the rows with which the next layer continues.
+        after: Function of the number of a layer, counted from 1, and of the rows after that layer.
+            The function returns the rows with which the next layer continues.
         between: Whether `after` must see the rows after every layer, not only after the last one.
         seeds: Dropout seeds of each layer, or None.
         chosen: The rows that the last layer computes; None computes all rows.
@@ -104,7 +104,7 @@ class Executor:
         raise NotImplementedError
 
     def run(self, call: Call) -> Tensor:
-        """Run the layers, and return the rows after the last one, as ``call.after`` has them.
+        """Run the layers, and return the result of ``call.after`` for the last layer.
 
         Args:
             call: A call that the executor does not refuse.
@@ -136,7 +136,7 @@ class CpuInference(Executor):
     """All layers in one call of C++, without gradients."""
 
     def refuses(self, call: Call) -> str | None:
-        """Refuse windows that are measured over padding."""
+        """Refuse a window over padding inside a sequence."""
         if self.settings.windows and call.layout.places is not None:
             return "a window over padding in a sequence"
         return None
@@ -181,7 +181,7 @@ class GpuInference(CpuInference):
     """All layers in one call of Python that launches kernels, without gradients."""
 
     def refuses(self, call: Call) -> str | None:
-        """Refuse a bias with packed sequences, which the kernels do not take."""
+        """Refuse a bias with packed sequences, which the kernels do not support."""
         if call.layout.cu_seqlens is not None and call.layout.bias is not None:
             return "a bias by distance"
         return super().refuses(call)
@@ -192,7 +192,7 @@ class GpuInference(CpuInference):
 
 
 class _Training(Executor):
-    """Each layer as one function of autograd, after which `Call.after` sees the rows."""
+    """Each layer as one autograd function; `Call.after` gets the rows after each layer."""
 
     def refuses(self, call: Call) -> str | None:
         if type(call.hidden) not in TENSOR_TYPES or is_watched():
@@ -214,15 +214,15 @@ class _Training(Executor):
         return hidden
 
     def _layer(self, call: Call) -> Callable[[int, Tensor], Tensor]:
-        """Return the function that runs a layer, by its number from 0."""
+        """Return the function that runs one layer, given its number from 0 and the rows."""
         raise NotImplementedError
 
 
 class CpuTraining(_Training):
-    """Each layer as one function of autograd, in C++."""
+    """Each layer as one autograd function, in C++."""
 
     def refuses(self, call: Call) -> str | None:
-        """Refuse masks and biases, and what every executor of training refuses."""
+        """Refuse masks and biases, and apply the checks of all training executors."""
         layout = call.layout
         if layout.mask is not None or layout.bias is not None or layout.tokens is not None:
             return "attention has a mask or a bias"
@@ -268,10 +268,10 @@ class CpuTraining(_Training):
 
 
 class GpuTraining(_Training):
-    """Each layer as one function of autograd, on kernels of Triton and CUDA C++."""
+    """Refuse chosen rows and a trained bias, and apply the checks of all training executors."""
 
     def refuses(self, call: Call) -> str | None:
-        """Refuse chosen rows and a trained bias, and what every executor of training refuses."""
+        """Refuse chosen rows and a trained bias, and apply the checks of all training executors."""
         if call.chosen is not None:
             return "the last layer computes chosen rows only"
         if call.layout.bias is not None and call.layout.bias.requires_grad:

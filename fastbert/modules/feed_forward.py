@@ -36,8 +36,8 @@ class BertIntermediate(nn.Module):
 class BertOutput(OperationModule):
     """The feed-forward ``LN(hidden + dropout(feed_forward(hidden)))``.
 
-    The layer norm adds the second bias. Both linear layers are called instead if one of them was
-    replaced or has hooks, or if there is dropout between them.
+    The layer norm adds the second bias. If one of the linear layers was replaced or has hooks, or
+    if there is dropout between them, both are called as modules instead.
 
     Args:
         config: The configuration.

@@ -15,7 +15,7 @@ from fastbert.modules.linear import Linear
 from fastbert.modules.operation import OperationModule
 from fastbert.ops.varlen import gather_rows
 
-# Tokens with this label do not count in a loss.
+# The loss ignores tokens with this label.
 IGNORED = -100
 
 
@@ -74,8 +74,8 @@ class LMPredictionHead(OperationModule):
         """Compute the loss and the logits.
 
         If logits are not wanted, only the labelled rows are transformed on the CPU. On a GPU and
-        under ``torch.compile``, all rows are transformed, and the operation leaves out the rows
-        without a label. Finding these rows before would make the CPU wait for the GPU.
+        under ``torch.compile``, all rows are transformed, and the operation skips the rows without
+        a label. Selecting the labelled rows first would make the CPU wait for the GPU.
 
         Args:
             hidden: Rows of shape ``(T, H)``.
@@ -94,7 +94,7 @@ class LMPredictionHead(OperationModule):
         if labels is None:
             return None, self.decoder(self.transform(hidden)) if output_logits else None
         check_range("labels", labels, weight.shape[0], ignored=IGNORED)
-        # The number of labelled rows is data.
+        # The number of labelled rows depends on the values of the labels.
         here = labels.device.type == "cpu" and not torch.compiler.is_compiling()
         if here and not output_logits:
             labelled = (labels != IGNORED).nonzero().flatten()
@@ -107,7 +107,7 @@ class LMPredictionHead(OperationModule):
 
 
 class OnlyMLMHead(nn.Module):
-    """The masked-LM head under the name ``predictions``."""
+    """The masked-LM head stored under the name ``predictions``."""
 
     def __init__(self, config: BertConfig, backend: str | None = None) -> None:
         """Create the head."""
@@ -144,13 +144,13 @@ def classifier_dropout(config: BertConfig) -> nn.Dropout:
 
 
 def cross_entropy(name: str, logits: Tensor, labels: Tensor, ignored: int = IGNORED) -> Tensor:
-    """Compute the mean cross entropy over the labels that are not `ignored`.
+    """Compute the mean cross entropy over the labels that differ from `ignored`.
 
     Args:
         name: Name of the argument `labels`, for messages.
         logits: Logits of shape ``(N, C)``, which are converted to fp32 at least.
         labels: Integers of shape ``(N,)``.
-        ignored: Label that does not count.
+        ignored: Label that the loss ignores.
 
     Returns:
         The loss, a scalar, which is 0 if every label is `ignored`.

@@ -135,7 +135,7 @@ def check_range(name: str, index: Tensor, size: int, ignored: int | None = None)
     Args:
         name: Name of the argument `index`, for messages.
         index: The index.
-        size: Upper bound of the elements, exclusive.
+        size: Upper bound of the indices, exclusive.
         ignored: Value outside the range that is allowed too, or None.
 
     Raises:
@@ -207,7 +207,7 @@ def _default_types(layout: BatchLayout, given: Tensor) -> Tensor:
 def _default_positions(layout: BatchLayout, given: Tensor) -> Tensor:
     """Return positions counted from 0 in the padded row, or in the sequence if packed.
 
-    The padded row counts as in transformers.
+    Positions in a padded row count its padding, as in transformers.
     """
     if layout.packed:
         assert layout.cu_seqlens is not None
@@ -219,9 +219,9 @@ def _default_positions(layout: BatchLayout, given: Tensor) -> Tensor:
 
 
 def _counted_positions(layout: BatchLayout, given: Tensor, first: int) -> Tensor:
-    """Return positions counted from `first` over the tokens that are not padding (RoBERTa).
+    """Return positions counted from `first` over the tokens that are not padding, as in RoBERTa.
 
-    The id of padding is ``first - 1``. Without ids, all tokens of a row are counted.
+    The id of padding is ``first - 1``. If ids are not given, all tokens of a row are counted.
     """
     if layout.packed or given.dim() == 3:
         return _default_positions(layout, given) + first
@@ -234,7 +234,8 @@ def _check_length(name: str, config: BertConfig, layout: BatchLayout) -> None:
     first = config.architecture.first_position
     counted = first is not None and layout.cu_seqlens is not None
     if counted and torch.compiler.is_compiling():
-        # The number of tokens that the mask keeps is data, so a graph cannot check it.
+        # A graph cannot check the number of tokens that the mask keeps, because that number depends
+        # on the values of the mask.
         return
     length = layout.max_seqlen if counted else layout.length
     if length > config.max_length:
@@ -246,7 +247,7 @@ def _check_length(name: str, config: BertConfig, layout: BatchLayout) -> None:
 
 
 def _with_places(layout: BatchLayout) -> BatchLayout:
-    """Add the places of tokens to a layout if the tokens of a sequence are not adjacent."""
+    """Add the positions of tokens to a layout if the tokens of a sequence are not adjacent."""
     if layout.indices is None or layout.cu_seqlens is None:
         return layout
     sequence, position = sequence_positions(layout.cu_seqlens, layout.indices.shape[0])
@@ -297,7 +298,7 @@ def _mask_of_tokens(attention_mask: Tensor, batch: int, length: int) -> Tensor:
     """Return a mask of tokens with the shape ``(B, L)``, after checks.
 
     The mask is bool or 0 and 1, and a nonzero value means that the token exists. A mask ``(L,)`` or
-    ``(1, L)`` stands for all sequences.
+    ``(1, L)`` applies to all sequences.
     """
     if tuple(attention_mask.shape) in ((length,), (1, length)):
         attention_mask = attention_mask.expand(batch, length)
@@ -329,9 +330,9 @@ def _unpadded_layout(given: Tensor, attention_mask: Tensor) -> BatchLayout:
 def _masked_layout(batch: int, length: int, attention_mask: Tensor) -> BatchLayout:
     """Return the layout of a mask ``(B, L, L)`` or ``(B, heads, L, L)``.
 
-    Nothing is unpadded, and attention gets the mask. A mask is bool or integers 0 and 1, and a
-    query attends a key where the mask is true. A floating mask is added to the scores, and -1e4 or
-    less hides a key.
+    Nothing is unpadded, and attention gets the mask. The mask may be bool or integers 0 and 1; a
+    query then attends a key where the mask is true. A floating mask is added to the scores, and a
+    value of -1e4 or less hides the key.
     """
     mask = attention_mask.unsqueeze(1) if attention_mask.dim() == 3 else attention_mask
     sizes = ((1, batch), None, (1, length), (1, length))

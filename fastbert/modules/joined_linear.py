@@ -21,7 +21,8 @@ class JoinedLinear(Joined, OperationModule):
     was replaced or has hooks, every part is called.
 
     ``weight`` and ``bias`` are the weights and biases of `parts`, concatenated along the outputs.
-    They are concatenated in each access; the forward of the CPU backend reads the parts instead.
+    Each access to ``weight`` or ``bias`` concatenates the parts. On the CPU backend, the forward
+    reads the parts without concatenating them.
 
     Args:
         parts: The linear layers.

@@ -55,8 +55,8 @@ class PreNormLayer(BertLayer):
     """A layer with layer norms before attention and feed-forward (Xiong et al. 2020).
 
     The layer computes ``hidden + attention(LN(hidden))``, and then the same with the feed-forward.
-    Each norm is stored under the name of the norm after the block in BERT. The first layer has no
-    norm before attention, because the embeddings end in a layer norm.
+    A state dict has each norm under the name of the norm that follows the same block in BERT. The
+    first layer has no norm before attention, because the embeddings end in a layer norm.
 
     Args:
         config: The configuration.

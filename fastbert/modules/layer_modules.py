@@ -1,4 +1,4 @@
-"""The modules of a layer by path: one table of expectations, and one walk that compares them."""
+"""The modules of a layer by path: a table of the expected classes, and a comparison with it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ MODULES: tuple[tuple[str, type[nn.Module]], ...] = (
     ("output.dense", nn.Linear),
     ("output.LayerNorm", LayerNorm),
 )
-# Each row adds the path of the parent and the name in the parent; "" is the layer.
+# Each row of this table adds the path of the parent module and the name of the module in the
+# parent. The path "" is the layer.
 STEPS = tuple((path, *path.rpartition(".")[::2], kind) for path, kind in MODULES)
 
 
@@ -43,12 +44,13 @@ def _paths(*kinds: type[nn.Module]) -> tuple[str, ...]:
 
 
 NORMS, LINEARS, LEAVES = _paths(LayerNorm), _paths(nn.Linear), _paths(LayerNorm, nn.Linear)
-# These modules ask for a backend.
+# The modules that ask for a backend.
 ASKING, INT8_ASKING = _paths(OperationModule), _paths(OperationModule, nn.Linear)
 DROPPING = (ATTENTION, OUTPUT, *NORMS)
-# A layer that computes chosen rows calls these modules, which may therefore be of any class.
+# A layer that computes chosen rows calls these modules instead of reading their parameters, so they
+# may be of any class.
 CALLED_FOR_CHOSEN_ROWS = {"attention.output.dense", INNER, "output.dense"}
-# The dictionary maps paths to the modules of a layer.
+# A dictionary from paths to the modules of a layer.
 Modules = dict[str, Any]
 
 
@@ -69,7 +71,7 @@ def walk(layer: Any) -> Walked:
     """Find the modules of a layer, and compare each with its row in the table.
 
     Args:
-        layer: A layer, or a module in place of a layer.
+        layer: A layer, or a module that replaces a layer.
 
     Returns:
         The modules without a deviation, and the deviations. The layer's path is an empty string.
@@ -102,16 +104,17 @@ def walk(layer: Any) -> Walked:
 
 
 def may_choose_rows(walked: Walked) -> bool:
-    """Tell whether a layer may compute only chosen rows."""
+    """Tell whether a layer can compute chosen rows only."""
     modules, problems = walked
     layer = modules[""]
     if type(layer) is not BertLayer or not problems.keys() <= CALLED_FOR_CHOSEN_ROWS:
         return False
-    # Whoever watches a module with a hook expects all rows.
+    # A hook on a module expects all rows.
     inside = list(layer.modules())
     if has_backward_hooks(inside) or any(m._forward_hooks or m._forward_pre_hooks for m in inside):
         return False
-    # A dropout mask counts all rows, so that the same seed gives the same mask on every device.
+    # Dropout masks are indexed by the row among all rows, so that a seed gives the same mask on
+    # every device.
     if any(modules[path].training and modules[path].dropout_p > 0.0 for path in DROPPING):
         return False
     attention = modules[ATTENTION]

@@ -22,16 +22,16 @@ def fill_masks(
     Args:
         logits: Logits of shape ``(M, V)`` at the masks.
         ids: Token ids of the text, including the masks.
-        positions: The M places of the masks in `ids`.
+        positions: Indices of the M masks in `ids`.
         top_k: Number of tokens for each mask; at most V are returned.
         token: Function from an id to the text of its token.
-        sentence: Function that returns the text of ids. Its arguments are the ids, in which a mask
-            is filled, and the place of this mask.
+        sentence: Function that returns the text of ids. The arguments of the function are the ids,
+            in which one mask is filled, and the index of this mask.
 
     Returns:
         One dictionary for each mask, with its ``position`` and its ``candidates``. The likeliest
-        candidate is first. A candidate has ``token``, ``id``, ``probability`` and ``sentence``; the
-        other masks stay in its sentence.
+        candidate is first. A candidate has ``token``, ``id``, ``probability`` and ``sentence``. The
+        sentence still has the other masks.
     """
     top = logits.float().softmax(-1).topk(min(top_k, logits.shape[-1]), dim=-1)
     filled = []

@@ -45,7 +45,7 @@ class ModelOutput:
         return tuple((name, getattr(self, name)) for name in self.keys())
 
     def __getitem__(self, key: str | int | slice) -> Any:
-        """Return a field by its name, or fields by their place in `to_tuple`.
+        """Return a field by its name, or fields by their index in `to_tuple`.
 
         Args:
             key: Name of a field, index or slice.
@@ -103,8 +103,8 @@ class BaseModelOutputWithPooling(ModelOutput):
 class BertForPreTrainingOutput(ModelOutput):
     """The output of `BertForPreTraining`.
 
-    The two single losses are the last fields, so that the order of the fields of transformers is
-    kept.
+    ``mlm_loss`` and ``nsp_loss`` are the last fields, so that the other fields have the same order
+    as in transformers.
 
     Attributes:
         loss: ``mlm_loss + nsp_loss`` if both labels were given, otherwise None.
@@ -113,8 +113,8 @@ class BertForPreTrainingOutput(ModelOutput):
         seq_relationship_logits: Logits of next sentence prediction, of shape ``(B, 2)``.
         hidden_states: As in `BaseModelOutputWithPooling`.
         attentions: As in `BaseModelOutputWithPooling`.
-        mlm_loss: Masked-LM loss; None without its labels.
-        nsp_loss: Next-sentence loss; None without its labels.
+        mlm_loss: Masked-LM loss; None without labels for masked LM.
+        nsp_loss: Next-sentence loss; None without labels for next sentence prediction.
     """
 
     loss: Tensor | None = None

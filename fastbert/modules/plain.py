@@ -43,7 +43,7 @@ def deviation(module: nn.Module, kind: type[nn.Module]) -> str | None:
 def has_backward_hooks(modules: Iterable[nn.Module]) -> bool:
     """Return whether one of the modules has hooks for its gradients.
 
-    It takes all modules at once, and resumes no generator of its own, because a training step asks
-    in every layer for every module: a Python call for each of them would be measurable.
+    All modules are checked in one list comprehension, because a training step checks every module
+    of every layer. A Python call for each module would be measurably slower.
     """
     return bool([m for m in modules if m._backward_hooks or m._backward_pre_hooks])

@@ -1,9 +1,10 @@
-"""The plan of an encoder: the executor that runs its layers, or the reason why they run one by one.
+"""The plan of an encoder: the executor of its layers, or the reason why layers run one by one.
 
 Only this file and its table (``fastbert.modules.layer_modules``) look at the modules of the layers.
-One walk finds the modules of every layer and names each module that is not a plain instance of its
-class. The parameters and settings of plain layers then decide which executor runs them
-(``fastbert.modules.executors``). Without an executor, each module of a layer runs its own forward.
+One walk finds the modules of every layer and reports each module that is not a plain instance of
+its class. The parameters and settings of plain layers then decide which executor
+(``fastbert.modules.executors``) runs the layers. Without an executor, each module of a layer runs
+its own forward.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ from fastbert.ops.layer_weights import LayerWeights
 
 
 class Mode(NamedTuple):
-    """The circumstances of a call, besides the modules, on which a plan depends.
+    """The properties of a call, besides the modules, on which a plan depends.
 
     Attributes:
         device: Type of the device that holds the rows, such as ``"cpu"``.
@@ -58,7 +59,7 @@ class Mode(NamedTuple):
         autocast: Dtype of the products under autocast, otherwise None.
         gradient: Whether a gradient is wanted.
         rows: Class of the number of rows on a GPU (``ops.gpu_times.rows_class``), otherwise 0.
-        length: Class of the length of the sequences, for the reason in words.
+        length: Class of the length of the sequences, which the reason mentions.
     """
 
     device: str
@@ -72,8 +73,8 @@ class Mode(NamedTuple):
     def now(
         cls, device: str, dtype: torch.dtype, gradient: bool, rows: int = MANY_ROWS, length: int = 0
     ) -> Mode:
-        """Return the mode of a call of `rows` rows under the autocast of the moment."""
-        # A device without autocast, such as meta, has no dtype of autocast either.
+        """Return the mode of a call of `rows` rows under the autocast that is active now."""
+        # A device without autocast, such as meta, has no autocast dtype.
         known = device in ORDER and torch.is_autocast_enabled(device)
         return cls(
             device,
@@ -92,8 +93,8 @@ class Plan(NamedTuple):
         layers: The parameters of the layers in the order in which they run; empty without executor.
         settings: The numbers of the layers; None without executor.
         run: The executor, or None if the layers run one by one.
-        backend: Backend of the executor. Without executor, the backend of the first operation that
-            prevents one, or an empty string for another reason.
+        backend: Backend of the executor. Without an executor, the backend of the first operation
+            that prevents an executor, or an empty string if the reason is not an operation.
         reason: The reason in words.
         chooses: Whether the last layer may compute only the rows that a head reads.
     """
@@ -116,10 +117,10 @@ def plan(layers: Sequence[nn.Module], mode: Mode) -> Plan:
 
     Args:
         layers: The layers in the order in which they run.
-        mode: The circumstances of the call.
+        mode: The other properties of the call.
 
     Returns:
-        The plan. It depends on the modules as they are now, and on `mode`.
+        The plan. It is valid for the present state of the modules and for `mode`.
 
     Raises:
         ValueError: If a backend that a module asks for cannot serve its operation.
@@ -149,7 +150,7 @@ class _NoExecutor(Exception):
 
     Args:
         reason: The reason in words.
-        backend: Backend of the operation that prevents it, if an operation does.
+        backend: Backend of the operation that prevents an executor, if an operation is the reason.
     """
 
     def __init__(self, reason: str, backend: str = "") -> None:
@@ -176,7 +177,7 @@ def _training(layers: list[Modules], mode: Mode) -> _Planned:
     kinds = {type(modules[path]) for modules in layers for path in LINEARS}
     _require(QuantizedLinear not in kinds, "a linear layer is int8")
     on_cpu = mode.device == "cpu"
-    # Only the CPU's function takes these layers.
+    # Only the training function of the CPU backend supports these layers.
     _require(on_cpu or JoinedLinear not in kinds, "a linear layer is joined")
     _require_uniform_parts(layers)
     beyond = _beyond_bert(layers)
@@ -217,7 +218,7 @@ def _inference(layers: list[Modules], mode: Mode) -> _Planned:
     kinds = {type(modules[path]) for modules in layers for path in LINEARS}
     int8, joined, on_cpu = QuantizedLinear in kinds, JoinedLinear in kinds, mode.device == "cpu"
     _require(not int8 or kinds == {QuantizedLinear}, "some linear layers are int8, others are not")
-    # Only the CPU's call takes these weights.
+    # Only the CPU backend supports these weights.
     _require(
         on_cpu or not (int8 or joined),
         f"a linear layer is int8 or joined, and the rows are on {mode.device}",
@@ -258,18 +259,18 @@ def _inference(layers: list[Modules], mode: Mode) -> _Planned:
 
 
 def _drops(modules: Modules) -> bool:
-    """Return whether a layer drops elements in the mode in which its modules are."""
+    """Return whether a layer has active dropout; a module in eval mode has none."""
     output = modules[OUTPUT]
     return any(_dropouts(modules)) or (output.training and output.dropout_p > 0.0)
 
 
-# What the layers have in common
+# Properties that all layers share
 
 
 def _dropouts(modules: Modules) -> tuple[float, ...]:
     """Return the probabilities of dropout: of the attention weights, and before both sums.
 
-    A layer with norms before attention has dropouts of its own, and those of its norms follow.
+    A layer with norms before attention has dropouts itself; the dropouts of its norms follow.
     """
     layer, attention = modules[""], modules[ATTENTION]
     first = attention.dropout_p if attention.training else 0.0
@@ -287,7 +288,7 @@ def _require_uniform_parts(layers: list[Modules]) -> None:
 
 
 def _beyond_bert(layers: list[Modules]) -> str | None:
-    """Return in words what a layer has that a layer of BERT has not, or None."""
+    """Return the first feature that a layer has and a layer of BERT does not, or None."""
     for number, modules in enumerate(layers):
         if type(modules[""]) is PreNormLayer:
             return f"layer.{number} has its layer norms before attention and feed-forward"
@@ -316,7 +317,7 @@ def _agreed(
     )
     heads = {modules[ATTENTION].heads for modules in layers}
     activations = {modules[OUTPUT].activation for modules in layers}
-    # The first layer with norms before attention has an Identity in place of a norm.
+    # The first layer with norms before attention has an Identity instead of a norm.
     leaves = [m[path] for m in layers for path in NORMS if type(m[path]) is not nn.Identity]
     eps = {norm.eps for norm in leaves}
     modules = [m[path] for m in layers for path in asking] + rotaries
@@ -352,10 +353,10 @@ def _require_parameters(tensors: list[Any], int8: bool = False) -> None:
 
 
 def _absent() -> nn.Parameter:
-    """Return what stands for an absent parameter among those of a call.
+    """Return the tensor that represents an absent parameter in a call.
 
-    It is made for each plan, because a tensor of the module would have the device, the dtype and
-    the mode of the moment at which this file was imported first.
+    The tensor is created for each plan. A constant of this Python module would have the device, the
+    dtype and the inference mode that were active at the first import of this file.
     """
     with torch.inference_mode(False):
         nothing = torch.empty(0, dtype=torch.float32, device="cpu")
@@ -367,8 +368,8 @@ def _parts_of(linear: nn.Module) -> int:
 
 
 def _weights(modules: Modules, absent: Tensor | None) -> LayerWeights:
-    """Return the parameters of a layer, with `absent` where a layer may go without one."""
-    # A norm after attention or feed-forward has all its parameters.
+    """Return the parameters of a layer, with `absent` for each parameter that the layer lacks."""
+    # The norms after attention and feed-forward always have all their parameters.
     of_norm = absent if type(modules[""]) is PreNormLayer else None
     return LayerWeights(
         *[
@@ -382,7 +383,7 @@ def _weights(modules: Modules, absent: Tensor | None) -> LayerWeights:
 def _of_leaf(leaf: nn.Module, absent: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """Return the weights and the biases of a module, with `absent` for a bias that is not there.
 
-    An Identity in place of a norm has neither a weight nor a bias.
+    An Identity instead of a norm has neither a weight nor a bias.
     """
     if isinstance(leaf, JoinedLinear):
         weights, biases = leaf.weights_and_biases()

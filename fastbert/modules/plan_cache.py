@@ -1,7 +1,7 @@
-"""The plans of an encoder, each of which holds until a fact on which it depends changes.
+"""The plans of an encoder; each plan is valid until a fact on which it depends changes.
 
 A walk over the modules takes as long as two layers of a small encoder. The plan of a call is
-therefore used again, if a snapshot of the modules still holds and the parameters are as they were.
+therefore reused while a snapshot of the modules is still valid and the parameters have not changed.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from fastbert.ops import backend as backends
 from fastbert.ops import gpu_times
 from fastbert.ops.int8_linear import layout
 
-# The properties of a parameter on which a plan depends, by the functions that read them.
+# The properties of a parameter on which a plan depends, as functions that read them.
 Read = Callable[[Any], Any]
 OF_INFERENCE: tuple[Read, ...] = (type, attrgetter("dtype"))
 OF_TRAINING: tuple[Read, ...] = (*OF_INFERENCE, attrgetter("requires_grad"), attrgetter("is_cpu"))
 
 
 class _Parameters:
-    """The properties of parameters that change in place, which are no facts of a snapshot.
+    """The properties of parameters that change in place, which a snapshot does not record.
 
     ``parameter.data = …`` changes the dtype and the device of a parameter, ``requires_grad_``
     changes whether it is trained, and ``torch.utils.swap_tensors`` changes its class.
 
     Args:
         parameters: The parameters of all layers.
-        recorded: Whether autograd records the call. Otherwise only classes and dtypes count.
+        recorded: Whether autograd records the call. Otherwise only classes and dtypes are compared.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], recorded: bool) -> None:
@@ -45,7 +45,7 @@ class _Parameters:
         return [list(map(read, self._parameters)) for read in self._read]
 
     def unchanged(self) -> bool:
-        """Return whether all parameters are as they were."""
+        """Return whether no parameter has changed."""
         return self._now() == self._facts
 
 
@@ -68,8 +68,8 @@ class _Guarded(NamedTuple):
 class PlanCache(NotCopied):
     """The plans of one encoder.
 
-    A plan without an executor is made for each call. The walk stops early in most of these cases,
-    and modules that keep a state of every call would change the facts at every call.
+    A plan without an executor is not kept. Without an executor the walk mostly stops early. Modules
+    that change an attribute at every call would also change the facts at every call.
     """
 
     # The attribute of the encoder that holds this object.
@@ -104,7 +104,7 @@ class PlanCache(NotCopied):
         if guarded is not None:
             if guarded.holds(encoder):
                 return guarded.plan
-            # A fact has changed, on which the other plans depend too.
+            # A fact has changed, and the other plans depend on this fact too.
             self.clear()
         layers = encoder.running()
         parameters = [p for layer in dict.fromkeys(layers) for p in layer.parameters()]
@@ -115,7 +115,8 @@ class PlanCache(NotCopied):
             return made
         snapshot = Snapshot(encoder, self.HOLDER, [vars(gpu_times)])
         facts = _Parameters(parameters, recorded)
-        # A change by another thread since the first plan is in this plan, or the facts see it.
+        # Another thread may have changed a module since the first plan. This plan includes the
+        # change, or else the facts differ at the next call.
         made = plan(layers, mode)
         now = layout() if made.settings is not None and made.settings.scales else None
         self._guarded[key] = _Guarded(made, snapshot, facts, now)

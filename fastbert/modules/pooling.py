@@ -24,11 +24,11 @@ def pool(rows: Tensor, cu_seqlens: Tensor, pooling: str = "mean", *, skip: int =
             sequence are not read.
         pooling: Name of the pooling. ``"cls"`` takes the first row, and ``"last"`` takes the last
             row. ``"mean"`` is the mean of the rows, with a sum in fp32 for 16-bit rows. ``"max"``
-            is the maximum of each column; equal maxima share its gradient.
+            is the maximum of each column; equal maxima share the gradient.
             ``"mean_sqrt_len_tokens"`` divides the sum by the square root of the length.
             ``"weightedmean"`` weights row ``i`` of a sequence by ``i + 1``.
         skip: Number of rows at the start of each sequence, such as a prompt, that are left out.
-            ``"weightedmean"`` still counts them in ``i``.
+            ``"weightedmean"`` still counts these rows in ``i``.
 
     Returns:
         Tensor of shape ``(B, H)`` in the dtype of `rows`. A sequence without rows gives 0.
@@ -79,17 +79,17 @@ def pool(rows: Tensor, cu_seqlens: Tensor, pooling: str = "mean", *, skip: int =
 
 
 def _places(rows: Tensor, bounds: Tensor) -> Tensor:
-    """Return the place ``(T,)`` of each row in its sequence, from 0; -1 after the last sequence."""
+    """Return the index ``(T,)`` of each row in its sequence, from 0; -1 after the last sequence."""
     index = torch.arange(rows.shape[0], device=rows.device)
     sequence = torch.searchsorted(bounds[1:].contiguous(), index, right=True)
     return torch.where(index < bounds[-1], index - bounds[sequence], -1)
 
 
 def _rows_at(rows: Tensor, places: Tensor, empty: Tensor) -> Tensor:
-    """Return the row at each place, or 0 for an empty sequence.
+    """Return the row at each index, or 0 for an empty sequence.
 
-    `rows` has shape ``(T, H)``, `places` is int64 of shape ``(B,)``, and `empty` has shape
-    ``(B, 1)``. The place of an empty sequence may be out of range.
+    `rows` has shape ``(T, H)``, `places` is int64 of shape ``(B,)``, and `empty` has shape ``(B,
+    1)``. The index of an empty sequence may be out of range.
     """
     if not torch.compiler.is_compiling() and rows.shape[0] == 0:
         return rows.new_zeros(places.shape[0], rows.shape[1])

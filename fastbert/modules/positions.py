@@ -82,8 +82,8 @@ class DistanceBias(nn.Embedding):
     """Bias of attention logits by the distance between a query and a key.
 
     ``weight`` has the shape ``(buckets, heads)``. Half of the buckets are for keys after the query.
-    In each half, the first half of the buckets is for single distances. The ranges of the other
-    buckets grow by a factor, up to `FARTHEST` tokens.
+    In each half, the first half of the buckets has one distance per bucket. The other buckets cover
+    ranges that grow geometrically up to `FARTHEST` tokens.
     """
 
     FARTHEST = 128
@@ -92,7 +92,7 @@ class DistanceBias(nn.Embedding):
         """Compute the bias of the attention logits.
 
         Args:
-            places: Places of the tokens, int64 of shape ``(..., L)``.
+            places: Positions of the tokens, int64 of shape ``(..., L)``.
 
         Returns:
             Tensor of shape ``(..., heads, L, L)``, indexed by query and key.

@@ -1,9 +1,9 @@
 """One call of C++ from token ids to hidden states, for inference on the CPU.
 
-The path through the modules decides again at every call which backend serves which operation, and
-crosses from Python to C++ several times. This takes as long as a quarter of a small encoder with
-one sequence. A prepared call keeps the decision together with a snapshot of all facts on which the
-decision depends, and follows the modules again as soon as one of the facts changes.
+The path through the modules chooses the backend of every operation again at each call, and crosses
+from Python to C++ several times. This takes as long as a quarter of a small encoder with one
+sequence. A prepared call keeps the choice together with a snapshot of all facts on which the choice
+depends. When one of these facts changes, the modules are called again.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from fastbert.modules.snapshot import NotCopied, Snapshot
 from fastbert.ops import backend as backends
 from fastbert.ops.register import is_watched
 
-# The functions that the modules call for the operations of the prepared call, and their files.
+# The functions of ``fastbert.ops`` that the modules call and the prepared call replaces, with the
+# files that define them.
 FUNCTIONS = ("encoder", "embedding", "linear")
 
 
@@ -69,8 +70,8 @@ class PreparedCall(NotCopied):
             token_types: Token types of shape ``(B, L)``, or None.
 
         Returns:
-            The result, or None if the modules must run one by one. They also explain what is wrong
-            with an argument.
+            The result, or None if the modules must run one by one. The modules also raise the error
+            for an argument that is not allowed.
         """
         if type(ids) is not Tensor or ids.device.type != "cpu" or not _is_plain_inference():
             return None
@@ -83,7 +84,7 @@ class PreparedCall(NotCopied):
             return None
         outputs, longest = torch.ops.fastbert_C.bert(ids, mask, token_types, *prepared[1])
         if not outputs:
-            # The dtype of a parameter may have changed in place, which is no fact of a snapshot.
+            # The dtype of a parameter may have changed in place, which a snapshot does not record.
             self._prepared = None
             return None
         pooled = outputs[1] if model.pooler is not None else None
@@ -114,14 +115,14 @@ def _is_plain_inference() -> bool:
 
 
 def _prepare(model: Any) -> tuple[Snapshot, tuple[Any, ...] | None] | None:
-    """Return the arguments of the call, or None in their place, and the facts behind them."""
+    """Return a snapshot of the facts, and the arguments or None; None without the extension."""
     if backends.EXTENSION is None:
         return None
     return Snapshot(model, PreparedCall.HOLDER, [vars(ops)]), _arguments(model)
 
 
 def _arguments(model: Any) -> tuple[Any, ...] | None:
-    """Return the arguments of ``fastbert_C::bert`` after the inputs, or None if it cannot run."""
+    """Return the arguments of ``fastbert_C::bert`` after the inputs, or None if it is unusable."""
     config, encoder = model.config, model.encoder
     choices = config.architecture
     if model.training or not choices.position_table:
@@ -157,13 +158,13 @@ def _arguments(model: Any) -> tuple[Any, ...] | None:
 
 
 def _is_called(module: nn.Module) -> bool:
-    """Return whether a module must be called, because it or its class is not as its file has it."""
+    """Return whether a module must be called because the module or its class was changed."""
     kind = type(module)
     return not _defined_in(kind.forward, kind.__module__) or deviation(module, kind) is not None
 
 
 def _defined_in(function: Any, name: str) -> bool:
-    """Return whether a function comes from the file of a Python module, and not from a patch."""
+    """Return whether a function is defined in the file of a Python module, not patched in."""
     code = getattr(function, "__code__", None)
     return code is not None and code.co_filename == sys.modules[name].__file__
 

@@ -96,9 +96,9 @@ class BertPreTrainedModel(nn.Module):
         Raises:
             FileNotFoundError: If there is no checkpoint.
             ValueError: If a file is damaged, a shape differs, or weights of the encoder are
-                missing. The same holds if the configuration has no place for stored weights of the
-                encoder, as with a `num_hidden_layers` below the stored number. The message names
-                the file and the reason.
+                missing. The same error is raised if the configuration has no parameter for stored
+                weights of the encoder, for example because `num_hidden_layers` is below the stored
+                number. The message names the file and the reason.
             OSError: If a save that was killed after its commit point cannot be finished.
 
         Examples:
@@ -114,7 +114,7 @@ class BertPreTrainedModel(nn.Module):
         validate(backend)
         stored = checkpoint.read(path_or_hub_id)
         config = stored.config(config_overrides)
-        # The meta device takes no memory, however large config.json says that the model is.
+        # The meta device takes no memory, whatever size config.json gives for the model.
         with torch.device("meta"):
             tensors = checkpoint.fit(cls(config, backend=backend), stored)
         model = cls(config, backend=backend)
@@ -168,8 +168,8 @@ class BertPreTrainedModel(nn.Module):
         """Return the backend of each operation of this model, and the reason for the choice.
 
         The entry ``"encoder"`` says whether the layers run as one call in inference. On a GPU, the
-        choice is that for the longest sequences that the model takes, up to 2,048 tokens. Shorter
-        sequences may have another.
+        result is the choice for the longest sequences that the model takes, up to 2,048 tokens. For
+        shorter sequences, the choice may differ.
 
         Args:
             device: Device type, such as ``"cpu"`` or ``"cuda"``; None means the device of the
@@ -259,11 +259,11 @@ class BertPreTrainedModel(nn.Module):
     # Tied parameters
 
     def tied(self) -> dict[str, str]:
-        """Return the state-dict names of tied parameters, each with the name of its parameter."""
+        """Return the state-dict names of tied parameters, with the names of their originals."""
         return {}
 
     def tie_weights(self) -> None:
-        """Make each tied name refer to its parameter again."""
+        """Make each tied name refer to the parameter to which it is tied."""
         for name, target in self.tied().items():
             module, _, attribute = name.rpartition(".")
             setattr(self.get_submodule(module), attribute, self.get_parameter(target))

@@ -15,9 +15,9 @@ from fastbert.ops.int8_linear import Int8Weight, int8_weight, layout, pack, unpa
 class QuantizedLinear(OperationModule):
     """A linear layer with int8 weights, for inference on the CPU, by ``fastbert.ops.int8_linear``.
 
-    The weight W is kept once, in the layout of the instruction set in use, with one byte per
-    element. ``weight`` (int8, ``(N, K)``) and ``scale`` (fp32, ``(N,)``) are copies of W, also in
-    state dicts: W ≈ scale · weight. ``scale`` stays fp32 when the model changes its dtype.
+    The weight W is stored once, in the layout of the instruction set in use, with one byte per
+    element. ``weight`` (int8, ``(N, K)``) and ``scale`` (fp32, ``(N,)``) are copies, also in state
+    dicts: W ≈ scale · weight. ``scale`` stays fp32 when the model changes its dtype.
 
     Args:
         values: Weights, int8 of shape ``(N, K)``.
@@ -79,7 +79,7 @@ class QuantizedLinear(OperationModule):
         return (y, x) if return_residual else y
 
     def weight_now(self, layout: tuple[int, int]) -> Int8Weight:
-        """Return W, repacked if the instruction set in use has another `layout` now."""
+        """Return W, repacked if the instruction set in use now needs another `layout`."""
         if self._layout != layout:
             # A buffer from inference mode could not be changed outside of inference mode.
             with torch.inference_mode(False):
@@ -97,8 +97,8 @@ class QuantizedLinear(OperationModule):
         return unpack(self._int8())[1]
 
     def _int8(self) -> Int8Weight:
-        # A stack of layers reads many buffers, and a module looks up its attributes slowly. The
-        # buffers are therefore read from the dictionary.
+        # The buffers are read from the dictionary of the module, because a stack of layers reads
+        # many buffers and the attribute lookup of a module is slow.
         own = self._buffers
         return Int8Weight(
             own["prepacked"], own["padded_scale"], own["column_sum"],
@@ -112,7 +112,8 @@ class QuantizedLinear(OperationModule):
     def _apply(self, fn: Any, recurse: bool = True) -> QuantizedLinear:
         scale = self.padded_scale
         super()._apply(fn, recurse)
-        # `fn` may have converted the scale to a narrower dtype, as every floating tensor.
+        # `fn` may have converted the scale to a narrower dtype, as it converts every floating
+        # tensor.
         if self.padded_scale.dtype != torch.float32:
             self.padded_scale = scale.to(self.padded_scale.device)
         return self

@@ -1,10 +1,10 @@
-"""A record of everything in Python on which a prepared call of a module depends.
+"""A record of all Python objects on which a prepared call of a module depends.
 
 A module computes with the attributes, parameters and hooks that it has at the time of the call, and
 users change all of them: they register hooks, replace parameters and submodules, move the model and
 patch classes. Looking at each fact in Python takes longer than two layers of a small encoder. A
-snapshot records the facts, and C++ compares them in a few microseconds. It sees every change of an
-attribute, because it compares whole dictionaries by the identity of their values.
+snapshot records the facts, and C++ compares them in a few microseconds. The comparison detects
+every change of an attribute, because it compares whole dictionaries by the identity of the values.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class Snapshot:
     classes and the attributes of these classes, the names in the Python files of fastbert that
     define the classes, the hooks of torch for all modules, and the table of backends.
 
-    Values inside a tensor, and the memory of a tensor, are no facts: a call reads them.
+    The values and the memory of a tensor are not facts, because a call reads them.
 
     Args:
         root: The module. The snapshot holds no reference to `root`, which may hold the snapshot.
-        holder: Name of the attribute of `root` that holds the snapshot, which is no fact.
+        holder: Name of the attribute of `root` that holds the snapshot, which is not a fact.
         others: Further dictionaries that are facts, such as the names in a Python module.
         classes: Further classes whose attributes are facts.
         functions: Functions whose code and defaults are facts.

@@ -25,7 +25,7 @@ def require_eps(eps: float) -> None:
 
 def require_shape(name: str, tensor: Tensor, shape: Sequence[int]) -> None:
     """Raise ValueError unless `tensor` has `shape`."""
-    # The message is made on failure alone: under torch.compile the sizes may be symbols.
+    # The message is built only on failure, because the sizes may be symbols under torch.compile.
     if tuple(tensor.shape) != tuple(shape):
         raise ValueError(f"{name}: got shape {tuple(tensor.shape)}, allowed: {tuple(shape)}")
 
@@ -87,7 +87,7 @@ def as_matrix(x: Tensor) -> Tensor:
 
 
 def flatten_rows(x: Tensor) -> Tensor:
-    """Return `x` as (R, N), whose rows may have any stride; it is copied if elements are apart."""
+    """Return `x` as (R, N) with any stride between rows; copied if elements are not adjacent."""
     rows = as_matrix(x)
     return rows if rows.stride(-1) == 1 else rows.contiguous()
 

@@ -58,9 +58,9 @@ class BertForMultipleChoice(TaskModel):
             input_ids: Token ids, int64 or int32 of shape ``(B, choices, L)``.
             attention_mask: Mask of shape ``(B, choices, L)``, 1 or True at tokens and 0 at padding.
             token_type_ids: Token types of shape ``(B, choices, L)``; 0 by default.
-            position_ids: Positions of shape ``(B, choices, L)``; the default is that of
+            position_ids: Positions of shape ``(B, choices, L)``; the default is the same as in
                 `BertModel.forward`.
-            inputs_embeds: Floating word embeddings of shape ``(B, choices, L, H)`` in place of
+            inputs_embeds: Floating word embeddings of shape ``(B, choices, L, H)`` instead of
                 `input_ids`.
             labels: Index of the right choice, integers of shape ``(B,)``.
             return_dict: As in `BertModel.forward`.

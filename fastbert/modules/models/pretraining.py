@@ -47,7 +47,7 @@ class _MaskedLM(TaskModel):
         return (labels is None or not self.training) if output_logits is None else output_logits
 
     def _reads(self, labels: Tensor | None, output_logits: bool | None) -> Reads | None:
-        """Return the function that marks the labelled tokens, or None if all tokens are read."""
+        """Return the function that marks the labelled tokens, or None if the head reads all."""
         if labels is None or self._wants_logits(labels, output_logits):
             return None
         return lambda layout: label_rows(labels, layout) != IGNORED
