@@ -1,9 +1,9 @@
 """Run the encoder inside a model of transformers unpadded, in the kernels of fastbert.
 
-`accelerate` changes the class of an encoder to a subclass whose ``forward`` is that of fastbert.
-The modules, the parameters and the state dict of the encoder stay. Everything around the encoder
-runs as before: heads, the pooler, the loss, the Trainer and pipelines. `restore` gives the encoder
-its original class back.
+`accelerate` changes the class of an encoder to a subclass with the ``forward`` of fastbert. The
+modules, the parameters and the state dict of the encoder do not change. Everything around the
+encoder runs as before: heads, the pooler, the loss, the Trainer and pipelines. `restore` gives the
+encoder its original class back.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ OUTPUTS = {
 # The tuple of these encoders contains None for the pooler's output if there is no pooler. The tuple
 # of every other encoder leaves out the fields that are None.
 TUPLES_WITH_POOLED = ("MPNetModel",)
-# The encoders of transformers take these arguments, but no encoder of fastbert serves them.
+# Arguments of the encoders of transformers that no encoder of fastbert supports.
 REFUSED = (
     "head_mask",
     "past_key_values",
@@ -92,13 +92,12 @@ def accelerate(model: Model, *, strict: bool = True) -> Model:
     An accelerated encoder differs from transformers in these intended ways:
 
     - ``last_hidden_state`` is 0 at padding. A loss over padded positions, as in question answering,
-      therefore sees the head's bias there.
-    - The pooler reads the first token that is not padding.
-    - ``attention_mask`` may have 3 or 4 dimensions, and may then be bool, 0/1 or additive.
-    - Packed tokens attend only to their own sequence, and each sequence has a pooler output. A
-      caller packs with ``cu_seq_lens_q``, or with ``position_ids`` that restart.
-    - ``output_attentions`` may be a list of layers.
-    - A query whose whole window is padding gives 0 instead of NaN.
+      therefore sees only the bias of the head at padding. - The pooler reads the first token that
+      is not padding. - ``attention_mask`` may have 3 or 4 dimensions, and may then be bool, 0/1 or
+      additive. - Packed tokens attend only to their own sequence, and each sequence has a pooler
+      output. A caller packs with ``cu_seq_lens_q``, or with ``position_ids`` that restart. -
+      ``output_attentions`` may be a list of layers. - A query whose whole window is padding gives 0
+      instead of NaN.
 
     A later call of the encoder raises ValueError if an argument of the call cannot be served. If
     the encoder itself can no longer be served, for example because of a new hook, the encoder runs
@@ -162,7 +161,7 @@ def _accelerate(model: Any, probing: Callable[[nn.Module], Any] | None = _unchec
         for hf_model, stock in pairs:
             kind: Any = type(hf_model)
             changed.append((hf_model, kind))
-            # The facts of a binding include the class.
+            # The class is one of the facts of a binding, so the class is set first.
             hf_model.__class__ = _fast_class(kind, stock)
             hf_model.__dict__[BOUND] = BoundEncoder(hf_model, probing)
     except ValueError:
@@ -280,7 +279,7 @@ def _accelerated(module: nn.Module) -> bool:
 
 @functools.cache
 def _fast_class(kind: Any, stock: Any) -> Any:
-    """Make a subclass of `kind` in which fastbert's forward replaces that of `stock`.
+    """Make a subclass of `kind` in which fastbert's forward replaces the forward of `stock`.
 
     `kind` is `stock` or a subclass of `stock`. A method that `kind` overrides still runs, and
     ``super().forward`` then reaches the forward of fastbert.
@@ -333,7 +332,7 @@ def _rebuild(kind: Any, stock: Any) -> Any:
 def _bound(hf_model: Any) -> BoundEncoder:
     """Return the encoder that is bound to `hf_model`, and bind one if there is none.
 
-    A copy and a replica each bind an encoder of their own.
+    A copy and a replica of an HF model each bind a separate encoder.
     """
     bound = hf_model.__dict__.get(BOUND)
     if bound is None or bound.hf_model is not hf_model:
@@ -454,7 +453,7 @@ def _arguments(
     tokens = given.get("input_ids") if given.get("inputs_embeds") is None else None
     tokens = given.get("inputs_embeds") if tokens is None else tokens
     if tokens is None or tokens.dim() < 2:
-        # `enter` raises for these tokens.
+        # `enter` raises the error for these tokens.
         return arguments, None
     batch, length = tokens.shape[:2]
     ends, positions = given.get("cu_seq_lens_q"), arguments["position_ids"]
@@ -475,7 +474,7 @@ def _arguments(
 
 
 def _selected(states: tuple[Tensor, ...], wanted: Any) -> tuple[Tensor | None, ...]:
-    """Keep the states whose numbers are in `wanted`, and replace the other states by None.
+    """Keep the states whose numbers are in `wanted`, and replace the other states with None.
 
     `wanted` is one number or several; a bool keeps all states. A negative number counts from the
     end, and a number out of range is ignored.

@@ -50,8 +50,8 @@ BOUND = "_fastbert_bound_encoder"
 class Watch(NamedTuple):
     """The facts on which a binding depends, in a form that ``torch.compile`` can trace.
 
-    The facts are the HF model's modules with their places and classes, the hooks of these modules,
-    and whether a module has a ``forward`` of its own. Further facts are the shared parameters on
+    The facts are the HF model's modules with their paths and classes, the hooks of these modules,
+    and whether a module instance has an own ``forward``. Further facts are the shared parameters on
     both sides, and the norms on both sides, which have an ``eps``.
     """
 
@@ -125,8 +125,8 @@ class BoundEncoder:
     """A ``BertModel`` of fastbert that shares the parameters of an encoder of transformers.
 
     Args:
-        hf_model: The encoder of transformers. The bound encoder keeps a weak reference to it, so
-            the HF model is freed with its last other reference.
+        hf_model: The encoder of transformers. The bound encoder keeps only a weak reference to the
+            HF model, so the HF model can be freed.
         probing: Function that accelerates a model without a comparison, for `twin.compare`. With
             None, `hf_model` itself is bound without a comparison.
 
@@ -199,7 +199,7 @@ class BoundEncoder:
         self.sizes = [(module._modules, len(module._modules)) for module in parents]
 
     def _fits(self) -> bool:
-        """Return whether the HF model still has the same modules, each at its place."""
+        """Return whether the HF model still has the same modules at the same paths."""
         return all(place.get() is module for _, place, module in self.inside) and all(
             len(modules) == size for modules, size in self.sizes
         )
@@ -232,7 +232,8 @@ class BoundEncoder:
         """Bind in a traced graph, where each fact that is read becomes a guard of the graph."""
         if not (self._fits() and self.watch is not None and self.watch.unchanged()):
             problem = self._bind_while_traced()
-            # The facts that are read here are guards, so that a change makes another graph.
+            # Each fact that is read here becomes a guard, so a change of the fact leads to a new
+            # graph.
             if problem is not None or self.watch is None or not self.watch.unchanged():
                 return problem or "its modules change while a graph is traced"
         self._settle_dropout()
@@ -328,7 +329,7 @@ class BoundEncoder:
             ("max_position_embeddings", embeddings.position_embeddings),
             ("type_vocab_size", embeddings.token_type_embeddings),
         ):
-            # A module in place of a table may have no weight.
+            # A module that replaces a table may have no weight.
             weight = None if table is None else getattr(table, "weight", None)
             if isinstance(weight, Tensor):
                 self.tables.append((name, weight))

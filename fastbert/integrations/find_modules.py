@@ -1,6 +1,6 @@
 """Find the modules with an encoder inside an object of another library.
 
-Libraries hold a model of transformers in an attribute of their own, often a private one, such as
+Libraries hold a model of transformers in an attribute that is often private, such as
 ``HuggingFaceEmbeddings._client`` of langchain-huggingface. `find_modules` reads the stored state of
 an object and of the objects inside, breadth-first. The search computes nothing: it reads instance
 dictionaries, slots and the private attributes of pydantic, and calls neither properties nor
@@ -106,8 +106,9 @@ def reader_of_padding(outer: nn.Module) -> str:
     """Return which module in `outer` reads hidden states where the attention mask is 0.
 
     An accelerated encoder computes no hidden states there. In a ``MultiVectorEncoder`` of
-    sentence-transformers, query expansion with ``attend=False`` appends mask tokens whose mask is
-    0, and the score of a query reads their hidden states, as in ColBERT.
+    sentence-transformers, query expansion with ``attend=False`` appends mask tokens that the
+    attention mask hides. The score of a query reads the hidden states of these mask tokens, as in
+    ColBERT.
 
     Args:
         outer: A module with an encoder inside.
@@ -166,7 +167,7 @@ def _modules_in(wrapper: Any, encoders: Encoders) -> Iterator[tuple[Reached, fro
 def _inside(reached: Reached) -> Iterator[Reached]:
     """Yield what an object stores: the items of a container, or the attributes of an object."""
     path, place, value, depth = reached
-    # The methods of the built-in classes, because a subclass may compute its items.
+    # The methods of the built-in classes are used, because a subclass may compute its items.
     items: Iterable[tuple[Any, Any]] = ()
     if isinstance(value, dict):
         items = dict.items(value)

@@ -19,7 +19,7 @@ EMBEDDING = "embeddings"
 
 
 class Place(NamedTuple):
-    """The place of a module: the dictionary of its parent's modules, and its name there.
+    """The place of a module: the dictionary of the parent's submodules and the name of the module.
 
     A place holds no reference to the parent, so the HF model can be freed while places exist.
     """

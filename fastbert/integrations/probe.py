@@ -25,7 +25,8 @@ WIDTHS = {
 }
 WORDS = 200
 LENGTHS = (11, 4, 1, 7)
-# Stock attention gives NaN where a whole window is padding, so that models with windows get less.
+# Stock attention gives NaN where a whole window is padding, so models with windows get less
+# padding.
 LENGTHS_WITH_WINDOWS = (11, 8, 9, 10)
 SEED = 20260
 
@@ -33,18 +34,19 @@ Results = dict[str, Tensor]
 
 
 def probe(hf_model: nn.Module, accelerate: Callable[[nn.Module], Any]) -> str | None:
-    """Compare hidden states and gradients of the HF model's stock code with those of fastbert.
+    """Compare hidden states and gradients of the HF model's stock code with fastbert.
 
     The batch is padded. The models are small, with random weights and no dropout, and have the HF
     model's config otherwise. They are on the CPU in fp32, and the oracle is the stock model in
     float64. The random generators of torch keep their states.
 
     Args:
-        hf_model: An encoder of transformers. Nothing of it but its class and config is used.
+        hf_model: An encoder of transformers. Only the class and the config of this encoder are
+            used.
         accelerate: A function that makes fastbert run a model without asking for a comparison.
 
     Returns:
-        The reason why fastbert does not compute the same, or None if it does.
+        The reason why fastbert does not compute the same result, or None if the results agree.
     """
     stock = stock_class(type(hf_model))
     with torch.random.fork_rng(devices=[]):
@@ -110,7 +112,7 @@ def _batch(config: Any) -> dict[str, Tensor]:
 def _results(model: nn.Module, batch: dict[str, Tensor]) -> Results:
     """Return the states of real tokens, and the gradients of a random sum of these states.
 
-    A softmax does not change with a shift, so that the gradient of a key's bias is 0 except for
+    A shift of the logits does not change a softmax, so the gradient of a key's bias is 0 except for
     rounding. These gradients are left out.
     """
     model.zero_grad()

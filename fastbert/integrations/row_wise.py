@@ -1,8 +1,8 @@
 """The linear layers of other libraries that compute each row of their input by itself.
 
-A module in place of a linear layer may look at all rows that it receives, as dynamic
-quantization does, or at their division into sequences, as a hook may do. fastbert therefore calls
-such a module with ``(B, L, H)``, padding included, as the model of transformers does. A module that
+A module that replaces a linear layer may depend on all rows of its input, as dynamic quantization
+does, or on the division of the rows into sequences, as a hook may do. fastbert therefore calls such
+a module with ``(B, L, H)``, padding included, as the model of transformers does. A module that
 `is_row_wise` computes each row by itself, so the rows of padding can be left out.
 """
 
@@ -31,7 +31,8 @@ PARTS = (
     "peft.tuners._buffer_dict.BufferDict",
     "peft.tuners.lora.dora.DoraLinearLayer",
 )
-# Variants of LoRA that are functions of each row. Activated LoRA is none: it depends on positions.
+# Variants of LoRA that are functions of each row. Activated LoRA is not in the list, because it
+# depends on positions.
 VARIANTS = ("DoraLinearVariant",)
 # Hooks that compute the weight before the layer runs, and do not look at the input.
 WEIGHT_HOOKS = (
@@ -42,7 +43,7 @@ WEIGHT_HOOKS = (
 
 
 def is_row_wise(module: nn.Module) -> bool:
-    """Tell whether a module in place of a linear layer computes each row by itself.
+    """Tell whether a module that replaces a linear layer computes each row by itself.
 
     Args:
         module: The module.
@@ -82,7 +83,7 @@ def _name(kind: type) -> str:
 
 
 def _is_plain(modules: Iterable[nn.Module]) -> bool:
-    """Return whether no module has forward hooks or a forward of its own."""
+    """Return whether no module has forward hooks or a ``forward`` in its instance dictionary."""
     return not any(
         module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__
         for module in modules

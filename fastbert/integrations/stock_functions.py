@@ -41,8 +41,8 @@ NOT_FOLLOWED = (
     "transformers.cache_utils",
     "transformers.generation",
 )
-# How far the comparison of a function goes: its code, the attributes that it reads as well, and the
-# functions that it calls as well.
+# The depth of the comparison of a function: only its code, also the attributes that it reads, or
+# also the functions that it calls.
 CODE, NAMES, FOLLOW = range(3)
 
 
@@ -59,7 +59,7 @@ class Record:
 
     Attributes:
         subject: The function or the class.
-        problem: Why the code of the subject is not that of its file, or None.
+        problem: Why the code of the subject differs from its file, or None.
         names: The identifiers in the code of the subject.
         entries: The dictionary entries that the code loads.
         reached: The records of the functions and classes that the code leads to.
@@ -126,7 +126,8 @@ def function_record(function: FunctionType, depth: int = FOLLOW) -> Record:
         return record
     named = getattr(sys.modules[module], code.co_name, None) is function
     if named and not function.__closure__ and not within(module, FOLLOWED):
-        # A helper of torch outside torch.nn, such as handle_torch_function, is known by its place.
+        # A helper of torch outside torch.nn, such as handle_torch_function, is identified by its
+        # module.
         return record
     place = placed(code, module)
     if place is None:
@@ -225,7 +226,7 @@ def _loaded_problem(name: str, value: Any, module: str) -> str | None:
 
 
 def _named_function_problem(title: str, name: str, value: FunctionType, module: str) -> str | None:
-    """Return why the function cannot be the one that the file of `module` binds to `name`."""
+    """Return why the function cannot be the function that the file of `module` binds to `name`."""
     home = value.__globals__.get("__name__", "")
     defined = name in defined_in(module)
     allowed = module if defined else "transformers and torch"

@@ -1,4 +1,4 @@
-"""Models and tokenizers of transformers, as the other side of benchmarks and comparisons.
+"""Models and tokenizers of transformers, with which benchmarks and comparisons compare fastbert.
 
 The package transformers is optional. Call `installed` before any other function.
 """
@@ -112,7 +112,7 @@ def whole_model(folder: Path) -> tuple[Any, Any]:
 
     Returns:
         The model in eval mode, and its tokenizer. The tokenizer is None for a model of
-        sentence-transformers, which has one itself, and for a folder without one.
+        sentence-transformers, which contains a tokenizer, and for a folder without a tokenizer.
 
     Raises:
         ValueError: If the library cannot load the folder.

@@ -1,10 +1,10 @@
 """Whether an HF model is known to be equal to the stock model that fastbert implements.
 
-The twin of an HF model is a fresh model of the same class and the same config, without memory of
-its own. An HF model is served only if its modules are those of the twin, in everything that a
-``forward`` reads. What may differ stands in the table `ALLOWED`, with one reason per row. The code
-that the classes reach is compared with its files by `stock_code`, because the twin runs the same
-code.
+The twin of an HF model is a fresh model of the same class and the same config on the meta device.
+An HF model is served only if its modules equal the modules of the twin in everything that a
+``forward`` reads. The table `ALLOWED` lists the differences that are allowed, with one reason per
+row. `stock_code` compares the code of the classes with the files of the code, because the twin runs
+the same code as the HF model.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from fastbert.integrations.stock_digests import unknown
 from fastbert.integrations.stock_files import MISSING
 from fastbert.integrations.twin_cache import Twin, twin_of
 
-# The attributes of every module. Parameters, buffers, children and hooks are compared on their own.
+# The attributes of every module. Parameters, buffers, children and hooks are compared separately.
 INTERNAL = frozenset(vars(nn.Module())) | {"_is_full_backward_hook"}
-# These tables may have more rows or fewer rows than the config says.
+# These tables may have more or fewer rows than the config says.
 TABLES = (
     "embeddings.word_embeddings",
     "embeddings.position_embeddings",
@@ -139,7 +139,7 @@ _probed: dict[tuple[Any, ...], str | None] = {}
 
 
 def _check_semantics(hf_model: nn.Module, accelerate: Callable[[nn.Module], Any] | None) -> None:
-    """Raise _Differs if the HF model reaches a function that may not compute what fastbert does."""
+    """Raise _Differs if the HF model reaches a function whose result may differ from fastbert's."""
     twin = twin_of(hf_model)
     assert isinstance(twin, Twin), twin
     names = unknown(twin.kinds)
@@ -195,7 +195,7 @@ class _Comparison:
         self.fields: dict[tuple[int, type], str | None] = {}
 
     def run(self) -> None:
-        """Compare everything, and raise _Differs at the first reason."""
+        """Compare all properties, and raise _Differs at the first reason."""
         twin = twin_of(self.hf_model)
         if isinstance(twin, str):
             raise _Differs(twin)
@@ -241,7 +241,7 @@ class _Comparison:
                 if type(twin) is nn.Linear and got is not None and got != allowed:
                     raise _Differs(f"{path}.{name}: got {got}, allowed: {allowed}")
             yield "", problem
-            # Nothing else of a module of another class can be compared.
+            # If the class differs, no other property of the module can be compared.
             return
         if code.problem is not None:
             yield "", code.problem

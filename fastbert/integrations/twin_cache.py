@@ -24,10 +24,10 @@ ACTIVATIONS = {
     "silu": "transformers.activations.SiLUActivation",
 }
 ACTIVATION_FIELDS = ("hidden_act", "activation", "hidden_activation")
-# The layers of these models differ in their numbers only, so that their twins have one layer.
-# ALBERT repeats groups of layers, and the layers of ModernBERT have two types of attention.
+# The layers of these models differ in their numbers only, so the twin of such a model has one
+# layer. ALBERT repeats groups of layers, and the layers of ModernBERT have two types of attention.
 ALIKE = frozenset(MODULES) - {"AlbertModel", "ModernBertModel"}
-# The twins that are kept, the last ones that were used.
+# Number of twins that are kept; the least recently used twin is dropped.
 KEPT = 16
 
 
@@ -37,7 +37,7 @@ class Twin(NamedTuple):
     Attributes:
         model: The fresh model, on the meta device; with one layer if all layers are alike.
         kinds: The classes of its modules.
-        alike: Whether its one layer stands for each layer of the HF model.
+        alike: Whether the one layer of the twin represents every layer of the HF model.
         problem: Why the twin itself is not the model that fastbert implements, or None.
     """
 
@@ -105,7 +105,7 @@ def _build(stock: Any, config: Any, alike: bool, options: dict[str, bool]) -> Tw
 
 
 def _activation_problem(model: nn.Module, config: Any) -> str | None:
-    """Return why an activation of the twin is not the function that its name stands for."""
+    """Return why an activation of the twin is not the function that its name denotes."""
     field = next(field for field in ACTIVATION_FIELDS if hasattr(config, field))
     name = getattr(config, field)
     expected = ACTIVATIONS.get(name) if isinstance(name, str) else None

@@ -203,7 +203,7 @@ def _without_weights(path_or_hub_id: str | os.PathLike[str]) -> Stored:
 
 def _read_content(folder: Path) -> dict[str, Any]:
     if not (folder / CONFIG).is_file():
-        # A training run writes its model into a folder of its own.
+        # A training run writes the model to a subfolder.
         inner = folder / "model"
         hint = f"; allowed: {inner}, which has one" if (inner / CONFIG).exists() else ""
         raise FileNotFoundError(f"{folder}: there is no {CONFIG} in this folder{hint}")
@@ -305,7 +305,7 @@ def _plain_name(index: Path, name: Any) -> str:
 
 def _read_pickled(path: Path) -> dict[str, Tensor]:
     try:
-        # A zip file is mapped, so that tensors that do not fit the model are never read.
+        # A zip file is mapped, so tensors that do not fit the model are never read.
         is_zip = _refuse_compressed(path)
         tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
     except Exception as error:  # The unpickler raises any kind of error for a damaged file.

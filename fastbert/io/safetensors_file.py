@@ -25,7 +25,7 @@ from fastbert.file_size import check_file
 
 # The safetensors library refuses a header of more bytes than this.
 MAX_HEADER = 100_000_000
-# The end of a tensor in the data; the library judges headers that are written in another way.
+# The end of a tensor in the data; headers in another format are left to the library to check.
 _END = re.compile(rb'"data_offsets"\s*:\s*\[\s*\d{1,19}\s*,\s*(\d{1,19})\s*\]')
 
 
@@ -66,7 +66,8 @@ def check_size(path: Path) -> tuple[int, bytes]:
 
     Raises:
         OSError: If the file cannot be read.
-        ValueError: If the file is no file, or if the sizes differ. The message names `path`.
+        ValueError: If `path` is not a regular file, or if the sizes differ. The message names
+            `path`.
     """
     length, size = _header_length(path)
     with open(path, "rb") as file:

@@ -159,7 +159,7 @@ def read(folder: Path) -> SentenceFolder:
 
 
 def is_cross_encoder(folder: Path) -> bool:
-    """Return whether the folder is that of a ``CrossEncoder``, according to its settings."""
+    """Return whether the folder contains a ``CrossEncoder``, according to its settings."""
     return is_one(folder) and _settings(folder).get("model_type") == "CrossEncoder"
 
 

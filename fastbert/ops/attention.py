@@ -251,7 +251,7 @@ def attention_weights(
         q: Queries of shape ``(B, H, Lq, D)``; or ``(Tq, H, D)``, packed, with `cu_seqlens_q`.
         k: Keys of shape ``(B, H, Lk, D)``; or ``(Tk, H, D)``.
         lse: Natural log-sum-exp of the logits, fp32 of shape ``(B, H, Lq)`` or ``(H, Tq)``, which
-            spares some kernels a pass. None computes it.
+            saves some kernels a pass. None computes the log-sum-exp.
         cu_seqlens_q: As in `attention_varlen`.
         cu_seqlens_k: As in `attention_varlen`.
         max_seqlen_q: As in `attention_varlen`.
@@ -261,8 +261,9 @@ def attention_weights(
         scale: As in `attention`.
         causal: As in `attention`.
         window: As in `attention`.
-        heads: Indices of the heads wanted; None is all of them in order.
-        rows: Positions, inside the sequences, of the queries wanted; None is all of them in order.
+        heads: Indices of the heads whose weights are returned; None means all heads in order.
+        rows: Positions, inside the sequences, of the queries whose weights are returned; None means
+            all queries in order.
         backend: As in `attention`.
 
     Returns:
@@ -378,7 +379,7 @@ _attention_backward = operator(
 )
 
 
-# The options before this index are tensors, which autograd saves apart from numbers.
+# The options before this index are tensors; autograd saves tensors separately from numbers.
 TENSORS = AttentionOptions._fields.index("seed") + 1
 
 
@@ -548,7 +549,8 @@ def _weights_gradient(ctx: Any, dweights: Tensor) -> dict[str, Tensor]:
     if cu_q is not None:
         (q,), pack_q = padded([q], cu_q, ctx.max_q)
         (k,), pack_k = padded([k], cu_k, ctx.max_k)
-    # A key that no query attends, and a query that attends no key, may be NaN, and 0 · NaN is NaN.
+    # A key that no query attends to may be NaN, and so may a query that attends to no key. The
+    # product of 0 and NaN would be NaN.
     idle = dscores == 0.0
     q, k = (x.masked_fill(idle.all(dim).unsqueeze(-1), 0.0) for x, dim in ((q, -1), (k, -2)))
     dq, dk = dscores @ k * ctx.scale, dscores.transpose(-2, -1) @ q * ctx.scale

@@ -199,7 +199,7 @@ def check_lse(lse: Tensor | None, q: Tensor) -> None:
 
 
 def chosen(name: str, indices: Sequence[int] | None, size: int) -> list[int] | None:
-    """Check indices of heads or rows and return them as a list; None stands for all `size`."""
+    """Check indices of heads or rows and return them as a list; None means all `size`."""
     if indices is None:
         return None
     indices = [int(i) for i in indices]

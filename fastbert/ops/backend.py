@@ -5,7 +5,7 @@ that name none. Triton's own ``TRITON_INTERPRET=1`` lets Triton kernels run on C
 extension reads ``FASTBERT_CPU_ISA``. torchrun sets ``TORCHELASTIC_RUN_ID``, ``WORLD_SIZE``, the
 number of its processes, and ``LOCAL_WORLD_SIZE``, the number of those on this machine.
 
-A stand-in runs the kernels of a GPU backend on CPU tensors. There are two of them. Triton's
+A stand-in runs the kernels of a GPU backend on CPU tensors. There are two stand-ins. Triton's
 interpreter runs the Python source of Triton kernels. The PTX machine (fastbert/testing/ptx) runs
 the compiled code of Triton and of CUDA C++ kernels.
 """
@@ -31,8 +31,8 @@ from fastbert.ops import gpu_times
 BACKENDS = ("reference", "triton", "cuda", "cpu")
 LOW_PRECISION = (torch.float32, torch.float16, torch.bfloat16)
 ALL_DTYPES = (*LOW_PRECISION, torch.float64)
-# By device type, the backends in the order in which ``backend=None`` tries them. On a GPU, the
-# measured times of the table (fastbert/ops/gpu_times.py) come first.
+# The backends of each device type, in the order in which ``backend=None`` tries them. On a GPU, the
+# measured times (fastbert/ops/gpu_times.py) are compared first.
 ORDER = {"cuda": ("triton", "cuda", "reference"), "cpu": ("cpu", "reference")}
 OTHER_DEVICE = ("reference",)
 OLDEST_CAPABILITY = (8, 0)
@@ -97,9 +97,9 @@ class Implementation:
         forward: Takes the arguments of the operator, without its backend.
         backward: Takes the arguments of the backward operator, without its backend.
         dtypes: Allowed dtypes of the inputs.
-        refuses: Returns the reason why a request cannot be served, or None.
-        is_partial: Whether the backend serves only some calls. A model that prefers such a backend
-            lets the operation choose.
+        refuses: Function that returns the reason why a request cannot be served, or None.
+        is_partial: Whether the backend serves only some calls. A model that asks for a partial
+            backend lets each operation choose.
     """
 
     forward: Callable[..., Any]
@@ -138,14 +138,14 @@ def _has_triton() -> bool:
 
 EXTENSION, EXTENSION_STATE = _load_extension()
 EXTENSION_HAS_CUDA = EXTENSION is not None and bool(EXTENSION.build_info()["cuda"])
-# The architectures of the extension's CUDA code as TORCH_CUDA_ARCH_LIST has them.
+# The architectures of the extension's CUDA code, in the format of TORCH_CUDA_ARCH_LIST.
 CUDA_ARCHS = EXTENSION.build_info()["cuda_archs"] if EXTENSION_HAS_CUDA else ""
-# The reason why the extension has no CUDA code, from setup.py.
+# The reason why the extension was built without CUDA code, recorded by setup.py.
 WITHOUT_CUDA = "" if EXTENSION is None else EXTENSION.build_info().get("without_cuda", "")
 HAS_TRITON = _has_triton()
 DEFAULT_REQUEST = os.environ.get("FASTBERT_BACKEND") or None
 INTERPRETER = "Triton's interpreter"
-# By GPU backend, the stand-in that runs its kernels on CPU tensors.
+# The stand-in that runs the kernels of each GPU backend on CPU tensors.
 _stand_ins = {"triton": INTERPRETER} if os.environ.get("TRITON_INTERPRET") == "1" else {}
 
 
@@ -235,8 +235,8 @@ def refuse_old_gpu() -> str | None:
 def refuse_missing_code() -> str | None:
     """Return the reason why the extension's CUDA code does not run on the current GPU, or None.
 
-    Machine code runs on later GPUs of the same major number, code of an architecture with a letter
-    on that architecture alone, and PTX ("+PTX") on every later GPU.
+    Machine code runs on later GPUs of the same major number. Code of an architecture with a letter
+    runs on that architecture only. PTX ("+PTX") runs on every later GPU.
     """
     arch = capability()
     if arch is None:
@@ -321,7 +321,7 @@ def resolve(op: str, requested: str | None, request: Request) -> Choice:
         request: Properties of the call.
 
     Returns:
-        The choice. The reason names the backends before it in the order with their refusals, and on
+        The choice. The reason names the backends that were tried first with their refusals, and on
         a GPU the times of the backends.
 
     Raises:
@@ -329,7 +329,7 @@ def resolve(op: str, requested: str | None, request: Request) -> Choice:
     """
     if torch.compiler.is_compiling():
         return _resolve(op, requested, request)
-    # Everything that the choice depends on; a table may get and lose rows.
+    # All facts on which a choice depends; backends may be added to a table or removed from it.
     rows = tuple(map(id, TABLES[op].values()))
     installed = (EXTENSION is None, EXTENSION_STATE, EXTENSION_HAS_CUDA, HAS_TRITON)
     key = (op, requested, request, DEFAULT_REQUEST, rows, installed, tuple(_stand_ins.items()))
@@ -339,7 +339,7 @@ def resolve(op: str, requested: str | None, request: Request) -> Choice:
     return choice
 
 
-# The choices of `resolve` so far; there are as many as kinds of calls.
+# The choices that `resolve` has made. Their number is limited by the number of kinds of calls.
 _choices: dict[tuple[Any, ...], Choice] = {}
 
 
@@ -371,7 +371,7 @@ def _resolve(op: str, requested: str | None, request: Request) -> Choice:
 def _order_on_gpu(
     op: str, dtype: str, width: int, size: int, trained: bool
 ) -> tuple[tuple[str, ...], str]:
-    """Return the backends, the first choice first, and their times in words; "" without times."""
+    """Return the backends, the first choice first, and their times as text; "" without times."""
     arch = capability()
     if arch is None:
         return ORDER["cuda"], ""
@@ -380,8 +380,9 @@ def _order_on_gpu(
     return gpu_times.order(point, trained, ORDER["cuda"]), times
 
 
-# torch.compile calls the function while it traces, as torch.compiler.assume_constant_result would
-# arrange. That function imports torch._dynamo, which takes seconds.
+# torch.compile calls this function while it traces. The mark has the effect of
+# torch.compiler.assume_constant_result, which would import torch._dynamo, and that import takes
+# seconds.
 _order_on_gpu._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -389,7 +390,8 @@ def prefer(op: str, requested: str | None) -> str | None:
     """Return `requested` if that backend serves every call of `op`, or None otherwise.
 
     A model requests its backend with this function for each of its operations. An operation without
-    that backend resolves as with None; ``fastbert info`` and ``model.backends()`` show the result.
+    that backend chooses as if `requested` were None. ``fastbert info`` and ``model.backends()``
+    show the result.
     """
     row = None if requested is None else TABLES[op].get(validate(requested) or "")
     return None if row is None or row.is_partial else requested

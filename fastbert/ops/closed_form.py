@@ -32,7 +32,8 @@ def _allowed(q, k, mask, left, right, lengths):
 def _weights(q, k, allowed, bias, scale):
     """Compute ``reference.softmax_weights`` in place.
 
-    The scores are the largest tensor of the operation, and nothing else reads them below autograd.
+    The scores are the largest tensor of the operation, and no other function reads the scores below
+    autograd.
     """
     if bias is not None:
         return reference.softmax_weights(q, k, allowed, bias, scale)
@@ -41,7 +42,8 @@ def _weights(q, k, allowed, bias, scale):
         return torch.softmax(scores, dim=-1)
     empty = ~allowed.any(dim=-1, keepdim=True)
     weights = torch.softmax(scores.masked_fill_(~allowed & ~empty, -math.inf), dim=-1)
-    # The last pass is left out if no row is empty. A GPU would have to synchronise to know that.
+    # The last pass is left out if no row is empty. A GPU would have to synchronise to find that
+    # out.
     return weights.masked_fill_(empty, 0.0) if empty.is_cuda or empty.any() else weights
 
 

@@ -1,8 +1,8 @@
 """One layer of an encoder in training as one function of autograd, in C++ on the CPU.
 
-The operations of a small layer, one by one, leave the second thread idle for a tenth of the time,
-while Python goes from one operation to the next. The function is used where nothing watches the
-operators (see ``fastbert.ops.register``); otherwise the operations run one by one, with the same
+With separate operations, the second thread is idle for a tenth of the time of a small layer, while
+Python goes from one operation to the next. This function is used where nothing observes the
+operators (see ``fastbert.ops.register``). Otherwise the operations run one by one, with the same
 bits.
 """
 

@@ -84,9 +84,11 @@ def linear_cross_entropy(
     return loss
 
 
-# The operator returns the loss, statistics and order. statistics, fp32 (2, T), is the maximum and
-# the sum of exponentials of the logits by place in order. order, int32 (T + 1,), is the rows with a
-# label, the rows without one, and the number of rows with a label. Both are empty in the reference.
+# The operator returns the loss, `statistics` and `order`. `statistics`, fp32 (2, T), has the
+# maximum and the sum of exponentials of the logits of each row, with the rows in the order of
+# `order`. `order`, int32 (T + 1,), has the indices of the rows with a label, then the indices of
+# the rows without a label, and last the number of rows with a label. Both tensors are empty in the
+# reference.
 
 
 def _forward(
@@ -221,7 +223,7 @@ def _reference_backward(
     dbias = hidden.new_zeros(0 if bias is None else bias.shape[0], dtype=dtype)
     for rows in _chunks(labels, ignore_index):
         scale = dlosses[rows, None]
-        # p g - g instead of (p - 1) g has one rounding where p is small.
+        # p g - g has one rounding where p is small, and (p - 1) g has two.
         dlogits = torch.log_softmax(_logits(hidden[rows], weight, bias), dim=-1).exp_() * scale
         dlogits.scatter_add_(1, labels[rows, None].long(), -scale)
         dhidden[rows] = dlogits.to(hidden.dtype) @ weight

@@ -24,7 +24,8 @@ def dropout(
         dropout_p: Probability with which an element is dropped. The scale of the other elements is
             ``1 / (1 - dropout_p)``.
         dropout_seed: Seed of the mask, int64 of shape ``(1,)``; None draws a seed from torch's
-            generator of the device. The mask is that of ``reference.dropout`` on ``(T, N)`` rows.
+            generator of the device. The mask is the same as in ``reference.dropout`` for ``(T, N)``
+            rows.
         backend: Backend that computes the mask; a backend without ``ops.embedding`` lets this
             operation choose.
 

@@ -79,7 +79,7 @@ def encoder(
             each linear layer.
         mask: 4-D bool mask as in `attention`, without `cu_seqlens`.
         bias: 4-D floating bias as in `attention`. With `cu_seqlens`, the backend ``"cpu"`` takes a
-            bias, whose places are those in the sequences.
+            bias, which is indexed by positions inside the sequences.
         rotations: Cosines and sines for each layer, as in `rotary`; or none.
         windows: Largest distance between a query and a key for each layer, -1 without a limit; or
             none.
@@ -89,13 +89,13 @@ def encoder(
             its two results to `hidden` without a norm.
         eps: As in `layer_norm`.
         activation: As in `feed_forward`.
-        dtype: Dtype of the results of the products; that of `hidden` by default. Under autocast
-            `hidden` is fp32 and stays fp32 from layer to layer.
+        dtype: Dtype of the results of the products; the dtype of `hidden` by default. Under
+            autocast `hidden` is fp32 and stays fp32 from layer to layer.
         all_states: Whether the rows after every layer are returned, not only the rows after the
             last layer.
         backend: ``"cpu"`` or ``"triton"``; None takes ``"cpu"`` for rows on the CPU and
-            ``"triton"`` otherwise. The backend ``"triton"`` takes no int8 weights, and weights of
-            products in the dtype of `hidden` only.
+            ``"triton"`` otherwise. The backend ``"triton"`` takes no int8 weights, and the weights
+            of its products must have the dtype of `hidden`.
         attention_backend: ``"triton"`` or ``"cuda"``: the kernels of attention within the backend
             ``"triton"``.
         feed_forward_backend: As `attention_backend`, for the first product of the feed-forwards.
@@ -166,8 +166,9 @@ def choose(
     Returns:
         The backend ``"cpu"`` or ``"triton"`` if that backend serves every operation; all layers
         then run in one call. Within ``"triton"``, the backend ``"cuda"`` may serve attention,
-        feed-forward and layer norm. Otherwise the backend of the first operation that prevents
-        this; the layers then run one by one. The backend ``"triton"`` has no call for int8 weights.
+        feed-forward and layer norm. Otherwise the layers run one by one, and the result names the
+        backend of the first operation that prevents a single call. The backend ``"triton"`` has no
+        call for int8 weights.
 
     Raises:
         ValueError: If a requested backend cannot serve its operation.

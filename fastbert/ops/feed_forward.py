@@ -391,7 +391,8 @@ LAYERS["feed_forward"] = Layer(_layer_forward, _layer_backward)
 
 # Backends of both operations. A forward computes the first product and its activation. A backward
 # takes dy and the weight of the second product, which is None for linear_gelu. It returns the
-# gradients of h and of the bias, and a = activation(h), which the gradient of that weight needs.
+# gradients of h and of the bias, and a = activation(h), which the gradient of the second weight
+# needs.
 
 
 def _triton_forward(

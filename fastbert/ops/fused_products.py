@@ -1,11 +1,11 @@
-"""Whether a matrix product of the backend "cuda" has its activation in the epilogue.
+"""The choice whether the backend "cuda" computes an activation in the epilogue of a product.
 
-The CUDA C++ kernels of a product read both operands in place, 16 bytes at a time. Any other product
-is one of the library, and a kernel after it applies the activation. Both compute the activation of
-the pre-activation as it is rounded to the dtype, as PyTorch does.
+The CUDA C++ kernels of a product read both operands in place, 16 bytes at a time. The cuBLAS
+library computes any other product, and a separate kernel then applies the activation. Both ways
+round the pre-activation to the dtype before the activation, as PyTorch does.
 
-The products without an activation stay with the library: the second product of a feed-forward,
-whose bias cuBLASLt adds in its epilogue, and the gradients of the input and of the weights.
+The library also computes the products without an activation: the second product of a feed-forward,
+whose bias cuBLASLt adds in the epilogue, and the gradients of the input and of the weights.
 """
 
 from __future__ import annotations

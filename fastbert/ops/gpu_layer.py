@@ -1,7 +1,7 @@
 """One layer of an encoder in training as one function of autograd, on kernels for GPUs.
 
-The operations of a layer, one by one, cost the host more than a short batch costs the GPU. The
-function is used where nothing watches the operators (see ``fastbert.ops.register``); otherwise the
+With separate operations, a short batch takes more time on the host than on the GPU. This function
+is used where nothing observes the operators (see ``fastbert.ops.register``). Otherwise the
 operations run one by one, with the same bits.
 """
 
@@ -46,7 +46,7 @@ def gpu_layer(
 
 
 def _copies(parameters: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """Return the parameters, those of the products in `dtype`, all converted at once."""
+    """Return the parameters, with the parameters of products converted to `dtype` in one call."""
     tensors = list(parameters)
     places = [i for i in OF_PRODUCTS if parameters[i].dtype != dtype]
     if places:

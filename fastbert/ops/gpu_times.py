@@ -2,14 +2,14 @@
 
 ``gpu_times.json`` holds the time of an operation by GPU, dtype, shape and backend. A time is a
 prediction from counted instructions until a recorded run on the GPU replaces it. Only measured
-times decide; a prediction is shown, and leaves the order as it is.
-``python -m fastbert.bench.choice`` writes the file from the records in ``benchmarks/results``.
+times decide. A prediction is shown, but does not change the order. ``python -m
+fastbert.bench.choice`` writes the file from the records in ``benchmarks/results``.
 
 Both backends leave products without an activation to the library, and the time of an operation
-includes them. What a product with an activation takes is a matter of its rows: many tiles share the
-multiprocessors evenly and hide the activation of one tile under the products of another, and few
-tiles leave multiprocessors idle. So the number of rows is its size in the table, as the length of
-the sequences is the size of attention.
+includes these products. The time of a product with an activation depends on the number of rows.
+With many tiles, all multiprocessors are busy and the activation of one tile overlaps the products
+of another tile. With few tiles, some multiprocessors are idle. The size of a product in the table
+is therefore the number of rows, and the size of attention is the length of the sequences.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ from typing import Any, NamedTuple
 TABLE = Path(__file__).with_name("gpu_times.json")
 # A difference of less than this share does not change the order, because no figure is that exact.
 MARGIN = 0.05
-# The rows of a large batch, by which a choice is shown where no rows are known.
+# Number of rows of a large batch. A choice is shown for this number where the number of rows is
+# unknown.
 MANY_ROWS = 16384
 PREDICTED, MEASURED = "predicted", "measured"
-# The figures in bf16 stand for fp16 too.
+# The times in bf16 are used for fp16 too.
 SIXTEEN_BITS = "16 bits"
 
 
@@ -35,7 +36,7 @@ class Point(NamedTuple):
 
     Attributes:
         op: Name of the operation.
-        arch: Architecture of the GPU, as 90 for compute capability 9.0.
+        arch: Architecture of the GPU, such as 90 for compute capability 9.0.
         gpu: Name of the GPU.
         dtype: Name of the dtype, or "16 bits" for bf16 and fp16.
         shape: Name of the shape, such as "S512 D64".
@@ -90,10 +91,11 @@ def nearest(
 ) -> Point | None:
     """Return the point of a call, or None if the table has none.
 
-    A measured point precedes all predicted ones, because a prediction decides nothing. The code for
-    a compute capability runs on later ones of the same major number, so the point is that of the
-    newest architecture among them. Among its shapes, the nearest width and then the nearest size
-    count, both by their ratio.
+    A measured point precedes all predicted ones, because a prediction decides nothing. Code for a
+    compute capability also runs on later GPUs of the same major number, so the point is taken from
+    the newest architecture whose code runs on the GPU. Among the shapes of this architecture, the
+    point with the nearest width is chosen, and then the point with the nearest size. Nearness is
+    measured by ratio.
 
     Args:
         points: The table.
@@ -138,8 +140,9 @@ def _closest(values: Sequence[int], wanted: int) -> int:
 def length_class(length: int) -> int:
     """Return the power of two from 64 to 2048 whose ratio to a length is nearest to 1.
 
-    The table is asked for classes, so that a choice is kept for a few of them instead of for every
-    length. Under torch.compile, a length stays symbolic, because it is compared with literals.
+    The table is looked up by class, so that only a few choices are kept instead of a choice for
+    every length. Under torch.compile, a length stays symbolic, because it is compared with
+    literals.
     """
     if length < 363:
         return 64 if length < 91 else 128 if length < 182 else 256
@@ -161,8 +164,8 @@ def order(point: Point | None, trained: bool, default: Sequence[str]) -> tuple[s
         point: The point of the call, or None.
         trained: Whether the backward pass counts.
         default: The backends in the order for calls without a measured point. It decides between
-            times that differ by less than `MARGIN`, and backends without a time keep their place
-            after those with one.
+            times that differ by less than `MARGIN`, and backends without a time come after the
+            backends with a time, in this order.
     """
     if point is None or point.kind != MEASURED:
         return tuple(default)
@@ -177,7 +180,7 @@ def order(point: Point | None, trained: bool, default: Sequence[str]) -> tuple[s
 
 
 def reason(point: Point, trained: bool) -> str:
-    """Return the times of a point in words, and that a prediction does not decide."""
+    """Return the times of a point in words; the text says if a predicted time does not decide."""
     times = sorted(point.seconds(trained).items(), key=lambda item: item[1])
     listed = ", ".join(f"{name} {1e6 * seconds:.1f} µs" for name, seconds in times)
     passes = "forward and backward" if trained else "forward"

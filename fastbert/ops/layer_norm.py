@@ -97,7 +97,7 @@ def _fits(
     residual: Tensor | None,
     x_bias: Tensor | None,
 ) -> bool:
-    """Tell whether the shapes, devices and dtypes are allowed; messages take longer to make."""
+    """Tell whether the shapes, devices and dtypes are allowed, without building error messages."""
     if not x.dtype.is_floating_point or x.dim() == 0:
         return False
     shape, device = x.shape, x.device
@@ -158,8 +158,8 @@ _layer_norm = operator(
     table="layer_norm",
 )
 # The results are the gradients of the sum, x, weight, bias and x_bias. The gradient of the sum is
-# also the gradient of the residual and, without dropout, of x, whose own result is empty then. The
-# gradient of an absent bias is empty.
+# also the gradient of the residual and, without dropout, the gradient of x. The result for x is
+# empty in that case. The gradient of an absent bias is empty.
 _layer_norm_backward = operator(
     "layer_norm_backward(Tensor dy, Tensor x, Tensor weight, Tensor mean, Tensor rstd, "
     "Tensor? residual, Tensor? x_bias, Tensor? seed, bool has_bias, float dropout_p, str backend) "
@@ -177,7 +177,7 @@ def _setup_context(ctx: Any, a: Any, output: tuple[Tensor, ...]) -> None:
 
 
 def _gradient(ctx: Any, dy: Tensor, *_: Tensor | None) -> dict[str, Tensor | None]:
-    # Activation checkpointing allows one look at the saved tensors.
+    # Activation checkpointing allows the saved tensors to be unpacked only once.
     x, weight, mean, rstd, residual, x_bias, seed = ctx.saved_tensors
     dsum, dx, dweight, dbias, dx_bias = _layer_norm_backward(
         dy, x, weight, mean, rstd, residual, x_bias, seed, ctx.has_bias, ctx.dropout_p, ctx.backend

@@ -34,8 +34,8 @@ def choose_parts(
     """Choose the backends of a call on Triton kernels, or of a layer.
 
     Args:
-        request: Properties of the layer: those of its attention, with the columns, the rows and the
-            activation.
+        request: Properties of the layer: the properties of its attention, and the columns, the rows
+            and the activation of its products.
         norm_dtype: Dtype of the rows that the layer norm reads.
         requested: The requested backend by operation.
 
@@ -134,7 +134,7 @@ def _feed_forward_forward(
 def _feed_forward_backward(
     dy: Tensor, w2: Tensor, h: Tensor, *, activation: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    # The bias has the dtype of the products, and no other property of it is read.
+    # Only the dtype of the bias is read, which is the dtype of the products.
     return backends.TABLES["feed_forward"]["cuda"].backward(dy, w2, h, h, activation)
 
 

@@ -60,8 +60,8 @@ class LayerWeights(NamedTuple):
         return tuple(tensor for i in OF_PRODUCTS for tensor in self[i])
 
 
-# The number of tensors of a layer whose weights are stored whole, and the numbers among them of
-# those that `LayerWeights.of_products` returns.
+# The number of tensors of a layer whose weights are stored whole, and the indices of the tensors
+# that `LayerWeights.of_products` returns.
 PARAMETERS = len(LayerWeights._fields)
 OF_PRODUCTS = tuple(
     LayerWeights._fields.index(name)

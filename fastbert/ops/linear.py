@@ -43,8 +43,9 @@ def linear(
     Args:
         x: Input of shape ``(..., K)``.
         weight: Weight of shape ``(N, K)`` in the dtype of `x`; in fp32, fp16 or bf16 under
-            autocast. A sequence of weights of shapes ``(N_i, K)`` is one weight whose rows are
-            those of its members; the CPU backend reads them as they are if no gradient is wanted.
+            autocast. A sequence of weights of shapes ``(N_i, K)`` acts as their concatenation along
+            the rows. If no gradient is wanted, the CPU backend reads the parts without
+            concatenating them.
         bias: Bias of shape ``(N,)`` in a dtype that is allowed for `weight`, or None. With a
             sequence of weights, a sequence of as many biases, or None.
         return_residual: Whether `x` is returned too, for a residual connection around the layer.

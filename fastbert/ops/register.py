@@ -1,8 +1,8 @@
 """Declare an operator with schema, fake and implementation in one call, and then its gradient.
 
 torch's dispatcher takes 30 to 90 µs for an operator whose implementation and gradient are Python,
-more than many kernels. An `Operator` therefore calls both itself where nothing watches the
-dispatcher.
+more than many kernels. An `Operator` therefore calls the implementation and the gradient directly
+where nothing observes the dispatcher.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Operator:
                     return self.overload(*arguments)
                 wants_gradient = wants_gradient or argument.requires_grad
         if wants_gradient and torch.is_grad_enabled():
-            # A function of autograd does not look for tensors in lists.
+            # autograd.Function does not look for tensors in lists.
             if self.function is None or self.takes_lists:
                 return self.overload(*arguments)
             return self.function.apply(*arguments)
@@ -73,7 +73,7 @@ class Operator:
 
 
 def is_watched() -> bool:
-    """Tell whether something sees the operators that the dispatcher runs."""
+    """Tell whether something observes the operators that the dispatcher runs."""
     return (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack() > 0
@@ -161,10 +161,10 @@ def differentiable(
     Args:
         name: Name of the operator.
         backward: Function of the context and the gradients of the results. It returns the gradients
-            of the arguments by their names; an argument that it leaves out has none. `ctx.needs`
-            holds, by argument, whether autograd wants a gradient; a gradient that is not wanted may
-            be any tensor. The gradient of a result that nothing differentiates, such as a
-            statistic, is None instead of a tensor of zeros. If the gradient of every result is
+            of the arguments by their names; an argument that is left out has no gradient.
+            `ctx.needs` holds, by argument, whether autograd wants a gradient; a gradient that is
+            not wanted may be any tensor. The gradient of a result that nothing differentiates, such
+            as a statistic, is None instead of a tensor of zeros. If the gradient of every result is
             None, as after an ``autograd.Function`` that returns None, `backward` is not called, and
             no argument has a gradient.
         setup_context: Function of the context, the arguments as one named tuple, and the result.
@@ -235,7 +235,7 @@ def first_derivative(backward: Callable[..., Any]) -> Callable[..., Any]:
         name = backward.__module__.rpartition(".")[2]
         message = _no_second_derivative(f"fastbert.ops.{name}").encode()
         fail = torch._C._functions.DelayedError(message, len(grads))
-        # The result must depend on something, so that a second derivative reaches the error.
+        # The result must depend on an input, so that a second derivative reaches the error.
         return fail(*(None if x is None else x.detach().requires_grad_() for x in grads))
 
     return run
@@ -246,7 +246,7 @@ def first_derivative(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def or_empty(like: Tensor, *gradients: Tensor | None) -> tuple[Tensor, ...]:
-    """Return the gradients, with an empty tensor in place of None."""
+    """Return the gradients, with an empty tensor instead of None."""
     return tuple(like.new_empty(0) if g is None else g for g in gradients)
 
 

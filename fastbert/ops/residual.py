@@ -33,8 +33,8 @@ class Layer(NamedTuple):
     backward: Callable[..., tuple[Tensor | None, ...]]
 
 
-# The layers by the name of the operation. Unlike a layer, its name is a constant that torch.compile
-# can pass to an autograd function.
+# The layers by the name of the operation. The name of a layer, unlike the layer itself, is a
+# constant that torch.compile can pass to an autograd function.
 LAYERS: dict[str, Layer] = {}
 
 

@@ -89,7 +89,8 @@ _rms_norm = operator(
     _fake,
     table="rms_norm",
 )
-# The results are the gradient of the sum, which x and the residual share, and that of weight.
+# The results are the gradient of the sum, which is also the gradient of x and of the residual, and
+# the gradient of weight.
 _rms_norm_backward = operator(
     "rms_norm_backward(Tensor dy, Tensor x, Tensor weight, Tensor rstd, Tensor? residual, "
     "str backend) -> (Tensor, Tensor)",
@@ -106,7 +107,7 @@ def _setup_context(ctx: Any, a: Any, output: tuple[Tensor, ...]) -> None:
 
 
 def _gradient(ctx: Any, dy: Tensor, *_: Tensor | None) -> dict[str, Tensor | None]:
-    # Activation checkpointing allows one look at the saved tensors.
+    # Activation checkpointing allows the saved tensors to be unpacked only once.
     x, weight, rstd, residual = ctx.saved_tensors
     dsum, dweight = _rms_norm_backward(dy, x, weight, rstd, residual, ctx.backend)
     return {"x": dsum, "weight": dweight, "residual": None if residual is None else dsum}

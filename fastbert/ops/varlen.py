@@ -127,12 +127,12 @@ def _unpad_indices_forward(mask: Tensor) -> tuple[Tensor, Tensor, int]:
 
 
 def _by_kernel(mask: Tensor) -> bool:
-    """Tell whether one CUDA C++ kernel finds the places of the tokens of a mask."""
+    """Tell whether a CUDA C++ kernel can compute the indices of the tokens of a mask."""
     return backends.unavailable("cuda", mask.device.type) is None
 
 
 def tokens_first(exists: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Order the places of a padded batch: those of the tokens, then those of the padding.
+    """Order the positions of a padded batch: the positions of tokens first, then of padding.
 
     Nothing is read from the device, so that a CUDA graph can hold the call.
 
@@ -140,8 +140,8 @@ def tokens_first(exists: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         exists: Bool mask of shape ``(B, L)``, True where a token is.
 
     Returns:
-        The place of each row in the flattened batch, int64 of shape ``(B · L,)``; the row of each
-        place, of the same form; and cumulative lengths, int32 of shape ``(B + 1,)``.
+        The index of each row in the flattened batch, int64 of shape ``(B · L,)``; the row of each
+        index, of the same shape and dtype; and cumulative lengths, int32 of shape ``(B + 1,)``.
     """
     if exists.numel() and _by_kernel(exists):
         places, rows, cu_seqlens, _ = torch.ops.fastbert_C.mask_places(exists, True)
@@ -155,14 +155,14 @@ def tokens_first(exists: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _unpad_indices_of_device(keep: Tensor) -> tuple[Tensor, Tensor, int]:
-    """Find the kept rows with one read from the device, of their number and the longest length.
+    """Find the kept rows with one read from the device: their number and the longest length.
 
-    ``nonzero`` would read the number once more.
+    ``nonzero`` would read the number a second time.
     """
     lengths = keep.sum(dim=1, dtype=torch.int32)
     cu_seqlens = F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
     rows, longest = torch.stack([cu_seqlens[-1], lengths.max()]).tolist()
-    # Token i is at the first place up to which there are i + 1 tokens.
+    # Token i is at the first index up to which the mask has i + 1 tokens.
     counts = keep.flatten().cumsum(0)
     wanted = torch.arange(1, rows + 1, device=keep.device)
     return torch.searchsorted(counts, wanted), cu_seqlens, longest
@@ -198,8 +198,8 @@ _unpad_indices = operator(
     _unpad_indices_fake,
     forward=_unpad_indices_forward,
 )
-# `gather_rows` selects rows by distinct indices, int64 of shape (N,). So each of these operators is
-# the gradient of the other, and neither adds rows together.
+# `gather_rows` selects rows by distinct indices, int64 of shape (N,). Each of the two operators is
+# therefore the gradient of the other, and neither sums rows.
 gather_rows = operator(
     "gather_rows(Tensor x, Tensor indices) -> Tensor", _gather_fake, forward=_gather_forward
 )
