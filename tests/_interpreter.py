@@ -2,7 +2,7 @@
 
 The interpreter computes with numpy, whose functions take less time than what it does around each of
 them: it looks for the functions of ``triton.language`` at each call of a device function, describes
-the type of every value anew, and tests every sum of integers for an overflow, which it reports in
+the type of every value again, and tests every sum of integers for an overflow, which it reports in
 debug mode only. Here it does the first once a launch, the second once a type, and the third only
 where it is reported.
 """

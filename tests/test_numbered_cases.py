@@ -105,7 +105,7 @@ def test_24_processes_that_compile_into_one_cache_survive_the_death_of_one(tmp_p
 
 
 def signal_group(process: subprocess.Popen) -> None:
-    """Kills a process started in a session of its own, and its children."""
+    """Kills a process started in a separate session, and its children."""
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 

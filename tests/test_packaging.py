@@ -1,7 +1,7 @@
 """What is shipped, how it installs, and the ways in which a folder called kernels could go wrong.
 
 Hugging Face publishes a package imported as ``kernels``, and transformers probes for it. Our Triton
-kernels lie in a folder of that name, without ``__init__.py``, and are packaged as
+kernels are in a folder of that name, without ``__init__.py``, and are packaged as
 ``fastbert.kernels`` through the symlink ``fastbert/kernels``.
 """
 
@@ -367,7 +367,7 @@ def nvcc_alone(tmp_path) -> Path:
     nvcc.parent.mkdir(parents=True)
     nvcc.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 13.0, V13.0.88'\n")
     nvcc.chmod(0o755)
-    # Python finds these packages before those of the environment.
+    # Python finds these packages before the packages of the environment.
     (tmp_path / "site" / "nvidia" / "cu13" / "include").mkdir(parents=True)
     (tmp_path / "site" / "nvidia" / "__init__.py").touch()
     return nvcc.parents[1]

@@ -238,7 +238,7 @@ def main(arguments: list[str] | None = None) -> int:
     chosen = options.names or of_this_commit()
     end, outcomes = time.monotonic() + 60 * options.minutes, []
     for number, name in enumerate(chosen):
-        # What a run leaves of its share is for those after it.
+        # The unused part of the share of a run is available to the runs after it.
         share = (end - time.monotonic()) / (len(chosen) - number)
         print(f"fastbert: {name}, for at most {share / 60:.0f} minutes", flush=True)
         outcomes.append(run(name, command_of(name), share))

@@ -31,7 +31,7 @@ from fastbert.ops.gpu_times import MEASURED, PREDICTED, SIXTEEN_BITS, TABLE, Poi
 from fastbert.testing.ptx.sample import Launched
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
-# The GPU that stands for its architecture in predictions.
+# The GPU that represents its architecture in predictions.
 REPRESENTATIVES = (A100, L4, H200, B200)
 PRODUCTS = ("linear_gelu", "feed_forward")
 OPERATIONS = ("attention", "layer_norm", *PRODUCTS)
@@ -72,7 +72,7 @@ def _predicted(results: Path) -> Times:
     gpus = {gpu.name: gpu for gpu in REPRESENTATIVES}
     for op in OPERATIONS:
         for backend, name in FILE_OF.items():
-            # The rows of a later folder replace those of an earlier one.
+            # The rows of a later folder replace the rows of an earlier folder.
             for file in sorted(results.glob(f"*-predicted-bounds/{name.format(op)}")):
                 content = json.loads(file.read_text(encoding="utf-8"))
                 for row in content["bounds"]:

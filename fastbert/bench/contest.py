@@ -76,7 +76,7 @@ class ContestRow:
         self.samples = timing.samples
 
     def set_rates(self, amount: float, work: Work, ceilings: Limits | None) -> None:
-        """Set the figures of a timed row: ``amount`` and ``work`` are those of one call."""
+        """Set the figures of a timed row: ``amount`` and ``work`` are for one call."""
         if self.seconds is None:
             return
         self.rate = self.seconds * 1e3 if self.unit == "ms" else amount / self.seconds
@@ -99,7 +99,7 @@ def fastest(rows: Iterable[RowT]) -> RowT | None:
 
 
 def ratio(row: ContestRow, peer: ContestRow | None) -> float | None:
-    """Return the seconds of the peer over those of the row, or None if one was not timed."""
+    """Return the ratio of the peer's seconds to the row's, or None if one was not timed."""
     if peer is None or peer.seconds is None or row.seconds is None:
         return None
     return peer.seconds / row.seconds

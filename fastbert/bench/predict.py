@@ -180,8 +180,8 @@ def bound(
         case: The case.
         dtype: Dtype of the inputs.
         direction: "forward" or "backward".
-        launches: The launches that code of the GPU's architecture makes. For sm_100, those of
-            sm_90, which stand for it only without matrix instructions.
+        launches: The launches that code of the GPU's architecture makes. For sm_100, the launches
+            of sm_90 are used, but only if they have no matrix instructions.
         gpu: The GPU.
     """
     common = (case.op, case.name, backends.dtype_name(dtype), direction, gpu.name)

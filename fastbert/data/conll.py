@@ -52,7 +52,7 @@ def read_conll(
 
     Lines that begin with ``-DOCSTART-`` do not count. A line that begins with ``#`` at the start of
     a sentence is a comment if it has other columns than the words, or if its first column is ``#``
-    and its last one is no tag of another line.
+    and its last one is not a tag of another line.
 
     Args:
         path: Path of the file, which may be compressed; see `read_text`.

@@ -16,7 +16,8 @@ import regex
 # The marks after which only a space and a capital letter begin a sentence. The Arabic full stop is
 # one because it divides abbreviations too.
 _WEAK = ".!?…\u06d4"
-# Marks that always end a sentence. Unicode leaves out that of Tibetan, which ends phrases too.
+# Marks that always end a sentence. Unicode leaves out the mark of Tibetan, because this mark also
+# ends phrases.
 _STRONG = rf"[[\p{{SB=STerm}}\p{{SB=ATerm}}\u0f0d-\u0f12]--[{_WEAK}\u2024\uff0e\ufe52]]"
 # A question mark, which has the form of a semicolon, after a Greek word.
 _GREEK = r"(?<=\p{Greek})[;\u037e](?=\s+\p{Lu})"

@@ -62,7 +62,7 @@ def rust_errors(what: str) -> Iterator[None]:
 
 
 def lowercase_first(tokenizer: Tokenizer) -> None:
-    """Make `tokenizer` convert a text to lower case before its own normalizer runs."""
+    """Make `tokenizer` convert a text to lower case before the normalizer of the tokenizer runs."""
     own = tokenizer.normalizer
     steps = [normalizers.Lowercase()] if own is None else [normalizers.Lowercase(), own]
     tokenizer.normalizer = normalizers.Sequence(steps)

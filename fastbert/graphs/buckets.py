@@ -2,7 +2,7 @@
 
 The rows of a batch are copied into the memory of a bucket of the same or a larger size. The
 remaining rows of the bucket come after ``cu_seqlens[-1]``. Attention never reads these rows, and
-every other operation computes each row on its own. The remaining sequences have no token.
+every other operation computes each row separately. The remaining sequences have no token.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Buckets(NamedTuple):
     max_seqlen: int
 
     def find_padded(self, batch: int, length: int) -> PaddedBucket | None:
-        """Return the smallest bucket that holds a padded batch, whose places are all rows.
+        """Return the smallest bucket that holds a padded batch, in which every position is a row.
 
         Args:
             batch: Number of sequences.

@@ -90,7 +90,7 @@ class StaticPadded:
         """Remove the padding without a read from the device; this is recorded.
 
         Returns:
-            The rows, first those of the tokens, then those of the padding, which belong to no
+            The rows, first the rows of the tokens, then the rows of the padding, which belong to no
             sequence; and the row of each place in the padded batch, int64 of shape ``(B · L,)``.
         """
         indices, rows, cu_seqlens = tokens_first(self.exists)

@@ -134,8 +134,8 @@ class GraphedModel:
 
         There are no ``hidden_states`` or ``attentions``. The inputs may be on the CPU; their
         padding is then removed there. The graph of a mask on the GPU removes the padding itself, if
-        all places of the padded batch fit ``max_tokens``. A batch without a bucket, or with a mask
-        of more than 2 dimensions, runs without a graph.
+        the padded batch has at most ``max_tokens`` positions. A batch without a bucket, or with a
+        mask of more than 2 dimensions, runs without a graph.
 
         Args:
             input_ids: Token ids, integer of shape ``(B, L)``, or packed, of shape ``(T,)``.
@@ -256,8 +256,8 @@ class GraphedModel:
     def _sources(self) -> tuple[Any, ...]:
         """Return everything on which a recording depends: backend, modules, addresses of weights.
 
-        A replay reads a weight at its address, so it sees a write in place. It does not see another
-        module, address or dtype.
+        A replay reads each weight at its recorded address, so a write in place takes effect. A
+        replaced module, a new address or a new dtype has no effect on a replay.
         """
         modules = [tuple(map(id, part._modules.values())) for part in self._parts]
         tensors = [t for part in self._parts for t in part._parameters.values() if t is not None]

@@ -71,7 +71,7 @@ class LimitedTokenizer:
     def prompt_length(self) -> int:
         """Return the number of tokens of the prompt at the start of each text.
 
-        The count is that of sentence-transformers: the tokens of the prompt alone, without a
+        The count is the same as in sentence-transformers: the tokens of the prompt alone, without a
         special token at the end.
         """
         if not self.prompt:

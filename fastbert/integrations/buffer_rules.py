@@ -1,4 +1,4 @@
-"""What the buffers of a stock encoder contain, by rule: a twin has no memory to compare with."""
+"""Rules for the contents of the buffers of a stock encoder; a twin's buffers have no values."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _integer_problem(name: str, buffer: Tensor) -> str | None:
 def _frequency_problem(name: str, buffer: Tensor, expected: Tensor, config: Any) -> str | None:
     """Compare with ``base ** (-2 i / dim)``, also after a rounding to a half precision and back.
 
-    The binding reads the buffer, so that a rounded buffer gives what the stock code gives.
+    The binding reads the buffer, so a rounded buffer gives the same result as in the stock code.
     """
     if not buffer.is_floating_point() or buffer.shape != expected.shape:
         shapes = f"shape {tuple(buffer.shape)}, allowed: floats of shape {tuple(expected.shape)}"

@@ -1,4 +1,4 @@
-"""The rules by which one module of an HF model is compared with that of its twin."""
+"""The rules by which one module of an HF model is compared with the same module of the twin."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ EMBEDDINGS = "embeddings"
 
 
 def is_embedding(path: str) -> bool:
-    """Return whether the path is that of the embeddings or of a module inside them."""
+    """Return whether the path names the embeddings or a module inside the embeddings."""
     return path == EMBEDDINGS or path.startswith(f"{EMBEDDINGS}.")
 
 

@@ -54,7 +54,7 @@ IMPLICIT = frozenset(
         "__torch_function__",
     ]
 )
-# Python makes these attributes of every class.
+# Attributes that Python creates for every class.
 GENERATED = frozenset(
     (
         "__dict__",
@@ -121,7 +121,7 @@ def code_of(kind: type) -> Code:
 
 
 def problem_of(kind: type) -> str | None:
-    """Return why the code that the class `kind` reaches is not that of its files, or None.
+    """Return why the code that the class `kind` reaches differs from its files, or None.
 
     Args:
         kind: A subclass of ``nn.Module``.
@@ -185,7 +185,7 @@ def _class_record(kind: type) -> Record:
 
 
 def _through_closures(records: list[Record]) -> Iterator[Record]:
-    """Yield the records, and those of the functions in their closures."""
+    """Yield the records, and the records of the functions in their closures."""
     waiting, seen = list(records), set()
     while waiting:
         record = waiting.pop()
@@ -243,7 +243,7 @@ def _value_problem(body: CodeType, name: str, value: Any, title: str) -> str | N
 
 
 def _method_problem(base: type, body: CodeType, name: str, value: FunctionType) -> str | None:
-    """Return why a method is not the one of the class statement, or None.
+    """Return why a method differs from the method in the class statement, or None.
 
     A decorator's wrapper is allowed if the class statement names the decorator, or if it is the
     wrapper that ``GradientCheckpointingLayer`` puts around ``forward``.

@@ -16,9 +16,9 @@ The writer holds a lock on a file in its own folder until it ends. If the lock c
 writer is dead. The next writer then deletes its staged files, and the next reader or writer
 finishes its commit (``settle``).
 
-A reader only moves files inside the folder, and leaves the deletion to the next writer. Nobody
-follows a link in place of the folder of a writer, of its lock, or of its two folders of files,
-because the folder of a model may come from a stranger.
+A reader only moves files inside the folder, and leaves the deletion to the next writer. Readers and
+writers never follow a link where the folder of a writer, the lock or one of the two folders of
+files should be, because the folder of a model may come from a stranger.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ STAGED = f"{PREFIX}staged-"
 COMMITTED = f"{PREFIX}committed"
 # The folder of a writer has these three entries.
 LOCK, NEW, OLD = "lock", "new", "old"
-# A reader waits for a living writer at most this time, in seconds. A writer needs milliseconds to
-# move its files.
+# A reader waits at most this time, in seconds, for a living writer. A writer needs only
+# milliseconds to move the files.
 PATIENCE = 10.0
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
@@ -139,7 +139,7 @@ def discard_dead(folder: Path) -> None:
 
 
 def consistent(folder: Path, read: Callable[[], Result]) -> Result:
-    """Return the result of `read` on files that the same save wrote.
+    """Call `read`, and return its result once all files that it read come from the same save.
 
     If a writer replaces the files during the call, `read` is called again.
 
@@ -184,7 +184,7 @@ def _version(folder: Path) -> tuple[int, ...] | None:
 
 
 def _is_committed(folder: Path) -> bool:
-    """Return whether `folder` has the folder of a commit; raise OSError for something else."""
+    """Return whether `folder` has the folder of a commit; raise OSError if it is not a folder."""
     try:
         mode = os.lstat(folder / COMMITTED).st_mode
     except (FileNotFoundError, NotADirectoryError):

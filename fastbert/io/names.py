@@ -20,7 +20,7 @@ _MODERN = {"gamma": "weight", "beta": "bias"}
 
 
 def modernise(name: str) -> str:
-    """Replace ``gamma`` and ``beta``, names of the first checkpoints, by ``weight``, ``bias``."""
+    """Replace the early names ``gamma`` and ``beta`` with ``weight`` and ``bias``."""
     head, dot, last = name.rpartition(".")
     return head + dot + _MODERN.get(last, last)
 
@@ -44,5 +44,5 @@ def for_model(tensors: Mapping[str, Tensor], body_prefix: str) -> dict[str, Tens
 
 
 def part(name: str) -> str:
-    """Return the part of the model of a weight, such as ``embeddings``, ``encoder`` or ``cls``."""
+    """Return the part of the model to which a weight belongs, such as ``embeddings`` or ``cls``."""
     return name.removeprefix(BODY_PREFIX).partition(".")[0]

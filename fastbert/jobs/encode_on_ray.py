@@ -35,7 +35,7 @@ WORKER_CORES = 2
 class Shard(NamedTuple):
     """A file of texts: its path, the fields to read, the number of texts and their digest.
 
-    The digest is that of `Texts`, with the ids if there is a field of ids.
+    The digest is the same as in `Texts`, with the ids if there is a field of ids.
     """
 
     path: Path
@@ -92,7 +92,8 @@ def run(
 
     texts = _texts(source, field, id_field, reporter)
     shards = {name: Shard.of(part) for name, part in texts.items()}
-    # A wrong model or option is an error before any work. The workers have models of their own.
+    # A wrong model or option raises an error before any work starts. Each worker loads a separate
+    # model.
     embedder = Embedder(model, **options)
     width, folders = embedder.width, embedder.folders
     facts = facts_of(embedder, options.get("backend"))
@@ -275,7 +276,7 @@ def read_shards(batch: dict[str, Any], id_field: str | None = None) -> Iterator[
 
     Args:
         batch: Columns with the values of `Shard`, and ``field``, the column of the texts.
-        id_field: As in `run`; the digests are those of the texts with these ids.
+        id_field: As in `run`; the digests then cover the texts together with these ids.
 
     Yields:
         Batches with the column of the texts.

@@ -13,7 +13,7 @@ Model = TypeVar("Model", bound="BertPreTrainedModel")
 
 
 def refuse_backend(backend: str | None, model_type: str) -> None:
-    """Refuse a backend for a model whose head is that of transformers.
+    """Refuse a backend for a model whose head is a class of transformers.
 
     Args:
         backend: The backend that the caller asked for, or None.

@@ -40,7 +40,7 @@ from fastbert.jobs.reporter import SILENT, Reporter
 
 # Size of a piece, and so of the text of a shard, in bytes.
 PIECE_BYTES = 32 << 20
-# A vocabulary is trained on at most this much text, from places all over the files; in bytes.
+# A vocabulary is trained on at most this much text, in bytes, sampled from all parts of the files.
 SAMPLE_BYTES = 128 << 20
 _SAMPLE_PIECE_BYTES = 1 << 20
 _OURS = (MANIFEST, RUN, SUMMARY, CHART, TOKENIZER, SHARDS)
@@ -195,7 +195,7 @@ class _Run:
         return {**self.decisive, **self.source}
 
     def _begin(self) -> None:
-        """Compare the options with those of the run that was stopped, or write them."""
+        """Compare the options with the options of the run that was stopped, or write them."""
         path = self.output / RUN
         if path.exists():
             _refuse_other(self.output, json_file.read(path), self.decisive)
@@ -226,11 +226,12 @@ class _Run:
         shutil.rmtree(partial, ignore_errors=True)
         tokenizer.save(partial)
         partial.rename(folder)
-        # The loaded tokenizer is the one that the other processes and a resumed run load.
+        # The loaded tokenizer is the same tokenizer that the other processes and a resumed run
+        # load.
         return WordPieceTokenizer.load(folder)
 
     def _sample(self) -> Iterator[str]:
-        """Yield documents from random places until they have `SAMPLE_BYTES` characters."""
+        """Yield documents from random positions until they have `SAMPLE_BYTES` characters."""
         pieces = cut(self.files, _SAMPLE_PIECE_BYTES)
         if sum(span.size for piece in pieces for span in piece) > SAMPLE_BYTES:
             random.Random(f"vocabulary/{self.options.seed}").shuffle(pieces)
@@ -336,7 +337,7 @@ def _refuse_foreign(output: Path) -> None:
 
 
 def _refuse_links(output: Path) -> None:
-    """Raise ValueError for a link in place of a folder in which a run deletes files."""
+    """Raise ValueError for a link instead of a folder in which a run deletes files."""
     for name in (SHARDS, TOKENIZER):
         if (output / name).is_symlink():
             raise ValueError(

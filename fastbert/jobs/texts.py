@@ -98,7 +98,7 @@ class Texts:
         """Yield the id of each line, from another iteration of the file.
 
         Raises:
-            ValueError: At the end, if the file is not that of the last complete iteration.
+            ValueError: At the end, if the file has changed since the last complete iteration.
         """
         digest = self.digest
         for _, own in self._read():

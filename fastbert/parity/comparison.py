@@ -179,7 +179,8 @@ class Pass:
     def _reading_padding(self, mode: str, comparable: Tensors) -> Iterator[LeftOut]:
         """Yield the fields that are not compared as a whole.
 
-        A field with an element for each token may lack those of padding, which mean nothing.
+        A field with an element for each token may lack the elements of padding, which have no
+        meaning.
         """
         mask = self.values.get("attention_mask")
         real, positions = (1, 1) if mask is None else (int(mask.bool().sum()), mask.numel())

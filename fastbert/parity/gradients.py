@@ -17,7 +17,7 @@ KEYS = {r"\bkey\b": "query", r"\bk_lin\b": "q_lin", r"\battn\.k\b": "attn.q"}
 
 
 def kinds(names: Iterable[str]) -> dict[str, list[str]]:
-    """Group the names of parameters, of which those of all layers are judged together.
+    """Group the names of parameters, so that the same parameter of all layers is judged together.
 
     Args:
         names: Names of parameters.

@@ -93,8 +93,8 @@ def random_parameters(module: nn.Module) -> Iterator[None]:
 class ChangedPadding:
     """A context in which stock encoders give other numbers at padding.
 
-    The encoders get a ``forward`` of their own in the context, because some callers call
-    ``forward`` and run no hooks. The attribute ``seen`` is whether an encoder got padding.
+    The encoders get a separate ``forward`` in the context, because some callers call ``forward``
+    and run no hooks. The attribute ``seen`` is whether an encoder got padding.
 
     Args:
         module: A stock module.
@@ -164,7 +164,7 @@ def _changed_pooler(
 
     def change(module: nn.Module, args: Any) -> Any:
         states, *others = args
-        # The pooler reads all states, or those of the first position.
+        # The pooler reads all states, or only the states of the first position.
         read = exists if states.dim() == 3 else exists[:, 0]
         return (states.where(read[..., None], numbers(states)), *others)
 

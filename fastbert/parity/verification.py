@@ -142,7 +142,7 @@ def _in_one_dtype(
 ) -> Iterator[Row | LeftOut]:
     """Yield the findings of one dtype, whose copies are freed at the end."""
     notify(f"{name}: copying {subject.name}")
-    # A generator runs in the context of its caller, so each step has a context of its own.
+    # A generator runs in the context of its caller, so each step has a separate context.
     with _plain_context():
         sides = sides_of(subject.module, DTYPES[name])
         serving = obstacles(sides.fast)

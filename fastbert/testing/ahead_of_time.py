@@ -316,7 +316,7 @@ def compile_launches(
     unlike: Sequence[int] = (),
     one_of_each: bool = False,
 ) -> Iterator[Compiled]:
-    """Compile every shipped launch for every architecture, in processes of their own.
+    """Compile every shipped launch for every architecture, in separate processes.
 
     Args:
         architectures: Architectures of GPUs, such as 90 for sm_90.

@@ -60,7 +60,7 @@ class Inputs:
         yield from self.keyword.items()
 
     def map(self, change: Callable[[str, Any], Any]) -> Inputs:
-        """Return the inputs with ``change(name, value)`` in place of every value."""
+        """Return the inputs with ``change(name, value)`` instead of every value."""
         return Inputs(
             {name: change(name, value) for name, value in self.positional.items()},
             {name: change(name, value) for name, value in self.keyword.items()},

@@ -8,7 +8,7 @@ yardstick is the same reference in the tested dtype. A result passes if two ineq
 
 The factor is 2, or at most 3 for a gradient with a reason. The number a is the error that rounding
 alone can cause, a = 2 · max|oracle + 0.3 − 0.3 − oracle|, computed in the tested dtype. The second
-inequality finds a bias that the maximum misses. There is no other tolerance anywhere.
+inequality finds a bias that the maximum misses. No other tolerance is used.
 
 The result does not depend on the processor. The products of torch are more exact on one processor
 than on another, so a yardstick from torch alone may be too exact by luck. A `Yardstick` can also
@@ -67,9 +67,9 @@ class Comparison:
 
     @property
     def ratio(self) -> float:
-        """The largest error divided by that of the yardstick.
+        """The largest error divided by the largest error of the yardstick.
 
-        A result as exact as that of PyTorch in the same dtype has the ratio 1.
+        A result that is as exact as PyTorch's result in the same dtype has the ratio 1.
         """
         if self.error == 0.0:
             return 0.0
@@ -143,8 +143,8 @@ def compare(
             a computation with products is a `Yardstick`; any other yardstick may be a tensor.
         factor: Factor of the yardstick's largest error, at most 3.
         reason: The reason, in words, for a factor above 2.
-        tested: The dtype whose rounding counts, if it is narrower than that of `actual`. An example
-            is the fp32 loss of a 16-bit model. None is the dtype of `actual`.
+        tested: The dtype whose rounding counts, if it is narrower than the dtype of `actual`. An
+            example is the fp32 loss of a 16-bit model. None is the dtype of `actual`.
 
     Returns:
         The comparison. A tensor of another shape or dtype, or with elements that are

@@ -1,8 +1,8 @@
-"""Run cases on the compiled GPU kernels, on the PTX machine, in processes of their own.
+"""Run cases on the compiled GPU kernels, on the PTX machine, in separate processes.
 
 `emulate` starts this module as a program. The program compiles the kernels of each case, runs them
 forward and backward on CPU tensors, judges every tensor by the tolerance rule, and prints a JSON
-object for each run. A process of its own is needed, because Triton decides at import whether it
+object for each run. A separate process is needed, because Triton decides at import whether it
 interprets.
 """
 
@@ -75,7 +75,7 @@ class EmulatedRun:
         op: Name of the operation.
         case: Name of the case.
         backend: "triton" or "cuda".
-        dtype: Dtype of the inputs, as "bfloat16".
+        dtype: Dtype of the inputs, such as "bfloat16".
         schedule: Seed of the PTX machine.
         approximate: Share of the documented error that approximate instructions made.
         launches: Number of launches by name.

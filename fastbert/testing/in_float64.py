@@ -29,7 +29,7 @@ class InFloat64(TorchFunctionMode):
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Call the function of torch with float64 in place of fp32."""
+        """Call the function of torch with float64 instead of fp32."""
         if function is torch.Tensor.float:
             function = torch.Tensor.double
         wide = {name: _wide(value) for name, value in (kwargs or {}).items()}

@@ -329,7 +329,8 @@ def parity_row(
     Args:
         case: The case.
         backend: Name of the backend.
-        dtype: Dtype of the inputs, from which that of a loss may differ, because it is fp32.
+        dtype: Dtype of the inputs, which may differ from the dtype of a loss, because a loss is
+            fp32.
         result: The comparison of the tensor.
         seed: Seed of the inputs.
 

@@ -43,7 +43,7 @@ class Assembler(NamedTuple):
 def assembler(arch: int) -> Assembler:
     """Return the assembler that Triton uses for an architecture.
 
-    Triton takes the program that TRITON_PTXAS_PATH names. For newer GPUs it takes that of
+    Triton takes the program that TRITON_PTXAS_PATH names. For newer GPUs it takes the program of
     TRITON_PTXAS_BLACKWELL_PATH: from sm_90 in Triton 3.9, and from sm_100 in Triton 3.6. A program
     that does not run is replaced by the program of the wheel, without a message.
 

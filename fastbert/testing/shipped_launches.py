@@ -100,7 +100,7 @@ def _attention_inputs(
 ) -> tuple[list[Tensor], Tensor, dict[str, Any]]:
     """Return q, k and v, the log-sum-exp, and the other arguments of `attention_forward`.
 
-    The options are those of `ATTENTION`.
+    The options have the form of the options in `ATTENTION`.
     """
     options = {"scale": 0.125, "seed": _empty(torch.int64, 1), **options}
     # q, k and v are slices of one fused projection, as in the model.

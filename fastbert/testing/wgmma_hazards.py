@@ -1,8 +1,9 @@
 """Find registers in SASS that are written while a matrix product may still read them.
 
-A Hopper ``HGMMA`` runs asynchronously. If its operand A lies in registers, no other instruction may
-write these registers before a ``WARPGROUP.DEPBAR`` that waits for the product. Some versions of
-ptxas break this rule (triton-lang/triton issue 9433); NVIDIA lists the fix for CUDA 13.3.
+A Hopper ``HGMMA`` runs asynchronously. If operand A of the instruction is in registers, no other
+instruction may write these registers before a ``WARPGROUP.DEPBAR`` that waits for the product. Some
+versions of ptxas break this rule (triton-lang/triton issue 9433); NVIDIA lists the fix for CUDA
+13.3.
 """
 
 from __future__ import annotations

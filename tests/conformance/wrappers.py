@@ -43,7 +43,8 @@ class Wrapper(NamedTuple):
         packages: The packages to install.
         build: Builds the object from the folders of the models.
         run: Calls the object, and returns its outputs as numbers.
-        pins: Versions that replace those of the other environments, where the packages clash.
+        pins: Versions of packages that replace the versions of the other environments if the
+            packages conflict.
     """
 
     packages: tuple[str, ...]

@@ -1,7 +1,7 @@
 """Faults put into the PTX of attention for sm_80 and later, as nvcc compiles it.
 
 Each fault is a mistake that the source could have. The matches of an expression are numbered in the
-order of the PTX, which is that of the source.
+order of the PTX, which is the same as in the source.
 """
 
 from __future__ import annotations

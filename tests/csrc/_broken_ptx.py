@@ -1,4 +1,4 @@
-"""PTX with a fault in the place of what nvcc wrote, and what is then wrong."""
+"""PTX text of nvcc with an inserted fault, and the errors that the fault causes."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Fault(NamedTuple):
 
     Args:
         name: What is wrong.
-        old: Regular expression of what changes, inside one kernel.
-        new: What replaces it, as in `re.sub`.
+        old: Regular expression of the text that changes, inside one kernel.
+        new: Replacement of the text, as in `re.sub`.
         which: Numbers of the matches that change; empty is all of them.
     """
 
@@ -68,7 +68,7 @@ def replaced(library: CudaLibrary, text: str) -> Iterator[None]:
 def outcome(
     run: Callable[[int], Sequence[Tensor]], expected: Sequence[Tensor], seeds: int = 4
 ) -> str:
-    """Return what is wrong with the results of a run with some seed, or "" for nothing."""
+    """Return the errors in the results of a run with some seed, or "" if there are none."""
     for seed in range(seeds):
         try:
             results = run(seed)

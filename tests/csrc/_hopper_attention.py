@@ -1,4 +1,4 @@
-"""Attention for Hopper GPUs on the PTX machine, with other PTX in the place of nvcc's."""
+"""Attention for Hopper GPUs on the PTX machine, with nvcc's PTX or a changed text."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """Faults of the backward of attention for Hopper, put into the PTX that nvcc makes of it.
 
 Each fault is a mistake that the source could have. The matches of an expression are numbered in the
-order of the PTX, which is that of the source: the producer, the warp that zeroes keys, those that
-prepare statistics, and the consumers with the first tile, the next tiles and the last products.
+order of the PTX, which is the same as in the source: the producer, the warp that zeroes keys, those
+that prepare statistics, and the consumers with the first tile, the next tiles and the last
+products.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from _broken_ptx import Fault
 from _hopper_faults import ARRIVE, REGISTERS, WAIT
 
-# The waits in their order, and what they wait for.
+# The waits in their order, each with the event that it waits for.
 WAITS = (
     "producer: keys empty", "producer: tile empty", "mask: keys landed", "statistics: tile landed",
     "consumer: keys full", "first tile: landed", "first tile: statistics", "next tile: landed",

@@ -1,8 +1,8 @@
 """Faults of a kernel with copies, barriers and wgmma, put into the PTX of attention for Hopper.
 
 Each fault is a mistake that the source could have. The matches of an expression are numbered in the
-order of the PTX, which is that of the source: the producer, the warp that zeroes values, and the
-consumers with the first tile, the other tiles, the last product and the store.
+order of the PTX, which is the same as in the source: the producer, the warp that zeroes values, and
+the consumers with the first tile, the other tiles, the last product and the store.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from _broken_ptx import Fault
 
 WAIT = r"mbarrier\.try_wait\.parity\.shared::cta\.b64 p, \[(%r\d+)\], (%r\d+);"
-# The waits in their order, and what they wait for.
+# The waits in their order, each with the event that it waits for.
 WAITS = (
     "producer: queries empty", "producer: keys empty", "producer: values empty",
     "mask: keys empty", "mask: values landed", "consumer: queries full",

@@ -1,7 +1,7 @@
 """Faults of attention for Hopper at head dim 32, where it differs from head dim 64.
 
-Rows of 64 bytes have a layout of their own. In the backward, values are a left operand in
-registers, and the two groups take turns with the products of dq.
+Rows of 64 bytes have a different layout. In the backward, values are a left operand in registers,
+and the two groups take turns with the products of dq.
 """
 
 from __future__ import annotations

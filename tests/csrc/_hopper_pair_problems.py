@@ -14,7 +14,7 @@ class Pairs(Problems):
     Args:
         hopper: The kernels.
         dim: The head dim.
-        packing: Whether the kernel that packs the mask is looked at, and not that of attention.
+        packing: Whether the kernel that packs the mask is examined instead of the attention kernel.
     """
 
     columns: int
@@ -67,7 +67,7 @@ class Pairs(Problems):
 
 
 class ForwardPairs(Pairs):
-    """Problems of the forward, whose five tiles of keys go around the ring of four stages."""
+    """Problems of the forward, with five tiles of keys, so the ring of four stages is reused."""
 
     source, keys, columns = "attention_forward", 520, 128
 
@@ -79,7 +79,7 @@ class ForwardPairs(Pairs):
 
 
 class BackwardPairs(Pairs):
-    """Problems of the backward, whose three blocks of keys and six tiles go around both rings."""
+    """Problems of the backward, with three blocks of keys and six tiles: both rings are reused."""
 
     source, keys, columns = "attention_backward", 300, 64
 

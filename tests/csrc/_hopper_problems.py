@@ -1,4 +1,4 @@
-"""Small problems with everything that a fault of attention for Hopper could break."""
+"""Small problems that reveal every fault that attention for Hopper could have."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Problems:
         return self.results()
 
     def outcome(self, fault: Fault) -> str:
-        """Return what is wrong with a fault in the kernel, or "" for nothing."""
+        """Return the errors that a fault in the kernel causes, or "" if there are none."""
         with replaced(self.hopper.compiled, fault.broken(self.ptx)):
             return outcome(self.run, self.expected)
 
@@ -63,7 +63,7 @@ class Forward(Problems):
         def drawn(*shape):
             return [torch.randn(shape, generator=generator).bfloat16() for _ in range(3)]
 
-        # Five tiles go around the ring of four stages; the first tile has no allowed key.
+        # Five tiles of keys reuse a stage of the ring of four; the first tile has no allowed key.
         self.dense = drawn(1, 2, 520, self.dim)
         self.dense[0] = self.dense[0][:, :, :70]
         self.mask = torch.rand(1, 1, 1, 520, generator=generator) > 0.3

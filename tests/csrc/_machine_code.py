@@ -29,7 +29,7 @@ RECORD = Path(__file__).with_name("machine_code.json")
 SOURCES = sorted((ROOT / "csrc" / "cuda").glob("attention_*.cu"))
 # The binaries for sm_80 run on sm_86 and sm_89 too, and the PTX for sm_100 becomes code for sm_120.
 TARGETS = {"80": ("80", "89"), "90": ("90",), "100": ("100", "120")}
-# Architectures of the products in gemm.cu; those of a Hopper GPU are in hopper/gemm.cu.
+# Architectures of the products in gemm.cu; the products of a Hopper GPU are in hopper/gemm.cu.
 PRODUCTS = ("80", "89", "100", "120")
 PRODUCT = re.compile(r"gemm_kernelI\S*?Store(Gelu|Gradient)\S*?Gelu(Tanh)?By")
 HOPPER = re.compile(r"persistent_(forward|backward)_kernelI\d+__[a-z_\d]+?Li(\d+)ELb(\d)ELb(\d)E")
@@ -76,8 +76,8 @@ def loop(text: str) -> dict[str, int]:
 def properties(target: Path) -> dict[str, dict[str, dict[str, int]]]:
     """Return registers, shared memory and the loop by kernel and architecture of an object.
 
-    The shared memory is that of the declarations, without what a launch asks for. fp16 and bf16
-    have one line, which is the larger figure.
+    The shared memory is the memory that the kernel declares, without the memory that a launch asks
+    for. fp16 and bf16 have one line, which is the larger figure.
     """
     by_kernel: dict[str, dict[str, dict[str, int]]] = {}
     usage, dumped = cuobjdump("-res-usage", target), cuobjdump("--dump-sass", target)
@@ -125,7 +125,7 @@ def resources(binary: Path) -> dict[str, dict[str, int]]:
 def recorded(arch: str, prefix: str) -> dict[str, dict[str, int]]:
     """Return the recorded resources of an architecture for the kernels with a prefix.
 
-    The test is skipped if nvcc has another version than that of the record.
+    The test is skipped if the version of nvcc differs from the version in the record.
     """
     record = json.loads(RECORD.read_text(encoding="utf-8"))
     nvcc_version = version(shutil.which("nvcc"))

@@ -1,4 +1,4 @@
-"""Calls of the C++ operators with one spoiled argument each, made in a process of their own.
+"""Calls of the C++ operators with one spoiled argument each, made in a separate process.
 
 As a program, the file makes the calls from number ``argv[1]`` on. It writes a line of JSON before
 and after each call, so the reader knows which call a signal ended.
@@ -72,7 +72,7 @@ def other_tensors(t: Tensor) -> Iterator[tuple[str, Callable[[], Any]]]:
         yield f"size - 1 of dimension {d}", lambda d=d: t.narrow(d, 0, t.shape[d] - 1)
         yield f"size + 1 of dimension {d}", lambda d=d: torch.cat([t, t.narrow(d, 0, 1)], d)
     if t.numel() == 0:
-        # A tensor without elements stands for an absent parameter.
+        # A tensor without elements represents an absent parameter.
         return
     yield "empty", lambda: t.new_zeros(0)
     yield "meta", lambda: t.to("meta")
@@ -93,7 +93,7 @@ def other_tensors(t: Tensor) -> Iterator[tuple[str, Callable[[], Any]]]:
 
 
 def other_layouts(t: Tensor) -> Iterator[tuple[str, Callable[[], Tensor]]]:
-    """Yield tensors with the same numbers at other places in memory."""
+    """Yield tensors with the same numbers at other addresses in memory."""
     if t.numel() == 0:
         return
     yield "offset", lambda: torch.cat([t.new_zeros(1), t.flatten()])[1:].view(t.shape)

@@ -1,7 +1,7 @@
 """The machine code of attention for sm_80 and later: registers, shared memory, the loop's length.
 
 A regression of the code shows here without a GPU and without a clock. machine_code.json has the
-figures; _machine_code.py writes it anew after a change of the kernels.
+figures; _machine_code.py writes it again after a change of the kernels.
 """
 
 from __future__ import annotations

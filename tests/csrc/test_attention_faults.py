@@ -68,7 +68,7 @@ class Problems:
         def drawn(*shape):
             return torch.randn(shape, generator=generator).bfloat16()
 
-        # Five tiles of keys go around the ring of three stages, and the backward has two blocks of
+        # Five tiles of keys reuse stages of the ring of three, and the backward has two blocks of
         # keys. The first tile has no allowed key, and keys that nobody attends are NaN.
         self.queries, self.keys, self.values = drawn(1, 1, 70, 64), *drawn(2, 1, 1, 140, 64)
         self.queries[..., :16] *= 3
@@ -119,7 +119,7 @@ class Problems:
         return tuple(gradients)
 
     def outcome(self, kernel, fault):
-        """Return what is wrong with a fault in a kernel, or "" for nothing."""
+        """Return the errors that a fault in a kernel causes, or "" if there are none."""
         with replaced(self.attention.compiled, fault.broken(self.attention.ptx(kernel))):
             return outcome(lambda seed: self.run(kernel, seed), self.expected[kernel], seeds=3)
 

@@ -14,7 +14,7 @@ from fastbert.testing.compare import assert_close
 from fastbert.testing.ptx import cuda_operators
 from fastbert.testing.yardstick import Yardstick
 
-# nvcc needs a minute for these kernels of sm_80; `make test` runs those of sm_90.
+# nvcc needs a minute for these kernels of sm_80; `make test` runs the kernels of sm_90.
 pytestmark = pytest.mark.every_case
 
 NAMES = ("out", "dq", "dk", "dv")
@@ -94,7 +94,7 @@ def test_no_queries_or_no_keys(operators, sizes):
 @pytest.mark.parametrize("sign", [-1.0, 1.0])
 @pytest.mark.parametrize("dim", [32, 64, 128])
 def test_the_softmax_of_a_single_key_is_1(operators, dim, sign):
-    """The scores lie far below or above 0, where another first maximum than -inf would show."""
+    """The scores are far below or above 0, where another first maximum than -inf would show."""
     q, k, v, _ = drawn(1, 2, 129, 1, dim)
     out = ops.attention(10 * q.abs(), 10 * sign * k.abs(), v, backend="cuda")
     assert torch.equal(out, v.expand_as(out))

@@ -43,7 +43,7 @@ class Small:
         return p.backward(self.gemm, self.saved)
 
     def outcome(self, kernel, fault):
-        """Return what is wrong with a fault in a kernel, or "" for nothing."""
+        """Return the errors that a fault in a kernel causes, or "" if there are none."""
         ptx = self.gemm.ptx(kernel, "bfloat16", "GeluByI")
         with replaced(self.gemm.compiled, fault.broken(ptx)):
             return outcome(lambda seed: self.run(kernel, seed), self.expected[kernel])

@@ -1,6 +1,6 @@
 """Cases of attention that have bitten others, on the CUDA C++ kernels of both architectures.
 
-The numbers are those of tests/ops/test_regressions.py. That file runs the operations on the
+The numbers are the same as in tests/ops/test_regressions.py. That file runs the operations on the
 backends of this machine, and these kernels need the PTX machine instead of a GPU. Other cases have
 tests in test_cuda_attention.py, test_hopper_attention.py and test_hopper_backward.py.
 """
@@ -85,7 +85,7 @@ def test_16_dropout_of_everything_and_of_nearly_everything(dim):
     seed = torch.tensor([7])
     for result in solve(tensors, dropout_p=1.0, dropout_seed=seed):
         assert (result == 0).all()
-    # The share that is kept is 2⁻²⁰, and the factor of what is kept is 2²⁰.
+    # The probability of keeping an element is 2⁻²⁰, and kept elements are scaled by 2²⁰.
     for result in solve(tensors, dropout_p=1.0 - 2.0**-20, dropout_seed=seed):
         assert torch.isfinite(result).all()
 

@@ -214,7 +214,7 @@ def test_no_kernel_has_more_shared_memory_than_a_multiprocessor(library, kernel)
 
 @pytest.mark.parametrize("shared", [1, 16, 32, 48, 195])
 def test_launch_asks_for_the_shared_memory_that_a_kernel_needs(library, kernel, shared):
-    """The default limit of 48 KiB is that of static and dynamic memory together."""
+    """The default limit of 48 KiB applies to the sum of static and dynamic memory."""
     out = torch.zeros(256, dtype=torch.int32)
     params = Params(out.data_ptr())
     assert library.call("run_launch", byref(params), kernel, shared * KIB, memory=[out]) == SUCCESS

@@ -1,4 +1,4 @@
-"""The kernel that finds the places of tokens on a GPU, compiled by nvcc, on the PTX machine."""
+"""The kernel that finds the indices of tokens on a GPU, compiled by nvcc, on the PTX machine."""
 
 from __future__ import annotations
 

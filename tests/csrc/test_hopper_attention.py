@@ -123,7 +123,7 @@ def test_the_dropout_mask_is_the_definitions_bit_for_bit(hopper):
 
 
 def test_one_query_has_a_mask_of_keys(hopper):
-    """The stride of a dimension of size 1 says nothing."""
+    """The stride of a dimension of size 1 has no effect."""
     mask = torch.rand(1, 1, 1, 97, generator=torch.Generator().manual_seed(1)) > 0.4
     check(hopper, *drawn(1, 2, 1, 97, 64), mask)
 
@@ -168,7 +168,7 @@ def packed(lengths, slack=0, heads=2, dim=64):
     ],
 )
 def test_packed_sequences_are_dense_ones_bit_for_bit(hopper, dim, multiprocessors, lengths):
-    """A neighbour's NaN does not reach a sequence, and rows of no sequence become 0."""
+    """A NaN in one sequence does not reach another, and rows outside all sequences become 0."""
     hopper.compiled.set_multiprocessors(multiprocessors)
     rows, ends = packed(lengths, slack=9, dim=dim)
     rows[ends[-1] :] = torch.nan
@@ -203,7 +203,7 @@ def test_memory_is_moved_in_whole_sectors_and_without_bank_conflicts(hopper, dim
     assert counts["shared_wavefronts"] == counts["shared_least_wavefronts"]
     # One lane in four writes a log-sum-exp, and the eight numbers of a warp fill a sector.
     assert counts["global_sectors"] == counts["global_least_sectors"]
-    # Two items of a head read its keys and values; queries and out are moved once.
+    # Two items of a head read its keys and values; queries and outputs are moved once.
     lse = 2 * 256 * 4
     assert counts["global_bytes"] == 2 * 256 * dim * 2 * (2 + 2 * 2) + lse
 

@@ -146,7 +146,7 @@ def test_arithmetic_of_head_dim_128_has_a_product_in_flight(backward, pairs, dro
     assert sum(i < weights for i in products) == 20
     assert scores < places("MUFU.EX2")[0]
     assert places("MUFU.EX2")[-1] < weights < min(places("FADD"))
-    # The other additions are those of the sums of dq.
+    # The other additions belong to the sums of dq.
     assert max(places("FADD")[31], *places("STSM")) < products[20]
     assert products[-1] < queries < min(places("STG")) < max(places("STG")) < last
 

@@ -177,7 +177,7 @@ def test_keys_that_no_query_attends_change_no_bit(hopper, dim):
 )
 @pytest.mark.every_case
 def test_packed_sequences_are_dense_ones_bit_for_bit(hopper, dim, multiprocessors, shared):
-    """A neighbour's NaN does not reach a sequence; all share a mask, or each has its own."""
+    """A NaN in one sequence does not reach another, with a shared mask or a mask for each."""
     lengths = ((33, 0, 129, 1, 70), (40, 5, 140, 1, 0))
     ends = [torch.tensor([0, *accumulate(x)], dtype=torch.int32) for x in lengths]
     longest = tuple(map(max, lengths))

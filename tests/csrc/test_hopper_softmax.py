@@ -79,7 +79,7 @@ def test_powers_of_2_are_exact(exponentials):
 def test_hidden_scores_have_weight_0(exponentials):
     x = torch.tensor([-127.0, -127.5, -1e4, -3e38, -math.inf])
     assert torch.equal(exponentials(x), torch.zeros(5))
-    # Between the smallest normal number and 0, the result lies there too.
+    # Between the smallest normal number and 0, the result is in the same range.
     x = -126 - torch.rand(200, generator=torch.Generator().manual_seed(0))
     y = exponentials(x)
     assert (y >= 0).all()

@@ -111,7 +111,7 @@ def test_no_instruction_above_the_baseline_outside_the_dispatched_functions(exte
                 stray.add((function, line.strip()))
         elif AVX.search(line):
             seen.add("avx2")
-            # The PTX machine asks the processor before it runs a launch.
+            # The PTX machine checks the instruction set of the processor before it runs a launch.
             levels = r"fastbert::(cpu::(avx2|avx512|avx512_bf16|amx)|ptx)::"
             if not re.search(levels, function):
                 stray.add((function, line.strip()))

@@ -110,7 +110,7 @@ HARMLESS = (
     (r"layer_forward/.*", r"dtype", FLOATING),
     # The rows of a norm may be narrower than the residual.
     (r"layer_norm_backward/0", r"x", FLOATING),
-    # The operator returns nothing for arguments that are not of its form.
+    # The operator returns nothing for arguments in another form.
     (r"bert/.*", r"ids|mask|token_types", r".*"),
     (r"bert/.*", r"dtype", r".*"),
     (r"bert/.*", r"parameters", r"dtype .*"),

@@ -1,4 +1,4 @@
-"""The words of plain sentences: all characters but the white space, at their places."""
+"""The words of plain sentences: all characters but the white space, at their positions."""
 
 from __future__ import annotations
 

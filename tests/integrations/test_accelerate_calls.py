@@ -176,7 +176,7 @@ def test_a_model_is_freed_with_its_last_reference(family) -> None:
 
 
 def wrap(side: nn.Module) -> None:
-    """Give a module a forward of its own, as accelerate's prepare and its hooks do."""
+    """Set ``forward`` on a module instance, as accelerate's prepare and its hooks do."""
     inner = side.forward
     side.forward = lambda *args, **kwargs: inner(*args, **kwargs)  # type: ignore[method-assign]
 

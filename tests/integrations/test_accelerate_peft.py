@@ -59,7 +59,7 @@ def test_lora(targets, when) -> None:
         pair.each(lambda side: side.train())
         check_step(pair)
     else:
-        # Each linear layer is called on its own, so no feed-forward layer runs as one call.
+        # Each linear layer is called separately, so no feed-forward layer runs as one call.
         with torch.no_grad():
             agree(*pair.run(lambda side: values(side, batch())))
 

@@ -38,7 +38,7 @@ def build(family: str, **changes: Any) -> Any:
 
 
 def changed(value: Any) -> Any:
-    """Return another value of the same kind."""
+    """Return another value of the same type."""
     if isinstance(value, bool):
         return not value
     if isinstance(value, (int, float)):

@@ -40,7 +40,7 @@ def _two_threads():
 
 def encoder(dtype: torch.dtype = torch.float32) -> BertModel:
     torch.manual_seed(0)
-    # The tanh of a pooler is torch's, in a parallel region of its own.
+    # torch computes the tanh of a pooler, in a separate parallel region.
     model = BertModel(CONFIG, backend="cpu", add_pooling_layer=False)
     return model.eval().to(dtype)
 

@@ -178,7 +178,7 @@ def test_without_a_gradient_it_is_one_call_in_any_mode(monkeypatch) -> None:
 
 
 def test_a_level_chosen_later_packs_again() -> None:
-    """The bits at a level are those of a model that has never run at another level."""
+    """A model gives the same bits at a level if it has run at another level before."""
     built, fresh, inputs = quantised(), quantised(), batch()
     with torch.inference_mode():
         expected = built(**inputs).last_hidden_state

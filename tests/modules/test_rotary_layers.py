@@ -1,7 +1,7 @@
 """Layers with rotary positions, a gated feed-forward, windows or norms before them, in one call.
 
-The layers are those of ModernBERT and NomicBERT. The results agree with float64, with the layers
-one by one, and with themselves in any company of other sequences.
+The layers have the form of the layers in ModernBERT and NomicBERT. The results agree with float64,
+with the layers one by one, and with themselves in any company of other sequences.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ def test_a_write_is_seen(family, write) -> None:
 
 
 def test_a_window_over_padding_in_the_middle_runs_layer_by_layer() -> None:
-    """The window counts the places of the padded row, which packed rows do not have."""
+    """The window counts the positions of the padded row, which packed rows do not have."""
     built, inputs = model("modernbert"), batch((40, 40))
     inputs["attention_mask"][0, 10:20] = 0
     actual = states(built, inputs)

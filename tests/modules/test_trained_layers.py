@@ -47,7 +47,7 @@ def inputs_of(lengths):
 def step(model, inputs, dtype=torch.float32):
     """Return the loss and the gradients that exist, with the same dropout at each call.
 
-    A `dtype` other than fp32 is that of autocast.
+    A `dtype` other than fp32 is the dtype of autocast.
     """
     torch.manual_seed(3)
     model.zero_grad()

@@ -181,7 +181,7 @@ def reason(built: BertModel, dtype: torch.dtype = torch.float32) -> str:
 
 
 class Scaled(nn.Linear):
-    """A linear layer of a class of its own."""
+    """A linear layer of a user-defined class."""
 
     def forward(self, x: Tensor) -> Tensor:
         return 2.0 * super().forward(x)

@@ -141,7 +141,7 @@ def _attention(sample: Any) -> Call:
         # torch counts positions from the first key, we count them from the last.
         mask = torch.ones(1, 1, q.shape[2], k.shape[2], dtype=torch.bool).tril()
     elif (given := sample.kwargs.get("attn_mask")) is not None:
-        # Our mask of two dimensions is one of keys.
+        # In fastbert, a mask of two dimensions marks keys.
         given = given.expand(*[1] * (4 - given.dim()), *given.shape)
         mask, bias = (given, None) if given.dtype == torch.bool else (None, given)
     return _call(torch_function, q=q, k=k, v=v, _mask=mask, _bias=bias)

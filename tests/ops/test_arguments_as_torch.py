@@ -28,7 +28,7 @@ WITH_VECTORS = [
 
 
 def each_run(chosen: list, long_backend: str):
-    """Run the cases on every backend; `make test` leaves those of one backend out.
+    """Run the cases on every backend; `make test` leaves out the cases of one backend.
 
     Triton's interpreter is slow, so `make test` has one case of each operation there.
     """
@@ -51,7 +51,7 @@ def column_of_a_matrix(vector: Tensor) -> Tensor:
 
 
 def with_columns(inputs: Inputs) -> Inputs:
-    """Return the inputs with a column of a matrix in the place of every vector."""
+    """Return the inputs with a column of a matrix instead of every vector."""
 
     def changed(name: str, value: Any) -> Any:
         return column_of_a_matrix(value) if is_vector(value) else value
@@ -71,7 +71,7 @@ def test_a_vector_with_a_stride_gives_the_same_bits(case, backend, dtype, device
         assert torch.equal(actual[name], value), name
 
 
-# All backends share what comes before the gradient, and Triton's interpreter is slow.
+# All backends share the code before the gradient, and Triton's interpreter is slow.
 @each_run(RUNS, long_backend="triton")
 def test_a_result_whose_gradient_is_none_gives_none(case, backend, dtype, device):
     inputs = case.inputs(dtype, device)

@@ -24,7 +24,7 @@ def test_plain_operands_are_served(dtype):
     assert library_reason(x[:0], weight, bias) is None
     # The gradient's product has the weight's rows along its depth.
     assert library_reason(x, weight.t().contiguous(), None) is None
-    # Rows may lie in a larger tensor, at multiples of 16 bytes.
+    # Rows may be part of a larger tensor, at multiples of 16 bytes.
     assert library_reason(torch.zeros(5, 40, dtype=dtype)[:, 8:24], weight, bias) is None
 
 

@@ -43,7 +43,8 @@ class PreparedBatches:
         """Check the options and keep them.
 
         Args:
-            examples: The examples of every epoch, whose seed is also that of order and masks.
+            examples: The examples of every epoch, whose seed also determines the order and the
+                masks.
             tokens_per_batch: Largest number of tokens of a batch, padding included.
             batches_per_step: Number of batches that all processes take in one step.
             whole_word: Whether all pieces of a word are predicted together.

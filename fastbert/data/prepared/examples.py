@@ -83,7 +83,7 @@ class EpochExamples(Sequence[Instance]):
 
 
 class PreparedExamples:
-    """Examples that are drawn from a prepared corpus anew in every epoch.
+    """Examples that are drawn again from a prepared corpus in every epoch.
 
     Example ``i`` of epoch ``k`` depends only on the corpus, the options, the seed, ``k`` and ``i``.
     An epoch covers all sentences. In memory is only a plan of 19 bytes per example; the tokens stay

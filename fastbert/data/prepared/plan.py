@@ -1,4 +1,4 @@
-"""The examples that one shard gives in one epoch, as places in its tokens.
+"""The examples that one shard gives in one epoch, as positions in the tokens of the shard.
 
 The documents are cut as in `fastbert.data.NextSentencePairs`, but all documents of a shard at once:
 step k computes run k of every document that has so many runs.

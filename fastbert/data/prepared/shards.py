@@ -54,7 +54,7 @@ class ShardRecord:
     sha256: dict[str, str]
 
     def bytes(self, part: str, dtype: str) -> int:
-        """Return the size of a file in bytes; `dtype` is that of the ids."""
+        """Return the size of a file in bytes; `dtype` is the dtype of the ids."""
         if part == "tokens":
             return self.tokens * np.dtype(dtype).itemsize
         count = self.sentences if part == "sentences" else self.documents
@@ -97,7 +97,7 @@ class ShardWriter:
     """
 
     def __init__(self, folder: Path, name: str, dtype: str) -> None:
-        """Keep the arguments; `dtype` is that of the ids."""
+        """Keep the arguments; `dtype` is the dtype of the ids."""
         self._folder, self._name, self._dtype = folder, name, dtype
         self._files: dict[str, IO[bytes]] = {}
         self._sums = {part: hashlib.sha256() for part in PARTS}
@@ -200,7 +200,7 @@ class Shard:
         self.record = record
         self._paths = {part: folder / f"{record.name}.{part}" for part in PARTS}
         self._vocab_size = vocab_size
-        # Whether the files are known to be those of the manifest.
+        # Whether the files have been verified against the manifest.
         self.verified = False
         self._maps = {
             part: _map(path, record.bytes(part, dtype), dtype if part == "tokens" else OFFSETS)
