@@ -31,8 +31,8 @@ struct BackwardMemory {
   float *q, *dout, *q_columns, *dout_columns;   // one block of queries
   float *dq, *maximum, *sum, *delta, *maxima;
   float *scores, *dweights;
-  int64_t stride,
-      kept_keys;  // row stride of scores; columns of kept scores, 0 if no scores are kept
+  // The row stride of scores, and the columns of kept scores (0 if no scores are kept).
+  int64_t stride, kept_keys;
 
   BackwardMemory(const AttentionBackward& p, int64_t item_keys, Arena& arena) {
     const Attention& a = p.forward;

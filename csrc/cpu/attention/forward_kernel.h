@@ -91,8 +91,7 @@ inline void running_softmax(const Attention& a, const Head& h, const Block& bloc
 }
 
 struct ForwardMemory {
-  uint32_t *used,
-      *begun;  // begun: one flag for each block of queries, nonzero if `out` has a result
+  uint32_t *used, *begun;  // begun[i]: whether `out` has a result for block i of queries
   float *q, *out, *maximum, *sum, *keys, *values, *scores, *maxima, *factors;
 
   ForwardMemory(const Attention& a, int64_t rows, Arena& arena) {

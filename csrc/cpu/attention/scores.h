@@ -44,8 +44,8 @@ FASTBERT_INLINE int64_t clamp(int64_t x, int64_t low, int64_t high) {
 struct Head {
   int64_t sequence, head;
   int64_t q_start, q_length, k_start, k_length;
-  const uint32_t* used;  // one flag for each key, nonzero if any query attends to the key; null if
-                         // all are nonzero
+  // One flag for each key: whether any query attends to the key. Null if every flag is set.
+  const uint32_t* used;
 };
 
 FASTBERT_INLINE Head head_of(const Attention& a, int64_t sequence, int64_t head) {

@@ -31,8 +31,7 @@ namespace fastbert::cpu::FASTBERT_LEVEL {
 constexpr int64_t kWeightStride = kKeys + kStep;
 
 struct StripMemory {
-  uint32_t *used,
-      *begun;  // begun: one flag for each strip of queries, nonzero if `out` has a result
+  uint32_t *used, *begun;  // begun[i]: whether `out` has a result for strip i of queries
   uint16_t *q, *kept_rows;
   char *keys, *values;
   float *out, *maximum, *sum, *factors;
@@ -199,8 +198,8 @@ inline void strip_softmax(const Attention& a, const Head& h, const Block& block,
   const int64_t width = whole_panels(block.keys);
   const Masking masks = masking(a, h, block);
   const bool biased = a.bias.data != nullptr, plain = !masks.needed && !biased;
-  const float scale =
-      plain ? a.scale : 1.0f;  // If `plain` is false, finish_row multiplies by a.scale.
+  // If `plain` is false, finish_row multiplies by a.scale.
+  const float scale = plain ? a.scale : 1.0f;
   alignas(64) uint32_t allowed[kKeys];
   alignas(64) uint32_t kept[kKeys];
   alignas(64) float bias[kKeys];

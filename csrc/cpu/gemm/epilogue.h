@@ -1,5 +1,5 @@
-// The epilogue of a product, which runs while the sums are in the first-level cache: bias,
-// activation, residual and conversion to the output's format.
+// The epilogue of a product: bias, activation, residual and conversion to the output's format. The
+// epilogue of a tile runs while the sums of the tile are in the first-level cache.
 
 #pragma once
 
@@ -19,7 +19,8 @@ struct Tile {
   int rows, columns;
 };
 
-// A function of a few registers of sums at a time, so that long chains of operations overlap.
+// A function is applied to a few registers of sums at a time, so that long chains of operations
+// overlap.
 struct Same {
   template <int kCount>
   static FASTBERT_INLINE void apply(Vec (&)[kCount]) {}
@@ -45,8 +46,8 @@ struct GeluTo<BF16> {
   }
 };
 
-// The place of a residual, with null `data` if there is none, or of a result. `data` points to the
-// element that belongs to the first sum of a tile, and rows are `stride` apart.
+// A pointer into the matrix of a residual or of a result. `data` points to the element that belongs
+// to the first sum of a tile, and is null if there is no residual. Rows are `stride` apart.
 template <class Pointer>
 struct Place {
   Pointer data;
@@ -62,7 +63,7 @@ FASTBERT_INLINE Place<Pointer> place_of(Pointer matrix, int64_t stride, const Ti
 template <class From, class To, class Function>
 struct Pass {
   const Tile& tile;
-  const float* bias;  // of the tile's columns, or null
+  const float* bias;  // bias of the tile's columns, or null
   Place<const typename From::Storage*> residual;
   Place<typename To::Storage*> out;
 
@@ -163,8 +164,8 @@ __attribute__((noinline)) void finish_tile(const Epilogue& e, const Tile& tile) 
   });
 }
 
-// Transposes a block of kPanel x kPanel sums whose rows are `stride` apart, one square of registers
-// at a time: the square `part` of 4.
+// Transposes one square of registers in a block of kPanel x kPanel sums. The block has four such
+// squares, and `part` is the number of the square. Rows of sums are `stride` apart.
 FASTBERT_INLINE void turn_part(const float* sums, int64_t stride, float* turned, int part) {
   const int64_t row = part / 2 * kLanes, column = part % 2 * kLanes;
   Vec block[kLanes];
@@ -175,7 +176,7 @@ FASTBERT_INLINE void turn_part(const float* sums, int64_t stride, float* turned,
   for (int i = 0; i < kLanes; ++i) store(turned + (column + i) * kPanel + row, block[i]);
 }
 
-// Finishes a tile of sums whose rows belong to columns of the result. The memory around `tile` is
+// Finishes a tile in which a row of sums is a column of the result. The memory around `tile` is
 // readable up to whole blocks of kPanel x kPanel sums.
 __attribute__((noinline)) void finish_turned(const Epilogue& e, const Tile& tile) {
   alignas(64) float turned[kPanel * kPanel];

@@ -1,5 +1,5 @@
-// Matrix products with their epilogues on the CPU. The operators check tensors and share tasks out
-// to threads.
+// Matrix products with their epilogues on the CPU. The operators check tensors, divide the work
+// into tasks and distribute the tasks over threads.
 
 #include <algorithm>
 #include <atomic>
@@ -13,7 +13,7 @@
 namespace fastbert::cpu {
 namespace {
 
-// Checks a weight (N, K) for x (M, K), in the dtype of x or fp32.
+// Checks the weight (N, K) of a product with x (M, K). The weight has the dtype of x or fp32.
 void check_weight(const at::Tensor& weight, const at::Tensor& x, const char* name = "weight") {
   check_device(name, weight, x);
   TORCH_CHECK_TYPE(weight.scalar_type() == x.scalar_type() || weight.scalar_type() == at::kFloat,
@@ -26,12 +26,13 @@ void check_weight(const at::Tensor& weight, const at::Tensor& x, const char* nam
 // Below about this many multiplications, a second thread costs more time than it saves.
 constexpr int64_t kProductGrain = 400'000;
 
-// The rows of a task that normalises rows are a multiple of the columns of every level's panels.
-// Its packed rows of x and its sums fit a second-level cache of 1 MiB, unless the task has few
-// rows.
+// A task that normalises rows takes a multiple of kNormUnit rows, which is a multiple of the panel
+// width at every level. The packed rows of x and the sums of a task fit a second-level cache of 1
+// MiB, unless the task has few rows.
 constexpr int64_t kNormUnit = 32, kFewNormUnits = 4, kNormBytes = 896 << 10;
 
-// The rows of x, packed in `format` as the right operand of products. Nothing is kept after a call.
+// The rows of x, packed in `format` as the right operand of products. The packed rows are freed
+// after the call.
 struct RightOperand {
   Packing packing = {};
   at::Tensor bytes;
@@ -42,15 +43,16 @@ struct RightOperand {
                x.stride(1),  x.size(0), x.size(1),          bytes.mutable_data_ptr()};
   }
 
-  // For products in `dtype` whose weights are on the left as they are stored. Wider rows are
-  // rounded while they are packed.
+  // Packs x for products in `dtype` whose left operand is a stored weight. Elements of x that are
+  // wider than `dtype` are rounded while they are packed.
   RightOperand(const Kernels& k, const at::Tensor& x, at::ScalarType dtype)
       : RightOperand(
             k, x, x.scalar_type() == dtype ? k.right_format(format_of(dtype)) : format_of(dtype)) {}
 
   RightOperand(const Kernels& k, const at::Tensor& x) : RightOperand(k, x, x.scalar_type()) {}
 
-  // For x (rows, columns) in `format`, which another product will write.
+  // Allocates the operand for x (rows, columns) in `format`. Another product will write the
+  // elements.
   RightOperand(const Kernels& k, int64_t rows, int64_t columns, Format format) {
     bytes = empty({k.packed_bytes(format, rows, columns)}, at::dtype(at::kByte));
     packing.to = format;
@@ -64,15 +66,16 @@ int threads_for(double work) {
 
 double work_of(const Gemm& g) { return (double)g.m * (double)g.n * (double)g.k; }
 
-// Tasks that need the results of all tasks of the phase before.
+// Tasks that need the results of all tasks of the previous phase.
 struct Phase {
   int64_t count;
   std::function<void(int64_t task)> body;
 };
 
-// Does phase after phase in one parallel region, because waking the threads again would take as
-// long as a small product. Threads take the tasks in order, so they already work on the last tasks
-// of a phase when the first task of the next phase waits.
+// Runs the phases one after another in one parallel region, because waking the threads again would
+// take as long as a small product. Threads take the tasks in order. While the first task of a phase
+// waits for the previous phase, the other threads still work on the last tasks of the previous
+// phase.
 void run(const std::vector<Phase>& phases, int threads) {
   std::vector<std::atomic<int64_t>> unfinished(phases.size());
   int64_t tasks = 0;
@@ -91,7 +94,8 @@ Phase packing_of(const Kernels& k, const Packing& x) {
   return {k.pack_units(x.n), [&k, &x](int64_t unit) { k.pack(x, unit, unit + 1); }};
 }
 
-// A product, and the number of its first task among the tasks of several products.
+// A product and its division into tasks. `first` is the number of its first task among the tasks of
+// all products.
 struct Planned {
   Gemm gemm;
   GemmPlan plan;
@@ -123,7 +127,7 @@ void run(const Kernels& k, const Packing& x, const std::vector<Gemm>& products) 
 }
 
 // Describes the product x Wᵀ + bias + residual in `dtype`. The caller sets the operands, the output
-// and further steps.
+// and further steps of the epilogue.
 Gemm product(const at::Tensor& x, at::ScalarType dtype, int64_t n, const OptionalTensor& bias,
              const OptionalTensor& residual) {
   Gemm g = {};
@@ -146,7 +150,7 @@ void set_operands(Gemm& g, const at::Tensor& a, const RightOperand& right) {
   g.a_column = a.stride(1);
 }
 
-// Describes the product of `x` with a weight on the left.
+// Describes the product of `x` with a weight that is the left operand.
 Gemm product(const at::Tensor& x, at::ScalarType dtype, const RightOperand& right,
              const at::Tensor& weight, const OptionalTensor& bias, const OptionalTensor& residual) {
   Gemm g = product(x, dtype, weight.size(0), bias, residual);
@@ -155,18 +159,19 @@ Gemm product(const at::Tensor& x, at::ScalarType dtype, const RightOperand& righ
   return g;
 }
 
-// Returns whether a product of fp32 packs its weight instead of x: with many rows, if the packed
-// weight, of at most 1 MiB, stays in the second-level cache while the rows pass.
+// Returns whether a product in fp32 packs its weight instead of x. It does if x has many rows and
+// the packed weight has at most 1 MiB, so that the weight stays in the second-level cache while all
+// rows of x are multiplied.
 bool packs_weight(const at::Tensor& x, const at::Tensor& weight, at::ScalarType dtype) {
   constexpr int64_t kManyRows = 512, kMostElements = 1 << 18;
   return dtype == at::kFloat && x.size(0) >= kManyRows && weight.numel() <= kMostElements;
 }
 
-// The product of x with a weight, which is summed with a residual and normalised.
+// The product of x with a weight, followed by the addition of a residual and layer norm.
 class NormedProduct {
  public:
-  // Takes the arguments of `linear_layer_norm` and checks them. Errors name the weight and the bias
-  // as the caller does.
+  // Checks the arguments of `linear_layer_norm`. Error messages use the caller's names of the
+  // weight and the bias.
   NormedProduct(const at::Tensor& x, const at::Tensor& weight, const OptionalTensor& bias,
                 const at::Tensor& residual, const at::Tensor& norm_weight,
                 const at::Tensor& norm_bias, double eps, const char* weight_name = "weight",
@@ -192,7 +197,7 @@ class NormedProduct {
 
   double work() const { return work_of(gemm_); }
 
-  // Adds the phases that need the packed x.
+  // Adds the phases that run after x is packed.
   void add_to(std::vector<Phase>& phases, const Kernels& k, const RightOperand& x, int threads) {
     set_operands(gemm_, weight_, x);
     if (m_ <= kNormUnit * threads) {
@@ -205,7 +210,8 @@ class NormedProduct {
   at::Tensor y;
 
  private:
-  // With few rows, threads share the rows of W, and the sums stay in the second-level cache.
+  // Divides a product with few rows. Each task takes some rows of W, and the sums stay in the
+  // second-level cache until they are normalised.
   void add_few_rows(std::vector<Phase>& phases, const Kernels& k, int threads) {
     sums_ = empty({m_, n_}, y.options().dtype(at::kFloat));
     gemm_.out = sums_.mutable_data_ptr();
@@ -217,7 +223,8 @@ class NormedProduct {
                       }});
   }
 
-  // Otherwise each task computes and normalises whole rows, whose sums are its scratch memory.
+  // Divides a product with more rows. Each task computes and normalises whole rows, with the sums
+  // in its scratch memory.
   Phase whole_rows(const Kernels& k, int threads) const {
     const int64_t unit_bytes = k.packed_bytes(gemm_.packed_format, kNormUnit, gemm_.k) +
                                kNormUnit * n_ * (int64_t)sizeof(float);
@@ -264,7 +271,8 @@ at::Tensor normed_product(const at::Tensor& x, NormedProduct normed) {
   return normed.y;
 }
 
-// Copies of the biases in fp32, which are as long as their weights have rows; or nothing.
+// Returns one bias in fp32 for each weight, after a check that the bias has one element for each
+// row of the weight. Without biases, every element of the result is absent.
 std::vector<OptionalTensor> biases_of(at::TensorList biases, at::TensorList weights,
                                       const at::Tensor& x) {
   TORCH_CHECK_VALUE(biases.empty() || biases.size() == weights.size(), "biases: got ",
@@ -373,15 +381,16 @@ at::Tensor feed_forward_layer_norm(const at::Tensor& x, const at::Tensor& inner,
                          "outer", "outer_bias");
   };
   if (n % kNormUnit != 0) {
-    // Only whole panels of rows of `inner` can go from one product to the next.
+    // Only whole panels of rows of `inner` can be written directly as the packed operand of the
+    // second product.
     const auto between =
         std::get<0>(linear(x, inner, inner_bias_in, std::nullopt, activation, false));
     return normed_product(between, normed_of(between));
   }
   const auto inner_bias = as_float(inner_bias_in);
   const Activation function = epilogue_activation(activation);
-  // A tensor of one element stands for the activations in the checks, because only panels hold
-  // them.
+  // The activations exist only in packed panels. For the checks, an expanded tensor of one element
+  // has their shape.
   NormedProduct normed = normed_of(empty({1, 1}, x.options()).expand({m, n}));
   if (m == 0) return normed.y;
   const Kernels& k = kernels();

@@ -1,5 +1,5 @@
-// int8 products on the CPU. The operator quantises the rows of x and shares blocks of the result
-// out to threads.
+// int8 products on the CPU. The operator quantises the rows of x, divides the result into blocks
+// and distributes the blocks over threads.
 
 #include <ATen/Dispatch.h>
 
@@ -14,12 +14,13 @@
 namespace fastbert::cpu {
 namespace {
 
-// Up to this depth, sums of products of 255 and 128 stay below 2^31.
+// Up to this depth, sums of products of values up to 255 and 128 stay below 2^31.
 constexpr int64_t kInt8Depth = 65536;
-// Panels come in multiples of 4, rows of q in multiples of 16, and k in multiples of 64, which are
-// whole tiles at every level.
+// The number of panels is a multiple of 4, the number of rows of q a multiple of 16, and k a
+// multiple of 64. These multiples are whole tiles at every level.
 constexpr int64_t kPanels = 4, kRows = 16, kDepth = 64;
-// The rows of a task, in bytes of q, which stay in the second-level cache while the weights pass.
+// The size of the rows of q of one task. These rows stay in the second-level cache while all
+// weights are read.
 constexpr int64_t kRowBytes = 256 * 1024;
 
 int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
@@ -65,7 +66,7 @@ void check_int8(const at::Tensor& x, const at::Tensor& packed, const at::Tensor&
   if (residual) check_summand("residual", *residual, x, x.size(0), n, dtype);
 }
 
-// The rows of x as integers, with the scale and the zero of each row.
+// The rows of x as integers, with one scale and one zero point for each row.
 struct Quantised {
   at::Tensor q, scale, zero;
 
@@ -86,14 +87,14 @@ struct Quantised {
     const Kernels& k = kernels();
     parallel_for(rows, grain_rows(columns),
                  [&](int64_t begin, int64_t end) { k.int8_quantise(params, begin, end); });
-    // The rows of padding are multiplied too, and their results are dropped. Their values only have
-    // to be defined.
+    // Padding rows are multiplied too, and their results are discarded. The padding only has to be
+    // initialised.
     if (q.size(0) > rows) q.narrow(0, rows, q.size(0) - rows).zero_();
   }
 };
 
-// Divides the rows into blocks that fit the cache, and also the columns if the blocks of rows are
-// too few tasks.
+// Divides the rows into blocks that fit the cache. If this gives too few tasks, the columns are
+// divided too.
 void multiply(const Int8Gemm& params, int64_t m, int64_t panels, int64_t row_bytes) {
   const Kernels& k = kernels();
   const int64_t unit = 2 * kRows;

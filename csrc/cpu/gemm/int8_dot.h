@@ -1,11 +1,11 @@
-// The arithmetic of int8 products: in each 32-bit lane, an exact dot product of two or four
-// neighbours along k, with sums in int32 (Intel's Software Developer's Manual).
+// The arithmetic of int8 products: each 32-bit lane receives an exact dot product of two or four
+// consecutive elements along k, with sums in int32 (Intel's Software Developer's Manual).
 //
-// pmaddubsw, the obvious instruction of AVX2, saturates its sums of two products at 16 bits.
-// Unsigned activations up to 255 times weights up to 127 exceed this limit. Below AVX512_VNNI, both
-// operands are therefore widened to 16 bits and go through pmaddwd, which cannot overflow. Weights
-// are widened on the way from memory, and activations when they are quantised. vpdpbusd and the
-// tiles take unsigned times signed bytes as they are.
+// The usual AVX2 instruction for this product, pmaddubsw, saturates the sum of two products at 16
+// bits. Unsigned activations up to 255 times weights up to 127 exceed this limit. Levels without
+// AVX512_VNNI therefore widen both operands to 16 bits and use pmaddwd, which cannot overflow here.
+// Weights are widened when they are loaded, and activations when they are quantised. vpdpbusd and
+// AMX tiles multiply unsigned by signed bytes directly.
 
 #pragma once
 
@@ -16,7 +16,7 @@ namespace fastbert::cpu::FASTBERT_LEVEL {
 typedef int16_t ShortVec __attribute__((vector_size(kBytes)));
 typedef int8_t NarrowVec __attribute__((vector_size(kBytes / 2)));
 
-// Returns the 4 bytes at `p` in every lane.
+// Returns a register with the 4 bytes at `p` in every lane.
 FASTBERT_INLINE IntVec splat_word(const void* p) {
   int32_t word;
   __builtin_memcpy(&word, p, sizeof(word));
@@ -73,8 +73,8 @@ struct Quads {
       sum += (x >> shift & 0xff) * (w << (24 - shift) >> 24);
     }
 #else
-    // Assembly names the instruction, because the level avx512 is also compiled for processors that
-    // lack it.
+    // The instruction is written in assembly, because the level avx512 is also compiled for
+    // processors without it.
     asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(x), "v"(w));
 #endif
     return sum;

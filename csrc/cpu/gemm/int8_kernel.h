@@ -1,16 +1,18 @@
-// int8 products. Each call quantises the rows of x, while weights are quantised once. Sums are
-// int32 and are scaled back in fp32 (Jacob et al. 2018, with a scale for each row and each column).
+// int8 products. Each call quantises the rows of x; weights are quantised once, in advance. Sums
+// are int32 and are converted back to fp32 with one scale for each row and one for each column
+// (Jacob et al. 2018).
 //
-// Let [low, high] be the smallest interval that holds a row and 0. The row becomes q = clip(rint(x
-// / scale) + zero, 0, 255) with scale = (high - low) / 255 and zero = rint(-low / scale). The
-// scheme is affine, because the result of a GELU hardly goes below 0 and would waste half of a
-// symmetric range. Weights are symmetric, so one correction per result, zero times the sum of the
-// column, removes the offset. With 16-bit activations, q - zero is stored, and no correction is
-// needed. Integer sums do not depend on their order, so every level, block and batch gives the same
-// sums.
+// Let [low, high] be the smallest interval that contains all elements of a row and 0. The row
+// becomes q = clip(rint(x / scale) + zero, 0, 255) with scale = (high - low) / 255 and zero =
+// rint(-low / scale). Activations are quantised with a zero point, because the result of a GELU is
+// hardly ever below 0 and would waste half of a symmetric range. Weights are quantised
+// symmetrically. The zero point then needs one correction per result: zero times the sum of the
+// column of weights. With 16-bit activations, q - zero is stored, and no correction is needed.
+// Integer sums do not depend on their order, so every level, block and batch gives the same sums.
 //
-// A prepacked weight consists of panels of kLanes columns, [k / group][kLanes][group], with a group
-// of 2 or 4 (int8_dot.h). Weights of 0 pad k to a multiple of 64 and the panels to a multiple of 4.
+// A prepacked weight consists of panels of kLanes columns. Each panel is [k /
+// group][kLanes][group], with a group of 2 or 4 (int8_dot.h). Zeros pad k to a multiple of 64 and
+// the number of panels to a multiple of 4.
 
 #pragma once
 
@@ -22,12 +24,13 @@
 
 namespace fastbert::cpu::FASTBERT_LEVEL {
 
-// Adding 1.5 * 2^23 rounds to an integer, ties to even, and leaves it in the low bits of the
-// mantissa.
+// Adding 1.5 * 2^23 rounds to an integer, ties to even. The low bits of the sum's mantissa are this
+// integer.
 constexpr float kRounder = 12582912.0f;
 constexpr int32_t kRounderBits = 0x4b400000;
 
-// Below this scale the reciprocal could overflow, so the row counts as 0.
+// Below this scale, the reciprocal of the scale could overflow, so the row is quantised as a row of
+// zeros.
 constexpr float kSmallestScale = 0x1p-120f;
 
 struct RowRange {
@@ -35,8 +38,8 @@ struct RowRange {
   bool finite;
 };
 
-// Several chains of comparisons run at a time, because a single chain would wait for its own
-// results.
+// Several chains of comparisons run at a time, because each comparison of a single chain would wait
+// for the previous comparison.
 template <class Format>
 FASTBERT_INLINE RowRange range_of(const typename Format::Storage* x, int64_t columns) {
   Vec lows[kSums] = {}, highs[kSums] = {};
@@ -82,8 +85,8 @@ FASTBERT_INLINE void store_narrow(int16_t* p, IntVec v, int count) {
   }
 }
 
-// Element is uint8_t for q, or int16_t for q - zero. A row with an element that is not finite gets
-// the scale NaN, so all of its results are NaN.
+// Element is uint8_t for q, or int16_t for q - zero. A row with an infinite or NaN element gets the
+// scale NaN, so all results of the row are NaN.
 template <class Format, class Element>
 void int8_quantise_rows(const Int8Rows& params, int64_t begin, int64_t end) {
   const Int8Rows p = params;
@@ -130,15 +133,15 @@ void int8_quantise(const Int8Rows& p, int64_t begin, int64_t end) {
   int8_quantise_elements<int16_t>(p, begin, end);
 }
 
-// The rows and the panels of a register block. Few rows take four panels, to hide the latency of
-// the sums.
+// The rows and the panels of a register block. With few rows, a block takes four panels, so that
+// enough independent sums hide the latency of the instructions.
 constexpr int kInt8Rows = 6;
 constexpr int kInt8Panels = FASTBERT_LEVEL_BYTES == 64 ? 4 : 2;
 constexpr int kInt8FewRows = 2;
 constexpr int kInt8MostPanels = 4;
 
-// Computes sums[r][p * kLanes + i] of kRows rows of q and the columns of kPanels panels. If the
-// products are faster than memory, `next`, as long as a panel, is meanwhile fetched into the
+// Computes sums[r][p * kLanes + i] for kRows rows of q and the columns of kPanels panels. If the
+// products are faster than memory, the panel at `next` is meanwhile prefetched into the
 // second-level cache.
 template <class Dot, int kRows, int kPanels>
 __attribute__((noinline)) void int8_block(const void* rows, int64_t depth, const int8_t* packed,
@@ -163,7 +166,7 @@ __attribute__((noinline)) void int8_block(const void* rows, int64_t depth, const
   }
 }
 
-// `rows` is 1 to kInt8Rows.
+// Calls int8_block for `rows` rows, 1 to kInt8Rows.
 template <class Dot>
 FASTBERT_INLINE void int8_rows(int rows, const void* q, int64_t depth, const int8_t* packed,
                                const int8_t* next, int32_t* sums) {
@@ -183,15 +186,15 @@ FASTBERT_INLINE void int8_rows(int rows, const void* q, int64_t depth, const int
   }
 }
 
-// Scales the sums of `rows` rows from `row` and of the columns [begin, end): (sum - zero
-// sum_of_column) row_scale column_scale. The epilogue follows. A row of sums has `width` elements,
-// at least end - begin.
+// Computes (sum - zero sum_of_column) row_scale column_scale for `rows` rows from `row` on and the
+// columns [begin, end), and then the epilogue. A row of sums has `width` elements, at least end -
+// begin.
 FASTBERT_INLINE void int8_epilogue(const Int8Gemm& p, int32_t* sums, int64_t width, int64_t row,
                                    int64_t rows, int64_t begin, int64_t end) {
-  // Integers become floats in place.
+  // The floats overwrite the integers.
   auto* values = (float*)sums;
   for (int64_t n = 0; n < width && begin + n < end; n += kLanes) {
-    WordVec columns;  // padded as the panels are
+    WordVec columns;  // padded to whole panels
     __builtin_memcpy(&columns, p.column_sum + begin + n, kBytes);
     const Vec column_scale = load(p.column_scale + begin + n);
     for (int64_t r = 0; r < rows; ++r) {
@@ -205,9 +208,9 @@ FASTBERT_INLINE void int8_epilogue(const Int8Gemm& p, int32_t* sums, int64_t wid
   finish_tile(p, {values, width, row, begin, (int)rows, (int)(end - begin)});
 }
 
-// Multiplies the rows of a block by whole panels. Four panels stay in the first two caches while
-// the rows pass, and the first rows fetch the next four. Otherwise the first rows to meet a panel
-// would wait for memory.
+// Multiplies the rows of a block by whole panels. Four panels stay in the first-level and
+// second-level caches while all rows are multiplied. The first rows also prefetch the next four
+// panels, because the first rows of the next panels would otherwise wait for memory.
 template <class Dot>
 void int8_gemm_vectors(const Int8Gemm& p, const Int8Block& block) {
   alignas(64) int32_t sums[kInt8Rows * kInt8MostPanels * kLanes];

@@ -1,8 +1,8 @@
-// int8 products on AMX tiles: tiles of unsigned activations times tiles of signed weights (TDPBUSD
-// in Intel's Software Developer's Manual).
+// int8 products on AMX tiles. Tiles of unsigned activations are multiplied by tiles of signed
+// weights (TDPBUSD in Intel's Software Developer's Manual).
 //
-// A panel of the prepacked weight is already a column of tiles, because 16 groups of four along k
-// form one tile of 16 rows. The rows of q are padded to whole tiles. Two tiles of rows meet two
+// The panels of the prepacked weight need no rearrangement: 16 groups of four along k form one tile
+// of 16 rows. The rows of q are padded to whole tiles. Two tiles of rows are multiplied by two
 // panels, so each loaded tile is used twice.
 
 #pragma once
@@ -12,7 +12,7 @@
 
 namespace fastbert::cpu::FASTBERT_LEVEL {
 
-// The rows of finished sums that still wait for their epilogue.
+// Rows of complete sums whose epilogue has not run yet.
 struct PendingRows {
   int32_t* sums = nullptr;
   int64_t row = 0, rows = 0, begin = 0, end = 0;
@@ -27,15 +27,16 @@ struct PendingRows {
   }
 };
 
-// Tiles 0 to 3 hold sums, 4 and 5 rows of q, 6 and 7 weights. Each step finishes `most` rows of the
-// block before, all of which leave `sums` before the tiles are stored there.
+// Tiles 0 to 3 hold sums, tiles 4 and 5 rows of q, and tiles 6 and 7 weights. Each step runs the
+// epilogue of up to `most` rows of the previous block. The epilogues of all these rows end before
+// the new tiles are stored to `sums`.
 template <int kTall>
 FASTBERT_INLINE void int8_tile_sums(const Int8Gemm& p, const uint8_t* q, const int8_t* packed,
                                     int32_t* sums, PendingRows& waiting, int64_t most) {
   const int64_t depth = p.depth;
   const int8_t* second = packed + depth * kLanes;
   const uint8_t* lower = q + kMostTileRows * depth;
-  PendingRows pending = waiting;  // in registers
+  PendingRows pending = waiting;  // local copy in registers
   tile_zero<0>();
   tile_zero<1>();
   if constexpr (kTall == 2) {
@@ -71,7 +72,7 @@ void int8_gemm_tiles(const Int8Gemm& p, const Int8Block& block) {
   for (int tile = 0; tile < 8; ++tile) shapes.set(tile, kMostTileRows, kMostTileBytes);
   tile_configure(shapes);
   const int64_t steps = p.depth / kMostTileBytes, most = (kBlockRows + steps - 1) / steps;
-  // The products of fewer steps end long before the epilogue beside them.
+  // A product with fewer steps would end long before the epilogue that runs beside it.
   constexpr int64_t kFewestSteps = 8;
   const bool overlaps = tile_schedule != TileSchedule::in_turn && steps >= kFewestSteps;
   PendingRows pending;

@@ -1,25 +1,25 @@
-// Matrix products with a packed right operand, and their epilogues: out = epilogue(x Wᵀ). The
-// product of a weight is turned: its right operand is x, and it reads W as it is stored and keeps
-// no copy of it. Other products pack W in each call. The text below describes them. In a turned
-// product, the rows of W and of x change places, and blocks of sums are transposed before their
-// epilogue.
+// Matrix products with a packed right operand, and their epilogues: out = epilogue(x Wᵀ). There are
+// two kinds. A plain product packs W in each call. A turned product packs x as its right operand,
+// and reads W as it is stored, without a copy. The text below describes plain products. In a turned
+// product, W and x exchange roles, and blocks of sums are transposed before their epilogue.
 //
 // Panels, register tiles and blocks for each cache follow Goto and van de Geijn 2008.
 //
-// W is laid out in panels of two registers of columns (packing.h). One step along k loads two
+// W is packed in panels that are two registers wide (packing.h). One step along k loads these two
 // registers and multiplies them by one broadcast element of each of up to kTileRows rows of a. The
-// sums of such a tile stay in registers. k is cut into blocks of kDepth. A block of a panel stays
-// in or near the first-level cache while all rows of a task pass; in fp32 it has 16 KiB with
-// registers of 32 bytes and 32 KiB with 64. The rows of the task, copied as words of 32 bits with a
-// constant stride, stay in the second-level cache.
+// sums of such a tile stay in registers. k is divided into blocks of kDepth words. One block of a
+// panel stays in or near the first-level cache while it is multiplied by all rows of a task; in
+// fp32 the block has 16 KiB with registers of 32 bytes and 32 KiB with registers of 64 bytes. The
+// rows of the task are copied to 32-bit words with a constant stride, and stay in the second-level
+// cache.
 //
-// In a turned product, the rows of W pass all panels of a task, which stay in the second-level
-// cache. Rows that are stored as words are multiplied in place, unless more of them than the
-// first-level cache has ways would compete for one of its sets.
+// In a turned product, the rows of W are multiplied by all panels of a task, which stay in the
+// second-level cache. Rows that are stored as 32-bit words are read without a copy, unless more
+// rows than the first-level cache has ways would map to the same set.
 //
 // An element is the sum of its chunks of k in order, and each chunk is the sum of its products in
-// order. The number of rows, the division into tasks and the row's place in its tile change nothing
-// in this order, so a row's result does not depend on its batch.
+// order. The order does not depend on the number of rows, on the division into tasks or on the
+// row's position in its tile, so a row's result does not depend on its batch.
 
 #pragma once
 
@@ -34,9 +34,9 @@
 
 namespace fastbert::cpu::FASTBERT_LEVEL {
 
-constexpr int kTileRows = kBytes == 64 ? 14 : 6;  // two registers each, three for the operands
-constexpr int kDepth = 256;                       // words
-constexpr int64_t kMaxRows = kBytes == 64 ? 128 : 120, kMaxColumns = 1024;  // of a task
+constexpr int kTileRows = kBytes == 64 ? 14 : 6;  // 2 registers of sums each, and 3 for operands
+constexpr int kDepth = 256;                       // words along k in a block
+constexpr int64_t kMaxRows = kBytes == 64 ? 128 : 120, kMaxColumns = 1024;  // largest task
 
 // Returns sum + x b for a register of words.
 template <class Operand>
@@ -47,27 +47,28 @@ FASTBERT_INLINE Vec multiply_add(Vec x, Vec b, Vec sum) {
   return fma(x, b, sum);
 }
 
-// The block of the result that one task computes, and its memory: a block of a panel in fp32, the
-// block of a in rows of kDepth words, and the sums.
+// The block of the result that one task computes, and the scratch memory of the task: one block of
+// a panel in fp32, one block of a in rows of kDepth words, and the sums.
 struct Task : GemmBlock {
   float *panel, *a, *sums;
-  int64_t stride;   // of the rows of sums
-  bool one_by_one;  // `sums` holds one tile at a time
+  int64_t stride;   // elements between rows of `sums`
+  bool one_by_one;  // whether `sums` holds one tile at a time
 };
 
 // The stride is not a multiple of a page, so the rows of a tile do not compete for the same lines
 // of cache.
 FASTBERT_INLINE int64_t sums_stride(int64_t columns) { return panels_of(columns) * kPanel + 16; }
 
-// The most columns of a task that is turned: a block of their panels stays in the second-level
-// cache while the rows of W pass.
+// The largest number of columns of a task in a turned product. One block of these columns' panels
+// stays in the second-level cache while it is multiplied by the rows of W.
 constexpr int64_t kMaxTurnedColumns = 128;
 
 // The largest number of panels that are multiplied together.
 constexpr int64_t kMostPanels = 4;
 
-// Returns whether a tile is finished as soon as it is multiplied, because k is a single block. The
-// sums of such a tile never leave the first-level cache, and a task may have any number of columns.
+// Returns whether the epilogue of a tile runs directly after its product, because k is a single
+// block. The sums of such a tile never leave the first-level cache, and a task may have any number
+// of columns.
 FASTBERT_INLINE bool tiles_finish_one_by_one(const Gemm& g) {
   bool single = false;
   if (g.turned) return false;
@@ -86,7 +87,7 @@ FASTBERT_INLINE Vec rounded_to(Vec v) {
   }
 }
 
-// Copies `count` rows of the left operand, from `begin` on, to rows of kDepth words.
+// Copies `count` rows of the left operand, starting at row `begin`, to rows of kDepth words.
 template <class Format, class To>
 void pack_rows(const Gemm& g, int64_t begin, int64_t count, int64_t first, int64_t depth,
                float* out) {
@@ -115,8 +116,8 @@ void pack_rows(const Gemm& g, int64_t begin, int64_t count, int64_t first, int64
   }
 }
 
-// Copies rows as pack_rows does, but in words of two neighbours along k. Rows with contiguous
-// elements are copied one after another, while the next rows are prefetched.
+// Copies rows like pack_rows, but to words that hold two consecutive elements along k. Rows with
+// contiguous elements are copied one after another, while the next rows are prefetched.
 template <class From>
 void pack_row_pairs(const Gemm& g, int64_t begin, int64_t count, int64_t first, int64_t depth,
                     float* out) {
@@ -146,7 +147,8 @@ void pack_row_pairs(const Gemm& g, int64_t begin, int64_t count, int64_t first, 
   }
 }
 
-// Copies `count` rows of the left operand, from `begin` on, to rows of kDepth words of `Operand`.
+// Copies `count` rows of the left operand, starting at row `begin`, to rows of kDepth words of
+// `Operand`.
 template <class Operand>
 void pack_left_words(const Gemm& g, int64_t begin, int64_t count, int64_t first, int64_t depth,
                      float* out) {
@@ -162,8 +164,8 @@ void pack_left_words(const Gemm& g, int64_t begin, int64_t count, int64_t first,
   });
 }
 
-// The steps along k of one block, the length of a chain of additions, and whether to add to sums of
-// earlier blocks.
+// The range of k of one product: the number of steps of the block, the length of a chain of
+// additions, and whether to add to the sums of earlier blocks.
 struct Depth {
   int64_t steps, chunk;
   bool add;
@@ -175,7 +177,7 @@ struct LeftWords {
   int64_t row;
 };
 
-// Returns whether the rows of the left operand are words of `Operand` as they are stored.
+// Returns whether the stored rows of the left operand already are words of `Operand`.
 template <class Operand>
 FASTBERT_INLINE bool lies_in_words(const Gemm& g) {
   if (g.a_column != 1) return false;
@@ -185,27 +187,29 @@ FASTBERT_INLINE bool lies_in_words(const Gemm& g) {
   return g.format == Format::f32 && g.rounded == Format::f32;
 }
 
-// Returns whether the same element of all rows of a tile lies in one set of the first-level cache,
-// and so many rows in one set push each other out: sets repeat after a page, and a set has 8 or 12
-// lines. Rows half a page apart are in two sets and stay.
+// Returns whether element k of all rows of a tile maps to the same set of the first-level cache.
+// Addresses that differ by a multiple of a page map to the same set, and a set has only 8 or 12
+// lines, so the rows would evict each other. Rows half a page apart use two sets and are not
+// evicted.
 FASTBERT_INLINE bool share_a_set(int64_t row_bytes) {
   constexpr int64_t kSetPeriod = 4096, kFewestWays = 8;
   return kTileRows > kFewestWays && row_bytes % kSetPeriod == 0;
 }
 
 // The addresses to prefetch while a tile is multiplied: the next rows of the left operand, and the
-// next panel, whose lines are spread evenly over the steps of all tiles.
+// next panel. The lines of the panel are spread evenly over the steps of all tiles.
 struct Next {
   const char *a, *b;
-  int64_t row, step;  // bytes between rows of a, and of b per step
-  int64_t steps;      // of the block
+  int64_t row, step;  // bytes between rows of a; bytes of b to fetch per step
+  int64_t steps;      // steps along k of the block
 };
 
 constexpr int64_t kCacheLine = 64;
 
-// The lines of the next rows of the left operand, in pairs. If a block takes most of each row, all
-// its lines of a row come before the next row, so memory is read in order. Otherwise each chunk
-// fetches the lines that the same chunk of the next tile multiplies.
+// The order in which the lines of the next rows of the left operand are prefetched, two lines at a
+// time. If a block contains most of each row, all lines of one row come before the next row, so
+// memory is read in order. Otherwise, each chunk of k prefetches the lines that the same chunk of
+// the next tile will multiply.
 class NextLines {
  public:
   FASTBERT_INLINE NextLines(const Next& next, int64_t begin) {
@@ -236,14 +240,14 @@ FASTBERT_INLINE Next next_of(const char* a, int64_t row, const char* panel, int6
   return {a, panel + tile * steps * step, row, step, steps};
 }
 
-// Computes sums (+)= a bᵀ for kRows rows of a and kPanels panels, which are `panel` elements apart,
-// over the steps [begin, end).
+// Computes sums (+)= a bᵀ for kRows rows of a and kPanels panels over the steps [begin, end). The
+// panels are `panel` elements apart.
 template <class Format, int kRows, int kPanels>
 FASTBERT_INLINE void multiply_chunk(const LeftWords& a, const typename Format::Storage* b,
                                     int64_t panel, int64_t begin, int64_t end, float* sums,
                                     int64_t stride, bool add, Next next) {
-  // One pointer for every three rows: a pointer for each row would need more registers than there
-  // are, and one for all rows an addition for each row and step.
+  // There is one pointer for every three rows. A pointer for each row would need too many
+  // registers, and a single pointer would need an addition for each row and step.
   constexpr int kPointers = (kRows + 2) / 3;
   const float* rows[kPointers];
   for (int i = 0; i < kPointers; ++i) rows[i] = a.words + 3 * i * a.row + begin;
@@ -274,7 +278,7 @@ FASTBERT_INLINE void multiply_chunk(const LeftWords& a, const typename Format::S
 #pragma GCC unroll 8
     for (int i = 0; i < kPointers; ++i) {
       rows[i] += 2;
-      asm("" : "+r"(rows[i]));  // otherwise the compiler goes back to one pointer
+      asm("" : "+r"(rows[i]));  // Without this line, the compiler uses a single pointer.
     }
   }
   if (k < end) step(k, 0);
@@ -289,10 +293,10 @@ FASTBERT_INLINE void multiply_chunk(const LeftWords& a, const typename Format::S
   }
 }
 
-// Long chains of additions lose digits. A library's product of one or two rows, which sums by
-// lanes, is twice as accurate as one chain over a block. Chunks of 128 steps cost large products
-// little of their speed. Products whose speed hardly matters take shorter chunks: products of few
-// steps, or of so few columns that a library would sum by lanes here too.
+// Long chains of additions lose accuracy. A library's product of one or two rows, which sums by
+// lanes, is twice as accurate as one chain over a whole block. Chunks of 128 steps hardly slow down
+// large products. Shorter chunks are used for products whose speed matters little: products with
+// few steps, or with so few columns that a library would sum by lanes.
 FASTBERT_INLINE int64_t chunk_of(int64_t n, int64_t k) { return k < 128 || n < 16 ? 32 : 128; }
 
 template <class Format, int kRows, int kPanels>
@@ -318,7 +322,7 @@ FASTBERT_INLINE void multiply_at_most(int rows, const LeftWords& a,
   }
 }
 
-// Not inlined, so that the code for all numbers of rows exists once per format.
+// The function is not inlined, so that the code for each number of rows exists once per format.
 template <class Format>
 __attribute__((noinline)) void multiply_rows(int rows, const LeftWords& a,
                                              const typename Format::Storage* b, const Depth& depth,
@@ -326,14 +330,15 @@ __attribute__((noinline)) void multiply_rows(int rows, const LeftWords& a,
   multiply_at_most<Format, kTileRows>(rows, a, b, depth, sums, stride, next);
 }
 
-// The product of one block of k, which adds to the sums. The last block also finishes its tiles.
+// The product for one block of k, which is added to the sums. The last block of k also runs the
+// epilogues of its tiles.
 template <class Format>
 struct TaskBlock {
   using Storage = typename Format::Storage;
 
   const Gemm& g;
   const Task& task;
-  int64_t words, first, depth;  // of a row, and of this block
+  int64_t words, first, depth;  // words in a row; first word and word count of this block
 
   FASTBERT_INLINE const Storage* panel(int64_t n) const {
     return (const Storage*)g.packed + (task.column + n) * words + first * kPanel;
@@ -351,7 +356,7 @@ struct TaskBlock {
   }
 
   // Prefetches the lines that the epilogue of a tile reads and writes, before the tile is
-  // multiplied. These lines are a row apart, where no processor prefetches by itself.
+  // multiplied. These lines are one row apart, so the processor does not prefetch them by itself.
   template <int kWrite>
   FASTBERT_INLINE void fetch_tile(const void* matrix, int64_t stride, fastbert::cpu::Format format,
                                   int64_t row, int64_t n, int rows) const {
@@ -388,7 +393,8 @@ struct TaskBlock {
     }
   }
 
-  // With few rows, several panels are multiplied at a time, so that enough sums hide their latency.
+  // With few rows, several panels are multiplied at a time, so that enough independent sums hide
+  // the latency of the instructions.
   template <int kRows, int kPanels>
   FASTBERT_INLINE int64_t multiply_panels() const {
     int64_t n = 0;
@@ -403,16 +409,16 @@ struct TaskBlock {
     return n;
   }
 
-  // The address of a row of the left operand at this block of k.
+  // Returns the address of a row of the left operand at the start of this block of k.
   FASTBERT_INLINE const char* left(int64_t row) const {
     const int64_t size = g.format == fastbert::cpu::Format::f32 ? 4 : 2;
     const int64_t k = kIsDots<Format> ? 2 * first : first;
     return (const char*)g.a + ((task.row + row) * g.a_row + k * g.a_column) * size;
   }
 
-  // All rows of W pass a panel of x, which stays in the first-level cache. Each tile of rows
-  // fetches the rows of the next tile. Rows that are no words are copied before they pass the first
-  // panel.
+  // A panel of x stays in the first-level cache while it is multiplied by all rows of W. Each tile
+  // of rows prefetches the rows of the next tile. Rows that are not stored as words are copied
+  // before the product with the first panel.
   FASTBERT_INLINE void run_turned() const {
     const int64_t tiles = (task.rows + kTileRows - 1) / kTileRows;
     const auto first_row = [&](int64_t tile) { return task.rows * tile / tiles; };
@@ -448,21 +454,23 @@ struct TaskBlock {
     }
   }
 
-  // Returns the distance in words from the first row to what follows the last tile: the first row
-  // for the next panel, then for the next block of k, and then the row after the task.
+  // Returns the distance in words from the first row to the data that the last tile prefetches.
+  // This is the first row again for the next panel, then the next block of k, and then the first
+  // row after the task.
   FASTBERT_INLINE int64_t after_task(const LeftWords& w, int64_t n) const {
     if (n + kPanel < task.columns) return 0;
     return last() ? task.rows * w.row - first : depth;
   }
 
-  // Prefetches the lines of up to kPanel outputs of the rows of a panel of x.
+  // Prefetches the lines of up to kPanel outputs for each row in a panel of x.
   FASTBERT_INLINE void fetch_outputs(int64_t output, int64_t n) const {
     const int rows = clamp_count(task.columns - n, kPanel);
     const int64_t row = task.column + n - task.row, column = task.row + output - task.column;
     fetch_tile(row, column, rows);
   }
 
-  // Finishes up to kPanel rows of sums of a panel of x. They are columns of the result.
+  // Runs the epilogue for up to kPanel rows of sums of a panel of x. Each row of sums is a column
+  // of the result.
   FASTBERT_INLINE void finish_outputs(int64_t row, int64_t n) const {
     const Tile tile = {sums(row, n),
                        task.stride,
@@ -474,7 +482,8 @@ struct TaskBlock {
   }
 
   FASTBERT_INLINE void run() const {
-    // With three or more tiles, widening a panel once into memory costs less than in every tile.
+    // With three or more tiles, converting a panel to fp32 once in memory costs less time than
+    // converting it in every tile.
     const bool widen = sizeof(Storage) < 4 && task.rows > 2 * kTileRows;
     int64_t n = task.rows == 1   ? multiply_panels<1, kMostPanels>()
                 : task.rows == 2 ? multiply_panels<2, 2>()
@@ -515,13 +524,13 @@ void run_task(const Gemm& g, const Task& task) {
   } while (first < words);
 }
 
-// The least number of tasks of a thread in a turned product.
+// The smallest number of tasks per thread in a turned product.
 constexpr int64_t kTasksOfThread = 3;
 
-// Returns the division of a turned product. Tasks have whole panels of outputs, so that each task
-// writes whole lines of cache.
+// Returns the division of a turned product into tasks. Tasks have whole panels of outputs, so that
+// each task writes whole cache lines.
 inline GemmPlan turned_plan(const Gemm& g, int threads) {
-  constexpr int64_t kMostRows = 256, kTaskRows = 16;  // the second: the cost of a task, in rows
+  constexpr int64_t kMostRows = 256, kTaskRows = 16;  // kTaskRows: the cost of one task, in rows
   const int64_t parts = quotient_up(g.m, kMaxTurnedColumns);
   GemmPlan plan = {};
   plan.columns = quotient_up(quotient_up(g.m, parts), kPanel) * kPanel;
@@ -539,8 +548,8 @@ inline GemmPlan turned_plan(const Gemm& g, int threads) {
   return plan;
 }
 
-// Returns the division into tasks with the least estimated time: the register multiplications of a
-// task, plus the copying of each of its rows and the loading of each of its columns.
+// Returns the division into tasks with the smallest estimated time. The estimate counts the
+// register multiplications of a task, the copying of its rows and the loading of its columns.
 GemmPlan gemm_plan(const Gemm& g, int threads) {
   if (g.turned) return turned_plan(g, threads);
   const bool one_by_one = tiles_finish_one_by_one(g);

@@ -1,7 +1,7 @@
-// The epilogue of a turned product whose result is the right operand of the next product. The sums
-// of a block have the layout of that operand: a row of sums is a step along k of the next product.
-// So the sums are stored from the registers into the panels of the operand, and nothing is
-// transposed.
+// The epilogue of a turned product whose result is the packed right operand of the next product. A
+// row of sums already has the layout of a row of that operand's panel, because a column of the
+// result is one step along k of the next product. The epilogue therefore stores the sums from
+// registers directly to the panels (packing.h), without a transposition.
 
 #pragma once
 
@@ -10,7 +10,7 @@
 
 namespace fastbert::cpu::FASTBERT_LEVEL {
 
-// Returns v rounded to the format `To`, as a result that is stored and read again.
+// Returns v rounded to the format `To`, as if it had been stored and loaded again.
 template <class To>
 FASTBERT_INLINE Vec as_stored(Vec v) {
   return kIsBF16<To> ? BF16::widen(narrow_normal(v)) : To::widen(To::narrow(v));
@@ -21,11 +21,12 @@ FASTBERT_INLINE Vec as_stored<F32>(Vec v) {
   return v;
 }
 
-// A panel of the next product's operand, and its rows of words in fp32.
+// A panel of the next product's right operand, with words in fp32.
 struct WidePanel {
   float* words;
 
-  // Stores kLanes columns, the `half` of the panel, of rows k and k + 1.
+  // Stores kLanes columns of the rows k and k + 1 in the lower (half = 0) or upper half of the
+  // panel.
   template <class To>
   FASTBERT_INLINE void store_pair(int64_t k, int half, const Vec (&v)[2]) const {
     float* p = words + k * kPanel + half * kLanes;
@@ -34,8 +35,8 @@ struct WidePanel {
 };
 
 #if defined(FASTBERT_LEVEL_DOTS) || defined(FASTBERT_LEVEL_TILES)
-// Returns words with the elements of `even` in their low halves and of `odd` in their high halves,
-// as narrow_normal rounds them.
+// Returns words with the elements of `even` in the low halves and the elements of `odd` in the high
+// halves. The rounding is that of narrow_normal.
 FASTBERT_INLINE WordVec narrow_pairs(Vec even, Vec odd) {
 #if defined(FASTBERT_EMULATE)
   return bits_of(narrow_normal(even)) | bits_of(narrow_normal(odd)) << 16;
@@ -48,7 +49,8 @@ FASTBERT_INLINE WordVec narrow_pairs(Vec even, Vec odd) {
 #endif
 }
 
-// The same in pairs of bf16 along k. At levels with tiles, a step has two tiles of 16 pairs.
+// A panel of the next product's right operand, with pairs of bf16 along k. At levels with AMX
+// tiles, a step along k has two tiles of 16 pairs.
 struct PairPanel {
 #if defined(FASTBERT_LEVEL_TILES)
   static constexpr int64_t kPairs = kStep / 2, kHalf = kPairs * kLanes, kPair = kLanes;
@@ -67,8 +69,8 @@ struct PairPanel {
 };
 #endif
 
-// Writes function(sums + bias) in the format `To` for kRows rows of sums, an even number, from
-// `row` on. The tile begins at row `first` of the panel.
+// Writes function(sums + bias) in the format `To` for kRows rows of sums, starting at `row`. kRows
+// is even. The first row of the tile is row `first` of the panel.
 template <class To, class Function, int kRows, class Panel>
 FASTBERT_INLINE void pack_rows(const Epilogue& e, const Tile& tile, int row, const Panel& panel,
                                int64_t first) {
@@ -104,16 +106,17 @@ FASTBERT_INLINE void activate_packed(const Epilogue& e, const Tile& tile, const 
 }
 
 #if defined(FASTBERT_LEVEL_DOTS) || defined(FASTBERT_LEVEL_TILES)
-// Returns the panel of the next product to which the columns of the tile belong.
+// Returns the panel of the next product that contains the columns of the tile.
 FASTBERT_INLINE PairPanel next_pairs(const Epilogue& e, const Tile& tile) {
   return {(uint32_t*)e.next + tile.column * (e.n / 2)};
 }
 #endif
 
-// Finishes a tile of a panel's width and an even number of rows, which are columns of the result.
-// The columns of the tile are rows of the result; columns beyond the last row are never read.
+// Finishes a tile as wide as a panel, with an even number of rows. Rows of the tile are columns of
+// the result, and columns of the tile are rows of the result. Columns beyond the last row of the
+// result are never read.
 __attribute__((noinline)) void finish_packed(const Epilogue& e, const Tile& tile) {
-#if defined(FASTBERT_LEVEL_DOTS)  // pieces.h finishes pairs at a level with tiles.
+#if defined(FASTBERT_LEVEL_DOTS)  // At a level with AMX tiles, pieces.h finishes pairs.
   if (e.next_format == Format::bf16) return activate_packed<BF16>(e, tile, next_pairs(e, tile));
 #endif
   const WidePanel panel = {(float*)e.next + tile.column * e.n};

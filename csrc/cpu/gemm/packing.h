@@ -1,11 +1,11 @@
-// The right operand of a product, W (n, k), laid out in panels (Goto and van de Geijn 2008).
+// The right operand of a product, W (n, k), packed in panels (Goto and van de Geijn 2008).
 //
-// A panel is kPanel columns, two registers wide, as a sequence of rows along k, so one step along k
-// loads two registers. Rows hold words, which are elements in the format of the copy or pairs of
-// bf16. If the level has a dot product of bf16 (FASTBERT_LEVEL_DOTS), the two elements of a pair
-// are neighbours along k, and a step multiplies both. Otherwise a word holds column j in its low
-// half and column j + kLanes in its high half, and a shift and a mask widen them. At levels with
-// tiles, gemm/tile_kernel.h lays out bf16 in another way.
+// A panel holds kPanel columns, two registers wide, as a sequence of rows along k, so one step
+// along k loads two registers. Rows consist of 32-bit words. A word holds one fp32 element or a
+// pair of bf16 elements. If the level has a dot product of bf16 (FASTBERT_LEVEL_DOTS), the two
+// elements of a pair are consecutive along k, and a step multiplies both. Otherwise, a word holds
+// column j in its low half and column j + kLanes in its high half, and a shift and a mask convert
+// them to fp32. At levels with AMX tiles, gemm/tile_kernel.h packs bf16 in a different layout.
 
 #pragma once
 
@@ -17,7 +17,7 @@
 
 namespace fastbert::cpu::FASTBERT_LEVEL {
 
-// One row of a panel: kPanel elements in storage, two registers in fp32.
+// One row of a panel: kPanel elements in memory, two fp32 registers after loading.
 template <class Format>
 struct PanelRow {
   using Storage = typename Format::Storage;
@@ -53,7 +53,7 @@ struct PanelRow<BF16> {
 };
 
 #if defined(FASTBERT_LEVEL_DOTS)
-// Words of two neighbours along k.
+// Words that hold two consecutive elements along k.
 struct BF16Dots {
   using Storage = uint32_t;
 };
@@ -79,14 +79,14 @@ template <>
 constexpr bool kIsDots<BF16Dots> = true;
 #endif
 
-// The number of words for k elements.
+// Returns the number of words for k elements.
 template <class Operand>
 FASTBERT_INLINE int64_t words_of(int64_t k) {
   return kIsDots<Operand> ? (k + 1) / 2 : k;
 }
 
-// Rows in 16 bits are widened once, because the loop of the products would widen them for every
-// tile of rows of W.
+// 16-bit rows are converted to fp32 once, during packing. Otherwise the product would convert them
+// again for every tile of rows of W.
 Format right_format(Format format) {
   return format == Format::bf16 && kIsDots<BF16Operand> ? Format::bf16 : Format::f32;
 }
@@ -128,7 +128,8 @@ FASTBERT_INLINE void load_transposed(const typename Format::Storage* p, int64_t 
   transpose(block);
 }
 
-// Lays out a panel's columns, which are `row` elements apart, as words of two neighbours along k.
+// Packs the columns of a panel as words of two consecutive elements along k. Columns are `row`
+// elements apart.
 template <class From>
 void pack_dots(const typename From::Storage* p, int64_t row, int64_t column, int low, int high,
                int64_t k, uint32_t* packed) {

@@ -1,10 +1,11 @@
-// The epilogue of a block of sums in pieces, which run between the products of the next block.
+// The epilogue of a block of sums, divided into pieces that run between the products of the next
+// block.
 //
-// A step of four tile products takes 64 cycles, in which about 64 instructions on registers of 64
-// bytes run beside it for nothing. On a Xeon with AMX, all that goes beyond takes its whole time.
-// So the epilogues that a model needs are as short as possible: they work on the sums in the order
-// in which they are stored, they transpose pairs of bf16 instead of sums, and they fetch the lines
-// of the result before they store to them.
+// A step of four tile products takes 64 cycles. During these cycles, about 64 instructions on
+// registers of 64 bytes can run at no cost. On a Xeon with AMX, every further instruction costs its
+// full time. The epilogues that a model needs are therefore as short as possible: they process sums
+// in the order in which the sums are stored, transpose pairs of bf16 instead of sums, and prefetch
+// the lines of the result before the stores.
 
 #pragma once
 
@@ -13,7 +14,8 @@
 
 namespace fastbert::cpu::FASTBERT_LEVEL {
 
-// The pieces for a tile of sums. The memory after the tile is free, and is as large as the tile.
+// The pieces of the epilogue of one tile of sums. The memory after the tile is unused and as large
+// as the tile.
 struct Pieces {
   using Piece = void (*)(const Gemm& g, const Tile& tile, int i);
 
@@ -28,27 +30,27 @@ constexpr int kSumSquares = 4, kPairSquares = 2;
 
 FASTBERT_INLINE int pieces_of(int rows) { return (int)quotient_up(rows, kPieceRows); }
 
-// Finishes rows of sums that have the layout of the result.
+// Finishes rows of sums that are rows of the result.
 __attribute__((noinline)) void finish_rows(const Gemm& g, const Tile& tile, int i) {
   const int row = kPieceRows * i;
   finish_tile(g, {tile.sums + row * tile.stride, tile.stride, tile.row + row, tile.column,
                   clamp_count(tile.rows - row, kPieceRows), tile.columns});
 }
 
-// Transposes the sums, then finishes rows of the result.
+// Transposes the sums in the first pieces, then finishes rows of the result.
 __attribute__((noinline)) void finish_turned_rows(const Gemm& g, const Tile& tile, int i) {
   float* turned = tile.sums + kPanel * kPanel;
   if (i < kSumSquares) return turn_part(tile.sums, kPanel, turned, i);
   finish_rows(g, {turned, kPanel, tile.column, tile.row, tile.columns, tile.rows}, i - kSumSquares);
 }
 
-// Finishes rows of sums to the panels of the next product.
+// Finishes rows of sums and stores them to the panels of the next product.
 template <class Function>
 __attribute__((noinline)) void finish_pairs(const Gemm& g, const Tile& tile, int i) {
   pack_rows<BF16, Function, kPieceRows>(g, tile, kPieceRows * i, next_pairs(g, tile), tile.row);
 }
 
-// Finishes rows of sums to pairs in bf16, then transposes these to rows of the result.
+// Converts rows of sums to finished pairs of bf16, then transposes the pairs to rows of the result.
 template <class Function>
 __attribute__((noinline)) void finish_turned_pairs(const Gemm& g, const Tile& tile, int i) {
   uint32_t* words = (uint32_t*)(tile.sums + kPanel * kPanel);
@@ -68,7 +70,7 @@ __attribute__((noinline)) void finish_turned_pairs(const Gemm& g, const Tile& ti
   }
 }
 
-// Returns the pieces for a tile whose rows belong to rows of the result.
+// Returns the pieces for a tile in which a row of sums is a row of the result.
 inline Pieces row_pieces(const Tile& tile) { return {tile, finish_rows, pieces_of(tile.rows)}; }
 
 template <class Function>
@@ -77,7 +79,7 @@ FASTBERT_INLINE Pieces pair_pieces(const Gemm& g, const Tile& tile) {
   return {tile, finish_turned_pairs<Function>, kTilePieces + kPairSquares};
 }
 
-// Returns the pieces for a tile whose rows belong to columns of the result.
+// Returns the pieces for a tile in which a row of sums is a column of the result.
 inline Pieces turned_pieces(const Gemm& g, const Tile& tile) {
   const bool pairs =
       g.out_format == Format::bf16 && !g.residual.data && !g.pre_activation && tile.rows == kPanel;

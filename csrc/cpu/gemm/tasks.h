@@ -1,7 +1,7 @@
-// The division of the result of a product into tasks, which threads take as they become free.
+// The division of the result of a product into tasks. Threads take the tasks as they become free.
 //
-// The last blocks of rows are short. Threads do not run equally fast, and a thread that begins a
-// long task when the others are nearly done makes them wait.
+// The last blocks of rows are short, because threads do not run equally fast. A thread that begins
+// a long task when the other threads are nearly done would make them wait.
 
 #pragma once
 
@@ -19,11 +19,11 @@ FASTBERT_INLINE int64_t right_rows(const Gemm& g) { return g.turned ? g.m : g.n;
 
 FASTBERT_INLINE int64_t quotient_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// A long task has `rows` rows and `columns` columns. A short task has a multiple of `unit` rows,
-// and at least `least`.
+// Divides the result into long and short tasks. A long task has `rows` rows and `columns` columns.
+// The number of rows of a short task is a multiple of `unit` and at least `least`.
 inline GemmPlan divided(const Gemm& g, int64_t rows, int64_t columns, int threads, int64_t unit,
                         int64_t least) {
-  constexpr int64_t kShortTasks = 3;  // of a thread
+  constexpr int64_t kShortTasks = 3;  // short tasks per thread
   const int64_t blocks = quotient_up(left_rows(g), rows);
   GemmPlan plan = {0, 0, rows, columns, blocks, rows};
   if (threads > 1 && blocks >= threads) {

@@ -1,21 +1,24 @@
-// bf16 products on AMX tiles, with the epilogues and the table functions of kernel.h.
+// bf16 products on AMX tiles. The epilogues and the functions of the kernel table are those of
+// kernel.h.
 //
-// W is laid out in panels of 32 columns. A panel is a sequence of steps of 32 along k. A step is
-// two tiles of 16 columns with a pair of consecutive k in each word, 2 KiB that are read in
-// sequence. The rows of a are read in place if they are aligned, and otherwise from a padded copy.
+// W is packed in panels of 32 columns. A panel is a sequence of steps of 32 along k. A step
+// consists of two tiles of 16 columns with a pair of consecutive k in each word, 2 KiB that are
+// read in sequence. The rows of a are read without a copy if they are aligned, and otherwise from a
+// padded copy.
 //
-// The four products of a step take 64 cycles (Intel's Optimization Reference Manual). They form 2 x
-// 2 tiles of sums from two tiles of a and two of W, each loaded once. From the second-level cache
-// alone, these 4 KiB would take twice as long. So one operand, 32 rows or columns of at most 48 KiB
-// at k = 768, stays in the first-level cache while the other one passes it from the second-level
-// cache, and the hint in its loads keeps it from displacing the first one: 1.5 x on a Xeon
-// with AMX. What the next pass needs is fetched meanwhile from beyond these caches. If a is a
-// weight, its strips stay and the panels of x pass; otherwise a panel stays and rows pass. With 16
-// rows or fewer, 1 x 4 tiles of sums take two panels at a time.
+// The four products of a step take 64 cycles (Intel's Optimization Reference Manual). They add to 2
+// x 2 tiles of sums from two tiles of a and two tiles of W, so each tile is loaded once. Loading
+// these 4 KiB from the second-level cache would take twice as long as the products. One operand, 32
+// rows or columns of at most 48 KiB at k = 768, therefore stays in the first-level cache, while the
+// other operand is streamed from the second-level cache. A hint in the streaming loads keeps them
+// from evicting the first operand, which makes products 1.5 x as fast on a Xeon with AMX. The data
+// of the next pass are meanwhile prefetched from beyond these caches. If a is a weight, strips of a
+// stay and panels of x are streamed; otherwise a panel stays and rows are streamed. With 16 rows or
+// fewer, 1 x 4 tiles of sums take two panels at a time.
 //
-// k is never cut: sums stay in tiles from the first step to the last. An element is the sum of its
-// steps in order, for every m, number of threads and place of the row in the batch. No partial sum
-// is stored.
+// k is never divided: sums stay in tiles from the first step to the last step. An element is the
+// sum of its steps in order, for every m, every number of threads and every position of the row in
+// the batch. No partial sum is stored.
 //
 // The epilogue of a block runs between the steps of the next block (pieces.h).
 
@@ -27,8 +30,8 @@
 
 namespace fastbert::cpu::FASTBERT_LEVEL {
 
-constexpr int64_t kBlockBytes = 1152 << 10;  // of the rows or panels that pass: over half of L2
-constexpr int64_t kMaxStripRows = 1024;      // of a task
+constexpr int64_t kBlockBytes = 1152 << 10;  // streamed rows or panels: over half of L2
+constexpr int64_t kMaxStripRows = 1024;      // largest task
 
 // Copies rows of a one after another, with zeros that pad k to whole steps and the rows to whole
 // tiles.
@@ -53,22 +56,23 @@ inline void pack_left(const Gemm& g, int64_t first, int64_t rows, char* out) {
   with_format(g.format, [&](auto type) { pack_left<decltype(type)>(g, first, rows, out); });
 }
 
-// All eight tiles have full size, and smaller operands are padded.
+// All eight tiles have full size; smaller operands are padded.
 FASTBERT_INLINE void configure_tiles() {
   TileShapes shapes;
   for (int i = 0; i < 8; ++i) shapes.set(i, kMostTileRows, kMostTileBytes);
   tile_configure(shapes);
 }
 
-// Returns whether tiles of a can be loaded in place: whole steps, each in one line of cache.
+// Returns whether tiles of a can be loaded without a copy: steps are whole, and each step is in one
+// cache line.
 FASTBERT_INLINE bool lies_in_tiles(const Gemm& g) {
   return g.format == Format::bf16 && g.a_column == 1 && g.k % kStep == 0 && g.a_row % kStep == 0 &&
          (uintptr_t)g.a % 64 == 0;
 }
 
-// The operand of a product that passes the other one, which stays in the first-level cache. Its
-// tiles are loaded with the hint that no load will need them again soon, so that they do not
-// displace the other operand, which may fill this cache.
+// The operand that is streamed while the other operand stays in the first-level cache. Tiles of the
+// streamed operand are loaded with the hint that they will not be loaded again soon, so that they
+// do not evict the other operand, which may fill this cache.
 enum class Passing { none, left, right };
 
 template <int kTile, bool kPasses>
@@ -76,7 +80,7 @@ FASTBERT_INLINE void load_operand(const void* p, int64_t stride) {
   kPasses ? tile_stream<kTile>(p, stride) : tile_load<kTile>(p, stride);
 }
 
-// Adds one step to a block of kRowTiles x 2 kPanels tiles of sums. The sums are tiles 0 to 3, one
+// Adds one step to a block of kRowTiles x 2 kPanels tiles of sums. Tiles 0 to 3 are the sums, one
 // row of tiles after another; tiles 4 to 7 are operands.
 template <int kRowTiles, int kPanels, Passing kPassing>
 FASTBERT_INLINE void multiply_step(const char* a, int64_t stride, const char* b, int64_t panel) {
@@ -121,21 +125,21 @@ struct Ahead {
 
 FASTBERT_INLINE void fetch(const char* p) { __builtin_prefetch(p, 0, 2); }
 
-// Fetches rows of a step into the first-level cache.
+// Prefetches rows of a step into the first-level cache.
 template <int kRows>
 FASTBERT_INLINE void fetch_near(const char* a, int64_t stride) {
 #pragma GCC unroll 4
   for (int i = 0; i < kRows; ++i) __builtin_prefetch(a + i * stride, 0, 3);
 }
 
-// One task: rows and columns from (row, column) on.
+// One task: `rows` rows and `columns` columns of the result, starting at (row, column).
 struct TileTask {
   const Gemm& g;
   int64_t row, column, rows, columns, steps;
-  const char *a, *tail;  // whole strips, and the padded rows after them
-  int64_t a_stride;      // bytes
-  float* sums;           // of a block
-  Pieces pending;        // of the block before
+  const char *a, *tail;  // whole strips of rows, and a padded copy of the remaining rows
+  int64_t a_stride;      // bytes between rows of `a`
+  float* sums;           // sums of one block
+  Pieces pending;        // epilogue of the previous block
 };
 
 template <int kRowTiles, int kPanels, Passing kPassing>
@@ -190,7 +194,7 @@ FASTBERT_INLINE void finish_pending(const TileTask& t) {
   for (int i = 0; i < t.pending.count; ++i) t.pending.piece(t.g, t.pending.tile, i);
 }
 
-// All strips of a task pass a panel before the next panel.
+// Multiplies all strips of a task by one panel before the next panel.
 FASTBERT_INLINE void multiply_blocks(TileTask& t) {
   constexpr auto kPassing = Passing::left;
   const int64_t panels = panels_of(t.columns), strips = (t.rows + kStrip - 1) / kStrip;
@@ -218,8 +222,9 @@ FASTBERT_INLINE void multiply_blocks(TileTask& t) {
   finish_pending(t);
 }
 
-// All panels of x pass a strip of W while the next strip is fetched. A single panel does not pass
-// (Passing::none): it and W share the first-level cache, which no hint made faster.
+// Multiplies all panels of x by one strip of W while the next strip is prefetched. A single panel
+// is not streamed (Passing::none): the panel and W share the first-level cache, and no hint made
+// this case faster.
 template <Passing kPassing>
 FASTBERT_INLINE void multiply_turned(TileTask& t) {
   const int64_t panels = panels_of(t.columns), strips = (t.rows + kStrip - 1) / kStrip;
@@ -240,7 +245,8 @@ FASTBERT_INLINE void multiply_turned(TileTask& t) {
   finish_pending(t);
 }
 
-// The scratch memory of a task holds the rows of a that are copied, then the sums.
+// Returns the bytes of the copied rows of a, which are the first part of the scratch memory of a
+// task. The sums follow.
 FASTBERT_INLINE int64_t left_bytes(const Gemm& g, int64_t rows) {
   return (lies_in_tiles(g) ? kStrip : whole_strips(rows)) * steps_of(g.k) * kStepBytes;
 }
@@ -272,8 +278,8 @@ inline void run_tile_task(const Gemm& g, int64_t row, int64_t column, int64_t ro
   tile_release();
 }
 
-// Returns the division of a product that multiply_turned computes. One thread takes all rows of W
-// in one task, so that each strip but the first is fetched ahead.
+// Returns the division into tasks of a product that multiply_turned computes. With one thread, a
+// single task takes all rows of W, so that every strip but the first is prefetched.
 inline GemmPlan turned_tile_plan(const Gemm& g, int threads) {
   const int64_t row_bytes = steps_of(g.k) * kStepBytes;
   const int64_t strips = quotient_up(g.n, kStrip);
@@ -284,7 +290,7 @@ inline GemmPlan turned_tile_plan(const Gemm& g, int threads) {
   plan.columns = quotient_up(quotient_up(g.m, parts), kPanel) * kPanel;
   const int64_t across = quotient_up(g.m, plan.columns);
   const int64_t wanted = threads == 1 ? 1 : quotient_up(kTasksOfThread * threads, across);
-  // Rows that have to be copied leave room for x.
+  // If rows have to be copied, the copy must leave room for x in the cache.
   const int64_t copied = kBlockBytes / 2 / (kStrip * (row_bytes + 1)) + 1;
   const int64_t least = lies_in_tiles(g) ? 1 : quotient_up(strips, copied);
   const int64_t blocks = wanted < least ? least : wanted;
@@ -296,9 +302,9 @@ inline GemmPlan turned_tile_plan(const Gemm& g, int threads) {
   return plan;
 }
 
-// Returns the division with the least estimated time on the busiest thread. The estimate counts the
-// products, and the rows and columns that each task reads from beyond the second-level cache. Half
-// of this reading overlaps with products.
+// Returns the division with the smallest estimated time on the busiest thread. The estimate counts
+// the products, and the rows and columns that each task reads from beyond the second-level cache.
+// Half of these reads are assumed to overlap with products.
 inline GemmPlan tile_plan(const Gemm& g, int threads) {
   if (g.turned) return turned_tile_plan(g, threads);
   const int64_t steps = steps_of(g.k), row_bytes = steps * kStepBytes;
@@ -333,8 +339,8 @@ inline GemmPlan tile_plan(const Gemm& g, int threads) {
   return plan;
 }
 
-// The table's functions at a level with tiles. They handle bf16 and leave other formats to
-// kernel.h.
+// The functions of the kernel table at a level with AMX tiles. They process bf16 and call kernel.h
+// for other formats.
 
 Format right_format_tiled(Format format) {
   return format == Format::bf16 ? Format::bf16 : right_format(format);

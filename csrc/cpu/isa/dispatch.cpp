@@ -45,15 +45,16 @@ bool has_avx512_bf16() {
          __builtin_cpu_supports("avx512vnni");
 }
 
-// Returns whether fp32 products of widened operands are faster than dot products of bf16. Intel's
-// cores since Golden Cove, which have tiles, start one such dot product in two cycles but four fp32
-// multiplications of the same width, which do twice the work: 85 and 173 GFLOP/s on one core of an
-// Emerald Rapids. A virtual machine may hide the tiles. The rule reads the name of the processor
-// instead of a clock, so that every process computes the same bits.
+// Returns whether bf16 dot products are slower than fp32 products of widened operands. Intel cores
+// since Golden Cove, which have AMX tiles, start one bf16 dot product in two cycles. In the same
+// time, they start four fp32 multiplications of the same width, which do twice the work: 173
+// instead of 85 GFLOP/s on one core of an Emerald Rapids. A virtual machine may hide the tiles. The
+// rule uses the name of the processor instead of a time measurement, so that every process computes
+// the same bits.
 bool has_slow_dots() { return __builtin_cpu_is("intel") && !__builtin_cpu_is("cooperlake"); }
 
-// __builtin_cpu_supports reads CPUID, and XGETBV for whether the operating system saves the
-// registers.
+// __builtin_cpu_supports reads CPUID. It also reads XGETBV, which tells whether the operating
+// system saves the registers.
 const Level kLevels[] = {
     {&baseline::kKernels, __builtin_cpu_supports("sse4.2") != 0, false},
     {&avx2::kKernels,

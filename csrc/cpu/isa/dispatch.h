@@ -1,9 +1,9 @@
 // The choice of the instruction-set level at which the CPU kernels run.
 //
-// FASTBERT_CPU_ISA may name a level (baseline, avx2, avx512, avx512_bf16, amx). Without it, the
-// choice is the highest level that the processor and the operating system support and that is not
-// slower there than a lower level. A name that is unknown or not supported is an error and is never
-// ignored.
+// FASTBERT_CPU_ISA may name a level (baseline, avx2, avx512, avx512_bf16, amx). Without this
+// variable, the highest level that the processor and the operating system support is chosen, except
+// a level that is slower on this processor than a lower level. An unknown or unsupported name is an
+// error.
 
 #pragma once
 
@@ -30,7 +30,7 @@ extern const Kernels kKernels;
 struct Level {
   const Kernels* kernels;
   bool supported;
-  bool slow;  // a lower level is faster on this processor
+  bool slow;  // whether a lower level is faster on this processor
 };
 
 // The levels that this build contains, lowest first.
@@ -41,11 +41,11 @@ const Level* levels_end();
 // or not supported.
 const Kernels& kernels();
 
-// Sets the level of the whole process by name; nullptr restores the choice described above.
+// Sets the level of the whole process by name; nullptr restores the automatic choice.
 void set_level(const char* name);
 
-// Puts another table in place of the kernels in use. Python cannot reach this function; tests
-// that compile levels of their own look up its address in the symbols of the library.
+// Replaces the kernels in use by another table. Python cannot call this function. Tests that
+// compile their own levels look up the function's address in the symbols of the library.
 void set_kernels(const Kernels* table);
 
 }  // namespace fastbert::cpu

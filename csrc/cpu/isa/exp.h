@@ -7,11 +7,11 @@
 
 namespace fastbert::cpu::FASTBERT_LEVEL {
 
-// Returns exp(-u) for u >= 0 with a relative error of about 1e-7. Above 87, just before exp(-u)
-// leaves the normal floats, the result is 0. For NaN the result is arbitrary, and callers restore
-// the NaN.
+// Returns exp(-u) for u >= 0 with a relative error of about 1e-7. Above u = 87, where exp(-u) is
+// about to leave the normal floats, the result is 0. For NaN, the result is arbitrary, and callers
+// restore the NaN.
 FASTBERT_INLINE Vec exp_negative(Vec u) {
-  // Adding 1.5 * 2^23 rounds to an integer and leaves it in the low bits of the mantissa.
+  // Adding 1.5 * 2^23 rounds to an integer. The low bits of the sum's mantissa are this integer.
   constexpr float kRound = 12582912.0f;
   const Vec shifted = fma(u, splat(-1.44269504f), splat(kRound));
   const Vec n = shifted - kRound;

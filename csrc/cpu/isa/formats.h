@@ -1,7 +1,7 @@
 // Storage formats of activations: fp32, bf16 and fp16 in memory, fp32 in registers.
 //
-// Narrowing rounds to nearest, ties to even, and keeps NaN a NaN. As in vec.h, lanes from `count`
-// on are read as 0 and are not written.
+// Conversion to 16 bits rounds to nearest, ties to even, and keeps NaN as NaN. As in vec.h, a load
+// sets the lanes from `count` on to 0, and a store does not write them.
 
 #pragma once
 
@@ -46,7 +46,7 @@ FASTBERT_INLINE void store_half(uint16_t* p, HalfVec bits, int count) {
 #endif
 }
 
-// The part that bf16 and fp16 share. Derived supplies widen and narrow.
+// The operations that bf16 and fp16 share. Derived defines widen and narrow.
 template <class Derived>
 struct SixteenBits {
   using Storage = uint16_t;
@@ -92,7 +92,8 @@ struct F16 : SixteenBits<F16> {
     return (HalfVec)_mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
   }
 #else
-  // A multiplication rebiases the exponent. It is exact and also normalises subnormals.
+  // A multiplication changes the exponent bias. The multiplication is exact and also normalises
+  // subnormals.
   static FASTBERT_INLINE Vec widen(HalfVec bits) {
     const WordVec h = __builtin_convertvector(bits, WordVec);
     const WordVec finite = (WordVec)((Vec)((h & 0x7fffu) << 13) * 0x1p112f);
@@ -103,11 +104,11 @@ struct F16 : SixteenBits<F16> {
   static FASTBERT_INLINE HalfVec narrow(Vec v) {
     const Vec magnitude = abs(v);
     const WordVec bits = (WordVec)magnitude;
-    // A normal number loses 13 bits of mantissa with rounding, and its exponent is rebiased from
-    // 127 to 15.
+    // The mantissa of a normal number is rounded to 13 bits less, and the exponent bias changes
+    // from 127 to 15.
     const WordVec normal = (bits + 0xfffu + ((bits >> 13) & 1u) - (112u << 23)) >> 13;
-    // In a subnormal number, adding 0.5 rounds to a multiple of 2^-24 and leaves it in the low
-    // bits.
+    // For a subnormal result, adding 0.5 rounds to a multiple of 2^-24. The low bits of the sum are
+    // the result.
     const WordVec subnormal = (WordVec)(magnitude + 0.5f) - 0x3f000000u;
     WordVec result = choose((IntVec)(magnitude < 0x1p-14f), subnormal, normal);
     result = choose((IntVec)(magnitude >= 65520.0f), WordVec{} + 0x7c00u, result);
@@ -117,8 +118,8 @@ struct F16 : SixteenBits<F16> {
 #endif
 };
 
-// Narrows normal numbers to bf16, in one instruction if the level has AVX512_BF16. That instruction
-// (VCVTNEPS2BF16) takes denormals for 0.
+// Converts normal numbers to bf16, with one instruction (VCVTNEPS2BF16) if the level has
+// AVX512_BF16. The instruction treats subnormals as 0.
 FASTBERT_INLINE HalfVec narrow_normal(Vec v) {
 #if (defined(FASTBERT_LEVEL_DOTS) || defined(FASTBERT_LEVEL_TILES)) && !defined(FASTBERT_EMULATE)
   const __m256bh narrow = _mm512_cvtneps_pbh((__m512)v);
@@ -130,7 +131,7 @@ FASTBERT_INLINE HalfVec narrow_normal(Vec v) {
 #endif
 }
 
-// Calls body(format) with the type that `format` names.
+// Calls body(type) with the C++ type of the format `format`.
 template <class Body>
 FASTBERT_INLINE void with_format(Format format, Body body) {
   switch (format) {

@@ -1,11 +1,11 @@
-// The operands of the CPU kernels, and the table through which the kernels of one instruction set
-// are reached.
+// The operands of the CPU kernels, and the table of function pointers to the kernels of one
+// instruction set.
 //
-// The kernels know nothing of torch. They take pointers, strides and sizes, and write results to
+// The kernels do not depend on torch. They take pointers, strides and sizes, and write results to
 // memory that the caller owns. Each instruction-set level (level_*.cpp) compiles the same kernels
-// and fills one Kernels table; dispatch.cpp picks a table at run time. This header holds plain data
-// only. A function here could be compiled with one level's instructions, and the linker could then
-// share it with the other levels.
+// and fills one Kernels table; dispatch.cpp chooses a table at run time. This header holds plain
+// data only. A function in this header could be compiled with one level's instructions, and the
+// linker could then use that code for the other levels too.
 
 #pragma once
 
@@ -18,13 +18,13 @@ namespace fastbert::cpu {
 // The storage format of activations. Arithmetic and statistics are fp32 in every format.
 enum class Format : int32_t { f32, bf16, f16 };
 
-// How kernels on tiles arrange their work. The results have the same bits. `in_turn`: products and
-// vector work alternate. `overlapped`: vector work of attention and int8 products runs between the
-// steps of a product. `fetched`: the rows of a bf16 product's weight are also fetched into the
-// first-level cache two steps ahead.
+// The order of work in kernels on AMX tiles. The results have the same bits in every order.
+// `in_turn`: products and vector instructions alternate. `overlapped`: vector instructions of
+// attention and int8 products run between the steps of a product. `fetched`: additionally, the rows
+// of a bf16 product's weight are prefetched into the first-level cache two steps ahead.
 enum class TileSchedule : int32_t { in_turn, overlapped, fetched };
 
-inline TileSchedule tile_schedule = TileSchedule::overlapped;  // of the process
+inline TileSchedule tile_schedule = TileSchedule::overlapped;  // one setting for the whole process
 
 // A row-major matrix whose rows are `stride` elements apart; `data` is null for an absent operand.
 struct ConstMatrix {
@@ -43,7 +43,7 @@ struct Dropout {
 
 // y = LN(residual + dropout(x + x_bias)) over rows of `columns` elements; y is contiguous.
 struct LayerNormForward {
-  Format format, x_format;  // of y and the residual, and of x, which may be narrower than fp32
+  Format format, x_format;  // formats of y and the residual, and of x; x may be narrower than fp32
   int64_t columns;
   ConstMatrix x, residual;
   const float *weight, *bias, *x_bias;
@@ -55,7 +55,7 @@ struct LayerNormForward {
 
 // y = LN(sums) for contiguous rows of sums; y is contiguous.
 struct RowNorm {
-  Format format;  // of y
+  Format format;  // format of y
   int64_t columns;
   const float *sums, *weight, *bias;
   float eps;
@@ -63,10 +63,10 @@ struct RowNorm {
 };
 
 // The gradients of the sum (dsum) and, under dropout, of x (dx); both are contiguous. Each chunk of
-// rows adds to its own partial sums: `columns` doubles for dweight, as many for dbias with
-// `has_bias`, and as many for dx_bias with x_bias.
+// rows has its own partial sums of parameter gradients: `columns` doubles for dweight, the same
+// number for dbias with `has_bias`, and the same number for dx_bias with x_bias.
 struct LayerNormBackward {
-  Format format, x_format;  // of dy, the residual and dsum, and of x and dx
+  Format format, x_format;  // formats of dy, the residual and dsum; of x and dx
   int64_t columns;
   ConstMatrix dy, x, residual;
   const float *weight, *x_bias, *mean, *rstd;
@@ -86,7 +86,8 @@ struct RmsNormForward {
   float* rstd;
 };
 
-// dsum, the gradient of the sum, is contiguous. dweight is summed by chunks, as in layer norm.
+// dsum is the gradient of the sum and is contiguous. Each chunk of rows has its own partial sums of
+// dweight, as in layer norm.
 struct RmsNormBackward {
   Format format;
   int64_t columns;
@@ -95,9 +96,9 @@ struct RmsNormBackward {
   void* dsum;
 };
 
-// Turns the first `turned` heads of each row of x (tokens, heads, 2 half) and copies the others.
-// The cosines and sines of the angles are contiguous (tokens, half); a `direction` of -1 turns
-// backwards. Strides are in elements, 1 inside a head; y is contiguous.
+// Rotates the first `turned` heads of each row of x (tokens, heads, 2 half) and copies the other
+// heads. The cosines and sines of the angles are contiguous (tokens, half); a `direction` of -1
+// rotates backwards. Strides are in elements and are 1 inside a head; y is contiguous.
 struct Rotary {
   Format format;
   int64_t heads, turned, half;
@@ -108,8 +109,8 @@ struct Rotary {
   void* y;
 };
 
-// The rows that are summed for each token, one from each of `count` tables. The word table comes
-// first, then the type table and the position table if they exist.
+// The rows that are summed for each token: one row from each of `count` tables. The word table
+// comes first, then the type table and the position table if they exist.
 struct Lookup {
   int count;
   const int64_t* indices[3];
@@ -128,8 +129,8 @@ struct EmbeddingForward {
   float *mean, *rstd;
 };
 
-// dsum, the gradient of the sum, is contiguous fp32. dweight and, with `has_bias`, dbias are summed
-// by chunks.
+// dsum is the gradient of the sum in contiguous fp32. Each chunk of rows has its own partial sums
+// of dweight and, with `has_bias`, of dbias.
 struct EmbeddingBackward {
   Format format;
   int64_t columns;
@@ -141,12 +142,12 @@ struct EmbeddingBackward {
   float* dsum;
 };
 
-// Row targets[s] of out is the sum of the rows order[i] for starts[s] <= i < starts[s + 1], lowest
-// i first. If `order` is null, the rows are the numbers i themselves. A unit of work is a strip of
-// kStripColumns columns of one segment.
+// Row targets[s] of out is the sum of the rows order[i] for starts[s] <= i < starts[s + 1], in
+// ascending order of i. If `order` is null, order[i] is i. A unit of work is a strip of
+// kStripColumns columns of one segment s.
 constexpr int64_t kStripColumns = 128;
 struct SegmentSums {
-  Format format, out_format;  // of the rows and of out
+  Format format, out_format;  // formats of the rows and of out
   int64_t columns;
   const void* rows;
   int64_t stride;
@@ -155,9 +156,9 @@ struct SegmentSums {
   int64_t out_stride;
 };
 
-// Logits, contiguous and without their bias, of the classes [first, first + columns). Each row has
-// its label, the running maximum, the sum of exponentials relative to the maximum, and the logit of
-// the label.
+// Contiguous logits, without their bias, of the classes [first, first + columns). Each row has four
+// statistics: its label, the running maximum, the sum of exponentials relative to the maximum, and
+// the logit of the label.
 struct CrossEntropyForward {
   int64_t first, columns;
   const float *logits, *bias;
@@ -165,8 +166,8 @@ struct CrossEntropyForward {
   float *highest, *total, *own;
 };
 
-// The logits are replaced by their gradients, scale (softmax - onehot). If `rounded` is not null,
-// it gets the gradients in `format`.
+// The gradients scale (softmax - onehot) overwrite the logits. If `rounded` is not null, the
+// gradients are also written to `rounded` in `format`.
 struct CrossEntropyBackward {
   Format format;
   int64_t first, columns;
@@ -188,19 +189,20 @@ struct ActivationForward {
   void* y;
 };
 
-// dh is the gradient of h, and `a`, unless it is null, gets y again; both are contiguous. Partial
-// sums, if given, are as long as a row of h and get the sum of dh over a chunk's rows.
+// dh is the gradient of h. If `a` is not null, y is also computed again and written to `a`. Both
+// are contiguous. If partial sums are given, they are as long as a row of h and receive the sum of
+// dh over the rows of a chunk.
 struct ActivationBackward {
   Format format;
   Activation activation;
-  int64_t columns;  // of dy
+  int64_t columns;  // columns of dy
   ConstMatrix dy, h;
   const float* bias;
   void *dh, *a;
 };
 
-// Lays out W (n, k), with any strides in elements, as the right operand of a product. `packed` has
-// the level's own layout. A unit of work is a panel of columns.
+// Packs W (n, k), with any strides in elements, as the right operand of a product. The layout of
+// `packed` depends on the level. A unit of work is a panel of columns.
 struct Packing {
   Format from, to;
   const void* weight;
@@ -209,8 +211,9 @@ struct Packing {
   void* packed;
 };
 
-// The steps after the sums of a product with n columns. `bias` (n) is added, the sum is stored in
-// `pre_activation` unless that is null, the activation is applied, and `residual` is added.
+// The steps after the sums of a product with n columns: `bias` (n) is added, the result is stored
+// to `pre_activation` if that pointer is not null, the activation is applied, and `residual` is
+// added.
 struct Epilogue {
   int64_t n;
   const float* bias;
@@ -218,23 +221,24 @@ struct Epilogue {
   Format residual_format;
   ConstMatrix residual;
   Format pre_activation_format, out_format;
-  void* pre_activation;  // or null
+  void* pre_activation;  // null if the pre-activation is not needed
   void* out;
   int64_t out_row;  // elements between rows of `out` and of `pre_activation`
-  // If `next` is not null, the result goes there instead of `out`, rounded to `out_format`, as the
-  // packed right operand of another product. The product is turned, without a residual and a
-  // pre-activation, and n is a multiple of 32.
+  // If `next` is not null, the result is written to `next` instead of `out`, rounded to
+  // `out_format`, as the packed right operand of another product. Such a product is turned, has no
+  // residual and no pre-activation, and n is a multiple of 32.
   void* next;
   Format next_format;
 };
 
 // out = epilogue(x Wᵀ) for x (m, k) and W (n, k). The kernels multiply the rows of a left operand,
-// which has any strides, by the packed rows of a right operand. The left operand is x and the right
-// operand is W or, if `turned`, W is on the left and x is packed. Elements of the left operand are
-// rounded to `rounded` if their own format is wider. Sums over k have the same order for every m
-// and every number of threads.
+// which may have any strides, by the packed rows of a right operand. Normally, x is the left
+// operand and W is packed. If `turned`, W is the left operand and x is packed. Elements of the left
+// operand that are wider than `rounded` are rounded to `rounded`. Sums over k have the same order
+// for every m and every number of threads.
 struct Gemm : Epilogue {
-  Format format, rounded, packed_format;  // of the left operand, twice, and of the right operand
+  // The formats of the left operand, as stored and after rounding, and of the right operand.
+  Format format, rounded, packed_format;
   int64_t m, k;
   const void* a;  // the left operand
   int64_t a_row, a_column;
@@ -242,12 +246,12 @@ struct Gemm : Epilogue {
   bool turned;
 };
 
-// The division of a product into independent tasks, and the bytes (aligned to 64) that one thread
-// needs to work on them.
+// The division of a product into independent tasks, and the bytes of scratch memory, aligned to 64,
+// that each thread needs.
 struct GemmPlan {
   int64_t tasks, scratch;
-  int64_t rows, columns;  // of the largest block of results that a task forms
-  int64_t long_blocks;    // blocks of `rows` rows; later blocks have `short_rows`
+  int64_t rows, columns;  // size of the largest block of results that a task computes
+  int64_t long_blocks;    // number of blocks with `rows` rows; later blocks have `short_rows` rows
   int64_t short_rows;
 };
 
@@ -256,8 +260,9 @@ struct Int8Layout {
   int64_t lanes, group;
 };
 
-// The rows of x as integers: x = (q - zero) scale. q (rows, depth) is 0 from `columns` on. For
-// groups of four, q is uint8_t; for pairs, q is int16_t with the zero already subtracted.
+// The rows of x as integers: x = (q - zero) scale. q is (rows, depth), with 0 from column `columns`
+// on. For groups of four, q is uint8_t. For pairs, q is int16_t with the zero point already
+// subtracted.
 struct Int8Rows {
   Format format;
   int64_t columns, depth, group;
@@ -296,27 +301,28 @@ struct Rows {
   int64_t batch, head, row;
 };
 
-// One element for every (batch, head, query, key). Strides are in elements, and 0 where the tensor
-// is broadcast; `data` is null for an absent tensor. Masks are bytes, nonzero where a query may
-// attend.
+// An operand with one element for every (batch, head, query, key). Strides are in elements, and are
+// 0 where the tensor is broadcast; `data` is null for an absent tensor. A mask has bytes, nonzero
+// where a query may attend to a key.
 struct ConstPairs {
   const void* data;
   Format format;
   int64_t batch, head, row, key;
 };
 
-// out = softmax(q kᵀ scale + bias) v over the keys that may be attended. lse is the natural
-// log-sum-exp of each row of logits, and -inf for a row that attends nothing. Sequence b has max_q
-// queries and max_k keys or, if packed, the rows from cu_q[b] (cu_k[b]) to the next entry. Query i
-// has the position of key i + offset, where offset = keys - queries of the sequence. The query
-// attends to at most `left` keys before its position and `right` keys after it; -1 removes the
+// out = softmax(q kᵀ scale + bias) v over the keys that may be attended to. lse is the natural
+// log-sum-exp of each row of logits, and -inf for a row without any key. A dense sequence has max_q
+// queries and max_k keys. A packed sequence b has the query rows from cu_q[b] up to cu_q[b + 1],
+// and the key rows from cu_k[b] up to cu_k[b + 1]. Query i has the position of key i + offset,
+// where offset is the number of keys minus the number of queries of the sequence. The query attends
+// to at most `left` keys before its position and `right` keys after its position; -1 means no
 // limit. Weight (b, h, i, j) is kept iff word j % 4 of Philox(key, counter = (j / 4, i, h, b)) >> 8
 // >= threshold.
 struct Attention {
   Format format;
   int64_t batch, heads, head_dim;
   int64_t max_q, max_k;
-  const int32_t *cu_q, *cu_k;  // null if dense
+  const int32_t *cu_q, *cu_k;  // null if sequences are dense
   ConstRows q, k, v;
   Rows out;
   float* lse;
@@ -327,21 +333,22 @@ struct Attention {
   float scale;
 };
 
-// The numbers of queries and of keys in a block of attention.
+// The number of queries and the number of keys in a block of attention.
 constexpr int64_t kAttentionQueries = 96, kAttentionKeys = 128;
 
 // A piece of work: the queries [begin, end) of a head, where `begin` is a multiple of
-// kAttentionQueries. In an item by keys, the range holds keys, and `begin` is a multiple of
-// kAttentionKeys.
+// kAttentionQueries. With AttentionPass::keys, the range is a range of keys, and `begin` is a
+// multiple of kAttentionKeys.
 struct AttentionItem {
   int64_t sequence, head, begin, end;
 };
 
 // The gradients of an Attention, whose `out` and `lse` are not read. Each gradient has the shape of
 // its tensor. Items by keys and the bias gradient read three statistics that earlier items store in
-// fp32, laid out as lse: the maximum of a row's logits, the sum of its exponentials, and delta. The
-// pointers are null if every item is a whole head and no gradient of the bias is wanted. dbias is
-// contiguous fp32 in the shape of the bias; its strides are 0 where the bias is broadcast.
+// fp32, in the layout of lse: the maximum of a row's logits, the sum of its exponentials, and
+// delta. The pointers to the statistics are null if every item is a whole head and no gradient of
+// the bias is requested. dbias is contiguous fp32 in the shape of the bias; its strides are 0 where
+// the bias is broadcast.
 struct AttentionBackward {
   Attention forward;
   ConstRows dout;
@@ -351,14 +358,15 @@ struct AttentionBackward {
   int64_t dbias_batch, dbias_head, dbias_row, dbias_key;
 };
 
-// The gradients that an item computes: all of a whole head, dq of some queries, or dk and dv of
-// some keys.
+// The gradients that an item computes: all gradients of a whole head, dq of some queries, or dk and
+// dv of some keys.
 enum class AttentionPass : int32_t { whole, queries, keys };
 
 // The functions of one level. A range [begin, end) counts rows, units or tasks.
 struct Kernels {
   const char* name;
-  // Floats of scratch memory that the norms and the embedding need for rows of this length.
+  // Returns the floats of scratch memory that the norms and the embedding need for rows of this
+  // length.
   int64_t (*layer_norm_scratch)(int64_t columns);
   void (*layer_norm_forward)(const LayerNormForward&, int64_t begin, int64_t end, float* scratch);
   void (*normalise)(const RowNorm&, int64_t begin, int64_t end);
@@ -377,36 +385,39 @@ struct Kernels {
   void (*sum_segments)(const SegmentSums&, int64_t begin, int64_t end);
   void (*cross_entropy_forward)(const CrossEntropyForward&, int64_t begin, int64_t end);
   void (*cross_entropy_backward)(const CrossEntropyBackward&, int64_t begin, int64_t end);
-  // out[n] = sum over the rows of a contiguous (rows, columns) matrix, first row first.
+  // out[n] = the sum of column n of a contiguous (rows, columns) matrix, added from the first row
+  // to the last.
   void (*sum_rows)(const double* matrix, int64_t rows, int64_t columns, float* out);
-  // The format in which the rows of x, stored in `format`, are the right operand of a turned
-  // product.
+  // Returns the format of the packed right operand in a turned product, if x is stored in `format`.
   Format (*right_format)(Format format);
-  // The bytes of a packed (n, k) operand, and the units into which `pack` can be divided.
+  // Return the bytes of a packed (n, k) operand, and the number of units of work of `pack`.
   int64_t (*packed_bytes)(Format to, int64_t n, int64_t k);
   int64_t (*pack_units)(int64_t n);
   void (*pack)(const Packing&, int64_t begin, int64_t end);
-  // For m and n >= 1. `gemm` does the tasks [begin, end) in `scratch`.
+  // m and n are at least 1. `gemm` runs the tasks [begin, end) with the memory `scratch`.
   GemmPlan (*gemm_plan)(const Gemm&, int threads);
   void (*gemm)(const Gemm&, const GemmPlan&, int64_t begin, int64_t end, void* scratch);
-  // Bytes of memory, aligned to 64, that a thread needs for items of up to `rows` queries.
+  // Returns the bytes of memory, aligned to 64, that a thread needs for items of up to `rows`
+  // queries.
   int64_t (*attention_scratch)(const Attention&, int64_t rows);
   void (*attention_forward)(const Attention&, const AttentionItem&, void* scratch);
-  // The same for items of up to `keys` keys.
+  // Returns the bytes of memory, aligned to 64, that a thread needs for items of up to `keys` keys.
   int64_t (*attention_backward_scratch)(const AttentionBackward&, int64_t keys);
   void (*attention_backward)(const AttentionBackward&, AttentionPass, const AttentionItem&,
                              void* scratch);
-  // Computes one block of dbias: queries from item.begin on, keys from item.end on. If the bias is
-  // broadcast over sequences, the block of the first sequence holds the sum over all sequences; the
-  // same holds for heads, queries and keys.
+  // Computes one block of dbias, for the queries from item.begin on and the keys from item.end on.
+  // If the bias is broadcast over sequences, the block of the first sequence receives the sum over
+  // all sequences. The same rule holds for heads, queries and keys.
   int64_t (*attention_bias_scratch)(const AttentionBackward&);
   void (*attention_bias_gradient)(const AttentionBackward&, const AttentionItem&, void* scratch);
-  // Writes the softmax weights of queries[begin] to queries[end - 1] of a head, in ascending order,
-  // to rows of max_k elements from `out` on. Weights beyond the sequence's lengths are 0.
+  // Writes softmax weights of one head for the queries queries[begin] to queries[end - 1], which
+  // are in ascending order. Each query's row has max_k elements, and the first row is at `out`.
+  // Weights beyond the lengths of the sequence are 0.
   int64_t (*attention_weights_scratch)(const Attention&);
   void (*attention_weights)(const Attention&, const AttentionItem&, const int64_t* queries,
                             void* out, void* scratch);
-  // The layout that this level prefers. The level also takes groups of two with the same lanes.
+  // Returns the layout that this level prefers. The level also accepts groups of two with the same
+  // number of lanes.
   Int8Layout (*int8_layout)();
   void (*int8_quantise)(const Int8Rows&, int64_t begin, int64_t end);
   void (*int8_gemm)(const Int8Gemm&, const Int8Block&);

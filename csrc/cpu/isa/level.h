@@ -1,10 +1,10 @@
-// The kernels of one instruction-set level, and the table that leads to them. Only level_*.cpp
-// includes this file, after it has selected the target and defined FASTBERT_LEVEL and
+// The kernels of one instruction-set level, and their table. Only level_*.cpp files include this
+// header, after they have selected the compiler's target and defined FASTBERT_LEVEL and
 // FASTBERT_LEVEL_BYTES.
 //
-// A level may differ from another level only in its matrix products and attention forward. It then
-// defines FASTBERT_LEVEL_BASE as the other level. Its table takes all other kernels from there, so
-// these kernels are compiled once.
+// A level may differ from another level only in its matrix products and attention forward. Such a
+// level defines FASTBERT_LEVEL_BASE as the name of the other level. Its table then takes all other
+// kernels from the other level, so that these kernels are compiled once.
 
 #include "../gemm/int8_kernel.h"
 #include "../gemm/kernel.h"

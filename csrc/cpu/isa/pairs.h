@@ -9,13 +9,13 @@
 
 namespace fastbert::cpu::FASTBERT_LEVEL {
 
-constexpr int kLine = 2 * kLanes;  // bf16 elements of a register
+constexpr int kLine = 2 * kLanes;  // bf16 elements in a register
 
 FASTBERT_INLINE int clamp_count(int64_t count, int most) {
   return count < 0 ? 0 : count < most ? (int)count : most;
 }
 
-// Loads `count` elements that are `stride` apart, from p on; the other lanes are 0.
+// Loads `count` elements, starting at p, that are `stride` apart; the other lanes are 0.
 template <class Format>
 FASTBERT_INLINE Vec gather(const typename Format::Storage* p, int64_t stride, int count) {
   if (stride == 1) return Format::load(p, count);
@@ -31,7 +31,8 @@ constexpr bool kIsBF16 = false;
 template <>
 constexpr bool kIsBF16<BF16> = true;
 
-// Loads `depth` elements, at most kLine, as bf16 in memory order; the other elements are 0.
+// Loads `depth` elements, at most kLine, and returns them as bf16 in memory order; the other
+// elements are 0.
 template <class From>
 FASTBERT_INLINE Vec load_line(const typename From::Storage* p, int depth) {
   Vec line = {};
@@ -57,8 +58,8 @@ FASTBERT_INLINE Vec pair_words(Vec even, Vec odd) {
   }
 }
 
-// Loads up to kLanes rows of up to kLine elements from p on. Word i of words[j] holds elements 2 j
-// and 2 j + 1 of row i; words outside are 0.
+// Loads up to kLanes rows of up to kLine elements, starting at p. Word i of words[j] holds elements
+// 2 j and 2 j + 1 of row i; words outside the rows are 0.
 template <class From>
 FASTBERT_INLINE void load_pairs(const typename From::Storage* p, int64_t row, int64_t column,
                                 int rows, int depth, Vec (&words)[kLanes]) {
@@ -76,8 +77,8 @@ FASTBERT_INLINE void load_pairs(const typename From::Storage* p, int64_t row, in
   }
 }
 
-// Loads the rows themselves: words[i] holds the first `depth` elements of row i; words outside are
-// 0.
+// Loads rows without a transposition: words[i] holds the first `depth` elements of row i; words
+// outside the rows are 0.
 template <class From>
 FASTBERT_INLINE void load_row_pairs(const typename From::Storage* p, int64_t row, int64_t column,
                                     int rows, int depth, Vec (&words)[kLanes]) {
@@ -93,17 +94,17 @@ FASTBERT_INLINE void load_row_pairs(const typename From::Storage* p, int64_t row
 #if FASTBERT_LEVEL_BYTES == 64
 constexpr int64_t kStep = 32;                    // elements along k in a register of pairs
 constexpr int64_t kStepBytes = 64;               // bytes of a row in one step
-constexpr int64_t kWeightTile = 1024;            // bytes
+constexpr int64_t kWeightTile = 1024;            // bytes of a tile
 constexpr int64_t kPanelStep = 2 * kWeightTile;  // bytes of a panel in one step
-constexpr int64_t kStrip = 32;                   // rows of a block of sums
+constexpr int64_t kStrip = 32;                   // rows in a block of sums
 
 static_assert(kPanel == 32, "a panel is two tiles wide");
 
 FASTBERT_INLINE int64_t steps_of(int64_t k) { return (k + kStep - 1) / kStep; }
 FASTBERT_INLINE int64_t whole_strips(int64_t rows) { return (rows + kStrip - 1) / kStrip * kStrip; }
 
-// Lays out one panel of a right operand: up to 32 columns, `row` elements apart, of k elements,
-// `column` elements apart.
+// Packs one panel of a right operand: up to 32 columns of k elements. Columns are `row` elements
+// apart, and the elements of a column are `column` elements apart.
 template <class From>
 void pack_steps(const typename From::Storage* p, int64_t row, int64_t column, int64_t columns,
                 int64_t k, char* packed) {

@@ -7,10 +7,10 @@
 // assembly, because GCC's intrinsics need literal numbers and do not tell the compiler that they
 // touch memory.
 //
-// A test build (FASTBERT_EMULATE) runs the same operations in plain C++ with the rounding of the
-// manual: two chains of fused multiply-adds for the elements of the pairs, denormals as zeros. It
-// aborts where a processor would refuse, or would silently compute on tiles that do not fit
-// together.
+// A test build (FASTBERT_EMULATE) runs the same operations in plain C++ with the rounding that the
+// manual specifies: two chains of fused multiply-adds, one for each element of the pairs, with
+// denormals as zeros. The emulation aborts where a processor would raise an exception, and where a
+// processor would silently compute with tiles whose shapes do not match.
 
 #pragma once
 
@@ -25,7 +25,7 @@ namespace fastbert::cpu::FASTBERT_LEVEL {
 
 constexpr int kMostTileRows = 16, kMostTileBytes = 64;
 
-// The operand of the configuring instruction, with the rows and the bytes per row of each tile.
+// The operand of LDTILECFG: the rows and the bytes per row of each tile.
 struct alignas(64) TileShapes {
   uint8_t palette = 1, start_row = 0, reserved[14] = {};
   uint16_t bytes[8] = {}, reserved_bytes[8] = {};
@@ -45,7 +45,8 @@ FASTBERT_INLINE void tile_configure(const TileShapes& shapes) {
   asm volatile("ldtilecfg %0" ::"m"(shapes));
 }
 
-// Releases the tiles: other code of this thread may use them, and the system saves less state.
+// Releases the tiles, so that other code of this thread may use them and the system has less state
+// to save.
 FASTBERT_INLINE void tile_release() { asm volatile("tilerelease" ::: "memory"); }
 
 template <int kTile>
@@ -53,13 +54,13 @@ FASTBERT_INLINE void tile_zero() {
   asm volatile("tilezero %%tmm%c0" ::"i"(kTile));
 }
 
-// The rows in memory are `stride` bytes apart.
+// Loads a tile. Rows in memory are `stride` bytes apart.
 template <int kTile>
 FASTBERT_INLINE void tile_load(const void* p, int64_t stride) {
   asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(p), "r"(stride), "i"(kTile) : "memory");
 }
 
-// The same with the hint that the data will not be needed again soon.
+// Loads a tile with the hint that the data will not be needed again soon.
 template <int kTile>
 FASTBERT_INLINE void tile_stream(const void* p, int64_t stride) {
   asm volatile("tileloaddt1 (%0,%1,1), %%tmm%c2" ::"r"(p), "r"(stride), "i"(kTile) : "memory");
@@ -101,7 +102,8 @@ FASTBERT_INLINE void tile_require(bool condition, const char* what) {
   std::abort();
 }
 
-// A second configuration without a release means that a kernel left its tiles to another kernel.
+// A second configuration without a release in between means that a kernel did not release its
+// tiles.
 FASTBERT_INLINE void tile_configure(const TileShapes& shapes) {
   EmulatedTiles& t = emulated_tiles;
   tile_require(!t.configured, "the tiles are configured twice without a release");

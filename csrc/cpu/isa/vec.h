@@ -1,10 +1,10 @@
 // One SIMD register of floats, and the few operations on it that the kernels use.
 //
-// Arithmetic uses the compilers' vector extensions, so one source serves every width. Intrinsics
-// appear only where the extensions cannot express an operation. A level_*.cpp defines
-// FASTBERT_LEVEL (a namespace) and FASTBERT_LEVEL_BYTES (the register width) before it includes
-// this file. All functions are force-inlined into that namespace, and no std header with code is
-// included, for the reason that kernels.h gives.
+// Arithmetic uses the compilers' vector extensions, so one source serves every register width.
+// Intrinsics appear only where the extensions cannot express an operation. A level_*.cpp file
+// defines FASTBERT_LEVEL (a namespace) and FASTBERT_LEVEL_BYTES (the register width) before it
+// includes this header. All functions are force-inlined into that namespace, and no std header with
+// code is included, because the linker could share such code between levels (kernels.h).
 
 #pragma once
 
@@ -16,9 +16,9 @@
 
 #define FASTBERT_INLINE inline __attribute__((always_inline))
 
-// The width of the intrinsics. A test build (FASTBERT_EMULATE) compiles the levels of 64 bytes for
-// processors that lack them: the compiler splits the vectors, and plain C++ with the same results
-// replaces the intrinsics.
+// The register width for which intrinsics are used. A test build (FASTBERT_EMULATE) compiles the
+// levels with 64-byte registers for processors without such registers: the compiler splits the
+// vectors, and plain C++ with the same results replaces the intrinsics.
 #if defined(FASTBERT_EMULATE) && FASTBERT_LEVEL_BYTES == 64
 #define FASTBERT_INTRINSIC_BYTES 0
 #else
@@ -29,7 +29,7 @@ namespace fastbert::cpu::FASTBERT_LEVEL {
 
 constexpr int kBytes = FASTBERT_LEVEL_BYTES;
 constexpr int kLanes = kBytes / 4;
-// The columns of a panel, which is two registers wide.
+// The number of columns of a panel, which is two registers wide.
 constexpr int kPanel = 2 * kLanes;
 
 typedef float Vec __attribute__((vector_size(kBytes)));
@@ -40,7 +40,7 @@ typedef float FloatHalf __attribute__((vector_size(kBytes / 2)));
 typedef double DoubleVec __attribute__((vector_size(kBytes)));
 typedef uint16_t HalfVec __attribute__((vector_size(kBytes / 2)));
 
-// x - 0 is x for every x, NaN and -0 included, so the subtraction is a broadcast.
+// x - 0 is x for every x, including NaN and -0, so the subtraction is a broadcast.
 FASTBERT_INLINE Vec splat(float x) { return x - Vec{}; }
 
 FASTBERT_INLINE Vec load(const float* p) {
@@ -52,7 +52,7 @@ FASTBERT_INLINE Vec load(const float* p) {
 FASTBERT_INLINE void store(float* p, Vec v) { __builtin_memcpy(p, &v, kBytes); }
 
 #if FASTBERT_INTRINSIC_BYTES == 64
-// The mask of the first `count` lanes.
+// Returns the mask of the first `count` lanes.
 FASTBERT_INLINE __mmask16 lane_mask(int count) { return (__mmask16)((1u << count) - 1u); }
 #endif
 
@@ -87,8 +87,8 @@ FASTBERT_INLINE WordVec lane_numbers() {
 
 FASTBERT_INLINE Vec select(IntVec condition, Vec a, Vec b) { return condition ? a : b; }
 
-// a < b ? a : b and a > b ? a : b, so that a NaN gives b. Compilers do not recognise the minimum
-// and the maximum in a select.
+// Returns a < b ? a : b for `least`, and a > b ? a : b for `larger`, so that a NaN gives b.
+// Compilers do not recognise a select as a minimum or a maximum.
 FASTBERT_INLINE Vec least(Vec a, Vec b) {
 #if FASTBERT_INTRINSIC_BYTES == 64
   return (Vec)_mm512_min_ps((__m512)a, (__m512)b);
@@ -107,15 +107,15 @@ FASTBERT_INLINE Vec greatest(Vec a, Vec b) {
 
 FASTBERT_INLINE Vec abs(Vec x) { return (Vec)((WordVec)x & 0x7fffffffu); }
 
-// Returns `v` with the lanes from `count` on taken from `rest`.
+// Returns the first `count` lanes of `v` and the other lanes of `rest`.
 FASTBERT_INLINE Vec first_lanes(Vec v, int count, Vec rest = Vec{}) {
   if (count == kLanes) return v;
   return select((IntVec)lane_numbers() < count, v, rest);
 }
 
-// Returns a * b + c, rounded once if the instruction set can. The call is explicit because the
-// build forbids the compiler to contract by itself, so results depend on the level only and not on
-// the compiler.
+// Returns a * b + c, with a single rounding if the instruction set has fused multiply-add. The
+// function is explicit because the build forbids the compiler to fuse operations by itself. Results
+// therefore depend on the level only, and not on the compiler.
 FASTBERT_INLINE Vec fma(Vec a, Vec b, Vec c) {
 #if FASTBERT_INTRINSIC_BYTES == 64
   return (Vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
@@ -136,7 +136,7 @@ FASTBERT_INLINE Vec fma(Vec a, Vec b, Vec c) {
 
 #if defined(FASTBERT_LEVEL_DOTS)
 // Adds to each lane of c the two products of the bf16 pairs in a and b, the upper product first.
-// The instruction takes subnormals for 0.
+// The instruction treats subnormals as 0.
 FASTBERT_INLINE Vec dot_bf16(Vec a, Vec b, Vec c) {
 #if FASTBERT_INTRINSIC_BYTES == 64
   return (Vec)_mm512_dpbf16_ps((__m512)c, (__m512bh)a, (__m512bh)b);
@@ -148,19 +148,19 @@ FASTBERT_INLINE Vec dot_bf16(Vec a, Vec b, Vec c) {
 }
 #endif
 
-// Sums along a row are kept in four registers of partial sums. The short chains of additions are
-// fast and accurate, and two such sums at a time still fit the register file.
+// Sums along a row use four registers of partial sums. Short chains of additions are fast and
+// accurate, and the registers for two such sums still fit the register file.
 constexpr int kSums = 4;
 
-// The lower (half = 0) or upper half of the lanes in double precision.
+// Returns the lower (half = 0) or upper (half = 1) lanes in double precision.
 FASTBERT_INLINE DoubleVec widen(Vec v, int half) {
   FloatHalf narrow;
   __builtin_memcpy(&narrow, (const char*)&v + half * sizeof(narrow), sizeof(narrow));
   return __builtin_convertvector(narrow, DoubleVec);
 }
 
-// The lanes are added and divided in double precision. All elements of a row share the error in its
-// mean or variance, so that error must not add to the errors of the elements.
+// The lanes are added and divided in double precision. All elements of a row share the error of the
+// row's mean or variance, so that error must be small compared with the errors of the elements.
 FASTBERT_INLINE double mean_of(const Vec (&sums)[kSums], int64_t columns) {
   const Vec sum = (sums[0] + sums[1]) + (sums[2] + sums[3]);
   const DoubleVec wide = widen(sum, 0) + widen(sum, 1);
@@ -193,8 +193,8 @@ FASTBERT_INLINE void for_each_vector(int64_t columns, Body body) {
   if (n < columns) body(n, (int)(columns - n));
 }
 
-// Calls body(n, u, count) in the same way, where u < kSums is the number of the partial sum to add
-// to.
+// Calls body(n, u, count) for the same ranges as for_each_vector. u < kSums is the number of the
+// partial sum for this range.
 template <class Body>
 FASTBERT_INLINE void for_each_summand(int64_t columns, Body body) {
   constexpr int kStep = kSums * kLanes;
@@ -202,8 +202,8 @@ FASTBERT_INLINE void for_each_summand(int64_t columns, Body body) {
   for (; n + kStep <= columns; n += kStep) {
     for (int u = 0; u < kSums; ++u) body(n + u * kLanes, u, kLanes);
   }
-  // The number of the sum is a constant in every call, because the compiler would keep sums that a
-  // variable indexes in memory.
+  // u is a constant in every call, because the compiler would keep an array of sums in memory if
+  // its index were variable.
   for (int u = 0; u < kSums - 1; ++u) {
     if (n + kLanes > columns) break;
     body(n, u, kLanes);
