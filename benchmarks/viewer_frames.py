@@ -95,8 +95,8 @@ MOTIONS = {
     "matrix, arrow keys": Motion("matrix", _press("#view canvas", "ArrowRight")),
 }
 
-# A drawing of twice the work of the heaviest motion. A machine that does not show it at 60 frames
-# per second is too slow, or too busy, to judge the page by its rate alone.
+# This drawing costs twice as much time as the heaviest motion. A machine that does not show it at
+# 60 frames per second is too slow, or too busy, to judge the page by its rate alone.
 REFERENCE = Motion(
     "",
     """

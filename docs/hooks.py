@@ -134,7 +134,7 @@ def training(record: str) -> str:
 
 
 def targets(record: str) -> str:
-    """Return the floors and goals of BERT-base in a record, each met or not."""
+    """Return a record's table of speed ratios of BERT-base, each with its limit met or not."""
     text = (RESULTS / record / "cpu.md").read_text(encoding="utf-8")
     start = text.index("| shape | ours | ratio |")
     return text[start : text.index("\n\n", start)]

@@ -170,7 +170,7 @@ def seed_variance(
         progress: Receives a line after each epoch.
 
     Returns:
-        The distances of each model.
+        For each model, the distance of its attention weights from those of `base`.
     """
     seen = fitting.observe(base, texts.test)
     results = []

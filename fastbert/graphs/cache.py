@@ -28,7 +28,7 @@ class Autocast(NamedTuple):
         return cls(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
 
     def uncached(self) -> torch.autocast:
-        """Return a block with this autocast that reads no weights from autocast's cache.
+        """Return the context manager of this autocast, without the cache of converted weights.
 
         The cache ends with the caller's block, and a graph would go on reading its memory.
         """

@@ -5,7 +5,7 @@ prediction from counted instructions until a recorded run on the GPU replaces it
 times decide. A prediction is shown, but does not change the order. ``python -m
 fastbert.bench.choice`` writes the file from the records in ``benchmarks/results``.
 
-Both backends leave products without an activation to the library, and the time of an operation
+Both backends leave matrix products without an activation to cuBLAS, and the time of an operation
 includes these products. The time of a product with an activation depends on the number of rows.
 With many tiles, all multiprocessors are busy and the activation of one tile overlaps the products
 of another tile. With few tiles, some multiprocessors are idle. The size of a product in the table

@@ -23,7 +23,7 @@ from fastbert.modules import BertForMaskedLM
 
 # The attribute ``encode`` of fastbert.cli is the command, not the module.
 encode_module = importlib.import_module("fastbert.cli.encode")
-# A window is 8 batches, so with this option the lines make about 10 windows.
+# A job reads 8 batches at a time. With this option, the test's file takes about 10 such reads.
 OPTIONS = ("--tokens-per-batch", 16)
 KILLED = """
 import os

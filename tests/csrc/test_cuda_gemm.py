@@ -122,7 +122,7 @@ def test_memory_is_moved_in_whole_sectors_and_without_bank_conflicts(gemm):
     problem.backward(gemm, h)
     for counts in (forward, gemm.counts()):
         assert counts["shared_wavefronts"] == counts["shared_least_wavefronts"]
-        # The bias of 128 columns is read by two warps.
+        # Two warps read the bias of the same 128 columns, so up to 16 sectors are read twice.
         assert counts["global_sectors"] <= counts["global_least_sectors"] + 16
 
 

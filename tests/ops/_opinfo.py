@@ -138,7 +138,8 @@ def _attention(sample: Any) -> Call:
     )
     mask = bias = None
     if sample.kwargs.get("is_causal"):
-        # torch counts positions from the first key, we count them from the last.
+        # With fewer queries than keys, torch aligns the causal mask at the first key, and fastbert
+        # at the last key.
         mask = torch.ones(1, 1, q.shape[2], k.shape[2], dtype=torch.bool).tril()
     elif (given := sample.kwargs.get("attn_mask")) is not None:
         # In fastbert, a mask of two dimensions marks keys.

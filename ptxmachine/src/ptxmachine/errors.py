@@ -21,7 +21,7 @@ class PtxSyntaxError(PtxError, ValueError):
     """
 
     def __init__(self, message: str, line: int | None = None) -> None:
-        """Make the message, which begins with the line."""
+        """Make the message, which begins with the number of the line."""
         super().__init__(message if line is None else f"line {line}: {message}")
         self.line = line
 
