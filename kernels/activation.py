@@ -23,7 +23,7 @@ LARGEST_PART = tl.constexpr(32)
 
 @triton.jit
 def _power(x, factor: tl.constexpr, dtype: tl.constexpr):
-    """Return exp(factor x) for a result of at most 1, as exact as dtype can hold."""
+    """Return exp(factor x) for a result of at most 1, with the accuracy that `dtype` can hold."""
     if dtype == tl.float32:
         return exponential(x * factor)
     else:
@@ -32,9 +32,10 @@ def _power(x, factor: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def _reciprocal(x, dtype: tl.constexpr):
-    """Return 1 / x for x >= 1, as exact as dtype can hold."""
+    """Return 1 / x for x >= 1, with the accuracy that `dtype` can hold."""
     if dtype == tl.float32:
-        # A step of Newton's method takes the error of 2 ulp away. At infinity it would give NaN.
+        # One step of Newton's method corrects the error of 2 ulp. At infinity, the step would give
+        # NaN.
         x = tl.minimum(x, 1e38)
         r = 1.0 / x
         return tl.fma(r, tl.fma(-x, r, 1.0), r)
@@ -47,8 +48,8 @@ def _normal_tail(a, dtype: tl.constexpr):
     """Return 1 - Φ(a) and exp(-a² / 2) for a >= 0, as csrc/normal_tail.h computes them.
 
     The tail is exp(-a² / 2) r P(1 - 8 r) with r = 1 / (a + 4) and a minimax polynomial P, whose
-    relative error is 9e-9. This form takes half the instructions of erf and no branch, and the
-    density needs the same exponential.
+    relative error is 9e-9. This form needs half the instructions of erf and no branch, and the
+    density of the normal distribution needs the same exponential.
     """
     bell = _power(a * a, -0.5, dtype)
     r = _reciprocal(a + 4.0, dtype)
@@ -67,7 +68,7 @@ def _normal_tail(a, dtype: tl.constexpr):
 
 @triton.jit
 def value_and_slope(x, FUNCTION: tl.constexpr, dtype: tl.constexpr):
-    """Return f(x) and f'(x) in fp32, as exact as dtype can hold.
+    """Return f(x) and f'(x) in fp32, with the accuracy that `dtype` can hold.
 
     f is FUNCTION: "gelu", "gelu_tanh", "relu" or "silu".
     """
@@ -81,9 +82,9 @@ def value_and_slope(x, FUNCTION: tl.constexpr, dtype: tl.constexpr):
         value = x * share
         slope = share + x * (INVERSE_SQRT_2PI * bell)
     else:
-        # f(x) = x s with the sigmoid s = 1 / (1 + exp(-z)). With e = exp(-|z|), s (1 - s) equals
-        # e / (1 + e)², in which nothing cancels in the tails. dz is x dz/dx; it is bounded where
-        # e = 0, because 0 * inf would be NaN.
+        # f(x) = x s with the sigmoid s = 1 / (1 + exp(-z)). With e = exp(-|z|), the product s (1 -
+        # s) is e / (1 + e)², which has no cancellation in the tails. dz is x dz/dx. Where e = 0, dz
+        # must be finite, because 0 * inf would be NaN.
         bounded = tl.where(tl.abs(x) < 128.0, x, 0.0)
         if FUNCTION == "gelu_tanh":
             # (1 + tanh(u)) / 2 is the sigmoid of 2 u.
@@ -107,7 +108,7 @@ def activate(x, FUNCTION: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def biased(h, bias_ptr, cols, inside, HAS_BIAS: tl.constexpr):
-    """Return h + bias; the bias of a column that is not inside is not read."""
+    """Return h + bias; a column outside `inside` reads no bias."""
     if HAS_BIAS:
         h += tl.load(bias_ptr + cols, mask=inside, other=0.0).to(tl.float32)[None, :]
     return h

@@ -1,9 +1,9 @@
 """Forward of attention, softmax(q kᵀ scale + bias) v, dense and packed.
 
-One program owns a block of queries of one head and walks over the keys with the running softmax
+One program computes a block of queries of one head in a loop over the keys with the running softmax
 (Milakov and Gimelshein 2018; Dao 2023, algorithm 1). Only the first and the last tiles of keys
-check the window and the length; every query of the block sees the tiles between in full. The
-backward needs out and lse.
+check the window and the length. In the tiles between, every query of the block may attend to every
+key. The backward reads out and lse.
 """
 
 from __future__ import annotations
@@ -107,7 +107,8 @@ def _forward_kernel(
     maximum = tl.full([BLOCK_M], -INFINITY, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     out = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    # Without a left side of the window no masked tiles come first, so phase 0 is not compiled.
+    # Without a left limit of the window, no tile before the full tiles needs a mask, so phase 0 is
+    # not compiled.
     for phase in tl.static_range(0 if HAS_LEFT else 1, 3):
         phase_start, phase_stop = phase_range(phase, start, full_start, full_stop, high)
         for first_key in range(phase_start, phase_stop, BLOCK_N):
@@ -218,14 +219,15 @@ def attention_forward(
         dropout_p: Probability with which a weight is dropped.
         scale: Factor of the logits.
         causal: Whether a query attends only to keys at its own position or earlier.
-        window: Numbers of keys before and after its position that a query attends; -1 is open.
+        window: Numbers of keys before and after the query's position that the query attends to;
+            -1 means no limit.
         path: "short", "general", or None for the choice of `attention_path`.
         into: Results to fill, out at any strides and a contiguous lse; None allocates them.
 
     Returns:
         out: (B, H, Lq, D) in the memory order (B, Lq, H, D), or contiguous (Tq, H, D), in the dtype
-            of `q`. It is 0 in a row that may attend no key, and beyond ``cu_seqlens_q[-1]``.
-        lse: fp32 (B, H, Lq) or (H, Tq), -inf in the rows where out is 0 for these reasons.
+            of `q`. It is 0 in a row that may attend to no key, and beyond ``cu_seqlens_q[-1]``.
+        lse: fp32 (B, H, Lq) or (H, Tq); -inf in rows without a key and beyond ``cu_seqlens_q[-1]``.
 
     Raises:
         ValueError: If D is outside 1..256, if dropout has no seed, or if `path` is unknown or
@@ -240,7 +242,7 @@ def attention_forward(
     is_varlen = cu_seqlens_q is not None
     out, lse = allocate_results(q, is_varlen) if into is None else into
     if is_varlen and cu_seqlens_q.shape[0] == 1:
-        # Without a sequence no program runs, and all rows are beyond cu_seqlens[-1].
+        # Without a sequence, no program runs, and all rows are beyond cu_seqlens[-1].
         out.zero_()
         lse.fill_(-math.inf)
     run(_forward_launch, tensors, (out, lse), numbers, path)

@@ -113,7 +113,7 @@ def _dkv_kernel(
         seed = tl.load(seed_ptr)
     offset = k_len - q_len
     last_key = tl.minimum(first_key + BLOCK_N, k_len) - 1
-    # For a key, left and right of the window change places, and the offset changes its sign.
+    # From the side of a key, left and right of the window are exchanged, and the offset is negated.
     low, high, start, full_start, full_stop = visible_range(
         first_key, last_key, -offset, q_len, window_right, window_left, HAS_RIGHT, HAS_LEFT, BLOCK_M
     )
@@ -145,7 +145,7 @@ def _dkv_kernel(
             shift, inverse, delta = row_statistics(
                 shift_ptr, inverse_ptr, delta_ptr, rows, q_len, SCALING
             )
-            # Tiles are [BLOCK_N, BLOCK_M], so their products with dout and q need no transpose.
+            # Tiles are [BLOCK_N, BLOCK_M], so their products with dout and q need no transposition.
             allowed = allowed_pairs(
                 rows[None, :], keys[:, None], mask_ptr, offset, q_len, k_len,
                 window_left, window_right, stride_mask_row, stride_mask_key,
@@ -182,7 +182,8 @@ def _dkv_kernel(
         dk_ptr = head_pointer(
             dk_ptr, batch, head, k_start, stride_dk_batch, stride_dk_head, stride_dk_row
         )
-        # The softmax of a single key is constant, so its gradient is 0, which rounding would miss.
+        # The softmax of a single key is constant, so the gradient is exactly 0; rounding would give
+        # another value.
         dk = narrow(tl.where(k_len == 1, 0.0, dk * scale), dk_ptr.dtype.element_ty)
         store_rows(dk_ptr, dk, keys, inside, stride_dk_row, stride_dk_dim, HEAD_DIM, BLOCK_D)
     if HAS_DV:
@@ -312,7 +313,8 @@ def _dq_kernel(
     dq_ptr = head_pointer(
         dq_ptr, batch, head, q_start, stride_dq_batch, stride_dq_head, stride_dq_row
     )
-    # The softmax of a single key is constant, so its gradient is 0, which rounding would miss.
+    # The softmax of a single key is constant, so the gradient is exactly 0; rounding would give
+    # another value.
     dq = narrow(tl.where(k_len == 1, 0.0, dq * scale), dq_ptr.dtype.element_ty)
     store_rows(dq_ptr, dq, rows, inside, stride_dq_row, stride_dq_dim, HEAD_DIM, BLOCK_D)
 
@@ -354,7 +356,7 @@ def backward_launches(
         "attention_dq", _dq_kernel, tile, dq_ptr=dq, **shared, **strides("dq", dq, is_varlen)
     )
     tile = problem.tile("dkv")
-    # The sums of dk and dv, of 256 columns each, do not fit the registers together.
+    # With more than 128 columns, the sums of dk and of dv do not fit the registers together.
     is_split = problem.head_dim > 128 and dk.dtype != torch.float32
     for has_dk, has_dv in ((True, False), (False, True)) if is_split else ((True, True),):
         yield problem.launch(

@@ -1,12 +1,12 @@
 """Gradient of the additive bias of attention: dS summed over the broadcast dimensions of the bias.
 
-A program owns a tile of the gradient and walks over the combinations of sequence, head, query block
-and key block that share the tile. For each it recomputes dS = P * (dP - delta) from the statistics
-of the rows, with two products; the other gradients take seven. Only the gradient itself has Lq Lk
-elements. The sum stays in registers and has a fixed order, so there are no atomics and reruns agree
-bitwise. Blocks outside the window or the sequence are skipped.
+A program computes a tile of the gradient in a loop over the combinations of sequence, head, query
+block and key block that add to the tile. For each combination, two products and the row statistics
+give dS = P * (dP - delta) again; the other gradients take seven products. Only the gradient itself
+has Lq Lk elements. The sum stays in registers and has a fixed order, so there are no atomic
+additions and reruns agree bitwise. Blocks outside the window or the sequence are skipped.
 
-If many combinations share few tiles, as for a bias (1, H, 1, Lk), several programs divide the
+If many combinations add to few tiles, as for a bias (1, H, 1, Lk), several programs divide the
 combinations of a tile. A second launch then adds their partial sums.
 """
 
@@ -31,8 +31,8 @@ from fastbert.kernels.philox import dropout_keep
 from fastbert.kernels.reduction import sum_partials_launch
 from fastbert.kernels.tiles import Tile, attention_tile, ceil_div, target_of
 
-# The combinations are divided until up to this many programs share the work. The number is not a
-# property of the device, so that the order of the sums and their last bits agree on every GPU.
+# The combinations are divided among at most this many programs. The number is the same for every
+# GPU, so that the order of the sums and therefore the last bits agree on every GPU.
 PROGRAMS = 512
 
 
@@ -89,7 +89,8 @@ def _bias_gradient_kernel(
     share = tl.cdiv(combinations, partials)
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for combination in range(partial * share, tl.minimum((partial + 1) * share, combinations)):
-        # In each dimension, the index of the tile or the index of the combination is always 0.
+        # In each dimension, either the index of the tile or the index of the combination is always
+        # 0.
         rest = combination
         key_block = key_tile
         row_block = row_tile

@@ -15,7 +15,7 @@ def visible_range(
     first, last, offset, length, left, right,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Return the range that positions first..last of a block see on the other side.
+    """Return the range that the positions first..last of a block see on the other side.
 
     The other side is the keys for a block of queries, and the queries for a block of keys.
 

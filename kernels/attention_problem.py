@@ -30,7 +30,7 @@ UNSPECIALISED = [
     "dropout_threshold",
     "window_left",
     "window_right",
-    # These strides are numbers of rows.
+    # These strides depend on the number of rows.
     "stride_lse_batch",
     "stride_lse_head",
 ]
@@ -81,7 +81,8 @@ class Problem(NamedTuple):
         q_blocks = ceil_div(self.max_q, tile.block_m)
         k_blocks = ceil_div(self.max_k, tile.block_n)
         if self.arguments["IS_VARLEN"]:
-            # Each sequence has a block, because the last sequence zeros the rows beyond it.
+            # Each sequence has at least one block, because the last sequence zeros the rows beyond
+            # cu_seqlens[-1].
             q_blocks, k_blocks = max(q_blocks, 1), max(k_blocks, 1)
         available = {
             **self.arguments,
@@ -135,7 +136,7 @@ def scaling(dtype: torch.dtype, has_bias: bool, scale: float) -> int:
     0: exp2 applies the scale to raw products, which is fastest. No bias can be added, and the
         maximum of raw products is right only for a scale above 0.
     1: The logits are scaled and biased before the softmax.
-    2: As 1, and exp has the full precision of fp32.
+    2: The logits are scaled and biased as in 1, and exp has the full precision of fp32.
     """
     if dtype == torch.float32:
         return 2
@@ -143,7 +144,7 @@ def scaling(dtype: torch.dtype, has_bias: bool, scale: float) -> int:
 
 
 def longest(cu_seqlens: Tensor) -> int:
-    """Return the length of the longest sequence; the read synchronises with a GPU."""
+    """Return the length of the longest sequence; reading it waits for the GPU."""
     return int(cu_seqlens.diff().max()) if cu_seqlens.numel() > 1 else 0
 
 
@@ -155,8 +156,8 @@ class Numbers(NamedTuple):
         max_k: Length of the longest sequence of keys, or more.
         dropout_p: Probability with which a weight is dropped.
         scale: Factor of the logits.
-        left: Number of keys before its position that a query attends; -1 is open.
-        right: Number of keys after its position that a query attends; -1 is open.
+        left: Number of keys before the query's position that it attends to; -1 means no limit.
+        right: Number of keys after the query's position that it attends to; -1 means no limit.
     """
 
     max_q: int
@@ -184,9 +185,9 @@ def canonical(
     causal: bool = False,
     window: tuple[int, int] = (-1, -1),
 ) -> tuple[tuple[Tensor | None, ...], Numbers]:
-    """Return the arguments of `attention_forward` as `problem_of` takes them: tensors and numbers.
+    """Return the arguments of `attention_forward` in the form that `problem_of` takes.
 
-    The mask is viewed as uint8, and a seed that is not read is None.
+    The mask is viewed as uint8. The seed is None if there is no dropout.
     """
     if cu_seqlens_q is None:
         max_q, max_k = q.shape[2], k.shape[2]

@@ -39,7 +39,7 @@ def head_pointer(ptr, batch, head, start, stride_batch, stride_head, stride_row)
 
 @triton.jit
 def pair_pointer(ptr, batch, head, stride_batch, stride_head, IS_GIVEN: tl.constexpr):
-    """Return the pointer to this head's pairs in a mask or bias, or 0 without one."""
+    """Return the pointer to this head's elements of a mask or bias, or 0 if there is none."""
     if IS_GIVEN:
         return head_pointer(ptr, batch, head, head * 0, stride_batch, stride_head, 0)
     else:
@@ -61,7 +61,7 @@ def load_rows(
 ):  # fmt: skip
     """Load a tile [rows, BLOCK_D], with 0 beyond HEAD_DIM.
 
-    With IS_CHECKED, only the rows where `inside` [rows] is true are read; the others are 0.
+    With IS_CHECKED, only the rows where `inside` [rows] is true are read; the other rows are 0.
     """
     pointers = ptr + tile_offsets(rows, stride_row, stride_dim, BLOCK_D)
     dims_inside = (tl.arange(0, BLOCK_D) < HEAD_DIM)[None, :]
@@ -109,7 +109,8 @@ def empty_slack(
     lse_ptr, batch, head, block, blocks, cu_seqlens_ptr, batches, rows_total, stride_head,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Set lse to -inf in this head's rows beyond cu_seqlens[-1]; shared as in `zero_slack`."""
+    """Set lse to -inf in this head's rows beyond cu_seqlens[-1]; as `zero_slack`, blocks share
+    them."""
     if batch == batches - 1:
         used = tl.load(cu_seqlens_ptr + batches)
         base = lse_ptr + head.to(tl.int64) * stride_head

@@ -1,21 +1,22 @@
-"""Attention over so few keys that one program holds them all: the path for BERT's lengths.
+"""Attention over so few keys that one program holds all of them: the path for BERT's lengths.
 
 The forward takes up to 512 keys of head dim 64. A program takes a work item (sequence, head, group
-of query tiles), loads all keys and values of the head into shared memory once, and walks over the
-item's query tiles. The grid is persistent: as many programs as fit the GPU at once share the work
-items. Scores are computed in chunks of keys, so that few registers are alive and several programs
-share a multiprocessor. A dense batch whose keys fill the chunks exactly needs no masks. Otherwise
-every chunk is masked, at one comparison for two scores.
+of query tiles), loads all keys and values of the head into shared memory once, and loops over the
+item's query tiles. The grid is persistent: the number of programs is the number that runs on the
+GPU at once, and these programs share the work items. Scores are computed in chunks of keys, so that
+few registers are in use and several programs fit one multiprocessor. A dense batch whose keys fill
+the chunks exactly needs no masks. Otherwise every chunk is masked, with one comparison for two
+scores.
 
-The backward is one kernel. Each score is computed once for dq, dk and dv, which makes 5 products;
+The backward is one kernel. Each score is computed once for dq, dk and dv, which takes 5 products;
 the general path needs 7. The loop also computes delta = rowsum(dout * out). The form rowsum(P * dP)
-would not read out, but its sum crosses the warps: 96 shuffles and a dozen barriers for each query
-tile. The one program that owns a head sums dk and dv over the query tiles in a fixed order, so
-there are no atomics and reruns agree bitwise. A key is a row of the backward's tiles, so that a
-mask takes one predicate per row; the backward always masks.
+would not read out, but its sum is a reduction across warps: 96 shuffles and a dozen barriers for
+each query tile. One program computes a whole head and sums dk and dv over the query tiles in a
+fixed order, so there are no atomic additions and reruns agree bitwise. Rows of the backward's tiles
+are keys, so that a mask takes one predicate per row; the backward always masks.
 
 The forward's result for a row depends on its sequence alone, not on the rest of the batch or on the
-longest sequence. Keys and values that no query of a work item attends are not read, because they
+longest sequence. Keys and values that no query of a work item attends to are not read, because they
 may hold NaN.
 """
 
@@ -62,10 +63,11 @@ from fastbert.kernels.tiles import (
 
 @triton.jit
 def opaque_zero(counter):
-    """Return 0 for a counter >= 0 in a form that the compiler does not see through.
+    """Return 0 for a counter >= 0 in a form that the compiler cannot simplify.
 
-    The compiler does not move values that depend on this 0 out of the counter's loop. Offsets and
-    predicates of a whole tile are cheap to compute, but they take many registers.
+    The compiler does not move values that depend on this 0 out of the counter's loop. Computing
+    offsets and predicates of a whole tile again costs little, but keeping them takes many
+    registers.
     """
     return tl.minimum(counter, 0)
 
@@ -91,7 +93,7 @@ def _seen_keys(
     HAS_MASK: tl.constexpr, MASK_ROW: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Return the keys that some row of the tiles at first_row, first_row + step, … may attend.
+    """Return the keys that any row of the tiles at first_row, first_row + step, … may attend to.
 
     The result is bool [BLOCK_N].
     """
@@ -301,7 +303,8 @@ def _short_backward_kernel(
         none = opaque_zero(item)
         keys = tl.arange(0, BLOCK_N)
         if BLOCK_N <= 64 or HAS_DROPOUT or IS_VARLEN:
-            # Without the addition, these forms spill on sm_80; with the addition, others on sm_100.
+            # Without this addition, these variants spill registers on sm_80; with it, other
+            # variants spill on sm_100.
             keys += none
         q_start, q_len = sequence_bounds(batch, cu_seqlens_q_ptr, q_length, IS_VARLEN)
         k_start, k_len = sequence_bounds(batch, cu_seqlens_k_ptr, k_length, IS_VARLEN)
@@ -345,7 +348,8 @@ def _short_backward_kernel(
         v = load_rows(v_base, keys, seen, stride_v_row, stride_v_dim, HEAD_DIM, BLOCK_D, True)
         dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
         dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-        # The softmax of a single key is constant, so its gradient is 0, which rounding would miss.
+        # The softmax of a single key is constant, so the gradient is exactly 0; rounding would give
+        # another value.
         dscores_scale = tl.where(k_len == 1, 0.0, scale)
         for first_row in range(0, q_len, BLOCK_M):
             rows = first_row + tl.arange(0, BLOCK_M)
@@ -364,7 +368,7 @@ def _short_backward_kernel(
             lse = tl.where(lse == -INFINITY, INFINITY, lse)
             if not SCALING:
                 lse = lse * LOG2E
-            # Tiles are [BLOCK_N, BLOCK_M], so their products with dout and q need no transpose.
+            # Tiles are [BLOCK_N, BLOCK_M], so their products with dout and q need no transposition.
             allowed = seen[:, None]
             if HAS_LEFT or HAS_RIGHT or (HAS_MASK and not MASK_ROW):
                 allowed = allowed & allowed_pairs(
@@ -382,7 +386,7 @@ def _short_backward_kernel(
             dropped = weights
             if HAS_DROPOUT:
                 first_key = opaque_zero(first_row)
-                # The load stands here so that no register holds Philox keys during the products.
+                # The seed is loaded here so that no register holds Philox keys during the products.
                 seed = tl.load(seed_ptr + first_key)
                 keep = tl.trans(
                     dropout_keep(seed, rows, head, batch, first_key, dropout_threshold, BLOCK_N)
@@ -411,7 +415,7 @@ def serves(problem: Problem, pass_name: str, path: str | None) -> bool:
         path: "short", "general", or None for the choice of `attention_path`.
 
     Raises:
-        ValueError: If `path` is unknown, or if it is "short" and these kernels cannot serve.
+        ValueError: If `path` is unknown, or if it is "short" and the kernels cannot run the pass.
     """
     if path not in (None, "short", "general"):
         raise ValueError(f"path: got {path!r}, allowed: None, 'short', 'general'")
@@ -434,8 +438,9 @@ def serves(problem: Problem, pass_name: str, path: str | None) -> bool:
 def _query_groups(q_blocks: int, heads: int, programs: int, chunks: int) -> int:
     """Return the number of groups into which the query tiles of a head are divided.
 
-    Groups let few heads fill the GPU. The slowest program takes ceil(heads * groups / programs)
-    items. An item costs its query tiles and the load of its keys, about half a tile per chunk.
+    Groups allow few heads to fill the GPU. The slowest program takes ceil(heads * groups /
+    programs) items. The cost of an item is the number of its query tiles plus about half a tile for
+    the keys of each chunk that it loads.
     """
     candidates = [2**i for i in range(q_blocks.bit_length())] if q_blocks else [1]
     return min(

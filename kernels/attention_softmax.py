@@ -13,7 +13,7 @@ def logits(
     products, rows, cols, allowed, bias_ptr, scale, q_len, k_len, stride_bias_row, stride_bias_key,
     HAS_BIAS: tl.constexpr, SCALING: tl.constexpr, IS_MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Return the logits of products q kᵀ: raw for SCALING 0, else scaled and biased."""
+    """Return the logits of products q kᵀ: raw for SCALING 0, otherwise scaled and biased."""
     if SCALING:
         products = products * scale
     if HAS_BIAS:
@@ -43,15 +43,16 @@ def transposed_product(a, b):
 def exponentials(scores, maximum, scale, SCALING: tl.constexpr):
     """Return exp(scores - maximum); maximum broadcasts and may be the log-sum-exp.
 
-    Raw scores (SCALING 0) take the scale and log2(e) as one factor, and maximum is in base 2. For
-    scaled scores the difference comes first: a bias of finfo.min times log2(e) would overflow.
+    For raw scores (SCALING 0), scale and log2(e) are one factor, and maximum is in base 2. For
+    scaled scores, maximum is subtracted first, because a bias of finfo.min times log2(e) would
+    overflow.
     """
     if SCALING == 0:
         return tl.exp2(scores * (scale * LOG2E) - maximum)
     elif SCALING == 1:
         return tl.exp2((scores - maximum) * LOG2E)
     else:
-        # The product with log2(e) has an error of up to |x| 2**-24, which is too much in fp32.
+        # The product with log2(e) has an error of up to |x| 2**-24, which is too large in fp32.
         return exponential(scores - maximum)
 
 
@@ -59,10 +60,10 @@ def exponentials(scores, maximum, scale, SCALING: tl.constexpr):
 def online_softmax(scores, maximum, scale, SCALING: tl.constexpr, IS_GUARDED: tl.constexpr):
     """Take one step of the running softmax over a tile of scores [M, N].
 
-    A row without an allowed key so far has maximum -inf. IS_GUARDED avoids -inf - -inf there.
+    A row without an allowed key so far has the maximum -inf. IS_GUARDED avoids -inf - -inf there.
 
     Returns:
-        The weights [M, N], the new maximum [M], and the factor [M] of the sums so far.
+        The weights [M, N], the new maximum [M], and the factor [M] for the sums of earlier tiles.
     """
     tile_maximum = tl.max(scores, axis=1)
     if SCALING == 0:
@@ -81,7 +82,7 @@ def online_softmax(scores, maximum, scale, SCALING: tl.constexpr, IS_GUARDED: tl
 
 @triton.jit
 def divided(x, total, SCALING: tl.constexpr):
-    """Return x / total, or x where the sum `total` of a row is 0; rounded exactly in fp32."""
+    """Return x / total, correctly rounded in fp32, or x in a row whose sum `total` is 0."""
     total = tl.where(total == 0.0, 1.0, total)
     if SCALING == 2:
         return tl.div_rn(tl.zeros_like(total) + x, total)

@@ -6,10 +6,10 @@ after dropout, and delta = rowsum(P * dP). There are two kernels:
 - Delta, for SCALING 0 (16 bit, no bias): shift is the saved log-sum-exp, inverse is 1, and delta =
   rowsum(dout * out) needs no product (Dao et al. 2022, appendix B.2).
 - Statistics, otherwise: one pass over the keys computes the maximum, the sum and delta of each row
-  again, with two products besides the seven of the gradients. One rounding of lse is a relative
-  error of |lse| 2**-24 in every weight of the row, too much for fp32 at large logits. Under a bias
-  of finfo.min, lse is the same for one key and for many. Where one weight is nearly 1, dP - delta
-  cancels, and a delta from the rounded out would decide the result.
+  again, with two products in addition to the seven of the gradients. Rounding lse makes a relative
+  error of |lse| 2**-24 in every weight of the row, which is too large for fp32 at large logits.
+  With a bias of finfo.min, lse is rounded to the same number for one key and for many. Where one
+  weight is nearly 1, dP - delta cancels, so rounding errors in a delta from out would dominate.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from fastbert.kernels.philox import dropout_keep
 def row_statistics(shift_ptr, inverse_ptr, delta_ptr, rows, q_len, SCALING: tl.constexpr):
     """Load shift, inverse and delta, each fp32 [rows].
 
-    shift has the unit that `exponentials` takes. It is +inf for a row that attends no key and for a
-    row beyond q_len, which makes the weights of such rows exactly 0.
+    shift has the unit that `exponentials` takes. shift is +inf for a row without any key and for a
+    row beyond q_len, so that the weights of such rows are exactly 0.
     """
     inside = rows < q_len
     shift = tl.load(shift_ptr + rows, mask=inside, other=INFINITY)

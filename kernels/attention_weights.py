@@ -1,9 +1,9 @@
 """Softmax weights of chosen heads and query rows, which attention itself never writes.
 
-One program owns a block of the chosen rows of one head. With the log-sum-exp of the forward and
+One program computes a block of the chosen rows of one head. With the log-sum-exp of the forward and
 SCALING 0, it writes exp(S - lse) in one pass over the keys, with one product. Otherwise a first
-pass computes the maximum and the sum, because one rounding of lse is too much in fp32 and under a
-bias of finfo.min.
+pass computes the maximum and the sum of each row, because the rounding error of lse is too large in
+fp32, and also with a bias of finfo.min.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ def _weights_kernel(
         # `exponentials` takes base 2 here, because HAS_LSE implies SCALING 0.
         shift = tl.load(lse_ptr + rows, mask=rows < q_len, other=-INFINITY) * LOG2E
         total += 1.0
-    # Pass 0 finds the maximum and the sum of each row, and pass 1 writes the weights, so that a row
-    # need not fit one tile.
+    # Pass 0 computes the maximum and the sum of each row, and pass 1 writes the weights, so that a
+    # row may be longer than a tile.
     for weights_pass in tl.static_range(1 if HAS_LSE else 0, 2):
         # Pass 1 goes to the end of the longest sequence and writes 0 beyond the end of this one.
         for first_key in range(0, k_len if weights_pass == 0 else k_length, BLOCK_N):
@@ -172,9 +172,9 @@ def attention_weights(
     """Compute softmax weights before dropout; q, k, mask, bias and scale: see `attention_forward`.
 
     Args:
-        lse: Log-sum-exp of `attention_forward`, which can spare a pass; None computes it.
-        heads: Heads wanted, int64 (n,) on the device of `q`, within bounds; None takes all.
-        rows: Positions of the queries wanted, as `heads`.
+        lse: Log-sum-exp of `attention_forward`, which can make the first pass unnecessary; or None.
+        heads: Indices of the heads, int64 (n,) on the device of `q`, within bounds; None for all.
+        rows: Positions of the queries, in the form of `heads`; None for all.
         options: Further arguments of `attention_forward`, except for its path.
 
     Returns:

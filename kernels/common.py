@@ -9,7 +9,7 @@ import triton.language as tl
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-# ln 2 = LN2_HIGH + LN2_LOW. In fp32, LN2_HIGH times an integer below 2**9 is exact.
+# ln 2 is LN2_HIGH + LN2_LOW. In fp32, LN2_HIGH times an integer below 2**9 is exact.
 LN2_HIGH = tl.constexpr(0.693145751953125)
 LN2_LOW = tl.constexpr(1.42860682030941723e-6)
 INFINITY = tl.constexpr(float("inf"))
@@ -23,12 +23,13 @@ ROUNDER = tl.constexpr(12582912.0)
 def exponential(x):
     """Return exp(x) in fp32 for x <= 88, with an error of 1 ulp; below -87.7 it is 0.
 
-    ``tl.exp`` and ``tl.exp2`` compile to an instruction whose error of 2 ulp may have one sign for
-    all elements of a row. Whole powers of two are taken off, the polynomial of Cephes (Moshier
-    1989) gives the rest, and the powers are put into the exponent. The operations are written as
-    FMAs, so that every kernel gets the same bits. -inf gives 0, and NaN gives NaN.
+    ``tl.exp`` and ``tl.exp2`` compile to an instruction whose error of 2 ulp may have the same sign
+    for all elements of a row. Here, x is reduced by a multiple of ln 2, the polynomial of Cephes
+    (Moshier 1989) approximates the rest, and the power of two is added to the exponent bits. The
+    operations are written as FMAs, so that every kernel gets the same bits. -inf gives 0, and NaN
+    gives NaN.
     """
-    # Below the bound, the exponent would leave its bits.
+    # Below this bound, the exponent would overflow into the sign bit.
     x = tl.where(x < -88.0, -88.0, x)
     shifted = tl.fma(x, LOG2E, ROUNDER)
     powers = shifted - ROUNDER
@@ -40,7 +41,7 @@ def exponential(x):
     p = tl.fma(p, rest, 1.6666665459e-1)
     p = tl.fma(p, rest, 5.0000001201e-1)
     p = tl.fma(p, rest * rest, rest) + 1.0
-    # The integer is in the lowest 9 bits of `shifted`, which the shift makes the exponent's bits.
+    # The integer is in the lowest 9 bits of `shifted`; the shift moves these bits to the exponent.
     bits = (shifted.to(tl.int32, bitcast=True) << 23) + 0x3F800000
     return p * bits.to(tl.float32, bitcast=True)
 
@@ -51,7 +52,9 @@ LACKS_FENCE = tuple(int(part) for part in triton.__version__.split(".")[:2]) < (
 
 @tl.core.builtin
 def proxy_fence(_semantic=None):
-    """Show writes to shared memory to the matrix units of sm_90 and newer, if Triton does not.
+    """Make writes to shared memory visible to the matrix units of sm_90 and newer.
+
+    The fence is needed with the Triton versions that leave it out (LACKS_FENCE).
 
     The PTX manual demands ``fence.proxy.async`` between generic writes and asynchronous reads.
     """

@@ -1,16 +1,16 @@
 """Forward of the cross entropy of a vocabulary projection, over the labelled rows only.
 
-The host never reads the number of labelled rows. A first kernel writes a list of all rows, the
-labelled rows first, and their count after its end. Grids have the largest size that can be needed,
-and programs beyond the count end at once. So nothing synchronises, a CUDA graph can be captured,
-and no product is spent on a row without a label. The loads of the products gather the rows of
-hidden by this list.
+The host never reads the number of labelled rows. A first kernel writes a list of all rows, with the
+labelled rows first and their count after the last row. Grids have the largest size that may be
+needed, and programs beyond the count end at once. The call therefore needs no synchronisation, a
+CUDA graph can capture it, and no product is computed for a row without a label. The products gather
+the rows of hidden by this list. A row's index in the list is called its place.
 
-The forward keeps the maximum and the sum of exponentials of the logits of each row (Milakov and
-Gimelshein 2018). It combines parts of the vocabulary in a fixed order. Both numbers are kept
-because the rounding of their log-sum-exp is as coarse as the rounding of a logit. At a logit of
-1e4, this rounding changes a probability by 0.05 %. Parts and tiles depend on the vocabulary alone,
-so a row's loss has the same bits in every batch.
+The forward keeps the maximum and the sum of exponentials of each row's logits (Milakov and
+Gimelshein 2018), and combines parts of the vocabulary in a fixed order. Both numbers are kept
+because their log-sum-exp is rounded as coarsely as a logit. At a logit of 1e4, this rounding
+changes a probability by 0.05 %. Parts and tiles depend on the vocabulary alone, so a row's loss has
+the same bits in every batch.
 """
 
 from __future__ import annotations
@@ -30,17 +30,18 @@ from fastbert.kernels.tiles import Tile, ceil_div, cross_entropy_tile
 REDUCTIONS = ("mean", "sum", "none")
 # The forward divides a vocabulary into at most this many parts.
 MOST_SPLITS = 128
-# Elements that a kernel of one program takes at a time, and rows of a block of _combine_kernel.
+# The number of elements of a block in kernels with a single program, and the rows of a block in
+# _combine_kernel.
 LIST_BLOCK = 4096
 COMBINED_ROWS = 32
-# A running maximum begins with this number. The number stays finite times log2(e), so that a logit
-# of -inf gives no NaN.
+# The initial value of a running maximum. Its product with log2(e) is finite, so that a logit of
+# -inf gives no NaN.
 LOWEST = tl.constexpr(-2.0e38)
 
 
 @triton.jit
 def labelled_rows(order_ptr, places, count):
-    """Return the rows at these places of the list; places beyond the count give its first row."""
+    """Return the rows at these places of the list; a place beyond the count gives its first row."""
     return tl.load(order_ptr + tl.where(places < count, places, 0))
 
 
@@ -53,7 +54,7 @@ def logits_tile(
 ):  # fmt: skip
     """Return the logits, fp32 [BLOCK_M, BLOCK_N], which are -inf beyond the vocabulary.
 
-    The forward and the backward get the same bits.
+    The forward and the backward compute the same bits.
     """
     logits = product_tile(
         hidden_ptr, weight_ptr, rows, cols, rows_total, columns, depth,
@@ -378,7 +379,7 @@ def linear_cross_entropy_forward(
         weight: Projection (V, K) in the dtype of `hidden`.
         bias: Bias (V,) in any floating dtype, or None.
         labels: Labels (T,), int32 or int64.
-        ignore_index: Label of a row that does not count.
+        ignore_index: Label of rows that are left out of the loss.
         reduction: "mean", "sum" or "none".
 
     Returns:

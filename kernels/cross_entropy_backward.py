@@ -1,9 +1,10 @@
 """Backward of linear_cross_entropy, from the statistics that its forward keeps (cross_entropy.py).
 
-The backward takes the vocabulary in chunks of columns. A first kernel recomputes the logits of the
-chunk and writes their gradient. Three kernels then compute the gradients of weight and bias, which
-are complete for the chunk, and that of hidden, which is summed over the chunks in fp32. All
-products are Triton's own, because a library GEMM takes its number of rows from the host.
+The backward divides the vocabulary into chunks of columns. For each chunk, a first kernel
+recomputes the logits and writes their gradient. Three kernels then compute the gradients of weight
+and bias, which are complete for the chunk, and the gradient of hidden, which is summed over the
+chunks in fp32. Triton kernels compute all products, because a library GEMM would need the number
+of labelled rows on the host.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from fastbert.kernels.gemm import GROUP_M, tile_position
 from fastbert.kernels.launch import Launch, dense, run
 from fastbert.kernels.tiles import ceil_div
 
-# Bytes of the logits' gradient that exist at once, and the fewest columns of a chunk. With fewer
-# columns, the gradient of the weight would not fill a GPU.
+# The largest size in bytes of the gradient of the logits in memory, and the smallest number of
+# columns of a chunk. With fewer columns, the gradient of the weight would not fill a GPU.
 GRADIENT_BYTES = 64 * 1024 * 1024
 FEWEST_COLUMNS = 2048
 
@@ -321,7 +322,7 @@ def _dweight_launch(given: Projection, chunk: Chunk, order, dlogits, dweight) ->
         "cross_entropy_dweight",
         _dweight_kernel,
         chunk.count,
-        # Half of the stages read the list ahead of the rows that it names.
+        # Half of the pipeline stages load the list of rows, in advance of the rows that it names.
         given.tile[0].num_stages + 2,
         given,
         chunk,
@@ -387,8 +388,8 @@ def linear_cross_entropy_backward(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Compute the gradients of `linear_cross_entropy_forward`; reruns agree bitwise.
 
-    At most 64 MiB of the logits' gradient exist at once, in the dtype of `hidden`, or 2,048 columns
-    if these take more.
+    The gradient of the logits is computed in chunks of at most 64 MiB in the dtype of `hidden`, or
+    of 2,048 columns if these need more memory.
 
     Args:
         dloss: Gradient of the loss, fp32 (), or (T,) for the reduction "none", at any strides.

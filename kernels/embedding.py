@@ -2,11 +2,11 @@
 
 The forward gathers and sums the rows of the tables and applies layer norm and dropout in one pass
 (Devlin et al. 2019, figure 2). The backward first computes dsum, the gradient of each token's sum,
-in one pass. The tables then collect dsum without atomics. All indices become keys, which number the
-rows of all tables together. After a sort, equal keys form a run, and the sum of dsum over a run is
-the gradient of one table row. Programs sum the runs in fixed chunks of the sorted keys, and a
-second launch adds the parts of runs that cross chunks (token types, [CLS]). Every sum has a fixed
-order, so reruns agree bitwise.
+in one pass. dsum is then summed for each table row, without atomic additions. Each index becomes a
+key; the keys number the rows of all tables together. After a sort, equal keys form a run, and the
+sum of dsum over a run is the gradient of one table row. Programs sum the runs in fixed chunks of
+the sorted keys, and a second launch adds the parts of runs that extend over several chunks (token
+types, [CLS]). Every sum has a fixed order, so reruns agree bitwise.
 """
 
 from __future__ import annotations
@@ -255,9 +255,9 @@ def _run_sums_kernel(
 ):  # fmt: skip
     """Sum the runs of equal keys inside one chunk of BLOCK_M entries.
 
-    The sum of a run inside the chunk is stored in its table row. The part of a run that began in an
-    earlier chunk goes to partials[0, chunk]. The part of a run that starts here and goes on in the
-    next chunk goes to partials[1, chunk].
+    The sum of a run inside the chunk is stored in its table row. The part of a run that
+    began in an earlier chunk is stored in partials[0, chunk]. The part of a run that begins in this
+    chunk and continues in the next chunk is stored in partials[1, chunk].
     """
     column_blocks = tl.cdiv(columns, BLOCK_N)
     chunk = tl.program_id(0) // column_blocks
@@ -283,7 +283,8 @@ def _run_sums_kernel(
     went_on = is_first & (keys == before) & is_key
     starts = (is_first | (keys != before)) & ~went_on & is_key
     goes_on = starts & (keys == after)
-    # At most one row went on, and at most one row goes on.
+    # At most one run continues from the previous chunk, and at most one run continues in the next
+    # chunk.
     partials = partials_ptr + chunk.to(tl.int64) * columns + cols
     part = tl.sum(tl.where(went_on[:, None], sums, 0.0), axis=0)
     tl.store(partials, part, mask=cols < columns)
@@ -304,7 +305,7 @@ def _crossing_runs_kernel(
     HAS_TYPES: tl.constexpr, HAS_POSITIONS: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Add the parts of the run, if any, that begins in this chunk and goes on in the next."""
+    """Add the parts of the run, if any, that begins in this chunk and continues in the next."""
     column_blocks = tl.cdiv(columns, BLOCK_N)
     chunk = tl.program_id(0) // column_blocks
     chunks = tl.num_programs(0) // column_blocks

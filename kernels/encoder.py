@@ -1,8 +1,9 @@
 """All layers of a BERT encoder in inference: the launches of its kernels, one layer after another.
 
-A layer takes four kernels and three library GEMMs, as it does module by module, and gives the same
-bits. On Triton kernels alone, the layers share the memory of their intermediate results, so that a
-layer allocates the results of its GEMMs only. CUDA C++ kernels allocate their results.
+A layer takes four kernels and three library GEMMs, and computes the same bits as the separate
+modules. If all kernels are Triton kernels, the layers share the memory of their intermediate
+results, so that a layer allocates only the results of its GEMMs. CUDA C++ kernels allocate their
+results.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ def encoder_forward(
     shape = (hidden.shape[0], *shape) if is_packed else (batch, max_seqlen, *shape)
     scale = (width // heads) ** -0.5
     results = None
-    # The second norm of a layer reads the result of the first, which ends with the layer.
+    # The result of a layer's first norm is not needed after the layer, so all layers share this
+    # memory.
     first_results = layer_norm.allocate(hidden)
     statistics = None if first_results is None else first_results[1:]
     inner = feed_forward.allocate(hidden, layers[0][6].shape[0])
@@ -86,7 +88,8 @@ def encoder_forward(
         )
         last_results = None
         if statistics is not None:
-            # Nothing reads the input of the layer any more, but the first input is the caller's.
+            # No later step reads the input of the layer, but the first layer's input belongs to the
+            # caller.
             if all_states or number == 0:
                 hidden = torch.empty_like(hidden)
             last_results = (hidden, *statistics)

@@ -2,8 +2,9 @@
 
 ``fastbert.activations`` lists the activations. A gated activation (Shazeer 2020) applies its
 function to the first half of the columns and multiplies the result by the second half. The backward
-reads the pre-activation, which is kept with its bias. Without the bias, rounding could change the
-sign of a sum near 0, and the slope of ReLU depends on that sign alone.
+reads the pre-activation, which is saved after the addition of the bias. If the backward added the
+bias again, rounding could change the sign of a sum near 0, and the slope of ReLU depends on that
+sign alone.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ def _store_activation(
 ):  # fmt: skip
     """Add the bias to a tile of the product and store y and, if it is saved, the pre-activation.
 
-    If gated, h is the gate of the tile, linear is its factor, and the saved pre-activation has
-    twice the `columns` columns of y.
+    If gated, h is the gate of the tile and `linear` is the factor that the gate multiplies. The
+    saved pre-activation then has twice the `columns` columns of y.
     """
     cols = first_col + tl.arange(0, h.shape[1])
     inside_columns = cols < columns

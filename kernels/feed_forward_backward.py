@@ -1,8 +1,9 @@
 """The gradient of an activation, fused into the GEMM that computes da = dy W2.
 
-From the saved pre-activation h, the epilogue computes dh = da act'(h) and its sum over the rows,
-the gradient of the bias. It also computes a = act(h) again, because the gradient of W2 needs a and
-keeping a would cost memory. A second kernel does the same for a given da, without a product.
+From the saved pre-activation h, the epilogue computes dh = da act'(h) and the sum of dh over the
+rows, which is the gradient of the bias. It also computes a = act(h) again, because the gradient of
+W2 needs a and saving a would cost memory. A second kernel does the same for a given da, without a
+product.
 """
 
 from __future__ import annotations

@@ -7,7 +7,8 @@ import triton.language as tl
 
 from fastbert.kernels.common import dot
 
-# This many row blocks share a sweep over the columns, so that they read one operand from L2.
+# This many row blocks form a group. Programs of a group read the same columns of one operand from
+# the L2 cache.
 GROUP_M = 8
 
 
@@ -33,7 +34,8 @@ def product_tile(
     so that no mask is needed; their results have no meaning and must not be stored.
     """
     ks = tl.arange(0, BLOCK_K)
-    # A remainder keeps neighbours next to each other for loads of 16 bytes; a select would not.
+    # A remainder keeps consecutive indices consecutive, so that loads have 16 bytes; a select would
+    # not.
     a_rows = (rows % rows_total).to(tl.int64)
     b_cols = (cols % columns).to(tl.int64)
     a_rows_ptr = a_ptr + a_rows[:, None] * stride_a_row

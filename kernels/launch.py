@@ -1,9 +1,9 @@
 """A kernel launch as data, a cache of launches, and the arguments of dropout.
 
-A launch is a function of shapes, strides, dtypes and numbers, up to the addresses of its tensors.
-`run` therefore makes the launch of a call once, keeps it, and puts the addresses of later calls
-into it. A cached launch takes a tenth of the time of Triton's own call, which looks at each of up
-to 70 arguments and makes a string of them to find the compiled kernel.
+A launch is a function of shapes, strides, dtypes and numbers, except for the addresses of its
+tensors. `run` therefore builds the launch of a call once, caches it, and inserts the addresses of
+later calls. A cached launch takes a tenth of the time of Triton's own call, which inspects each of
+up to 70 arguments and builds a string from them to find the compiled kernel.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from torch import Tensor
 
 # Triton compiles for addresses that are divisible by this number, or for addresses of any kind.
 ALIGNMENT = 16
-# Each length of a batch has its own launches. Beyond this number, all launches are made again.
+# Each length of a batch has its own launches. When the cache would exceed this number, it is
+# cleared.
 MAX_CACHED = 4096
 
 
@@ -58,15 +59,15 @@ def dropout_arguments(p: float, seed: Tensor | None) -> Dropout:
 
 
 def dense(*vectors: Tensor | None) -> list[Tensor | None]:
-    """Return vectors whose elements are one after another, as kernels without their stride read.
+    """Return the vectors with contiguous elements, for kernels that take no stride of them.
 
-    Only a vector that is a column or another view is copied.
+    Only a vector that is not contiguous is copied.
     """
     return [v if v is None or v.is_contiguous() else v.contiguous() for v in vectors]
 
 
 def device_of(x: Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Make x's device current; Triton launches on the current device, not on its arguments'."""
+    """Make the device of x current, because Triton launches on the current device."""
     return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
 
 
@@ -117,7 +118,7 @@ class Launch(NamedTuple):
             return self.kernel[self.grid](**self.arguments, **self.options())
 
     def _check_vectors(self) -> None:
-        # A kernel that gets no stride of x_ptr would read what lies between the elements.
+        # A kernel that takes no stride of x_ptr would read the memory between the elements.
         for name, value in self.arguments.items():
             if isinstance(value, Tensor) and value.dim() == 1 and not value.is_contiguous():
                 short = name.removesuffix("_ptr")
@@ -200,13 +201,13 @@ def run(
             key += (tensor.shape, tensor.stride(), tensor.dtype)
             addresses.append(address)
     for tensor in results:
-        # The caller decides which results are wanted, and where they lie.
+        # The caller chooses which results it needs, and their memory layout.
         key.append(None if tensor is None else tensor.stride())
         address = None if tensor is None else tensor.data_ptr()
         together |= address or 0
         addresses.append(address)
     if together % ALIGNMENT:
-        # Triton compiles another kernel for such addresses, and finds out which.
+        # Triton compiles a separate kernel for unaligned addresses, and detects them itself.
         for launch in _launches(build(*inputs, *results, *constants)):
             launch.run(on=first)
         return
@@ -229,7 +230,7 @@ def _run_and_cache(
     tensors: tuple[Tensor | None, ...],
     constants: tuple[Hashable, ...],
 ) -> None:
-    # Each tensor gets an identity of its own, because a call may pass one tensor twice.
+    # Each tensor needs an identity of its own, because a call may pass one tensor twice.
     tensors = tuple([None if t is None else t.detach() for t in tensors])
     cached = [_run_one(launch, tensors) for launch in _launches(build(*tensors, *constants))]
     if all(cached):

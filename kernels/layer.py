@@ -1,9 +1,9 @@
 """One layer of a BERT encoder in training: its forward, and its backward from the saved tensors.
 
 In 16 bits, the forward takes four kernels and three library GEMMs; the backward takes nine kernels
-and seven GEMMs. The launches, and so the bits, are those of the layer's operations one by one. One
-call costs the host less, because nothing between two launches is checked, wrapped or registered
-again.
+and seven GEMMs. The launches, and therefore the bits, are the same as if the layer's operations
+were called one by one. One call takes less time on the host, because nothing is checked, wrapped or
+registered again between two launches.
 """
 
 from __future__ import annotations
@@ -200,7 +200,7 @@ def layer_backward(
 
 
 def _heads(rows: Tensor, parts: int, inputs: Inputs, shape: LayerShape) -> tuple[Tensor, ...]:
-    """Return the parts of rows (T, parts · N) as attention takes them.
+    """Return the parts of rows (T, parts · N) in the shape that attention takes.
 
     The parts are (B, heads, L, D) views, or (T, heads, D) with ``cu_seqlens``.
     """
@@ -212,7 +212,7 @@ def _heads(rows: Tensor, parts: int, inputs: Inputs, shape: LayerShape) -> tuple
 
 
 def _joined(out: Tensor, inputs: Inputs) -> Tensor:
-    """Return the output of attention with its heads side by side in memory."""
+    """Return the output of attention with all heads of a row adjacent in memory."""
     return out if inputs.cu_seqlens is not None else out.transpose(1, 2)
 
 

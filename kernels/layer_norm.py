@@ -24,7 +24,7 @@ from fastbert.kernels.norm_rows import (
 from fastbert.kernels.reduction import sum_planes, sum_rows
 from fastbert.kernels.tiles import Tile, ceil_div, row_programs, row_tile
 
-# In wider rows there are no registers left for a third sum over the rows.
+# Wider rows leave too few registers for a third sum over the rows.
 WIDEST_WITH_X_BIAS = 4096
 
 
@@ -104,7 +104,8 @@ def _backward_kernel(
         dy = tl.load(dy_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
         mean = tl.load(mean_ptr + rows, mask=rows < rows_total, other=0.0)
         rstd = tl.load(rstd_ptr + rows, mask=rows < rows_total, other=0.0)
-        # The weight is loaded for each tile, from the cache. In wide rows, registers would spill.
+        # The weight is loaded for each tile, from the cache. Keeping the weight of a wide
+        # row in registers would spill.
         weight = load_parameter(weight_ptr, cols, columns)
         dsum, normalised = layer_norm_gradient(dy, total, mean, rstd, weight, inside, columns)
         dweight += tl.sum(dy * normalised, axis=0)

@@ -1,7 +1,7 @@
-"""Attention, feed-forward and layer norm in a layer: Triton's launchers, which others may replace.
+"""The Triton launchers of attention, feed-forward and layer norm that a layer uses by default.
 
-CUDA C++ has these operations as well. ``fastbert.ops.layer_parts`` has its launchers in the same
-form, because the extension is not known here.
+A caller may replace these launchers. The launchers of the CUDA C++ kernels have the same form and
+are in ``fastbert.ops.layer_parts``, because this package does not import the extension.
 """
 
 from __future__ import annotations

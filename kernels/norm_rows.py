@@ -78,14 +78,14 @@ def load_sum(
 def row_mean(x, columns):
     """Return the mean of each row of x [BLOCK_M, BLOCK_N], which is 0 outside the rows.
 
-    The plain operator ``/`` has an error of 2 ulp, which one step of Newton's method takes away.
-    ``tl.div_rn`` calls a subroutine, for which the widest rows have no registers left.
+    The plain operator ``/`` has an error of 2 ulp, which one step of Newton's method corrects.
+    ``tl.div_rn`` calls a subroutine, for which the widest rows leave no registers.
     """
     total = tl.sum(x, axis=1)
     count = tl.full(total.shape, columns, tl.float32)
     inverse = 1.0 / count
     mean = total * inverse
-    # The mean of squares may be infinite, where the step would give NaN.
+    # The mean of squares may be infinite; the step of Newton's method would then give NaN.
     return tl.where(
         tl.abs(mean) < INFINITY, tl.fma(tl.fma(-mean, count, total), inverse, mean), mean
     )
@@ -93,14 +93,15 @@ def row_mean(x, columns):
 
 @triton.jit
 def reciprocal_root(x):
-    """Return 1 / sqrt(x), rounded to nearest twice; ``tl.sqrt`` and ``/`` are approximate."""
+    """Return 1 / sqrt(x), rounding both operations to nearest, unlike ``tl.sqrt`` and ``/``."""
     return tl.div_rn(tl.full(x.shape, 1.0, tl.float32), tl.sqrt_rn(x))
 
 
 @triton.jit
 def layer_norm_statistics(total, inside, columns, eps):
-    """Return total - mean, mean and 1 / sqrt(variance + eps) of rows that are 0 outside."""
-    # The mean of a long row far from 0 loses bits. The mean of the differences restores them.
+    """Return total - mean, mean and 1 / sqrt(variance + eps); total is 0 outside the rows."""
+    # The mean of a long row far from 0 has a rounding error, which the mean of the differences
+    # corrects.
     mean = row_mean(total, columns)
     centred = tl.where(inside, total - mean[:, None], 0.0)
     correction = row_mean(centred, columns)
@@ -115,7 +116,8 @@ def layer_norm_gradient(dy, total, mean, rstd, weight, inside, columns):
 
     Both results are [BLOCK_M, BLOCK_N] and 0 outside.
     """
-    # As in the forward, the mean of the differences is subtracted too.
+    # As in the forward, the mean of the differences is subtracted too, to correct the rounding of
+    # the mean.
     centred = tl.where(inside, total - mean[:, None], 0.0)
     correction = row_mean(centred, columns)
     normalised = tl.where(inside, (centred - correction[:, None]) * rstd[:, None], 0.0)

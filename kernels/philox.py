@@ -1,4 +1,4 @@
-"""Random numbers from a seed and coordinates alone, and the dropout masks that they give.
+"""Random numbers computed from a seed and coordinates, and the dropout masks made from them.
 
 The generator is Philox4x32 with 7 rounds (Salmon et al. 2011). The C++ and CUDA kernels draw the
 same words.

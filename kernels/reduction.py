@@ -1,8 +1,8 @@
 """Sums over rows, for the gradients of biases and norms: deterministic, without atomics.
 
-A matrix of many rows is summed in two launches. Each program of the first adds a fixed number of
-rows into one partial sum in fp32, and the second adds the partial sums in fp64. Reruns agree
-bitwise.
+A matrix of many rows is summed in two launches. Each program of the first launch adds a fixed
+number of rows into one partial sum in fp32, and the second launch adds the partial sums in fp64.
+Reruns agree bitwise.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fastbert.kernels.common import narrow
 from fastbert.kernels.launch import Launch, run
 from fastbert.kernels.tiles import ceil_div, partial_sums_tile, sum_partials_tile
 
-# A program of the first launch adds this many rows.
+# The number of rows that a program of the first launch adds.
 ROWS_PER_PARTIAL = 128
 
 
@@ -75,7 +75,7 @@ def _sum_partials_kernel(
 def sum_partials_launch(partials: Tensor, *outs: Tensor) -> Launch:
     """Return the launch that sums contiguous fp32 partials (planes, P, N) over P.
 
-    There are one to three planes, and for each a contiguous out of N elements.
+    There are one to three planes, and for each plane a contiguous `out` of N elements.
     """
     planes, rows, columns = partials.shape
     tile = sum_partials_tile()

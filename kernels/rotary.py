@@ -59,7 +59,7 @@ def _rotary_kernel(
 
 
 def rotary_launch(x, cos, sin, y, name, heads) -> Launch:
-    """Return the launch that rotates x (T, N, D), or rotates it back, as `name` says."""
+    """Return the launch that rotates x (T, N, D); `name` selects forward or backward."""
     tokens, total, head_dim = x.shape
     half = head_dim // 2
     tile = rotary_tile(head_dim)
@@ -109,5 +109,5 @@ def rotary_forward(x: Tensor, cos: Tensor, sin: Tensor, *, heads: int) -> Tensor
 
 
 def rotary_backward(dy: Tensor, cos: Tensor, sin: Tensor, *, heads: int) -> Tensor:
-    """Rotate `dy` (T, N, D), at any strides, back: the gradient of x of `rotary_forward`."""
+    """Rotate `dy` (T, N, D), at any strides, backward: the gradient of x of `rotary_forward`."""
     return _run("rotary_backward", dy, cos, sin, heads)

@@ -1,9 +1,9 @@
-"""Block sizes, numbers of programs, and the choice where two kernels compute the same.
+"""Block sizes, numbers of programs, and the choice between kernels that compute the same result.
 
 These choices were not measured on a GPU. They follow from the reasons given here and from the
 forecasts in benchmarks/NOTES.md. No shipped launch spills registers with the ptxas of Triton 3.9
-(tests/kernels/test_aot.py). That of Triton 3.6 spills in eight launches of fp32 for sm_90, which
-are slower for it.
+(tests/kernels/test_aot.py). With the ptxas of Triton 3.6, eight fp32 launches for sm_90 spill
+registers and are therefore slower.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from torch import Tensor
 
 from fastbert.kernels.common import INTERPRETED
 
-# Whether tiles are chosen for the interpreter. Tests set it to False for the tiles of a GPU.
+# Whether tiles are chosen for the interpreter. Tests set this flag to False to get the tiles of a
+# GPU.
 IS_INTERPRETED = INTERPRETED.value
-# Rows of a tile in the interpreter. Few operations on large tiles are fast, but NumPy adds the rows
-# of a column one after another, whereas a GPU adds them in a tree.
+# Rows of a tile in the interpreter. Large tiles need fewer NumPy calls and are fast, but NumPy adds
+# the rows of a column one after another, whereas a GPU adds them in a tree.
 INTERPRETED_ROWS = 8
 LARGEST_HEAD_DIM = 256
 LARGEST_ROW = 8192
@@ -40,7 +41,8 @@ class Tile(NamedTuple):
     num_stages: int
 
 
-# The time of the interpreter depends on the number of tiles. tests/kernels uses a GPU's tiles.
+# The interpreter's time depends on the number of tiles, so this tile is large. tests/kernels uses
+# the tiles of a GPU.
 INTERPRETED_TILE = Tile(128, 128, num_warps=4, num_stages=1)
 
 
@@ -64,8 +66,8 @@ def attention_tile(
 ) -> Tile:
     """Return the tile of an attention kernel: block_m queries and block_n keys.
 
-    For sm_120, ptxas leaves some tiles fewer registers than they could have, and spills a few
-    bytes. Other numbers of warps or stages avoid this.
+    For sm_120, ptxas gives some tiles fewer registers than the hardware allows, and spills a few
+    bytes. Other numbers of warps or stages avoid the spills.
 
     Args:
         pass_name: "forward", "weights", "delta", "statistics", "dkv", "dq" or "bias".
@@ -84,14 +86,16 @@ def attention_tile(
         return Tile(4096 // width, 16, num_warps=4, num_stages=1)
     is_walk = pass_name in ("dq", "statistics")
     if dtype == torch.float32:
-        # IEEE fp32 products run on the FMA units, from operands in registers, so tiles are small.
-        # All passes share one size, so that the backward sums each product as the forward did.
+        # IEEE fp32 products run on the FMA units with operands in registers, so tiles are small.
+        # All passes use the same tile size, so that the backward sums each product in the order of
+        # the forward.
         block = 32 if width <= 64 else 16
         num_warps, num_stages = 4 if pass_name == "forward" else 8, 1
         if is_walk and width > 64:
             num_stages = 2
         return Tile(block, block, num_warps, num_stages)
-    # More than one stage copies tiles straight to shared memory, which takes fewer registers.
+    # With more than one stage, tiles are copied directly to shared memory, which takes fewer
+    # registers.
     if pass_name == "dkv":
         return Tile(32, 128, 8, 1) if width <= 64 else Tile(16, 64, 8, 3)
     if width > 128:
@@ -105,7 +109,7 @@ def attention_tile(
     return Tile(128, 64, num_warps=8, num_stages=3)
 
 
-# Bytes of shared memory that a program may have, by architecture. GPUs for graphics have the least.
+# Bytes of shared memory that a program may use, by architecture. Consumer GPUs have the least.
 SHARED_MEMORY = {
     80: 163 * 1024,
     86: 99 * 1024,
@@ -121,7 +125,7 @@ SHARED_MEMORY = {
 
 
 def shared_memory(target: int) -> int:
-    """Return the bytes of shared memory that a program may have, 99 KiB on an unknown GPU.
+    """Return the bytes of shared memory that a program may use; 99 KiB on an unknown GPU.
 
     Args:
         target: Architecture of the GPU, as 90 for sm_90.
@@ -129,14 +133,14 @@ def shared_memory(target: int) -> int:
     return SHARED_MEMORY.get(target, min(SHARED_MEMORY.values()))
 
 
-# With more keys, dk and dv would not fit the registers beside the tiles of scores.
+# With more keys, dk and dv would not fit the registers together with the tiles of scores.
 LARGEST_SHORT_BACKWARD = 128
 
 
 def multiplies_in_registers(target: int) -> bool:
-    """Return whether the matrix units take operands from registers alone, as on sm_80 and sm_120.
+    """Return whether matrix units read operands from registers only, as on sm_80 and sm_120.
 
-    sm_90 takes operands from shared memory, and sm_100 has memory of its own for them.
+    sm_90 reads operands from shared memory, and sm_100 has a separate tensor memory.
 
     Args:
         target: Architecture of the GPU, as 90 for sm_90.
@@ -157,18 +161,19 @@ def short_attention_tile(
 ) -> ShortTile:
     """Return the tile of a kernel in attention_short.py.
 
-    ptxas reports the registers and the shared memory for sm_90, which has 65,536 registers and
-    227 KiB per multiprocessor. Both limit the number of programs.
+    ptxas reports the registers and the shared memory of each kernel for sm_90. This GPU has 65,536
+    registers and 227 KiB of shared memory per multiprocessor. Both limit the number of programs.
 
-    - Forward: 64 keys at a time, with scores [64, 64] on 4 warps. Other shapes cost more in
-      registers than they gain. With one chunk size for all lengths, a row has the same bits for any
-      longest sequence of its batch. K and V take 32 KiB per 128 keys at D = 64. Up to 128 keys the
-      next query tile is loaded ahead; beyond, its 16 KiB would cost the third program.
-    - Backward: dk and dv [128, 64] take 64 registers on 8 warps, and the tiles [128, 32] of P and
-      dP take 32. With addresses and dropout a thread takes 242, which leaves room for one program.
-      Up to 64 keys, 4 warps are enough, and two programs fit. sm_80 and sm_120 copy through
-      registers and take tiles of 16 queries. On sm_100 the products are in tensor memory; with
-      dropout, the kernel spills registers on 8 warps and not on 4.
+    - Forward: 64 keys at a time, with scores [64, 64] on 4 warps. Other tile shapes need more
+      registers and are not faster by as much. All lengths use one chunk size, so that a row has the
+      same bits for any longest sequence of its batch. K and V take 32 KiB per 128 keys at D = 64.
+      With up to 128 keys, the next query tile is loaded in advance. With more keys, the 16 KiB of
+      that tile would leave no shared memory for a third program.
+    - Backward: dk and dv [128, 64] take 64 registers per thread on 8 warps, and the tiles [128, 32]
+      of P and dP take 32. With addresses and dropout, a thread takes 242 registers, so only one
+      program fits. With up to 64 keys, 4 warps are enough, and two programs fit. On sm_80 and
+      sm_120, copies go through registers, and the kernels use tiles of 16 queries. On sm_100 the
+      products are in tensor memory; with dropout, the kernel spills on 8 warps and not on 4.
 
     Args:
         pass_name: "forward" or "backward".
@@ -196,8 +201,8 @@ def short_attention_obstacle(
 ) -> str | None:
     """Return the reason why the short kernels cannot compute a pass, or None if they can.
 
-    The forward holds the keys and values of a head: in 16 bit, 128 KiB for 512 keys and D = 64.
-    GPUs with less than 163 KiB of shared memory take half of the keys.
+    The forward keeps the keys and values of a head in shared memory: 128 KiB for 512 keys and D =
+    64 in 16 bit. On GPUs with less than 163 KiB of shared memory, the limit is half as many keys.
     """
     width = padded_head_dim(head_dim)
     if dtype == torch.float32:
@@ -223,17 +228,18 @@ def attention_path(
     """Choose the kernels of a pass of attention: "short" or "general".
 
     - The forward up to 256 keys and D = 64 is bound by memory. The short kernel reads K and V once
-      and has three programs of 4 warps on a multiprocessor, so that one loads while others compute.
-      From 257 to 512 keys, K and V fill the shared memory and leave one program, whose products and
-      exponentials wait for each other; the general kernel overlaps two programs.
-    - If D is not a power of two, or with `has_pairs`, loads take 2 bytes and too many registers.
-    - Wider heads double K, V and the accumulator. Beyond D = 64 the short forward spills.
-    - With dropout, the Philox words of several chunks take the registers of the third program.
-    - Beyond 128 keys a window hides most keys, and only the general kernels skip hidden keys.
+      and has three programs of 4 warps on a multiprocessor, so that one program loads while the
+      others compute. From 257 to 512 keys, K and V fill the shared memory, so only one program
+      fits. Its products and exponentials wait for each other; the general kernel has two programs.
+    - If D is not a power of two, or with `has_pairs`, loads have only 2 bytes and need too many
+      registers.
+    - Wider heads double K, V and the accumulator. Above D = 64, the short forward spills registers.
+    - With dropout, the Philox words of several chunks need the registers of a third program.
+    - Beyond 128 keys, a window hides most keys, and only the general kernels skip hidden keys.
     - The backward up to 128 keys takes one launch instead of three and 5 products instead of 7, and
       reads q, k, v and dout once instead of twice.
-    - A mask of keys spills on sm_80 beyond 64 keys (beyond 128 in the forward). The model packs its
-      sequences and needs no mask.
+    - With a key mask, the kernels spill on sm_80 beyond 64 keys (beyond 128 in the forward). The
+      model packs its sequences and needs no mask.
 
     Args:
         pass_name: "forward" or "backward".
@@ -255,10 +261,12 @@ def attention_path(
     return "short" if max_keys <= most else "general"
 
 
-# The tile of a GEMM gets smaller until there are this many tiles, about one per multiprocessor.
+# The tile of a GEMM is made smaller until there are at least this many tiles, about one per
+# multiprocessor.
 GEMM_TILES = 96
 
-# Beyond this depth, a library GEMM and a pass over its result are taken to beat the fused GEMM.
+# Above this depth, a library GEMM with a separate pass over the result is assumed to be faster than
+# the fused GEMM.
 LARGEST_FUSED_DEPTH = 1024
 
 
@@ -267,17 +275,17 @@ def gemm_tile(
 ) -> Tile:
     """Return the tile of a GEMM with rows × columns results.
 
-    128 × 128 on 4 warps leaves room for two programs on a multiprocessor, so that one multiplies
-    while the other is in its epilogue. On sm_120, ptxas spills 8 bytes of such a program, so that
-    8 warps share the tile. On sm_86 to sm_89, ptxas gives a thread of 8 warps 80 registers, and
-    spills 8 bytes of the forward in fp32, which therefore has 4 warps.
+    A tile of 128 × 128 on 4 warps allows two programs on a multiprocessor, so that one program
+    multiplies while the other runs its epilogue. On sm_120, ptxas spills 8 bytes of such a program,
+    so the tile has 8 warps. On sm_86 to sm_89, ptxas gives each thread of 8 warps only 80 registers
+    and spills 8 bytes of the fp32 forward, which therefore has 4 warps.
 
     Args:
         rows: Rows of the result.
         columns: Columns of the result.
         dtype: Dtype of the operands.
-        epilogue: "forward", "backward" or "gated_backward", in the order of the registers that they
-            take.
+        epilogue: "forward", "backward" or "gated_backward"; each needs more registers than the one
+            before.
         target: Architecture of the GPU, as 90 for sm_90.
     """
     if IS_INTERPRETED:
@@ -304,7 +312,7 @@ def gemm_depth(dtype: torch.dtype) -> int:
 
 
 def gemm_programs(x: Tensor, tile: Tile, tiles: int) -> int:
-    """Return the number of programs of a GEMM on x's device: at most as many as run at once."""
+    """Return the number of programs of a GEMM on x's device; all of them run at once."""
     return min(multiprocessors(x) * max(1, 8 // tile.num_warps), tiles)
 
 
@@ -324,12 +332,13 @@ class GemmPath(NamedTuple):
 def gemm_path(rows: int, columns: int, depth: int, dtype: torch.dtype) -> GemmPath:
     """Choose the path of a product with an activation.
 
-    - fp32 products are IEEE, without matrix units. cuBLAS is taken to be well ahead of Triton with
-      them, and the GEMM takes so long that the pass after it hardly counts.
-    - The epilogue of cuBLASLt has only the tanh form of GELU. A separate pass is taken to cost 38 %
-      of the first GEMM of BERT-base (depth 768) and 19 % at twice the depth. A Triton GEMM is taken
-      to be 20 % slower than the library's. Both paths then take the same time at a depth of about
-      1,400, or less if the pre-activation is saved, which the library's GEMM writes anyway.
+    - fp32 products are IEEE, without matrix units. cuBLAS is assumed to be much faster than Triton
+      for these products, and the separate pass takes little time compared with the GEMM.
+    - The epilogue of cuBLASLt has only the tanh form of GELU. A separate pass is assumed to cost
+      38 % of the first GEMM of BERT-base (depth 768) and 19 % at twice the depth. A Triton GEMM is
+      assumed to be 20 % slower than the library's GEMM. Both paths then take the same time at a
+      depth of about 1,400. If the pre-activation is saved, the depth is smaller, because the
+      library's GEMM writes it anyway.
     - With few rows, both paths take the time to read the weight, and "fused" saves a launch.
 
     Args:
@@ -352,7 +361,8 @@ def cross_entropy_tile(dtype: torch.dtype) -> tuple[Tile, int]:
     """Return the tile of the products of linear_cross_entropy, and its size along K.
 
     The tile is the same for every number of rows and for both passes, so that a logit always has
-    the same bits. It is square, because the columns of one product are the rows of the next.
+    the same bits. It is square, because the columns of one product are the rows of the next
+    product.
     """
     if IS_INTERPRETED:
         return INTERPRETED_TILE, 512
@@ -391,8 +401,8 @@ def rotary_tile(head_dim: int) -> Tile:
 def row_programs(x: Tensor) -> int:
     """Return the number of programs that share the rows of x (R, N) in a backward.
 
-    Each program makes one partial sum. As many programs are launched as the registers let run at
-    once.
+    Each program computes one partial sum. The number of programs is the number that the registers
+    allow to run at once.
     """
     tile = row_tile(x.shape[1])
     warps = 16 if tile.block_n <= 1024 else 12
@@ -401,9 +411,10 @@ def row_programs(x: Tensor) -> int:
 
 
 def run_sum_tile(columns: int, dtype: torch.dtype) -> Tile:
-    """Return the tile of a kernel that sums runs of block_m sorted rows by a product with 0 and 1.
+    """Return the tile of a kernel that sums runs of equal keys among block_m sorted rows.
 
-    In 16 bit the product runs on the matrix units. In fp32 it is slow, so there are few rows.
+    The kernel multiplies the rows by a matrix of 0 and 1. In 16 bit the product runs on the
+    matrix units. In fp32 the product is slow, so block_m is small.
     """
     if IS_INTERPRETED:
         return Tile(64, max(16, min(1024, triton.next_power_of_2(columns))), 4, num_stages=1)
@@ -416,12 +427,12 @@ def partial_sums_tile() -> Tile:
 
 
 def sum_partials_tile() -> Tile:
-    """Return the tile of the sum over a few hundred partial sums, whose time is mostly latency."""
+    """Return the tile of the sum over a few hundred partial sums, mostly bound by latency."""
     return Tile(32, 64, 4, 1) if IS_INTERPRETED else Tile(128, 32, 8, 1)
 
 
 def elementwise_tile() -> Tile:
-    """Return the tile of an elementwise kernel; block_m rows make one partial sum of columns."""
+    """Return the tile of an elementwise kernel; block_m rows make one partial sum."""
     return Tile(64, 512, 4, 1) if IS_INTERPRETED else Tile(64, 64, 8, 1)
 
 
@@ -431,11 +442,11 @@ def _multiprocessors(index: int) -> int:
 
 
 def multiprocessors(x: Tensor) -> int:
-    """Return the number of multiprocessors of x's device; 4 in the interpreter."""
+    """Return the number of multiprocessors of x's device, or 4 in the interpreter."""
     return _multiprocessors(x.device.index) if x.is_cuda else 4
 
 
-# Architecture for which launches on meta tensors are made, as 90; the ahead-of-time check sets it.
+# Architecture for launches on meta tensors, such as 90 for sm_90; the ahead-of-time check sets it.
 compiled_target = 90
 
 
