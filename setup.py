@@ -30,8 +30,9 @@ import toolkit
 
 CXX_FLAGS = ["-O3", "-g0", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden"]
 CXX_FLAGS += ["-Wno-maybe-uninitialized"]  # The AVX-512 header of GCC 12 causes this warning.
-# CUDA toolkits before 12.8 do not know compute capability 10.0.
-# The instructions of Hopper alone exist in code for 9.0a, which runs on 9.0 and on no other GPU.
+# CUDA toolkits before 12.8 do not support compute capability 10.0.
+# Instructions that only Hopper has need code for 9.0a, which runs on GPUs of compute capability 9.0
+# only.
 ARCH_LIST = "TORCH_CUDA_ARCH_LIST"
 ARCHITECTURES = "8.0;9.0a;10.0+PTX"
 ARCHITECTURES_BEFORE_12_8 = "8.0+PTX;9.0a"
@@ -67,8 +68,8 @@ def found_toolkit() -> toolkit.Toolkit:
 
 
 def extension(cuda: toolkit.Toolkit | str) -> Extension:
-    """Return the extension with CUDA code, or without it if `cuda` is the reason for that."""
-    # The slowest sources come first, so that no core is idle at the end.
+    """Return the extension with CUDA code; if `cuda` is a reason, return it without CUDA code."""
+    # The sources that take longest to compile come first, so that no core is idle at the end.
     sources = [*sorted(glob("csrc/cpu/isa/level_*.cpp"), reverse=True), *sorted(glob("csrc/*.cpp"))]
     sources += sorted(set(glob("csrc/cpu/**/*.cpp", recursive=True)) - set(sources))
     flags, links = list(CXX_FLAGS), []
@@ -77,7 +78,7 @@ def extension(cuda: toolkit.Toolkit | str) -> Extension:
     flags += shlex.split(os.environ.get("FASTBERT_CXXFLAGS", ""))
     folders: dict[str, list[str]] = {}
     if isinstance(cuda, str):
-        # `fastbert info` shows the reason. JSON escapes a string as C++ does.
+        # `fastbert info` shows the reason. JSON and C++ escape a string in the same way.
         flags.append(f"-DFASTBERT_WITHOUT_CUDA={json.dumps(cuda)}")
         kind = cpp_extension.CppExtension
         options = {"cxx": flags}
@@ -119,10 +120,11 @@ def missing_tool() -> str | None:
 
 
 def architectures() -> str:
-    """Return the architectures of the CUDA code, by semicolons, and print them.
+    """Return the architectures of the CUDA code, separated by semicolons, and print them.
 
-    The names are those of TORCH_CUDA_ARCH_LIST, which torch reads again when it compiles, or the
-    default. The list may have spaces, commas and the names of architectures that torch knows.
+    The names are those of TORCH_CUDA_ARCH_LIST, or the default. torch reads the variable again when
+    it compiles. The list may contain spaces, commas and the names of GPU generations that torch
+    knows.
     """
     old = tuple(map(int, torch.version.cuda.split(".")[:2])) < (12, 8)
     given = os.environ.get(ARCH_LIST) or (ARCHITECTURES_BEFORE_12_8 if old else ARCHITECTURES)
@@ -167,20 +169,21 @@ def sees_hopper() -> bool:
 def in_units(sources: list[str], folder: Path) -> list[str]:
     """Return the sources, in which two files in ``folder`` replace the small CPU sources.
 
-    Each of the two files includes half of the small sources. Reading torch's headers takes two of
-    the three seconds of a small source; they are then read twice instead of once per source.
+    Each of the two files includes half of the small sources. Compiling a small source takes three
+    seconds, and two of these are spent on torch's headers. With two files, the headers are read
+    twice instead of once per source.
     """
     apart = ("level_", "operators")
     cpu = [Path(source) for source in sources if "cpu" in Path(source).parts]
     small = [source for source in cpu if not source.name.startswith(apart)]
     folder.mkdir(parents=True, exist_ok=True)
-    # A relative path has no character of the checkout's own path, such as a quotation mark.
+    # A relative path has no special character of the checkout's path, such as a quotation mark.
     included = [Path(os.path.relpath(path.resolve(), folder.resolve())) for path in small]
     units = []
     for number in range(min(2, len(small))):
         unit = folder / f"unit_{number}.cpp"
         text = "".join(f'#include "{path.as_posix()}"\n' for path in included[number::2])
-        # Writing a file causes its compilation.
+        # Writing a file causes its compilation, so an unchanged file is not written.
         if not unit.exists() or unit.read_text(encoding="utf-8") != text:
             unit.write_text(text, encoding="utf-8")
         units.append(str(unit))
@@ -213,7 +216,8 @@ class Build(cpp_extension.BuildExtension):
 
 
 if __name__ == "__main__":
-    # torch compiles and setuptools links with this compiler, whichever compiler built this Python.
+    # torch compiles and setuptools links with this compiler, even if another compiler built this
+    # Python.
     found = [name for name in ("c++", "g++", "clang++") if shutil.which(name)]
     os.environ.setdefault("CXX", found[0] if found else "c++")
     cuda = cuda_toolkit()

@@ -1,7 +1,8 @@
 // The activation functions of a feed-forward, by their names in fastbert/activations.py.
 //
-// Both devices include this header. It holds plain data only, because the CPU kernels include it
-// once per instruction set; activation_of (checks.h) finds the activation of a name.
+// The CPU and the CUDA code include this header. It holds plain data only, because the CPU kernels
+// include it once per instruction-set level. activation_of (checks.h) returns the activation of a
+// name.
 
 #pragma once
 

@@ -18,8 +18,8 @@ namespace {
 
 namespace py = pybind11;
 
-// setup.py defines FASTBERT_CUDA_ARCHS when it builds CUDA code, and otherwise
-// FASTBERT_WITHOUT_CUDA, the reason why it builds none.
+// setup.py defines FASTBERT_CUDA_ARCHS if it builds CUDA code. Otherwise it defines
+// FASTBERT_WITHOUT_CUDA, the reason why it does not.
 #if defined(FASTBERT_CUDA_ARCHS)
 constexpr bool kCuda = true;
 #else

@@ -1,7 +1,7 @@
-// The input contract of the C++ operators, which is the same on both devices.
+// The checks of the arguments of the C++ operators, which are the same on CPU and GPU.
 //
-// A violation raises ValueError or TypeError in Python. The message names the argument, the value
-// it got and the values that are allowed.
+// An argument that is not allowed raises ValueError or TypeError in Python. The message names the
+// argument, its value and the allowed values.
 
 #pragma once
 
@@ -33,7 +33,7 @@ inline void check_dtype(const char* name, const at::Tensor& t) {
                    ", allowed: Float, BFloat16, Half");
 }
 
-// Checks that the dtype of `t` is `allowed`, the dtype of the argument `owner`.
+// Checks that the dtype of `t` is `allowed`, which is the dtype of the argument `owner`.
 inline void check_dtype_of(const char* name, const at::Tensor& t, at::ScalarType allowed,
                            const char* owner) {
   TORCH_CHECK_TYPE(t.scalar_type() == allowed, name, ": got dtype ", t.scalar_type(),
@@ -62,7 +62,7 @@ inline void check_shape(const char* name, const at::Tensor& t,
                     ", allowed: ", text_of(allowed));
 }
 
-// Checks the operand (rows, columns) that sets shape, dtype and device for the other operands.
+// Checks the matrix (rows, columns) whose shape, dtype and device the other operands must match.
 inline void check_matrix(const char* name, const at::Tensor& t) {
   check_dtype(name, t);
   TORCH_CHECK_VALUE(t.dim() == 2 && t.size(1) >= 1, name, ": got shape ", t.sizes(),
@@ -128,7 +128,8 @@ inline void check_dropout(double p, const OptionalTensor& seed, const at::Tensor
   TORCH_CHECK_VALUE(seed->numel() == 1, "seed: got shape ", seed->sizes(), ", allowed: (1,)");
 }
 
-// Returns x or, if it is wider, the residual, which sets the dtype of the sum and of its gradient.
+// Returns the residual if it is wider than x, and otherwise x. The result has the dtype of the sum
+// and of the sum's gradient.
 inline const at::Tensor& wider_of(const at::Tensor& x, const OptionalTensor& residual) {
   return residual && residual->scalar_type() == at::kFloat ? *residual : x;
 }
@@ -173,8 +174,8 @@ inline void check_pre_activation(const at::Tensor& h, const OptionalTensor& bias
   if (bias) check_parameter("bias", *bias, h);
 }
 
-// Returns the activation called `name`, which has to be in `allowed`; `where` may add a place to
-// the error.
+// Returns the activation called `name`, which must be in `allowed`. The error message has `where`
+// after the word "allowed".
 inline Activation activation_of(const std::string& name, std::initializer_list<Activation> allowed,
                                 const char* where = "") {
   const auto name_of = [](Activation a) { return kActivationNames[static_cast<int32_t>(a)]; };
@@ -188,21 +189,21 @@ inline Activation activation_of(const std::string& name, std::initializer_list<A
   TORCH_CHECK_VALUE(false, "activation: got '", name, "', allowed", where, ": ", names);
 }
 
-// Returns a contiguous copy of numbers that a kernel indexes with. No other thread can write to the
-// copy, so the numbers that were checked are the numbers that are used. `contiguous()` and `to()`
-// alone may return the tensor itself.
+// Returns a contiguous copy of numbers that a kernel uses as indices. No other thread can write to
+// the copy, so the numbers do not change after they were checked. `contiguous()` and `to()` alone
+// may return the tensor itself.
 inline at::Tensor private_copy(const at::Tensor& t, at::ScalarType dtype) {
   return t.to(dtype, /*non_blocking=*/false, /*copy=*/true, at::MemoryFormat::Contiguous);
 }
 
-// The kernels take any row stride but need contiguous columns within a row. Other layouts are
-// copied.
+// The kernels accept any row stride but need contiguous elements within a row. A tensor with
+// another layout is copied.
 inline at::Tensor with_unit_columns(const at::Tensor& t) {
   return t.size(1) == 1 || t.stride(1) == 1 ? t : t.contiguous();
 }
 
-// Returns a parameter as the kernels read it: contiguous fp32. The copy is cheap, because a
-// parameter is one row long.
+// Returns a parameter in the form that the kernels read: contiguous fp32. The copy is cheap,
+// because a parameter is one row long.
 inline at::Tensor as_float(const at::Tensor& parameter) {
   return parameter.to(at::kFloat).contiguous();
 }

@@ -3,8 +3,8 @@
 //     Q(a) = 1 - Phi(a) = exp(-a^2 / 2) r P(1 - 8 r),   r = 1 / (a + 4)
 //
 // r P is Mills' ratio divided by sqrt(2 pi). P is a minimax polynomial from Lawson's algorithm on 0
-// <= a <= 14.5, with a relative error of 9e-9. The file holds plain constants only, because the CPU
-// kernels include it once per instruction set.
+// <= a <= 14.5, with a relative error of 9e-9. This file holds plain constants only, because the
+// CPU kernels include it once per instruction-set level.
 
 #pragma once
 

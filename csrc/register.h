@@ -1,5 +1,5 @@
-// The registration of the C++ operators with torch. Every call first checks the memory of its
-// tensors.
+// The registration of the C++ operators with torch. Before every call, the memory of the tensor
+// arguments is checked.
 //
 // The storage of a tensor can be freed while the tensor keeps its shape: sharded training calls
 // `weight.untyped_storage().resize_(0)` between two uses of a weight. Without the check, a kernel
@@ -20,7 +20,8 @@
 
 namespace fastbert {
 
-// Returns how many bytes of the storage, counted from its first byte, the elements of `t` reach.
+// Returns the end, in bytes from the start of the storage, of the memory that the elements of `t`
+// use.
 inline uint64_t bytes_reached(const at::Tensor& t) {
   if (t.numel() == 0) return 0;
   int64_t last = t.storage_offset();

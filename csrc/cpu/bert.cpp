@@ -1,5 +1,6 @@
 // A whole encoder in one call, for inference: the removal of padding, the embedding, all layers and
-// the pooler. A short sequence takes as long in Python, between these steps, as in two layers.
+// the pooler. On a short sequence, running Python between these steps would take as long as two
+// layers.
 
 #include <tuple>
 #include <vector>
@@ -12,16 +13,17 @@
 namespace fastbert::cpu {
 namespace {
 
-// The number of a tensor in the argument `embedding`. The table of token types comes last and may
-// be absent.
+// The positions of the tensors in the argument `embedding`. The table of token types comes last and
+// may be absent.
 enum { kWords, kPositions, kWeight, kBias, kTypes };
 
 // The tokens of a batch (B, L) without padding.
 struct Tokens {
   int64_t batch, length, longest;
-  // int64 of shape (T,). `types` is undefined without a table of token types.
+  // int64 of shape (T,). `types` is undefined if there is no table of token types.
   at::Tensor ids, types, positions;
-  // The places of the tokens in the batch and the cumulative lengths; undefined without padding.
+  // The indices of the tokens in the flat batch, and the cumulative lengths. Both are undefined if
+  // there is no padding.
   at::Tensor indices, cu_seqlens;
 
   bool padded() const { return indices.defined(); }
@@ -32,7 +34,7 @@ bool are_integers(const at::Tensor& t, at::IntArrayRef sizes) {
          (t.scalar_type() == at::kLong || t.scalar_type() == at::kInt);
 }
 
-// Returns a private copy of the numbers at the places of the tokens.
+// Returns a private copy of the elements of `numbers` at the tokens' indices in the flat batch.
 at::Tensor of_tokens(const at::Tensor& numbers, const at::Tensor& indices) {
   const auto flat = private_copy(numbers, at::kLong).view({-1});
   return indices.defined() ? flat.index_select(0, indices) : flat;
@@ -48,8 +50,8 @@ at::Tensor positions_of(const Tokens& tokens) {
   return positions;
 }
 
-// Returns positions that count from `first` over the tokens of a row whose id is not first - 1, the
-// id of padding (RoBERTa). The padding itself has the position first - 1.
+// Returns RoBERTa positions: they start at `first` and count the tokens of a row. The id of padding
+// is first - 1, and padding has the position first - 1.
 at::Tensor counted_positions(const at::Tensor& ids_in, const at::Tensor& indices, int64_t first) {
   auto positions = private_copy(ids_in, at::kLong);
   int64_t* position = positions.mutable_data_ptr<int64_t>();
@@ -62,7 +64,7 @@ at::Tensor counted_positions(const at::Tensor& ids_in, const at::Tensor& indices
   return indices.defined() ? positions.view({-1}).index_select(0, indices) : positions.view({-1});
 }
 
-// Returns whether the arguments are what `bert` can take. The caller explains what is wrong.
+// Returns whether `bert` can process the arguments. The caller explains an error.
 bool fits(const at::Tensor& ids, const OptionalTensor& mask, const OptionalTensor& types,
           at::TensorList embedding, int64_t first_position) {
   if (ids.dim() != 2 || ids.numel() == 0 || !are_integers(ids, ids.sizes())) return false;
@@ -95,8 +97,8 @@ Tokens tokens_of(const at::Tensor& ids, const OptionalTensor& mask, const Option
   return tokens;
 }
 
-// Calls body(). The message of an operator names the operator's own arguments, so an error gets the
-// argument of `bert` that holds them.
+// Calls body(). An operator's error message names the operator's own arguments, so this function
+// adds the name of the argument of `bert` that contains them.
 template <class Body>
 void with_context(const char* argument, const Body& body) {
   try {
@@ -107,7 +109,7 @@ void with_context(const char* argument, const Body& body) {
   }
 }
 
-// Returns the rows of the first token of each sequence; 0 for a sequence without tokens.
+// Returns the row of the first token of each sequence, or 0 for a sequence without tokens.
 at::Tensor first_rows(const at::Tensor& rows, const Tokens& tokens) {
   if (!tokens.padded()) return rows.view({tokens.batch, tokens.length, rows.size(1)}).select(1, 0);
   const auto* starts = tokens.cu_seqlens.const_data_ptr<int32_t>();

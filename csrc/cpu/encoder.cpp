@@ -1,6 +1,6 @@
-// A whole stack of encoder layers in one call, for inference. Between the operators of a layer
-// there is neither Python nor a dispatcher. torch releases Python's global lock during the call, so
-// threads can run models side by side.
+// A whole stack of encoder layers in one call, for inference. The operators of a layer run without
+// Python or a dispatcher between them. torch releases Python's global lock during the call, so
+// several threads can run models at the same time.
 
 #include <algorithm>
 #include <cmath>
@@ -17,19 +17,20 @@ namespace {
 
 // The place of an int8 linear layer's scale, before its column sums, among the scales of a layer.
 constexpr size_t kQkvScale = 0, kProjectionScale = 2, kInnerScale = 4, kOuterScale = 6;
-constexpr size_t kScales = 8;  // of a layer
+constexpr size_t kScales = 8;  // number of scales of a layer
 
 // The division of the rows into sequences, and the settings that every layer shares.
 struct Stack {
   const OptionalTensor &cu_seqlens, &mask, &bias;
-  at::TensorList rotations;  // cosines and sines of each layer
-  at::IntArrayRef windows;   // of each layer
+  at::TensorList rotations;  // cosines and sines for each layer
+  at::IntArrayRef windows;   // largest distance of a key for each layer
   int64_t batch, max_seqlen, heads;
-  int64_t projections, inner_projections;  // weights of q, k and v, and of the inner product
+  // The number of weights of q, k and v, and of the first product of the feed-forward.
+  int64_t projections, inner_projections;
   bool pre_norm;
   double eps;
   const std::string& activation;
-  at::ScalarType dtype;  // of the products; hidden states keep their own dtype
+  at::ScalarType dtype;  // dtype of the products; hidden states keep their own dtype
 };
 
 // The number of parameters of a layer.
@@ -39,7 +40,7 @@ size_t parameters_of(const Stack& s) {
 
 struct Layer : LayerParameters {
   size_t number;
-  const at::Tensor* scales;  // null if the weights are floating
+  const at::Tensor* scales;  // null if the weights are floating-point
 
   Layer(size_t i, at::TensorList parameters, at::TensorList all_scales, const Stack& s)
       : LayerParameters(&parameters[i * parameters_of(s)], s.projections, s.inner_projections),
@@ -88,7 +89,7 @@ void check(const at::Tensor& hidden, at::TensorList parameters, at::TensorList s
   if (s.cu_seqlens) {
     TORCH_CHECK_VALUE(!s.mask, "mask: got a tensor with cu_seqlens, allowed: None");
   } else {
-    // batch * max_seqlen could overflow and is not formed.
+    // The product batch * max_seqlen is not computed, because it could overflow.
     const int64_t rows = hidden.size(0);
     TORCH_CHECK_VALUE(
         s.batch >= 0 && s.max_seqlen >= 0 &&
@@ -98,7 +99,7 @@ void check(const at::Tensor& hidden, at::TensorList parameters, at::TensorList s
   }
 }
 
-// Computes attention of q, k and v side by side, whose rotation is in place.
+// Rotates q and k in place, and computes attention of q, k and v, which are adjacent in each row.
 at::Tensor attention(const at::Tensor& qkv, const Layer& layer, const Stack& s) {
   const int64_t rows = qkv.size(0), head_dim = qkv.size(1) / (3 * s.heads);
   const double scale = 1.0 / std::sqrt((double)head_dim);
@@ -118,7 +119,8 @@ at::Tensor in_dtype(const at::Tensor& x, const Stack& s) {
   return x.scalar_type() == s.dtype ? x : x.to(s.dtype);
 }
 
-// Returns x Wᵀ + bias of `count` weights side by side, which are before their biases.
+// Returns x Wᵀ + bias, where W consists of `count` weights one after another along the outputs. In
+// `weights`, the `count` biases follow the weights.
 at::Tensor parts_product(const at::Tensor& x, const at::Tensor* weights, size_t count,
                          const std::string& activation, const Stack& s) {
   const at::TensorList biases(weights + count, count);
@@ -128,15 +130,15 @@ at::Tensor parts_product(const at::Tensor& x, const at::Tensor* weights, size_t 
                          activation);
 }
 
-// Returns activation(x Wᵀ + bias) with an int8 W, which quantises fp32 rows without a conversion to
-// `dtype`.
+// Returns activation(x Wᵀ + bias) with an int8 W. fp32 rows are quantised directly, without a
+// conversion to `dtype`.
 at::Tensor int8_product(const at::Tensor& x, const at::Tensor* p, const at::Tensor* scale,
                         const std::string& activation, const Stack& s) {
   return int8_linear(x, p[0], scale[0], scale[1], p[1].numel(), p[1], std::nullopt, activation,
                      s.dtype);
 }
 
-// Returns q, k and v side by side.
+// Returns q, k and v, adjacent in each row.
 at::Tensor projections(const at::Tensor& x, const Layer& layer, const Stack& s) {
   if (layer.scales) return int8_product(x, layer.qkv, layer.scales + kQkvScale, "none", s);
   return parts_product(x, layer.qkv, s.projections, "none", s);
@@ -185,8 +187,8 @@ at::Tensor through(const Layer& layer, const at::Tensor& hidden, const Stack& s)
   return product_and_norm(x, layer.outer, layer.second_norm, middle, scale(kOuterScale), s);
 }
 
-// The same with norms before attention and before the feed-forward. The first layer has no norm
-// before attention.
+// Runs a layer with norms before attention and before the feed-forward. The first layer may have no
+// norm before attention.
 at::Tensor through_pre_norm(const Layer& layer, const at::Tensor& hidden, const Stack& s) {
   const bool first = layer.first_norm[0].numel() == 0;
   auto x = first ? hidden : normalised(hidden, std::nullopt, layer.first_norm, s);
@@ -200,7 +202,8 @@ at::Tensor through_pre_norm(const Layer& layer, const at::Tensor& hidden, const 
 }  // namespace
 
 bool worth_a_team(int64_t rows, at::TensorList parameters) {
-  // Below about this many multiplications, waking the threads costs more time than they save.
+  // Below about this many multiplications, waking the threads takes more time than the threads
+  // save.
   constexpr double kWorthThreads = 2e6;
   int64_t weights = 0;
   for (const at::Tensor& parameter : parameters) weights += parameter.numel();
@@ -220,8 +223,8 @@ std::vector<at::Tensor> encoder(at::Tensor hidden, at::TensorList parameters, at
                        pre_norm, eps,        activation, dtype};
   check(hidden, parameters, scales, stack);
   if (lengths) {
-    // All layers read one private copy, so other threads cannot change the sequences between two
-    // layers.
+    // All layers use one private copy of the lengths, so that other threads cannot change the
+    // lengths between two layers.
     lengths = checked_lengths("cu_seqlens", *cu_seqlens, hidden.size(0), "max_seqlen", max_seqlen);
   }
   std::vector<at::Tensor> states;
@@ -232,7 +235,8 @@ std::vector<at::Tensor> encoder(at::Tensor hidden, at::TensorList parameters, at
       try {
         hidden = pre_norm ? through_pre_norm(layer, hidden, stack) : through(layer, hidden, stack);
       } catch (c10::Error& error) {
-        // The message of an operator names the operator's own arguments, so the layer is added.
+        // An operator's error message names the operator's own arguments, so the number of the
+        // layer is added.
         error.add_context("in layer " + std::to_string(i) + " of parameters" +
                           (scales.empty() ? "" : " and scales"));
         throw;

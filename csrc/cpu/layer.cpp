@@ -1,13 +1,13 @@
-// One layer of an encoder in training: its forward, which also returns what its backward reads, and
-// its backward. Each is one parallel region, because between two operators that Python calls, one
-// thread sleeps while the other runs Python.
+// One layer of an encoder in training: a forward, which also returns the tensors that the backward
+// reads, and a backward. Each is one parallel region. Otherwise the worker threads would go to
+// sleep whenever Python runs between two operators.
 //
-// Rows between the layers, parameters and their gradients are in fp32. Under autocast, products and
-// attention have another dtype: the products round their operands, and the results of products and
-// of attention have this dtype, as when the operators run one by one.
+// The rows between layers, the parameters and the parameters' gradients are fp32. Under autocast,
+// products and attention use another dtype: products round their operands to this dtype, and the
+// results of products and attention have this dtype, as in separate operators.
 //
-// A call may choose the queries. Then it returns the chosen rows only, and the other rows serve as
-// keys and values.
+// A call may choose the rows that are queries. It then returns only the chosen rows, and the other
+// rows are used as keys and values only.
 
 #include <array>
 #include <cmath>
@@ -23,36 +23,37 @@
 namespace fastbert::cpu {
 namespace {
 
-// What the forward keeps for the backward. A tensor that a layer has not is empty.
+// The tensors that the forward keeps for the backward. A tensor that a layer does not need is
+// empty.
 enum Kept : size_t {
-  kKeys,       // rows of the projections of keys and values, after the queries if all are queries
+  kKeys,       // projections to keys and values, after the queries if every row is a query
   kAttended,   // the output of attention
-  kProjected,  // if the norm is after attention
+  kProjected,  // only if the norm is after attention
   kFirstMean,
   kFirstScale,
   kMiddle,  // the input of the feed-forward, without the norm before it
-  kInner,   // before the activation
-  kOuter,   // if the norm is after the feed-forward
+  kInner,   // result of the first product, before the activation
+  kOuter,   // only if the norm is after the feed-forward
   kSecondMean,
   kSecondScale,
-  kQueries,  // rows of the projection of the queries, if queries were chosen
+  kQueries,  // projections to queries, if queries were chosen
   kRead,     // the chosen rows of the layer's input
-  kFirst,    // the input of attention, if a norm is before attention
-  kSecond,   // the input of the feed-forward, if a norm is before the feed-forward
+  kFirst,    // input of attention, if a norm is before attention
+  kSecond,   // input of the feed-forward, if a norm is before the feed-forward
   kCount,
 };
 
 // The division of the rows into sequences and the settings of a trained layer.
 struct LayerSettings {
   const OptionalTensor &chosen, &cu_seqlens_q, &cu_seqlens_k;
-  at::TensorList seeds, rotation;  // cosines and sines, or nothing
-  at::ArrayRef<double> dropouts;   // of attention, of its projection, and of the feed-forward
+  at::TensorList seeds, rotation;  // rotation: cosines and sines, or empty
+  at::ArrayRef<double> dropouts;   // of attention weights, attention output and feed-forward
   int64_t max_seqlen_q, max_seqlen_k, batch, heads, projections, inner_projections;
-  int64_t window;  // the largest distance of a key, -1 without a limit
+  int64_t window;  // largest distance between a query and a key; -1 for no limit
   bool pre_norm;
   double eps;
   const std::string& activation;
-  at::ScalarType dtype;  // of products and attention
+  at::ScalarType dtype;  // dtype of products and attention
 
   OptionalTensor seed(size_t i) const {
     return dropouts[i] == 0.0 ? std::nullopt : OptionalTensor(seeds[i]);
@@ -63,15 +64,16 @@ struct LayerSettings {
   }
 };
 
-// A linear layer whose weights are side by side along its outputs, or its gradients. An absent bias
-// is empty.
+// A linear layer with one or more weights, which are adjacent along the outputs; or the gradients
+// of such a layer. An absent bias is empty.
 struct Linear {
   std::vector<at::Tensor> weights, biases;
 
   Linear(const at::Tensor* first, int64_t count)
       : weights(first, first + count), biases(first + count, first + 2 * count) {}
 
-  // Returns the part with the outputs from `begin` to `end`, whole weights or rows of one weight.
+  // Returns the part with the outputs [begin, end). The part consists of whole weights, or of rows
+  // of one weight.
   Linear rows(int64_t begin, int64_t end) const {
     Linear part(nullptr, 0);
     for (size_t i = 0; i < weights.size(); ++i) {
@@ -87,7 +89,7 @@ struct Linear {
     return part;
   }
 
-  // Returns empty tensors like these.
+  // Returns empty tensors with the shapes and dtypes of this layer's tensors.
   Linear empty_like() const {
     Linear made(nullptr, 0);
     for (size_t i = 0; i < weights.size(); ++i) {
@@ -130,7 +132,7 @@ void check_sequences(const at::Tensor& hidden, const LayerSettings& s) {
                       "cu_seqlens_q: got shape ", s.cu_seqlens_q->sizes(), ", allowed: (",
                       s.batch + 1, ",) for the batch ", s.batch);
   } else {
-    // batch * max_seqlen_k could overflow and is not formed.
+    // The product batch * max_seqlen_k is not computed, because it could overflow.
     TORCH_CHECK_VALUE(
         s.batch >= 0 && s.max_seqlen_k >= 0 && s.max_seqlen_q == s.max_seqlen_k &&
             (s.batch == 0 ? rows == 0 : rows % s.batch == 0 && rows / s.batch == s.max_seqlen_k),
@@ -148,8 +150,8 @@ void check_sequences(const at::Tensor& hidden, const LayerSettings& s) {
   }
 }
 
-// Checks weights (·, columns), which have `outputs` rows together unless that is -1, and their
-// biases. Returns the number of rows.
+// Checks weights of shape (·, columns) and their biases. The weights have `outputs` rows in total;
+// -1 allows any number. Returns the number of rows.
 int64_t check_linear(const at::Tensor* first, int64_t count, int64_t columns, int64_t outputs,
                      const at::Tensor& hidden) {
   int64_t rows = 0, biased = 0;
@@ -225,7 +227,7 @@ void check_layer(const at::Tensor& hidden, at::TensorList parameters, const Laye
   check_sequences(hidden, s);
 }
 
-// Returns a private copy of the chosen rows, which other threads cannot change.
+// Returns a private copy of the chosen rows, so that other threads cannot change them.
 OptionalTensor copied(const OptionalTensor& chosen) {
   if (!chosen) return std::nullopt;
   TORCH_CHECK_TYPE(chosen->scalar_type() == at::kLong, "chosen: got dtype ", chosen->scalar_type(),
@@ -248,7 +250,7 @@ at::Tensor product_with_bias(const at::Tensor& x, const Linear& l, const LayerSe
                   "none");
 }
 
-// Returns x Wᵀ in the dtype of products; the norm after the product adds the bias.
+// Returns x Wᵀ in the dtype of products. The norm that follows adds the bias.
 at::Tensor product_without_bias(const at::Tensor& x, const at::Tensor& weight,
                                 const LayerSettings& s) {
   return std::get<0>(linear_in(s.dtype, x, weight, std::nullopt, std::nullopt, "none", false));
@@ -268,7 +270,7 @@ at::Tensor gradient_of_rows(const at::Tensor& dy, const at::Tensor& weight,
   return product_of(dy, weight, std::nullopt, s.dtype, s);
 }
 
-// Returns dy W + addend in fp32. The products with the parts of W are added in order.
+// Returns dy W + addend in fp32. The products with the weights of W are added in order.
 at::Tensor gradient_of_rows(const at::Tensor& dy, const Linear& l, const OptionalTensor& addend,
                             const LayerSettings& s) {
   at::Tensor sum;
@@ -285,8 +287,8 @@ at::Tensor gradient_of_rows(const at::Tensor& dy, const Linear& l, const Optiona
   return sum;
 }
 
-// Writes dyᵀ x to the gradients of the weights, and to those of the biases the sums of the rows of
-// dy, unless `sums` has them.
+// Writes dyᵀ x to the gradients of the weights. Writes the sums of the rows of dy to the gradients
+// of the biases; `sums` has these sums if they were computed already.
 void write_gradients(const Linear& gradients, const at::Tensor& dy, const at::Tensor& x,
                      const OptionalTensor& sums, const LayerSettings& s) {
   int64_t column = 0;
@@ -303,8 +305,8 @@ void write_gradients(const Linear& gradients, const at::Tensor& dy, const at::Te
 
 // Attention
 
-// Returns the part of rows (T, parts · H) that belongs to one projection: (T, heads, head_dim) of
-// packed sequences, otherwise (batch, heads, length, head_dim).
+// Returns one projection from rows (T, parts · H), as (T, heads, head_dim) for packed sequences and
+// otherwise as (batch, heads, length, head_dim).
 at::Tensor heads_of(const at::Tensor& rows, int64_t part, int64_t size, const LayerSettings& s) {
   const auto own = rows.narrow(1, part * size, size);
   const int64_t head_dim = size / s.heads;
@@ -314,7 +316,8 @@ at::Tensor heads_of(const at::Tensor& rows, int64_t part, int64_t size, const La
       .transpose(1, 2);
 }
 
-// The queries, keys and values among the rows of one or of two projections, or of their gradients.
+// Returns the queries, keys and values, or their gradients, as views of the rows of one or two
+// projections.
 std::array<at::Tensor, 3> split_heads(const at::Tensor& queries, const at::Tensor& keys,
                                       int64_t size, const LayerSettings& s) {
   if (s.chosen) {
@@ -334,8 +337,8 @@ double scale_of(int64_t size, const LayerSettings& s) {
   return 1.0 / std::sqrt((double)(size / s.heads));
 }
 
-// Keeps the projections of `rows` and the output of attention. The queries are projections of
-// `read`, the chosen rows.
+// Computes attention, and stores the projections and the output of attention in `kept`. The queries
+// are projections of `read`, the chosen rows.
 void attend(const at::Tensor& rows, const at::Tensor& read, const LayerParameters& p,
             const LayerSettings& s, at::Tensor* kept) {
   const int64_t size = rows.size(1);
@@ -355,8 +358,9 @@ void attend(const at::Tensor& rows, const at::Tensor& read, const LayerParameter
   kept[kAttended] = out.reshape({read.size(0), size});
 }
 
-// Takes the gradient of the output of attention and `dread`, a gradient of the rows that are read,
-// in fp32. Returns the gradient of the rows, and writes those of the projections.
+// Computes the backward of attention from the gradient of the attention output. `dread` is another
+// gradient, in fp32, of the rows that the queries were computed from. Returns the gradient of the
+// rows, and writes the gradients of the projections.
 at::Tensor attend_backward(const at::Tensor& dattended, const OptionalTensor& dread,
                            const at::Tensor& rows, const LayerParameters& p, at::TensorList kept,
                            const Linear& gradients, const LayerSettings& s) {
@@ -384,7 +388,7 @@ at::Tensor attend_backward(const at::Tensor& dattended, const OptionalTensor& dr
 
 // The feed-forward
 
-// Keeps the first product, and returns its activation.
+// Returns the activation of the first product, and stores the first product in `kept`.
 at::Tensor activate(const at::Tensor& rows, const LayerParameters& p, const LayerSettings& s,
                     at::Tensor* kept) {
   if (is_gated(s.activation)) {
@@ -397,8 +401,9 @@ at::Tensor activate(const at::Tensor& rows, const LayerParameters& p, const Laye
   return activated;
 }
 
-// Takes the gradient of the second product and `drows`, a gradient of the input in fp32. Returns
-// the gradient of the input, and writes those of both weights and of the first bias.
+// Computes the backward of the feed-forward from the gradient of the second product. `drows` is
+// another gradient of the input, in fp32. Returns the gradient of the input, and writes the
+// gradients of both weights and of the first bias.
 at::Tensor feed_backward(const at::Tensor& dy, const OptionalTensor& drows, const at::Tensor& rows,
                          const LayerParameters& p, at::TensorList kept, const Linear& dinner,
                          const Linear& douter, const LayerSettings& s) {
@@ -426,7 +431,7 @@ struct Gradients {
     }
   }
 
-  // Returns the gradient of hidden and these, in the order of the parameters.
+  // Returns dhidden and the gradients of the parameters, in the order of the parameters.
   std::vector<at::Tensor> listed(const at::Tensor& dhidden) const {
     std::vector<at::Tensor> list = {dhidden};
     qkv.append_to(list);
@@ -458,7 +463,8 @@ void forward_post_norm(const at::Tensor& hidden, const LayerParameters& p, const
 at::Tensor backward_post_norm(const at::Tensor& dy, const at::Tensor& hidden,
                               const LayerParameters& p, at::TensorList kept, Gradients& g,
                               const LayerSettings& s) {
-  // Returns the gradients of the residual and of the product, which are the same without dropout.
+  // Returns the gradients of the residual and of the product. Both are the same tensor without
+  // dropout.
   const auto norm_backward = [&](const at::Tensor& dy_of, Kept x, Kept mean, Kept rstd,
                                  const at::Tensor* norm, const at::Tensor& residual,
                                  const at::Tensor& bias, size_t dropout, at::Tensor* dnorm,
@@ -483,7 +489,8 @@ at::Tensor backward_post_norm(const at::Tensor& dy, const at::Tensor& hidden,
                          g.qkv, s);
 }
 
-// The same with norms before attention, unless it is absent, and before the feed-forward.
+// Runs the forward of a layer with norms before attention (may be absent) and before the
+// feed-forward.
 void forward_pre_norm(const at::Tensor& hidden, const LayerParameters& p, const LayerSettings& s,
                       std::vector<at::Tensor>& found) {
   at::Tensor *kept = &found[1], rows = hidden;
@@ -504,8 +511,8 @@ void forward_pre_norm(const at::Tensor& hidden, const LayerParameters& p, const 
 at::Tensor backward_pre_norm(const at::Tensor& dy_in, const at::Tensor& hidden,
                              const LayerParameters& p, at::TensorList kept, Gradients& g,
                              const LayerSettings& s) {
-  // Takes the gradient of the result of a norm, which a product rounds. Returns the gradient of the
-  // norm's input and of the residual connection around the norm.
+  // Takes the gradient of the result of a norm; products read this result. Returns the gradient of
+  // the norm's input, including the gradient of the residual connection around the norm.
   const auto norm_backward = [&](const at::Tensor& dy, const at::Tensor& x, Kept mean, Kept rstd,
                                  const at::Tensor* norm, const at::Tensor& dresidual,
                                  at::Tensor* dnorm) {
@@ -535,7 +542,8 @@ at::Tensor backward_pre_norm(const at::Tensor& dy_in, const at::Tensor& hidden,
                : sum_of(dmiddle, rounded_to(dfirst, s.dtype));
 }
 
-// Returns the shapes of the kept tensors by their place; (0,) for those that the layer has not.
+// Returns the shapes of the kept tensors, indexed by Kept; (0,) for tensors that the layer does not
+// need.
 struct KeptForm {
   std::vector<int64_t> shape;
   at::ScalarType dtype;

@@ -11,9 +11,10 @@
 
 namespace fastbert::cpu {
 
-// The weights of each linear layer and then as many biases; the weight and the bias of each norm. A
-// tensor without elements is absent. A layer has `projections` weights whose results, side by side,
-// are q, k and v, and `inner_projections` weights of the first product of the feed-forward.
+// Each linear layer has one or more weights, followed by the same number of biases. Each norm has a
+// weight and a bias. A tensor without elements is absent. A layer has `projections` weights, whose
+// adjacent results are q, k and v, and `inner_projections` weights for the first product of the
+// feed-forward.
 struct LayerParameters {
   const at::Tensor *qkv, *projection, *first_norm, *inner, *outer, *second_norm;
 

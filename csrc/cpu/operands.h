@@ -1,5 +1,5 @@
-// The conversion of tensors to the operands of isa/kernels.h, which have pointers and strides, and
-// the chunks and scratch memory that the CPU operators share.
+// The conversion of tensors to the operands of isa/kernels.h, which consist of pointers and
+// strides. The file also has the chunks and the scratch memory that the CPU operators share.
 
 #pragma once
 
@@ -34,8 +34,8 @@ inline ConstMatrix matrix(const OptionalTensor& t) {
   return t ? matrix(*t) : ConstMatrix{nullptr, 0};
 }
 
-// Returns a parameter as the kernels read it: contiguous fp32. torch's conversion of a short vector
-// takes longer than its look-up and its addition to a row together.
+// Returns a parameter in the form that the kernels read: contiguous fp32. For a short vector,
+// torch's own conversion takes longer than the operator's work on the vector.
 inline at::Tensor as_float(const at::Tensor& parameter) {
   if (parameter.scalar_type() != at::kBFloat16 || !parameter.is_contiguous()) {
     return fastbert::as_float(parameter);
@@ -73,7 +73,7 @@ constexpr int64_t kGrain = 16384;
 inline int64_t grain_rows(int64_t columns) { return std::max<int64_t>(1, kGrain / columns); }
 
 // Chunks of rows for the gradients of parameters, which are sums over rows. The chunks depend on
-// the shape alone, so the result does not change with the number of threads.
+// the shape alone, so the result does not depend on the number of threads.
 struct Chunks {
   int64_t rows, rows_per_chunk, count;
 
@@ -116,7 +116,7 @@ inline float* row_scratch(const Kernels& k, int64_t columns) {
   return (float*)thread_scratch(k.layer_norm_scratch(columns) * (int64_t)sizeof(float));
 }
 
-// Returns the activation of this name that the epilogue of a product can apply.
+// Returns the activation of this name, if the epilogue of a product can apply it.
 inline Activation epilogue_activation(const std::string& name) {
   return activation_of(
       name, {Activation::none, Activation::gelu, Activation::gelu_tanh, Activation::relu});

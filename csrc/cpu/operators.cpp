@@ -1,10 +1,10 @@
 // The schemas of the C++ operators and their implementations for the CPU. cuda/cuda_ops.cpp
-// registers the implementations for CUDA, and fastbert/ops the public operators with their
+// registers the implementations for CUDA. fastbert/ops registers the public operators with their
 // gradients.
 //
-// Among the CPU operators, this file alone includes the large headers of torch, and therefore makes
-// new tensors for the other files. A result that a call does not produce (dx without dropout,
-// dx_bias or dbias without that bias) is empty.
+// To keep compile times short, only this file among the CPU operators includes the large headers of
+// torch, and it allocates new tensors for the other files. A result that a call does not produce is
+// empty (dx without dropout, dx_bias or dbias without that bias).
 
 #include "operators.h"
 
@@ -115,7 +115,7 @@ TORCH_LIBRARY(fastbert_C, m) {
 
 namespace fastbert::cpu {
 
-// The dispatcher would take longer than the allocation.
+// A call through the dispatcher would take longer than the allocation.
 at::Tensor empty(at::IntArrayRef sizes, const at::TensorOptions& options) {
   const auto dtype = c10::typeMetaToScalarType(options.dtype());
   const int64_t bytes = c10::multiply_integers(sizes) * (int64_t)options.dtype().itemsize();
@@ -177,9 +177,9 @@ TORCH_LIBRARY_IMPL(fastbert_C, CompositeExplicitAutograd, m) {
   implement<int8_layout>(m, "int8_layout");
 }
 
-// torch resolves a pending negation or conjugation before it calls an operator, but fails for an
-// operator that writes to its arguments and returns nothing. The fallthrough calls
-// attention_backward with such tensors as they are, and register.h refuses them.
+// Before it calls an operator, torch resolves a pending negation or conjugation of the arguments.
+// This fails for an operator that writes to its arguments and returns nothing. With the
+// fallthrough, attention_backward receives such tensors unresolved, and register.h rejects them.
 TORCH_LIBRARY_IMPL(fastbert_C, Negative, m) {
   m.impl("attention_backward", torch::CppFunction::makeFallthrough());
 }

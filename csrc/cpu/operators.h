@@ -21,32 +21,32 @@ std::tuple<at::Tensor, at::Tensor> linear(const at::Tensor& x, const at::Tensor&
                                           const OptionalTensor& residual,
                                           const std::string& activation, bool save);
 
-// The same for x in `dtype` or fp32. The operands are rounded to `dtype`, which is the dtype of the
-// results.
+// Computes `linear` for x in `dtype` or fp32. The operands are rounded to `dtype`, and the results
+// have this dtype.
 std::tuple<at::Tensor, at::Tensor> linear_in(at::ScalarType dtype, const at::Tensor& x,
                                              const at::Tensor& weight, const OptionalTensor& bias,
                                              const OptionalTensor& residual,
                                              const std::string& activation, bool save);
 
 // Returns activation(x Wᵀ + b), where W and b are the weights and the biases one after another
-// along the outputs. The weights are read as they are stored: nothing is copied or kept, so every
-// write to them is seen. `biases` is empty or as long as `weights`.
+// along the outputs. The weights are read where they are stored. No copy is kept, so every change
+// of a weight takes effect. `biases` is empty or as long as `weights`.
 at::Tensor linear_of_parts(const at::Tensor& x, at::TensorList weights, at::TensorList biases,
                            const std::string& activation);
 
-// The same in `dtype`, as `linear_in`.
+// Computes `linear_of_parts` in `dtype`, with the rounding of `linear_in`.
 at::Tensor parts_in(at::ScalarType dtype, const at::Tensor& x, at::TensorList weights,
                     at::TensorList biases, const std::string& activation);
 
-// Returns LN(x Wᵀ + bias + residual) in the dtype of the residual: the dtype of x, or fp32.
+// Returns LN(x Wᵀ + bias + residual) in the dtype of the residual, which is the dtype of x or fp32.
 at::Tensor linear_layer_norm(const at::Tensor& x, const at::Tensor& weight,
                              const OptionalTensor& bias, const at::Tensor& residual,
                              const at::Tensor& norm_weight, const at::Tensor& norm_bias,
                              double eps);
 
-// Returns LN(activation(x Wᵢᵀ + bᵢ) Wₒᵀ + bₒ + residual), in the dtype of the residual, with the
-// bits of `linear` and `linear_layer_norm`. The activations are only in the panels that the second
-// product multiplies.
+// Returns LN(activation(x Wᵢᵀ + bᵢ) Wₒᵀ + bₒ + residual), in the dtype of the residual. The bits
+// are those of `linear` followed by `linear_layer_norm`. The activations are stored only as the
+// packed operand of the second product.
 at::Tensor feed_forward_layer_norm(const at::Tensor& x, const at::Tensor& inner,
                                    const OptionalTensor& inner_bias, const at::Tensor& outer,
                                    const OptionalTensor& outer_bias, const at::Tensor& residual,
@@ -54,19 +54,19 @@ at::Tensor feed_forward_layer_norm(const at::Tensor& x, const at::Tensor& inner,
                                    const std::string& activation, double eps);
 
 // Returns activation(q(x) Wᵀ + bias) + residual in `dtype`, which is also the dtype of the
-// residual. q(x) is x quantised to integers for an integer product. x (M, K); `packed`
-// is a prepacked int8 weight with n outputs; scale and column_sum are padded to its columns.
+// residual. q(x) is x after quantisation. x is (M, K); `packed` is a prepacked int8 weight with n
+// outputs; scale and column_sum are padded to the columns of `packed`.
 at::Tensor int8_linear(const at::Tensor& x, const at::Tensor& packed, const at::Tensor& scale,
                        const at::Tensor& column_sum, int64_t n, const OptionalTensor& bias,
                        const OptionalTensor& residual, const std::string& activation,
                        at::ScalarType dtype);
 
-// Returns the number of columns in a panel of a prepacked int8 weight, and the number of neighbours
-// along k in a group.
+// Returns two numbers of a prepacked int8 weight: the columns of a panel, and the consecutive
+// elements along k in a group.
 std::tuple<int64_t, int64_t> int8_layout();
 
-// Returns a b + addend in `dtype`, which is also the dtype of the addend. a (M, K); b (K, N) in the
-// dtype of a or fp32; any strides.
+// Returns a b + addend in `dtype`, which is also the dtype of the addend. a is (M, K) and b is (K,
+// N), in the dtype of a or fp32; both may have any strides.
 at::Tensor matmul(const at::Tensor& a, const at::Tensor& b, const OptionalTensor& addend,
                   at::ScalarType dtype);
 
@@ -76,15 +76,16 @@ at::Tensor matmul(const at::Tensor& a, const at::Tensor& b, const OptionalTensor
 void matmul_into(const at::Tensor& out, at::ScalarType dtype, const at::Tensor& a,
                  const at::Tensor& b, const OptionalTensor& addend);
 
-// Returns y, mean and rstd. The residual has the dtype of x or fp32, and y that of the residual.
+// Returns y, mean and rstd. The residual has the dtype of x or fp32, and y has the dtype of the
+// residual.
 std::tuple<at::Tensor, at::Tensor, at::Tensor> layer_norm_forward(
     const at::Tensor& x, const at::Tensor& weight, const OptionalTensor& bias,
     const OptionalTensor& residual, const OptionalTensor& x_bias, const OptionalTensor& seed,
     double dropout_p, double eps);
 
 // Returns the gradients of the sum, x, weight, bias and x_bias. The gradient of the sum has the
-// dtype of the residual. The gradient of x is empty without dropout, and that of an absent bias
-// too.
+// dtype of the residual. The gradient of x is empty without dropout, and the gradient of an absent
+// bias is empty.
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> layer_norm_backward(
     const at::Tensor& dy, const at::Tensor& x, const at::Tensor& weight, const at::Tensor& mean,
     const at::Tensor& rstd, const OptionalTensor& residual, const OptionalTensor& x_bias,
@@ -103,7 +104,7 @@ std::tuple<at::Tensor, at::Tensor> rms_norm_backward(const at::Tensor& dy, const
 at::Tensor rotary(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin, int64_t heads,
                   bool inverse);
 
-// The same in the memory of x, which is contiguous.
+// Rotates a contiguous x in its own memory, with the arguments of `rotary`.
 void rotate_in_place(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin,
                      int64_t heads, bool inverse);
 
@@ -118,7 +119,7 @@ std::tuple<at::Tensor, at::Tensor> attention_forward(
     const OptionalTensor& cu_seqlens_k, const OptionalTensor& seed, int64_t max_seqlen_q,
     int64_t max_seqlen_k, double dropout_p, double scale, int64_t left, int64_t right);
 
-// Fills dq, dk, dv and, if given, dbias, which has the shape of the bias.
+// Writes the gradients dq, dk, dv and, if given, dbias, which has the shape of the bias.
 void attention_backward(const at::Tensor& dq, const at::Tensor& dk, const at::Tensor& dv,
                         const OptionalTensor& dbias, const at::Tensor& dout, const at::Tensor& q,
                         const at::Tensor& k, const at::Tensor& v, const OptionalTensor& mask,
@@ -135,21 +136,22 @@ at::Tensor attention_weights(const at::Tensor& q, const at::Tensor& k, const Opt
                              at::OptionalIntArrayRef rows, double scale, int64_t left,
                              int64_t right);
 
-// Computes self-attention of q, k and v side by side in rows (T, 3 H D), without dropout. The rows
-// are packed sequences, or `batch` sequences of `max_seqlen` rows. The result is (T, H D).
+// Computes self-attention without dropout. Each row of `qkv` (T, 3 H D) has q, k and v one after
+// another. The rows are packed sequences, or `batch` sequences of `max_seqlen` rows. The result is
+// (T, H D).
 at::Tensor attention_of_rows(const at::Tensor& qkv, int64_t heads, const OptionalTensor& mask,
                              const OptionalTensor& bias, const OptionalTensor& cu_seqlens,
                              int64_t batch, int64_t max_seqlen, double scale, int64_t left,
                              int64_t right);
 
-// Returns f(h + bias) for "gelu", "gelu_tanh" and "relu". The gated "geglu" and "swiglu" map h (M,
-// 2 N) to (M, N).
+// Returns f(h + bias) with the shape of h (M, N) for "gelu", "gelu_tanh" and "relu". For the gated
+// "geglu" and "swiglu", h is (M, 2 N) and the result is (M, N).
 at::Tensor activation_forward(const at::Tensor& h, const OptionalTensor& bias,
                               const std::string& activation);
 
-// Returns the gradients of h and, with `sum_rows`, of its bias. With `recompute`, the same read of
-// h also gives the activation, which the gradient of the next weight needs. Other results are
-// empty.
+// Returns the gradient of h. With `sum_rows`, also returns the gradient of the bias. With
+// `recompute`, also returns the activation, which the gradient of the next weight needs. Results
+// that are not requested are empty.
 std::tuple<at::Tensor, at::Tensor, at::Tensor> activation_backward(const at::Tensor& dy,
                                                                    const at::Tensor& h,
                                                                    const OptionalTensor& bias,
@@ -157,7 +159,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> activation_backward(const at::Ten
                                                                    bool sum_rows, bool recompute);
 
 // Sums one row of each table for every token, and applies layer norm and dropout. Returns y, mean
-// and rstd. A table and its indices are absent together.
+// and rstd. If a table is absent, its indices are absent too.
 std::tuple<at::Tensor, at::Tensor, at::Tensor> embedding_forward(
     const at::Tensor& ids, const OptionalTensor& token_types, const OptionalTensor& positions,
     const at::Tensor& word_table, const OptionalTensor& type_table,
@@ -182,7 +184,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> linear_cross_entropy_backward(
     const OptionalTensor& bias, const at::Tensor& labels, const at::Tensor& statistics,
     const at::Tensor& order, const std::string& reduction);
 
-// Returns whether an element is outside [0, size) and is not `ignored`.
+// Returns whether any element is outside [0, size) and is not `ignored`.
 bool any_outside(const at::Tensor& index, int64_t size, std::optional<int64_t> ignored);
 
 // Takes a mask (B, L) that is nonzero for real tokens. Returns the tokens' indices in the flat
@@ -192,9 +194,9 @@ std::tuple<at::Tensor, at::Tensor, int64_t> unpad_indices(const at::Tensor& mask
 // Returns (rows, ...) with row indices[i] = values[i] and 0 in all other rows.
 at::Tensor scatter_rows(const at::Tensor& values, const at::Tensor& indices, int64_t rows);
 
-// Runs a whole stack of encoder layers, for inference. `rotations` holds cosines and sines for each
-// layer, or nothing; `windows` the largest distance of a key for each layer, -1 without a limit, or
-// nothing. Returns the last hidden state, or all of them with `all_states`.
+// Runs a whole stack of encoder layers, for inference. `rotations` is empty or holds cosines and
+// sines for each layer. `windows` is empty or holds the largest distance of a key for each layer,
+// where -1 means no limit. Returns the last hidden state, or all hidden states with `all_states`.
 std::vector<at::Tensor> encoder(at::Tensor hidden, at::TensorList parameters, at::TensorList scales,
                                 const OptionalTensor& cu_seqlens, const OptionalTensor& mask,
                                 const OptionalTensor& bias, at::TensorList rotations,
@@ -206,11 +208,12 @@ std::vector<at::Tensor> encoder(at::Tensor hidden, at::TensorList parameters, at
 // Returns the sum (N,) of the rows of x (M, N) in fp32.
 at::Tensor sum_rows(const at::Tensor& x);
 
-// Runs one layer in training. Rows and parameters are in fp32, and the operands of products and of
-// attention are rounded to `dtype`. Returns the rows after the layer, and what the backward reads.
-// `chosen` holds the indices of the rows that are queries, in order; then the result has these rows
-// only. `seeds` and `dropouts` belong to attention, its projection and the feed-forward; without
-// dropout, there are no seeds. `rotation` holds cosines and sines, or nothing.
+// Runs one layer in training. Rows and parameters are fp32, and the operands of products and of
+// attention are rounded to `dtype`. Returns the rows after the layer, and the tensors that the
+// backward reads. `chosen` holds the ascending indices of the rows that are queries; the result
+// then has only these rows. `seeds` and `dropouts` belong to the attention weights, the attention
+// output and the feed-forward; without dropout, `seeds` is empty. `rotation` holds cosines and
+// sines, or is empty.
 std::vector<at::Tensor> layer_forward(const at::Tensor& hidden, at::TensorList parameters,
                                       const OptionalTensor& chosen,
                                       const OptionalTensor& cu_seqlens_q,
@@ -221,7 +224,8 @@ std::vector<at::Tensor> layer_forward(const at::Tensor& hidden, at::TensorList p
                                       int64_t window, bool pre_norm, double eps,
                                       const std::string& activation, at::ScalarType dtype);
 
-// Returns the gradients of hidden and of the parameters; that of an absent parameter is empty.
+// Returns the gradients of hidden and of the parameters. The gradient of an absent parameter is
+// empty.
 std::vector<at::Tensor> layer_backward(
     const at::Tensor& dy, const at::Tensor& hidden, at::TensorList parameters, at::TensorList kept,
     const OptionalTensor& chosen, const OptionalTensor& cu_seqlens_q,
@@ -230,20 +234,20 @@ std::vector<at::Tensor> layer_backward(
     int64_t heads, int64_t projections, int64_t inner_projections, int64_t window, bool pre_norm,
     double eps, const std::string& activation, at::ScalarType dtype);
 
-// Returns whether the layers with these parameters do enough work for a team of threads.
+// Returns whether layers with these parameters have enough work for several threads.
 bool worth_a_team(int64_t rows, at::TensorList parameters);
 
-// Moves the memory of weights to pages of 2 MiB, as far as the system can.
+// Moves the memory of weights to pages of 2 MiB where the operating system can do so.
 void use_huge_pages(at::TensorList weights);
 
 // Runs a whole encoder on a batch (B, L) of token ids, for inference. `mask` is 1 at tokens and 0
-// at padding. `embedding` holds the tables of words and positions, the weight and bias of the layer
-// norm and, if the model has it, the table of token types; `pooler` holds a weight and a bias, or
-// nothing. Positions count from 0 in the padded row, or from `first_position` over the tokens
-// without padding. Returns the rows of the tokens, the pooled rows if there is a pooler and, if
-// there is padding, the places of the tokens and the cumulative lengths; then the longest length.
-// Returns nothing if an argument is not of this form or has a value that is not allowed, or if a
-// weight is not of the dtype `dtype`.
+// at padding. `embedding` holds the tables of words and positions, the weight and the bias of the
+// layer norm and, if the model has one, the table of token types. `pooler` holds a weight and a
+// bias, or is empty. Positions count from 0 over the padded row, or from `first_position` over the
+// tokens without padding. The first result holds the rows of the tokens, the pooled rows if there
+// is a pooler and, if there is padding, the tokens' indices and the cumulative lengths. The second
+// result is the longest length. The first result is empty if an argument has another form or a
+// value that is not allowed, or if a weight does not have the dtype `dtype`.
 std::tuple<std::vector<at::Tensor>, int64_t> bert(
     const at::Tensor& ids, const OptionalTensor& mask, const OptionalTensor& token_types,
     at::TensorList embedding, at::TensorList parameters, at::TensorList pooler,

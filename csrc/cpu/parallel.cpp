@@ -17,19 +17,20 @@
 namespace fastbert::cpu {
 namespace {
 
-// Whether the child of the current fork gets the pool without its threads, and whether this
-// process is such a child.
+// inherited: whether a fork that happens now gives the child a thread pool without threads.
+// orphaned: whether this process is such a child.
 std::atomic<bool> inherited{false}, orphaned{false};
 
-// Ends the threads of the pool; the next parallel region starts new threads. OpenMP refuses to
-// end threads inside a parallel region.
+// Ends the threads of the pool; the next parallel region starts new threads. OpenMP cannot end the
+// threads inside a parallel region.
 void before_fork() {
 #if defined(_OPENMP)
   inherited = omp_pause_resource_all(omp_pause_hard) != 0;
 #endif
 }
 
-// torch's own operators, such as the pooler's tanh, would wait too, so they also get one thread.
+// torch's own operators, such as the tanh of the pooler, would wait forever too, so torch also gets
+// one thread.
 void in_child() {
   if (!inherited) return;
   orphaned = true;
@@ -37,15 +38,16 @@ void in_child() {
 }
 
 // The handlers are registered when the library is loaded, because a parent may have used torch's
-// threads and none of our kernels.
+// threads without ever calling these kernels.
 [[maybe_unused]] const int registered = pthread_atfork(before_fork, nullptr, in_child);
 
-// The leader, which runs the loops, and its helpers. The leader waits for the claims that a helper
-// has taken, and never for a helper.
+// A team has a leader, which runs the loops, and helpers. The leader waits for claims that helpers
+// have taken and not finished, but never for a helper without a claim.
 //
 // The state is one word: the number of the current loop, the number of its claims, and the next
-// claim. A thread takes a claim by adding 1. The leader begins a loop only when all claims of the
-// loop before are done, so the thread of a claim reads the description of its own loop.
+// claim. A thread takes a claim by adding 1 to this word. The leader begins a loop only when all
+// claims of the previous loop are done. The thread that takes a claim therefore reads the
+// description of the claim's own loop.
 class Team {
  public:
   void run(int64_t count, Loop loop) {
@@ -62,7 +64,7 @@ class Team {
     std::rethrow_exception(std::exchange(failure_, nullptr));
   }
 
-  // Takes tasks until the end.
+  // Runs tasks until the leader ends the team.
   void help() {
     for (Pause pause; state_.load(std::memory_order_acquire) != kEnd; pause()) {
       if (take()) pause = {};
@@ -75,7 +77,7 @@ class Team {
   static constexpr int kBits = 21;
   static constexpr uint64_t kMost = (1 << kBits) - 1, kEnd = ~uint64_t{0};
 
-  // Does claims of the current loop until none is left. Returns whether there was one.
+  // Runs claims of the current loop until none is left. Returns whether there was any claim.
   bool take() {
     bool took = false;
     uint64_t state = state_.load(std::memory_order_acquire);
@@ -97,7 +99,7 @@ class Team {
     try {
       for (int64_t task = first; task < last; ++task) loop_.call(loop_.body, task);
     } catch (...) {
-      // The error of one task is enough.
+      // If several tasks fail, one exception is kept.
       if (!failed_.exchange(true)) failure_ = std::current_exception();
     }
   }
@@ -116,7 +118,7 @@ thread_local Team* led = nullptr;
 }  // namespace
 
 void Pause::operator()() {
-  constexpr int kSpins = 2000;  // a tenth of a millisecond
+  constexpr int kSpins = 2000;  // about 0.1 ms
   if (++spins_ > kSpins) return std::this_thread::yield();
 #if defined(__x86_64__)
   __builtin_ia32_pause();

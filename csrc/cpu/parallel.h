@@ -1,17 +1,17 @@
 // The distribution of work to torch's threads.
 //
-// GNU OpenMP's thread pool does not survive fork(). In a child whose parent has used the pool, in
-// these kernels or in torch's operators, the next parallel region waits forever for threads that do
-// not exist. The pool is therefore ended before each fork, and parent and child start new threads
-// when they need them. The pool cannot be ended if the fork happens inside a parallel region. Such
-// a child runs these kernels on one thread and, by torch.set_num_threads(1), torch's operators too.
+// The thread pool of GNU OpenMP does not survive fork(). If a parent has used the pool, in these
+// kernels or in torch's operators, the next parallel region of the child waits forever for threads
+// that do not exist. The pool is therefore ended before each fork, and parent and child start new
+// threads when they need them. If the fork happens inside a parallel region, the pool cannot be
+// ended. The child then runs these kernels on one thread and also calls torch.set_num_threads(1).
 //
-// OpenMP's threads wait for each other at the end of a parallel region. If other programs need the
-// cores, a thread comes late by the time that the system gives a program at once, which is longer
-// than all products of a small model. A call of many loops is therefore one parallel region, whose
-// threads take the tasks of one loop after another (`together`). No loop waits for a thread that
-// has no task. Threads of our own would have to share the cores with OpenMP's, which go on looking
-// for work for milliseconds after each of torch's operators.
+// OpenMP's threads wait for each other at the end of a parallel region. If other programs use the
+// cores, a thread may arrive late by a scheduler time slice, which is longer than all products of a
+// small model. A call with many loops is therefore one parallel region, in which the threads take
+// the tasks of one loop after another (`together`). No loop waits for a thread that has no task. A
+// separate thread pool would have to share the cores with OpenMP's threads, which keep polling for
+// work for milliseconds after each of torch's operators.
 
 #pragma once
 
@@ -24,8 +24,8 @@
 
 namespace fastbert::cpu {
 
-// Waits for a moment, and after a tenth of a millisecond lets other programs have the core. A
-// thread that gives its core away at once may not get it back for many milliseconds.
+// Waits for a short time, and after about 0.1 ms yields the core to other programs. A thread that
+// yields its core at once may not get a core again for many milliseconds.
 class Pause {
  public:
   void operator()();
@@ -37,13 +37,13 @@ class Pause {
 // Returns false in a child that was forked inside a parallel region.
 bool use_threads();
 
-// Returns memory of the calling thread, aligned to 64 bytes. The memory grows to the largest
-// request and stays with the thread; the next call on the same thread returns it again.
+// Returns memory that belongs to the calling thread, aligned to 64 bytes. The next call on the same
+// thread returns the same memory, which grows to the largest request.
 void* thread_scratch(int64_t bytes);
 
 // Calls body() in one parallel region. The threads of the region share the loops that body() runs
-// on the calling thread, but not the loops inside such a loop. An operator of torch runs on one
-// thread in body().
+// on the calling thread, but not loops nested in such a loop. An operator of torch that body()
+// calls runs on one thread.
 void together(const std::function<void()>& body);
 
 // A body of a loop, and the function that calls it for a task.
@@ -52,20 +52,22 @@ struct Loop {
   void (*call)(const void* body, int64_t task);
 };
 
-// Returns whether a loop of the calling thread would be shared with a team.
+// Returns whether the calling thread would share a loop with a team.
 bool leads_team();
 
-// The threads of a team are awake, so so many times less work is worth another thread.
+// The threads of a team are already awake, so an additional thread is worth its cost for 1 / kAwake
+// of the usual work.
 constexpr int64_t kAwake = 8;
 
-// Returns the least work of a thread, given the least work for which a thread is worth waking.
+// Returns the smallest work for which a thread is used, given the smallest work for which a
+// sleeping thread is woken.
 inline int64_t worth_a_thread(int64_t asleep) {
   return leads_team() ? std::max<int64_t>(1, asleep / kAwake) : asleep;
 }
 
-// Returns false if the calling thread is not in `together`, or is in a loop. Otherwise
+// Returns false if the calling thread is not in `together`, or is already in a loop. Otherwise
 // calls the body once for each of `count` tasks, which the threads take in order as they become
-// free. Throws what a body throws.
+// free. Rethrows an exception that a body throws.
 bool shared_with_team(int64_t count, Loop loop);
 
 template <class Body>
@@ -73,8 +75,8 @@ Loop loop_of(const Body& body) {
   return {&body, [](const void* b, int64_t task) { (*(const Body*)b)(task); }};
 }
 
-// Calls body(begin, end) for ranges that cover [0, count), at most count / `asleep` of them,
-// rounded up, or kAwake times as many in a team.
+// Calls body(begin, end) for ranges that cover [0, count). The number of ranges is at most count /
+// `asleep`, rounded up, or kAwake times as many in a team.
 template <class Body>
 void parallel_for(int64_t count, int64_t asleep, const Body& body) {
   if (count <= 0) return;

@@ -10,9 +10,9 @@
 namespace fastbert::cpu {
 namespace {
 
-// Data begins at a line of cache.
+// The elements begin at a multiple of the cache line.
 constexpr size_t kHeader = 64;
-// The C library keeps smaller memory itself.
+// The C library itself keeps freed memory of smaller sizes.
 constexpr size_t kLeast = size_t{1} << 16;
 
 thread_local Recycling* active = nullptr;
@@ -40,7 +40,7 @@ class Allocator final : public c10::Allocator {
     return {(char*)block + kHeader, block, &release, c10::Device(c10::DeviceType::CPU)};
   }
 
-  // The address of the data is not the address that is released.
+  // The address of the elements is not the address that has to be freed.
   c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
 
   void copy_data(void* to, const void* from, size_t count) const override {

@@ -1,5 +1,6 @@
-// New tensors for the CPU operators. Only operators.cpp includes ATen's headers for these
-// functions, because the headers compile more slowly than the rest of an operator's file.
+// Functions that create tensors for the CPU operators. Only operators.cpp includes the ATen headers
+// for these functions, because compiling the headers takes longer than compiling the rest of an
+// operator's file.
 
 #pragma once
 
@@ -11,15 +12,15 @@ namespace fastbert::cpu {
 
 at::Tensor empty(at::IntArrayRef sizes, const at::TensorOptions& options);
 
-// Returns a view of `t` from its element `first` on, without the dispatcher.
+// Returns a view of `t` that starts at element `first`. The function does not use the dispatcher.
 at::Tensor strided(const at::Tensor& t, at::IntArrayRef sizes, at::IntArrayRef strides,
                    int64_t first);
 
 at::Tensor empty_like(const at::Tensor& like);
 at::Tensor zeros(at::IntArrayRef sizes, const at::TensorOptions& options);
 
-// Returns a tensor over the `bytes` bytes at `data`. When its last reference ends, `release` frees
-// the bytes.
+// Returns a tensor over the `bytes` bytes at `data`. `release` frees the bytes when no tensor
+// refers to them any more.
 at::Tensor from_memory(void* data, int64_t bytes, const std::function<void(void*)>& release);
 
 }  // namespace fastbert::cpu

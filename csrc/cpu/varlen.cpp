@@ -1,6 +1,6 @@
 // The conversion between a padded and a packed batch: the range check of ids, the indices of the
-// real tokens, and the scatter of rows to these indices. Each operator makes one pass. On a short
-// batch, a chain of tensor operations costs more than an encoder layer.
+// real tokens, and the scatter of rows to these indices. Each operator makes one pass over its
+// input. On a short batch, a chain of tensor operations would take longer than an encoder layer.
 
 #include <algorithm>
 #include <cstring>
@@ -64,8 +64,8 @@ std::tuple<at::Tensor, at::Tensor, int64_t> unpad_indices(const at::Tensor& mask
   });
 }
 
-// Returns (rows, ...) with row indices[i] = values[i] and 0 in all other rows. One pass suffices if
-// the indices rise, as the indices of a mask do.
+// Returns (rows, ...) with row indices[i] = values[i] and 0 in all other rows. If the indices are
+// ascending, as the indices of a mask are, one pass is enough.
 at::Tensor scatter_rows(const at::Tensor& values_in, const at::Tensor& indices_in, int64_t rows) {
   TORCH_CHECK_VALUE(values_in.dim() >= 1, "values: got shape ", values_in.sizes(),
                     ", allowed: (T, ...)");
@@ -97,8 +97,8 @@ at::Tensor scatter_rows(const at::Tensor& values_in, const at::Tensor& indices_i
     std::memset(to, 0, out.nbytes());
     return out;
   }
-  // A thread fills the rows from its first value's place up to the next thread's first place. The
-  // first thread begins at row 0.
+  // A thread writes the rows from the index of its first value up to the index of the next thread's
+  // first value. The first thread begins at row 0.
   parallel_for(count, grain_rows(std::max<int64_t>(1, columns)), [&](int64_t begin, int64_t end) {
     int64_t row = begin == 0 ? 0 : place[begin];
     for (int64_t i = begin; i < end; ++i) {

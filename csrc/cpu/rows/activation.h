@@ -38,11 +38,11 @@ struct Gelu {
     return x * distribution(x, bell);
   }
 
-  // Computes `forward` of registers that will be rounded to bf16, with half of the operations:
-  // max(x, 0) - a Q(a), with minimax polynomials (Lawson's algorithm) of log2 Q(a) and of 2^r. The
-  // relative error is 1e-4 for x >= -4, 2e-4 for x >= -6 and 1.3e-3 for x >= -12.8; half a unit of
-  // bf16 is 2e-3 to 4e-3. Below -12.8, the result is the value at -12.8, which is -1.1e-36. Each
-  // stage takes all registers, so their chains of operations overlap.
+  // Computes `forward` for registers that will be rounded to bf16, with half of the operations of
+  // `forward`: max(x, 0) - a Q(a), with minimax polynomials (Lawson's algorithm) for log2 Q(a) and
+  // 2^r. The relative error is 1e-4 for x >= -4, 2e-4 for x >= -6 and 1.3e-3 for x >= -12.8; half a
+  // unit of bf16 is 2e-3 to 4e-3. Below -12.8, the result is the value at -12.8, which is -1.1e-36.
+  // Each stage processes all registers, so that the chains of operations overlap.
   template <int kCount>
   static FASTBERT_INLINE void forward_bf16(Vec (&x)[kCount]) {
     constexpr float kLargest = 12.8f, kRound = 12582912.0f;
@@ -61,7 +61,7 @@ struct Gelu {
     for (int k = 1; k <= 8; ++k) {
       for (int i = 0; i < kCount; ++i) log[i] = fma(log[i], a[i], splat(kLogTail[k]));
     }
-    // `shifted` holds an integer in its low bits, as in exp_negative, and r the remainder of -log.
+    // The low bits of `shifted` are an integer, as in exp_negative, and r is the remainder of -log.
     for (int i = 0; i < kCount; ++i) shifted[i] = kRound - log[i];
     for (int i = 0; i < kCount; ++i) r[i] = (kRound - shifted[i]) - log[i];
 #pragma GCC unroll 3
@@ -74,7 +74,7 @@ struct Gelu {
     }
   }
 
-  // The slope is Phi(x) + x phi(x). Where phi is 0, the product is left out, because x may be
+  // The slope is Phi(x) + x phi(x). Where phi is 0, the product is skipped, because x may be
   // infinite.
   static FASTBERT_INLINE Vec both(Vec x, Vec& slope) {
     Vec bell;
@@ -85,8 +85,8 @@ struct Gelu {
   }
 };
 
-// Returns the logistic function s(x) and sets `complement` to s(-x), from e = exp(-|x|). Neither is
-// a difference, so both keep their relative accuracy.
+// Returns the logistic function s(x) and sets `complement` to s(-x), given e = exp(-|x|). Neither
+// value is computed as a difference, so both are accurate relative to their size.
 FASTBERT_INLINE Vec logistic(Vec x, Vec e, Vec& complement) {
   const Vec larger = 1.0f / (1.0f + e);
   const Vec smaller = e * larger;

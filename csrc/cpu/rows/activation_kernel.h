@@ -32,8 +32,8 @@ void activation_forward_rows(const ActivationForward& params, int64_t begin, int
   }
 }
 
-// Computes the gradients of a few rows. Their sum is formed in registers, so the sums in memory are
-// read and written once per block.
+// Computes the gradients of a few rows. The rows are summed in registers, so the sums in memory are
+// read and written once per block of rows.
 template <class Format, class Function, bool kGated>
 FASTBERT_INLINE void activation_backward_block(const ActivationBackward& p, int64_t first, int rows,
                                                double* sums) {

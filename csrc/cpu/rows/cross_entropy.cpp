@@ -1,9 +1,9 @@
 // The cross entropy of a vocabulary projection on the CPU, over the labelled rows only.
 //
-// The labelled rows are gathered. Their logits are formed for a block of rows and a part of the
-// vocabulary at a time, and used while they are in the cache. The forward keeps the maximum and the
-// sum of exponentials of each row, and the backward forms the logits again. The parts of the
-// vocabulary have a fixed size, so a row's loss has the same bits in every batch.
+// The labelled rows are gathered. Their logits are computed for a block of rows and a part of the
+// vocabulary at a time, and processed while they are in the cache. The forward keeps the maximum
+// and the sum of exponentials of each row, and the backward computes the logits again. The parts of
+// the vocabulary have a fixed size, so a row's loss has the same bits in every batch.
 
 #include <algorithm>
 #include <cmath>
@@ -17,7 +17,7 @@
 namespace fastbert::cpu {
 namespace {
 
-// The classes and rows of one block of logits, which takes 4 MB in fp32.
+// The number of classes and rows in one block of logits, which takes 4 MB in fp32.
 constexpr int64_t kPartClasses = 2048, kBlockRows = 512;
 
 bool check_reduction(const std::string& reduction) {
@@ -38,7 +38,7 @@ void check_projection(const at::Tensor& hidden, const at::Tensor& weight,
   check_numbers("labels", labels, hidden, hidden.size(0));
 }
 
-// The labelled rows, gathered in the order of `order`.
+// The labelled rows, gathered in the order that `order` lists.
 struct Labelled {
   int64_t count;
   at::Tensor rows, hidden, labels;
@@ -50,8 +50,7 @@ struct Labelled {
         labels(all_labels.index_select(0, rows)) {}
 
  private:
-  // Returns the number of labelled rows after a check of every index. `order` is a private copy,
-  // int64.
+  // Checks every index, and returns the number of labelled rows. `order` is a private int64 copy.
   static int64_t count_of(const at::Tensor& order) {
     const int64_t total = order.size(0) - 1;
     const int64_t* place = order.const_data_ptr<int64_t>();
@@ -65,8 +64,8 @@ struct Labelled {
   }
 };
 
-// Returns the labelled rows first to last, the other rows last to first, and the number of labelled
-// rows. `labels` is a private copy, int64.
+// Returns the indices of the labelled rows in ascending order, then the other rows in descending
+// order, and then the number of labelled rows. `labels` is a private int64 copy.
 at::Tensor order_of(const at::Tensor& labels, int64_t ignore_index, int64_t classes) {
   const int64_t total = labels.size(0);
   auto order = empty({total + 1}, labels.options().dtype(at::kInt));
@@ -180,7 +179,8 @@ class Backward {
       result.zero_();
       return;
     }
-    // A sum over several blocks of rows is rounded once.
+    // If the result is a sum over several blocks of rows, the sum is kept in fp32 and rounded once
+    // at the end.
     const bool direct = given.count <= kBlockRows || result.scalar_type() == at::kFloat;
     const auto sum = direct ? result : empty(result.sizes(), statistics.options());
     for_each_part(given.count, kBlockRows, [&](int64_t row, int64_t rows) {

@@ -1,8 +1,8 @@
 // Softmax over a vocabulary in parts: the running maximum and sum of exponentials of each row
 // (Milakov and Gimelshein 2018), and the gradient of the logits after the last part.
 //
-// Both the maximum and the sum are kept, because the rounding of their log-sum-exp is as coarse as
-// that of a logit: at 1e4 it changes a probability by 5e-4.
+// Both the maximum and the sum are kept, because their log-sum-exp would be rounded as coarsely as
+// a logit: at 1e4, this rounding changes a probability by 5e-4.
 
 #pragma once
 
@@ -13,7 +13,8 @@
 
 namespace fastbert::cpu::FASTBERT_LEVEL {
 
-// A running maximum begins here. It is finite, so that a logit of -inf gives no NaN.
+// The initial value of a running maximum. The value is finite, so that a logit of -inf gives no
+// NaN.
 constexpr float kLowest = -2.0e38f;
 
 // Returns exp(v - highest), which is NaN where v is NaN.
@@ -64,8 +65,8 @@ void cross_entropy_forward(const CrossEntropyForward& params, int64_t begin, int
   }
 }
 
-// Overwrites the logits with scale (softmax - onehot). `rounded`, unless it is null, gets the
-// result in the format of the products.
+// Overwrites the logits with scale (softmax - onehot). If `rounded` is not null, the result is also
+// written there in the format of the products.
 template <class Format>
 void cross_entropy_backward_rows(const CrossEntropyBackward& params, int64_t begin, int64_t end) {
   const CrossEntropyBackward p = params;
@@ -77,7 +78,7 @@ void cross_entropy_backward_rows(const CrossEntropyBackward& params, int64_t beg
     for_each_vector(p.columns, [&](int64_t n, int count) __attribute__((always_inline)) {
       store(logits + n, exp_below(biased(p, logits, n, count), highest) * share, count);
     });
-    // p g - g instead of (p - 1) g: a small p is then rounded once.
+    // p g - g is used instead of (p - 1) g, because it rounds a small p only once.
     const int64_t label = p.labels[row] - p.first;
     if (label >= 0 && label < p.columns) logits[label] -= scale;
     if (!p.rounded) continue;

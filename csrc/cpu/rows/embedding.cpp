@@ -1,5 +1,5 @@
-// The operators of the embedding of a BERT input on the CPU: gathers, their sum, layer norm and
-// dropout in one pass, and the gradients of the tables.
+// The operators of the embedding of a BERT input on the CPU. One pass gathers and sums the rows of
+// the tables and applies layer norm and dropout. The backward computes the gradients of the tables.
 
 #include <algorithm>
 #include <array>
@@ -18,7 +18,8 @@ constexpr int kTables = 3;
 constexpr const char* kIndexNames[kTables] = {"ids", "token_types", "positions"};
 constexpr const char* kTableNames[kTables] = {"word_table", "type_table", "position_table"};
 
-// The indices and tables of both passes, checked and in the form that the kernels read.
+// The indices and tables of the forward and the backward, checked and in the form that the kernels
+// read.
 struct Operands {
   // The tensors of an absent table are undefined.
   std::array<at::Tensor, kTables> indices, tables;
@@ -73,9 +74,9 @@ struct Operands {
   }
 };
 
-// Computes the gradient of one table. The tokens are sorted by their table row, tokens with the
-// same row keep their order, and the gradients of each run are summed. The other rows and the row
-// `skipped` are 0. A task fills neighbouring rows of the table.
+// Computes the gradient of one table. The tokens are sorted by table row; tokens with the same
+// table row keep their order. The gradients of tokens with the same table row are summed. All other
+// rows of the result, and the row `skipped`, are 0. Each task writes adjacent rows of the table.
 at::Tensor table_gradient(const Kernels& k, const at::Tensor& dsum, const at::Tensor& index,
                           const at::Tensor& table, int64_t skipped) {
   const int64_t rows = table.size(0), columns = table.size(1), tokens = index.numel();

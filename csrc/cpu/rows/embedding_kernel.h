@@ -7,7 +7,7 @@
 
 namespace fastbert::cpu::FASTBERT_LEVEL {
 
-// Computes the sum of a token's rows, one of each table, from element n on.
+// Computes the sum of a token's table rows, one from each table, starting at element n.
 template <class Format, int kTables>
 struct TableSum {
   using Storage = typename Format::Storage;
@@ -118,8 +118,8 @@ void embedding_backward(const EmbeddingBackward& p, int64_t begin, int64_t end, 
   });
 }
 
-// Computes kVectors registers of one sum, from column n on. A group of rows is summed in fp32, and
-// the groups are added in double precision.
+// Computes kVectors registers of one sum, starting at column n. Each group of rows is summed in
+// fp32, and the sums of the groups are added in double precision.
 template <class From, class To, int kVectors>
 FASTBERT_INLINE void sum_segment(const SegmentSums& p, int64_t segment, int64_t n, int count) {
   DoubleVec low[kVectors] = {}, high[kVectors] = {};

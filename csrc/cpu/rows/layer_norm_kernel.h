@@ -1,8 +1,9 @@
 // Layer norm of a residual sum, y = LN(residual + dropout(x + x_bias)) (Ba et al. 2016), in fp32.
 //
-// The forward keeps the sum of one row in scratch memory, which fits in L1 for BERT, and makes two
-// passes over it. The second pass also gives the rounding error of the mean, which matters in rows
-// around 1e4 and in constant rows. The backward forms the sum again instead of storing it.
+// The forward stores the sum of one row in scratch memory, which fits in the first-level cache for
+// BERT, and makes two passes over this memory. The second pass also computes the rounding error of
+// the mean, which matters in rows around 1e4 and in constant rows. The backward computes the sum
+// again instead of storing it.
 
 #pragma once
 
@@ -14,14 +15,13 @@
 
 namespace fastbert::cpu::FASTBERT_LEVEL {
 
-// The backward pass adds the rows of a block in registers before it adds to a parameter's gradient
-// in memory. These fp32 sums collect a group of rows, and are then added to sums in double
-// precision.
+// The backward adds the rows of a block in registers, and then adds the result to fp32 sums in
+// memory. After a group of rows, these fp32 sums are added to sums in double precision.
 constexpr int kBlockRows = 4;
 constexpr int kGroupRows = 16;
 
-// The scratch memory of one thread holds, for each row of a block, the row in fp32 and its dropout
-// mask. After these come the sums of a group, for at most this many parameters.
+// The scratch memory of one thread holds the fp32 row and the dropout mask of each row of a block.
+// After them come the fp32 sums of a group, for at most this many parameters.
 constexpr int kParameters = 3;
 
 FASTBERT_INLINE int64_t scratch_row(int64_t columns) { return (columns + 15) / 16 * 16; }
@@ -47,14 +47,14 @@ FASTBERT_INLINE const Storage* row_of(const ConstMatrix& matrix, int64_t row) {
   return matrix.data ? (const Storage*)matrix.data + row * matrix.stride : nullptr;
 }
 
-// The operands of a row's sum: x alone, x and residual, or any operands. The kernels are compiled
-// for each value, so that the loops of the first two have no branch.
+// The operands of a row's sum: x alone, x and residual, or any combination. The kernels are
+// compiled for each value, so that the loops of the first two cases have no branch.
 enum class Summands { x, x_and_residual, any };
 
-// Computes residual + dropout(x + x_bias) of one row, from element n on. P is a params struct, and
-// XFormat the format of x, which is narrower than that of the residual under autocast.
-// Kernels work on local copies of their params. A store could alias the originals, and the compiler
-// would then read them again for every register.
+// Computes residual + dropout(x + x_bias) of one row, starting at element n. P is a params struct.
+// XFormat is the format of x, which is narrower than the format of the residual under autocast.
+// Kernels use local copies of their params. A store could alias the original params, and the
+// compiler would then read them again for every register.
 template <class Format, class XFormat, Summands kSummands, class P>
 struct RowSum {
   using Storage = typename Format::Storage;
@@ -87,8 +87,8 @@ struct RowSum {
   }
 };
 
-// Calls visit(n, u, count, v) for every register v of the row and returns the row in fp32. The row
-// is in `scratch`, or in x if it needs no sum and no conversion.
+// Calls visit(n, u, count, v) for every register v of the row and returns a pointer to the row in
+// fp32. The pointer is `scratch`, or x itself if the row needs no sum and no conversion.
 template <class Format, class XFormat, Summands kSummands, class P, class Visit>
 FASTBERT_INLINE const float* fp32_row(const RowSum<Format, XFormat, kSummands, P>& row_sum,
                                       int64_t columns, float* scratch, Visit visit) {
@@ -168,8 +168,8 @@ void normalise(const RowNorm& params, int64_t begin, int64_t end) {
   });
 }
 
-// The operands and results of one row of the backward pass. `finish` stores the gradient of the sum
-// and, under dropout, of x, and returns the gradient of x.
+// The operands and results of one row of the backward. `finish` stores the gradient of the sum and,
+// under dropout, the gradient of x, and returns the gradient of x.
 template <class Format, class XFormat, Summands kSummands>
 struct LayerNormRow {
   using P = LayerNormBackward;
@@ -246,7 +246,8 @@ FASTBERT_INLINE void finish_block(const typename Row::P& p, const Row (&lines)[k
     for (int i = 0; i < kRows; ++i) {
       const Normalised& row = rows[i];
       const Vec dy = lines[i].gradient(n, count), h = load(row.h + n, count);
-      // g has the same rounding as in its mean, so that a row of one column cancels exactly.
+      // g is rounded as in the computation of mean(g), so that a row with one column cancels
+      // exactly.
       const Vec g = dy * weight;
       const Vec d = fma(h, splat(-row.gh_mean), g - row.g_mean) * row.rstd;
       const Vec dx = lines[i].finish(n, d, count);
@@ -275,8 +276,8 @@ FASTBERT_INLINE void layer_norm_backward_block(const typename Row::P& p, int64_t
              : finish_block<Row, false>(p, lines, rows, sums);
 }
 
-// Calls block(row) for whole blocks of the rows [begin, end) and single(row) for each remaining
-// row. After every group, the `length` fp32 sums are added to the partial sums.
+// Calls block(row) for whole blocks of the rows [begin, end), and single(row) for each remaining
+// row. After every group of rows, the `length` fp32 sums are added to the partial sums.
 template <class Block, class Single>
 FASTBERT_INLINE void for_each_group(int64_t begin, int64_t end, int64_t length, float* sums,
                                     double* partial, Block block, Single single) {
@@ -308,8 +309,8 @@ void layer_norm_backward_rows(const typename Row::P& params, int64_t length, int
       });
 }
 
-// Calls body(format, x_format, summands) with constants for the formats and the operands of the
-// params. Rows of which x is narrower than the residual have any operands.
+// Calls body(format, x_format, summands) with constants for the formats and the operands in the
+// params. If x is narrower than the residual, summands is Summands::any.
 template <Summands kSummands>
 struct SummandsConstant {
   static constexpr Summands value = kSummands;

@@ -1,5 +1,5 @@
-// Philox4x32 with 7 rounds (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3") on a
-// register of counters at a time, and the dropout mask of one row.
+// Philox4x32 with 7 rounds (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3") for
+// one register of counters at a time, and the dropout mask of one row.
 
 #pragma once
 
@@ -47,7 +47,8 @@ FASTBERT_INLINE void philox(const uint32_t (&key)[2], WordVec (&counter)[4]) {
   }
 }
 
-// Transposes the 4x4 blocks of words in four registers; a block has 128 bits of each register.
+// Transposes the 4x4 blocks of words in four registers; a block consists of 128 bits of each
+// register.
 FASTBERT_INLINE void transpose_blocks(WordVec (&v)[4]) {
 #if FASTBERT_INTRINSIC_BYTES == 64
 #define FASTBERT_UNPACK(half, width, a, b) \
@@ -81,7 +82,8 @@ FASTBERT_INLINE int64_t mask_length(int64_t columns) {
 }
 
 // Sets mask[n] to all ones if element (row, n) is kept, and to 0 if it is dropped. The function is
-// not inlined, because its constants would take registers from a caller without dropout too.
+// not inlined, because the registers for its constants would be lost to the caller even without
+// dropout.
 inline __attribute__((noinline)) void dropout_mask(const Dropout& dropout, int64_t row,
                                                    int64_t columns, uint32_t* mask) {
   // Lane 4 b + j of a register holds counter j * (kLanes / 4) + b of its group. After the

@@ -1,5 +1,5 @@
-// Sums and roundings of rows between two operators. Memory bounds these loops at every instruction
-// set, so they are compiled once.
+// Sums and roundings of rows between two operators. These loops are bound by memory at every
+// instruction-set level, so they are compiled once.
 
 #pragma once
 
@@ -41,8 +41,8 @@ inline at::Tensor sum_of(const at::Tensor& residual_in, const at::Tensor& rows) 
   return sum;
 }
 
-// Returns x Wᵀ + bias + residual in the dtype of the residual, for a product in `dtype`. The linear
-// layer has its weight before its bias.
+// Returns x Wᵀ + bias + residual in the dtype of the residual. The product is computed in `dtype`.
+// linear_layer[0] is the weight, and linear_layer[1] is the bias.
 inline at::Tensor product_and_sum(at::ScalarType dtype, const at::Tensor& x,
                                   const at::Tensor* linear_layer, const at::Tensor& residual) {
   const bool same = residual.scalar_type() == dtype;
@@ -52,8 +52,8 @@ inline at::Tensor product_and_sum(at::ScalarType dtype, const at::Tensor& x,
   return same ? y : sum_of(residual, y);
 }
 
-// Returns contiguous fp32 rows with every element rounded to `dtype`; the rows themselves if that
-// is fp32.
+// Returns contiguous fp32 rows with every element rounded to `dtype`. If `dtype` is fp32, returns
+// the rows themselves.
 inline at::Tensor rounded_to(const at::Tensor& rows, at::ScalarType dtype) {
   if (dtype == at::kFloat) return rows;
   auto made = empty(rows.sizes(), rows.options());
