@@ -23,12 +23,13 @@ def changed(compiled: str, source: str) -> bool:
 
 
 class Build(build_ext):
-    """Keeps the objects in build/, so that a later build compiles only what has changed."""
+    """Keeps the objects in the build folder; a later build compiles only what has changed."""
 
     def finalize_options(self) -> None:
         super().finalize_options()
         # pip builds an editable install in a temporary folder.
-        self.build_temp = f"build/temp.{self.plat_name}-{sys.implementation.cache_tag}"
+        base = self.get_finalized_command("build").build_base
+        self.build_temp = f"{base}/temp.{self.plat_name}-{sys.implementation.cache_tag}"
 
 
 if __name__ == "__main__":

@@ -58,7 +58,7 @@ ROOMS = {
     "ptx-machine": Room(
         ("ptxmachine", "fastbert/testing/ptx"),
         ("ptxmachine/tests", "tests/ptx"),
-        ("emulate", "calibrate", "mutate"),
+        ("emulate", "calibrate", "sanitize", "mutate"),
     ),
     "triton-kernels": Room(
         ("kernels",), ("tests/kernels",), ("ahead-of-time", "emulate", "mutate")

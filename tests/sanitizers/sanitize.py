@@ -3,12 +3,12 @@
     python tests/sanitizers/sanitize.py address [pytest's arguments]    # or: make sanitize
     python tests/sanitizers/sanitize.py thread [pytest's arguments]
 
-`address` runs tests/csrc with AddressSanitizer and UndefinedBehaviorSanitizer; `thread` runs
-tests/csrc/test_threads.py with ThreadSanitizer. Each has a copy of the package in build/sanitize-*
-with its own extension, which later runs update. Python and torch are not instrumented, so the
-sanitizers see the accesses of the extension only. Leaks are not reported, because Python frees
-little of its memory at exit. The first finding ends the run with a report and an exit status other
-than 0.
+`address` runs tests/csrc and ptxmachine/tests with AddressSanitizer and
+UndefinedBehaviorSanitizer; `thread` runs tests/csrc/test_threads.py with ThreadSanitizer. Each has
+a copy of fastbert and ptxmachine in build/sanitize-* with their own extensions, which later runs
+update. Python and torch are not instrumented, so the sanitizers see the accesses of the extensions
+only. Leaks are not reported, because Python frees little of its memory at exit. The first finding
+ends the run with a report and an exit status other than 0.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Sanitizer(NamedTuple):
     flags: list[str]
     libraries: list[str]  # libraries that Python must load first
     environment: dict[str, str]
-    tests: str
+    tests: list[str]
     left_out: list[str]
 
 
@@ -42,22 +42,27 @@ SANITIZERS = {
         ["-fsanitize=address,undefined", "-fno-sanitize=vptr", "-fno-sanitize-recover=undefined"],
         ["libasan.so", "libubsan.so", "libstdc++.so"],
         {"ASAN_OPTIONS": ASAN, "UBSAN_OPTIONS": "print_stacktrace=1"},
-        "tests/csrc",
-        # AddressSanitizer keeps freed memory for a while. nvcc crashes if libasan is loaded.
-        ["tests/csrc/test_attention.py::test_calls_grow_no_memory", "tests/csrc/test_nvcc.py"],
+        ["tests/csrc", "ptxmachine/tests"],
+        [
+            # AddressSanitizer keeps freed memory for a while.
+            "tests/csrc/test_attention.py::test_calls_grow_no_memory",
+            # nvcc crashes if libasan is loaded.
+            "tests/csrc/test_nvcc.py",
+            "ptxmachine/tests/test_tutorial.py",
+        ],
     ),
     "thread": Sanitizer(
         ["-fsanitize=thread"],
         ["libtsan.so", "libstdc++.so"],
         {"TSAN_OPTIONS": f"suppressions='{HERE / 'thread.supp'}' halt_on_error=1"},
-        "tests/csrc/test_threads.py",
+        ["tests/csrc/test_threads.py"],
         [],
     ),
 }
 
 
 def build(name: str, sanitizer: Sanitizer) -> Path:
-    """Build the instrumented extension and return the folder with the package."""
+    """Build the instrumented extensions and return the folder with the packages."""
     folder = ROOT / "build" / f"sanitize-{name}"
     folder.mkdir(parents=True, exist_ok=True)
     links = [*sanitizer.flags]
@@ -67,16 +72,19 @@ def build(name: str, sanitizer: Sanitizer) -> Path:
         command = ["g++", "-std=c++17", "-fPIC", *FLAGS, *sanitizer.flags]
         subprocess.run([*command, "-c", source, "-o", threads], check=True)
         links.append(str(threads))
+    flags = " ".join([*FLAGS, *sanitizer.flags])
     environment = {
         "CC": "gcc",
         "CXX": "g++",
-        "FASTBERT_CXXFLAGS": " ".join([*FLAGS, *sanitizer.flags]),
+        "FASTBERT_CXXFLAGS": flags,
+        "PTXMACHINE_CXXFLAGS": flags,
         "LDFLAGS": shlex.join(links),
         "FASTBERT_CUDA": "0",
     }
-    setup = [sys.executable, "setup.py", "--quiet", "build", "--build-base", folder]
-    command = [*setup, "--build-lib", folder / "lib"]
-    subprocess.run(command, cwd=ROOT, env=os.environ | environment, check=True)
+    for project, base in ((ROOT, folder), (ROOT / "ptxmachine", folder / "ptxmachine")):
+        setup = [sys.executable, "setup.py", "--quiet", "build", "--build-base", base]
+        command = [*setup, "--build-lib", folder / "lib"]
+        subprocess.run(command, cwd=project, env=os.environ | environment, check=True)
     return folder / "lib"
 
 
@@ -91,7 +99,7 @@ def run(package: Path, sanitizer: Sanitizer, arguments: list[str]) -> int:
         "PYTHONPATH": str(package),
     }
     # `python -m pytest` would import the package of the working tree, so this file runs the tests.
-    command = [sys.executable, __file__, "--in", package, *(arguments or [sanitizer.tests])]
+    command = [sys.executable, __file__, "--in", package, *(arguments or sanitizer.tests)]
     command += [f"--deselect={test}" for test in sanitizer.left_out]
     print("tests left out:", *(sanitizer.left_out or ["none"]), flush=True)
     return subprocess.run(command, cwd=ROOT, env=os.environ | environment).returncode

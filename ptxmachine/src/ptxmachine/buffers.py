@@ -47,11 +47,15 @@ class Buffer(NamedTuple):
         return self.address + low, self.address + high + self.size
 
 
-def is_buffer(value: Any) -> bool:
-    """Return whether an argument is an array, not a number or the bytes of a struct."""
+def argument(value: Any) -> Any:
+    """Return the memory of an argument that is an array, and every other argument unchanged.
+
+    Raises:
+        ValueError: If the array is not in the memory of the CPU.
+    """
     if value is None or isinstance(value, (bytes, numbers.Number)):
-        return False
-    return hasattr(value, "__dlpack__") or _view(value) is not None
+        return value
+    return _memory(value, "args") or value
 
 
 def buffer(value: Any, name: str) -> Buffer:
@@ -64,16 +68,24 @@ def buffer(value: Any, name: str) -> Buffer:
     Raises:
         ValueError: If the object is not an array in the memory of the CPU.
     """
-    if _view(value) is not None:
+    memory = _memory(value, name)
+    if memory is None:
+        raise ValueError(
+            f"{name}: got a {type(value).__name__}, allowed: an object with the buffer protocol or "
+            "with DLPack"
+        )
+    return memory
+
+
+def _memory(value: Any, name: str) -> Buffer | None:
+    """Return the memory of an array, or None for an object that is not an array."""
+    if _has_buffer(value):
         address, shape, strides, size, form, constant = _machine.read_buffer(value)
         kind = next((kind for kind, letters in _FORMATS.items() if form[-1:] in letters), "")
         name_of_kind = f"{kind}{8 * size}" if kind and len(form.lstrip("@=<")) == 1 else ""
         return Buffer(address, tuple(shape), tuple(strides), size, name_of_kind, not constant)
     if not hasattr(value, "__dlpack__"):
-        raise ValueError(
-            f"{name}: got a {type(value).__name__}, allowed: an object with the buffer protocol or "
-            "with DLPack"
-        )
+        return None
     try:
         device, _ = value.__dlpack_device__()
         described = _machine.read_capsule(value.__dlpack__()) if device in _CPU else None
@@ -88,12 +100,13 @@ def buffer(value: Any, name: str) -> Buffer:
     return Buffer(address, tuple(shape), in_bytes, size, kind, True)
 
 
-def _view(value: Any) -> memoryview | None:
+def _has_buffer(value: Any) -> bool:
     try:
-        return memoryview(value)
+        memoryview(value)
     # NumPy raises ValueError for types that have no letter in the buffer protocol.
     except (TypeError, ValueError):
-        return None
+        return False
+    return True
 
 
 class Region(NamedTuple):

@@ -161,7 +161,7 @@ class Module:
             raise ValueError(
                 f"block: got {shape}, the kernel allows at most {kernel.most_threads} threads"
             )
-        values = [buffers.buffer(a, "args") if buffers.is_buffer(a) else a for a in args]
+        values = [buffers.argument(value) for value in args]
         params = _parameters(kernel, values)
         size = math.prod(sizes)
         if not all(isinstance(number, int) and 0 <= number < size for number in blocks):
