@@ -63,9 +63,11 @@ SHORT := sed -u -E "s,^(\[[0-9]+/[0-9]+\]) .* -c .*/((csrc|build)/[^ ']+)'? -o .
 	$(PIP) --no-build-isolation --editable '.[test]'
 	@touch $@
 
-.venv/ptxmachine: .venv/torch $(shell find ptxmachine/csrc ptxmachine/setup.py ptxmachine/pyproject.toml 2>/dev/null)
+# An editable install would write the path of the checkout into a .pth file. Python reads that file in
+# the encoding of the locale, and does not start when the path cannot be decoded.
+.venv/ptxmachine: .venv/torch $(wildcard $(addprefix ptxmachine/,csrc/* src/ptxmachine/*.py* setup.py pyproject.toml))
 	$(SAY) "Compiling and installing ptxmachine, which runs the GPU kernels on the CPU: 1 to 3 minutes."
-	$(PIP) --no-build-isolation --editable ./ptxmachine
+	$(PIP) --no-build-isolation ./ptxmachine
 	@touch $@
 
 # A peer that cannot be installed is no error; the benchmark's table lists the peer as not installed.

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -27,7 +28,7 @@ def test_the_commands_of_the_tutorial(tmp_path):
     for name, source in zip(("sum.cu", "copy.cu"), BLOCKS["cuda"], strict=True):
         (tmp_path / name).write_text(source, encoding="utf-8")
     # The interpreter of the test runs the command, so another installed ptxmachine is not used.
-    ptxmachine = f"{sys.executable} -m ptxmachine.command"
+    ptxmachine = f"{shlex.quote(sys.executable)} -m ptxmachine.command"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     for block in BLOCKS["console"]:
         *commands, last = block.split("\n", 2)

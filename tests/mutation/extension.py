@@ -47,7 +47,8 @@ def link_command(objects: list[str], library: str) -> list[str]:
     libraries = ["-lc10", "-ltorch", "-ltorch_cpu", "-ltorch_python"]
     # If two objects define a function, the linker keeps the first definition.
     flags = ["-shared", "-Wl,-z,muldefs", *openmp()]
-    return [*shlex.split(compiler()), *flags, *objects, *paths, *libraries, "-o", library]
+    torch_libraries = [] if Path(library).name.startswith("_machine") else [*paths, *libraries]
+    return [*shlex.split(compiler()), *flags, *objects, *torch_libraries, "-o", library]
 
 
 def openmp() -> list[str]:

@@ -64,7 +64,7 @@ class Outcome(NamedTuple):
 
 def copy_tree(folder: Path) -> Path:
     """Copy the files that the tests need, with symlinks, and return the folder."""
-    ignored = shutil.ignore_patterns("__pycache__", ".pytest_cache", "build")
+    ignored = shutil.ignore_patterns("__pycache__", ".pytest_cache", "build", "_machine*.so")
     for name in COPIED:
         source, target = ROOT / name, folder / name
         if source.is_dir():
@@ -80,9 +80,12 @@ def run_tests(tree: Path, noun: str, every_case: bool) -> tuple[bool, str]:
 
 
 def run_selection(tree: Path, selection: list[str]) -> tuple[bool, str]:
-    """Return whether the selected tests pass in ``tree``, and the first failure."""
-    paths = [str(tree), str(tree / "ptxmachine" / "src")]
-    paths += filter(None, [os.environ.get("PYTHONPATH")])
+    """Return whether the selected tests pass in ``tree``, and the first failure.
+
+    The tests use the installed ptxmachine, or that of ``tree`` if `build` has linked its extension.
+    """
+    machines = {str(library.parents[1]) for library in tree.glob("ptxmachine/src/*/_machine*.so")}
+    paths = [str(tree), *machines, *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(paths),
