@@ -45,12 +45,23 @@ void count_shared(Block& b, Mask m, const uint64_t* address, uint32_t size) {
   }
 }
 
+// The space of an address, which for a generic address depends on its window.
+Space space_of(Space space, uint64_t address) {
+  if (space != Space::generic) return space;
+  const uint64_t window = address & kWindowMask;
+  return window == kSharedWindow  ? Space::cluster
+         : window == kLocalWindow ? Space::local
+         : window == kParamWindow ? Space::param
+                                  : Space::global;
+}
+
 // The key of an address in Launch::released. Equal addresses in the shared memory of different
 // blocks have different keys.
-uint64_t key_of(const Warp& w, const Instr& i, uint64_t address) {
-  const bool shared = (Space)i.arg[0] == Space::shared || (address & kWindowMask) == kSharedWindow;
-  return shared ? kSharedWindow | (uint64_t)(w.block->number + 1) << 20 | (address & 0xfffff)
-                : address;
+uint64_t key_of(const Warp& w, const Instr& i, int lane, uint64_t address) {
+  const Space space = space_of((Space)i.arg[0], address);
+  if (space != Space::shared && space != Space::cluster) return address;
+  const Block& b = w.block->cluster->home(w, lane, address);
+  return kSharedWindow | (uint64_t)(b.number + 1) << 20 | (address & 0xfffff);
 }
 
 }  // namespace
@@ -74,31 +85,24 @@ Place reach(Warp& w, int lane, Space space, uint64_t address, uint32_t size, boo
             Scope scope, const uint8_t* value) {
   Block& b = *w.block;
   w.lane = lane, w.lane_at = w.executed;
-  if (space == Space::generic) {
-    const uint64_t window = address & kWindowMask;
-    space = window == kSharedWindow  ? Space::shared
-            : window == kLocalWindow ? Space::local
-            : window == kParamWindow ? Space::param
-                                     : Space::global;
-  }
+  space = space_of(space, address);
   if (space != Space::global) address &= ~kWindowMask;
   switch (space) {
-    case Space::shared: {
-      const uint32_t o = b.shared_offset(address, size, size);
-      uint8_t* at = b.shared.data() + o;
+    case Space::shared:
+    case Space::cluster: {
+      Block& home = space == Space::cluster ? b.cluster->home(w, lane, address) : b;
+      if (space == Space::cluster) address &= (1ull << kRankShift) - 1;
+      const uint32_t o = home.shared_offset(address, size, size);
+      uint8_t* at = home.shared.data() + o;
       if (!write) {
-        Stamp stamp = b.now(w, lane);
-        stamp.scope = scope;
-        b.note_read(w, lane, o, size, stamp);
-      } else if (b.launch->options.races && !repeats(b, w, lane, o, size, value)) {
-        Stamp stamp = b.now(w, lane);
-        stamp.scope = scope;
-        b.note_write(w, lane, o, size, stamp);
+        home.note_read(w, lane, o, size, b.now(w, lane, scope));
+      } else if (b.launch->options.races && !repeats(home, w, lane, o, size, value)) {
+        home.note_write(w, lane, o, size, b.now(w, lane, scope));
       }
-      return {at, b.shared_valid.data() + o};
+      return {at, home.shared_valid.data() + o};
     }
     case Space::local: {
-      std::vector<uint8_t>& memory = b.local[w.thread(lane)];
+      std::vector<uint8_t>& memory = b.local[(size_t)(w.index * kLanes + lane)];
       const uint64_t half = memory.size() / 2;
       if (address + size > half)
         fault("out of bounds", "local memory has " + std::to_string(half) + " bytes", lane);
@@ -122,35 +126,44 @@ Place reach(Warp& w, int lane, Space space, uint64_t address, uint32_t size, boo
 
 void count(Warp& w, const Instr& i, Mask m, const uint64_t* address, uint32_t size) {
   if (!w.block->launch->options.count || m == 0) return;
-  if (i.pipe == Pipe::global) count_global(*w.block, m, address, size);
-  if (i.pipe == Pipe::shared) count_shared(*w.block, m, address, size);
+  if (i.pipe == Pipe::shared) return count_shared(*w.block, m, address, size);
+  if (i.pipe != Pipe::global) return;
+  // A generic address may be one of shared memory.
+  Mask global = 0, shared = 0;
+  each_lane(m, [&](int l) {
+    const Space space = space_of((Space)i.arg[0], address[l]);
+    if (space == Space::global) global |= 1u << l;
+    if (space == Space::cluster) shared |= 1u << l;
+  });
+  if (global) count_global(*w.block, global, address, size);
+  if (shared) count_shared(*w.block, shared, address, size);
 }
 
 int32_t order_of(const Mnemonic& name, bool strong) {
   int32_t order = strong ? kRelaxed : kWeak;
   if (name.any({"acq_rel", "acquire"})) order |= kRelaxed | kAcquire;
   if (name.any({"acq_rel", "release"})) order |= kRelaxed | kRelease;
-  return order && scope_named(name) == Scope::block ? order | kOfBlock : order;
+  return order ? order | (int)scope_named(name) << kScopeShift : kWeak;
 }
 
 void acquire_at(Warp& w, const Instr& i, int lane, uint64_t address) {
-  w.block->observe(w, lane, key_of(w, i, address), scope_of(i), i.arg[2] & kAcquire);
+  w.block->observe(w, lane, key_of(w, i, lane, address), scope_of(i), i.arg[2] & kAcquire);
 }
 
 void release_at(Warp& w, const Instr& i, int lane, uint64_t address, bool reads) {
-  w.block->publish(w, lane, key_of(w, i, address), scope_of(i), i.arg[2] & kRelease, reads);
+  w.block->publish(w, lane, key_of(w, i, lane, address), scope_of(i), i.arg[2] & kRelease, reads);
 }
 
 void set_space(Instr& i, const Mnemonic& name) {
   Space space = Space::generic;
   if (name.any({"global", "const"})) space = Space::global;
-  if (name.any({"shared", "shared::cta", "shared::cluster"})) space = Space::shared;
+  if (name.any({"shared", "shared::cta"})) space = Space::shared;
+  if (name.has("shared::cluster")) space = Space::cluster;
   if (name.has("local")) space = Space::local;
   if (name.any({"param", "param::entry"})) space = Space::param;
   i.arg[0] = (int)space;
-  i.pipe = space == Space::shared || space == Space::local ? Pipe::shared
-           : space == Space::param                         ? Pipe::alu
-                                                           : Pipe::global;
+  const bool shared = space == Space::shared || space == Space::cluster || space == Space::local;
+  i.pipe = shared ? Pipe::shared : space == Space::param ? Pipe::alu : Pipe::global;
 }
 
 Element element_at(Warp& w, int lane, int space, uint64_t address, uint32_t size) {

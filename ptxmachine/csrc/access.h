@@ -8,7 +8,8 @@
 
 namespace ptxmachine {
 
-enum class Space : int32_t { generic, global, shared, local, param };
+// shared has the block of the thread only, cluster all blocks of its cluster.
+enum class Space : int32_t { generic, global, shared, local, param, cluster };
 
 // Sets the state space (arg 0) and the pipe of an instruction.
 void set_space(Instr& i, const Mnemonic& name);
@@ -30,15 +31,12 @@ Place reach(Warp& w, int lane, Space space, uint64_t address, uint32_t size, boo
 // Adds an access by the lanes of m to the counts of sectors or wavefronts.
 void count(Warp& w, const Instr& i, Mask m, const uint64_t* address, uint32_t size);
 
-// The flags of a strong access. kOfBlock is set if the scope is the block. A weak access has no
-// flag.
-enum Order : int32_t { kWeak = 0, kRelaxed = 1, kAcquire = 2, kRelease = 4, kOfBlock = 8 };
+// The flags of a strong access, and from kScopeShift on its Scope. A weak access has no flag.
+enum Order : int32_t { kWeak = 0, kRelaxed = 1, kAcquire = 2, kRelease = 4 };
+constexpr int kScopeShift = 3;
 int32_t order_of(const Mnemonic& name, bool strong);
 // The scope of an access whose Order flags are in arg 2.
-inline Scope scope_of(const Instr& i) {
-  if (i.arg[2] == kWeak) return Scope::weak;
-  return i.arg[2] & kOfBlock ? Scope::block : Scope::device;
-}
+inline Scope scope_of(const Instr& i) { return (Scope)(i.arg[2] >> kScopeShift); }
 
 // This mutex serializes the strong accesses of all blocks, together with the clocks that they
 // publish or acquire.

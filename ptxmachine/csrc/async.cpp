@@ -142,16 +142,6 @@ uint32_t barrier_at(Warp& w, const Instr& i, Reg r, int l) {
   return w.block->shared_offset(w.get(r, l) + (uint64_t)i.offset, 8, 8);
 }
 
-MBarrier& existing(Warp& w, uint32_t at, int l) {
-  Block& b = *w.block;
-  auto found = b.mbarriers.find(at);
-  if (found == b.mbarriers.end())
-    fault("uninitialised", "an mbarrier that was never initialised", l);
-  if (b.launch->options.races && !b.after(w, l, found->second.made))
-    fault("race", "an mbarrier is used while its initialisation is not ordered before", l);
-  return found->second;
-}
-
 void mbarrier_init(Warp& w, const Instr& i, Mask m) {
   Block& b = *w.block;
   w.need(i.reg[1], m, "the count of an mbarrier");
@@ -174,7 +164,7 @@ void mbarrier_init(Warp& w, const Instr& i, Mask m) {
 void mbarrier_inval(Warp& w, const Instr& i, Mask m) {
   each_lane(m, [&](int l) {
     const uint32_t at = barrier_at(w, i, i.reg[0], l);
-    existing(w, at, l);
+    existing(w, *w.block, at, l);
     w.block->mbarriers.erase(at);
     w.block->note_write(w, l, at, 8, w.block->now(w, l));
   });
@@ -182,16 +172,22 @@ void mbarrier_inval(Warp& w, const Instr& i, Mask m) {
 
 // mbarrier operations other than waits. arg 0: 0 arrive, 1 arrive.expect_tx, 2 expect_tx, 3
 // complete_tx, 4 arrive_drop. arg 1: whether the first operand is the state that the operation
-// returns. arg 2: whether there is a count.
+// returns. arg 2: whether there is a count. arg 3: whether the mbarrier may be in another block.
+// The scope of an arrival and of a wait is not looked at, because CUTLASS arrives in other blocks
+// with the scope of the block.
 void mbarrier_arrive(Warp& w, const Instr& i, Mask m) {
   const Reg* r = i.reg + i.arg[1];
   if (i.arg[2]) w.need(r[1], m, "the count of an arrival");
   each_lane(m, [&](int l) {
-    Block& b = *w.block;
-    const uint32_t at = barrier_at(w, i, r[0], l);
-    MBarrier& mb = existing(w, at, l);
+    w.need(r[0], 1u << l, "an address");
+    uint64_t address = w.get(r[0], l) + (uint64_t)i.offset;
+    Block& b = i.arg[3] ? w.block->cluster->home(w, l, address) : *w.block;
+    if (i.arg[3]) address &= (1ull << kRankShift) - 1;
+    MBarrier& mb = existing(w, b, b.shared_offset(address, 8, 8), l);
     const uint64_t count = i.arg[2] ? w.get(r[1], l) : 1;
     if (i.arg[1] && i.reg[0].id >= 0) {
+      if (&b != w.block)
+        fault("out of bounds", "an arrival at an mbarrier of another block returns no state", l);
       w.set(i.reg[0], l, mb.phase);
       w.wrote(i.reg[0], 1u << l, 1u << l);
     }
@@ -217,7 +213,7 @@ void mbarrier_wait(Warp& w, const Instr& i, Mask m) {
   w.need(i.reg[2], m, "the phase of an mbarrier");
   Mask done = 0;
   each_lane(m, [&](int l) {
-    const MBarrier& mb = existing(w, barrier_at(w, i, i.reg[1], l), l);
+    const MBarrier& mb = existing(w, b, barrier_at(w, i, i.reg[1], l), l);
     const uint64_t asked = w.get(i.reg[2], l);
     if (i.arg[0] ? (mb.phase & 1) != (asked & 1) : mb.phase > asked) {
       done |= 1u << l;
@@ -238,8 +234,7 @@ void copy_arrive(Warp& w, const Instr& i, Mask m) {
     // the copies complete at once, and then the thread arrives.
     for (auto& group : w.copies[l]) settle(w, l, group);
     w.copies[l].clear();
-    const uint32_t at = barrier_at(w, i, i.reg[0], l);
-    MBarrier& mb = existing(w, at, l);
+    MBarrier& mb = existing(w, b, barrier_at(w, i, i.reg[0], l), l);
     if (!i.arg[0]) ++mb.pending;
     if (mb.pending == 0) fault("out of bounds", "more arrivals at an mbarrier than it expects", l);
     b.release(w, l, mb.arrivals, mb.arrivals_fenced);
@@ -395,6 +390,7 @@ Known decode_mbarrier(Instr& i, const Mnemonic& name, const RawInstr& raw) {
     return kUnknown;
   if (i.arg[0] == 4 && expects) return kUnknown;
   i.arg[2] = raw.operands.size() == (size_t)(2 + state);
+  i.arg[3] = !name.any({"shared", "shared::cta"});
   i.run = mbarrier_arrive;
   const bool arrives = i.arg[0] == 0 || i.arg[0] == 1 || i.arg[0] == 4;
   const Slot count = source(32);
@@ -407,8 +403,8 @@ Known decode_mbarrier(Instr& i, const Mnemonic& name, const RawInstr& raw) {
 
 Known decode_fence(Instr& i, const Mnemonic& name) {
   i.run = memory_fence, i.arg[0] = (int)scope_named(name);
+  // Hardware orders only initializations of mbarriers at fence.mbarrier_init; here it is a fence.
   if (name.base() == "membar") return Shape{};
-  if (name.has("mbarrier_init")) i.run = nothing;
   if (name.any({"async", "proxy"})) {
     i.run = nothing;
     for (const std::string& part : name.parts)
@@ -418,6 +414,15 @@ Known decode_fence(Instr& i, const Mnemonic& name) {
 }
 
 }  // namespace
+
+MBarrier& existing(Warp& w, Block& home, uint32_t at, int lane) {
+  auto found = home.mbarriers.find(at);
+  if (found == home.mbarriers.end())
+    fault("uninitialised", "an mbarrier that was never initialised", lane);
+  if (home.launch->options.races && !home.after(w, lane, found->second.made))
+    fault("race", "an mbarrier is used while its initialisation is not ordered before", lane);
+  return found->second;
+}
 
 Known decode_async(Instr& i, const Mnemonic& name, const RawInstr& raw) {
   const std::string& base = name.base();

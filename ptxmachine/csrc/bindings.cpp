@@ -63,8 +63,8 @@ py::dict dict_of(const Counts& c) {
 // the counts, and the fault as (kind, message, instruction, block, warp, lane) or None.
 py::tuple run_launch(
     const Program& program, const std::array<uint32_t, 3>& grid,
-    const std::array<uint32_t, 3>& block, const py::bytes& params, uint32_t shared_bytes,
-    uint32_t static_shared, uint32_t local_bytes,
+    const std::array<uint32_t, 3>& cluster, const std::array<uint32_t, 3>& block,
+    const py::bytes& params, uint32_t shared_bytes, uint32_t static_shared, uint32_t local_bytes,
     const std::vector<std::tuple<uint64_t, uint64_t, bool, std::string, bool>>& memory,
     uint64_t seed, double approximate, int accumulate, bool races, bool count, int64_t limit,
     int threads, const std::vector<uint32_t>& blocks, int registers) {
@@ -73,6 +73,7 @@ py::tuple run_launch(
   launch.program = &program;
   launch.registers = registers;
   std::copy(grid.begin(), grid.end(), launch.grid);
+  std::copy(cluster.begin(), cluster.end(), launch.cluster);
   std::copy(block.begin(), block.end(), launch.block);
   launch.threads = (int32_t)(block[0] * block[1] * block[2]);
   launch.warps = (launch.threads + kLanes - 1) / kLanes;

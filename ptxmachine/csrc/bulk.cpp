@@ -24,7 +24,7 @@ void check_fence(Warp& w, int lane, Allocation& a, uint64_t address) {
   if (!b.launch->options.races || !a.writable) return;
   b.note_global(w, lane, a, address, 128, false, Scope::weak);
   const Cell& cell = a.cells[a.cell_of(address, b.launch->program->global_granule)];
-  if (!cell.write.block) return;
+  if (!cell.write.cluster) return;
   const auto fence = b.map_fences.find(address);
   if (fence == b.map_fences.end() || !b.after(w, lane, fence->second))
     fault("missing fence", "a tensor map is used without fence.proxy.tensormap after its writing",
@@ -117,30 +117,57 @@ void each_piece(const Block& b, const BulkCopy& c, const BulkRow& row, F&& f) {
 uint16_t slot_of(Block& b, uint32_t barrier) {
   const auto [it, fresh] = b.slots.try_emplace(barrier, (uint16_t)b.slots.size());
   if (fresh && it->second >= kSlots) fault("unsupported", "more than 64 mbarriers count bytes");
-  return (uint16_t)(b.launch->warps * kLanes + it->second);
+  return (uint16_t)(b.rank * b.launch->entries() + (uint32_t)b.launch->warps * kLanes + it->second);
 }
 
-void issue_load(Warp& w, int l, BulkCopy c) {
-  Block& b = *w.block;
-  c.slot = slot_of(b, c.barrier);
-  Stamp engine = b.pending(w, l, true);
+// Issues a load into the shared memory of the block `to`, with the mbarrier of this block.
+void issue_part(Warp& w, int l, BulkCopy c, Block& to) {
+  existing(w, to, c.barrier, l);
+  c.slot = slot_of(to, c.barrier);
+  Stamp engine = to.pending(w, l, true);
   engine.thread = c.slot;
-  for (const BulkRow& row : c.rows) {
-    if (row.inside) {
-      Allocation* a = b.global(w, row.global, row.inside, 1, false);
-      b.note_global(w, l, *a, row.global, row.inside, false, Scope::weak);
-    }
-    each_piece(b, c, row, [&](uint32_t, uint32_t o, uint32_t n) {
-      b.note_write(w, l, o, n, engine);
-      std::memset(b.shared.data() + o, 0xff, n);
-      std::memset(b.shared_valid.data() + o, 0, n);
+  for (const BulkRow& row : c.rows)
+    each_piece(to, c, row, [&](uint32_t, uint32_t o, uint32_t n) {
+      to.note_write(w, l, o, n, engine);
+      std::memset(to.shared.data() + o, 0xff, n);
+      std::memset(to.shared_valid.data() + o, 0, n);
     });
+  to.bulk.push_back(std::move(c));
+  if (!to.late && to.launch->options.seed == 0) to.complete_load(to.bulk.size() - 1);
+}
+
+// Issues a load into the block of `address`, or with a multicast into all blocks of the mask. A
+// multicast reads global memory once.
+void issue_load(Warp& w, int l, const BulkCopy& c, uint64_t address, const Reg* multicast) {
+  Block& b = *w.block;
+  for (const BulkRow& row : c.rows) {
+    if (!row.inside) continue;
+    Allocation* a = b.global(w, row.global, row.inside, 1, false);
+    b.note_global(w, l, *a, row.global, row.inside, false, Scope::weak);
     b.counts.global_bytes += row.inside;
     b.counts.global_sectors += (row.inside + 31) / 32;
     b.counts.global_least_sectors += (row.inside + 31) / 32;
   }
-  b.bulk.push_back(std::move(c));
-  if (!b.late && b.launch->options.seed == 0) b.complete_load(b.bulk.size() - 1);
+  if (!multicast) return issue_part(w, l, c, b.cluster->home(w, l, address));
+  w.need(*multicast, 1u << l, "the mask of a multicast");
+  const auto mask = (uint32_t)w.get(*multicast, l);
+  if (mask == 0) fault("out of bounds", "the mask of a multicast has no block", l);
+  for (uint32_t left = mask; left; left &= left - 1)
+    issue_part(w, l, c, b.cluster->member(w, l, (uint32_t)__builtin_ctz(left)));
+}
+
+// The offset of an address in the shared memory of the block that has it. The blocks of a cluster
+// have equal offsets.
+uint32_t offset_in_home(const Block& b, uint64_t given, uint64_t bytes, uint64_t align) {
+  return b.shared_offset(given & ((1ull << kRankShift) - 1), bytes, align);
+}
+
+// The mbarrier of a load, which must be in the block of the destination.
+uint32_t barrier_of(Warp& w, int l, uint64_t to, uint64_t barrier) {
+  const Cluster& c = *w.block->cluster;
+  if (&c.home(w, l, to) != &c.home(w, l, barrier))
+    fault("out of bounds", "a bulk copy and its mbarrier are in different blocks", l);
+  return offset_in_home(*w.block, barrier, 8, 8);
 }
 
 void copy_in(Block& b, const BulkCopy& c) {
@@ -243,7 +270,8 @@ Type map_type(uint32_t number) {
 }
 
 // cp.async.bulk and cp.reduce.async.bulk. arg 0: whether it is a store. arg 2: the reduction or -1.
-// The operands of a load are [to], [from], bytes, [mbarrier]. A store has no mbarrier.
+// arg 3: whether it is a multicast. The operands of a load are [to], [from], bytes, [mbarrier]{,
+// mask}. A store has no mbarrier.
 void bulk(Warp& w, const Instr& i, Mask m) {
   Block& b = *w.block;
   std::vector<BulkCopy> issued;
@@ -258,20 +286,22 @@ void bulk(Warp& w, const Instr& i, Mask m) {
     BulkCopy c;
     c.warp = w.index, c.lane = l, c.row_bytes = bytes;
     const uint64_t global = i.arg[0] ? to : from;
-    const uint32_t shared = b.shared_offset(i.arg[0] ? from : to, bytes, 16);
+    const uint32_t shared =
+        i.arg[0] ? b.shared_offset(from, bytes, 16) : offset_in_home(b, to, bytes, 16);
     if (global % 16)
       fault("misaligned", "the global address of a bulk copy is not a multiple of 16", l);
     c.rows = {{global, shared, 0, bytes}};
     c.reduction = i.arg[2], c.type = i.type;
     if (i.arg[0]) return issue_store(w, l, std::move(c), issued);
-    c.barrier = b.shared_offset(address(w, i.reg[3], l, i.offsets[2]), 8, 8);
-    issue_load(w, l, std::move(c));
+    c.barrier = barrier_of(w, l, to, address(w, i.reg[3], l, i.offsets[2]));
+    issue_load(w, l, c, to, i.arg[3] ? &i.reg[4] : nullptr);
   });
 }
 
 // cp.async.bulk.tensor and cp.reduce.async.bulk.tensor. arg 0: whether it is a store. arg 1: the
-// number of dimensions. arg 2: the reduction or -1. The operands of a load are [to], [map, {...}],
-// [mbarrier]. The operands of a store are [map, {...}], [from].
+// number of dimensions. arg 2: the reduction or -1. arg 3: whether it is a multicast. The operands
+// of a load are [to], [map, {...}], [mbarrier]{, mask}. The operands of a store are [map, {...}],
+// [from].
 void tensor(Warp& w, const Instr& i, Mask m) {
   Block& b = *w.block;
   std::vector<BulkCopy> issued;
@@ -294,7 +324,8 @@ void tensor(Warp& w, const Instr& i, Mask m) {
     // A swizzle permutes 16-byte pieces within each 128 bytes. A swizzled copy therefore needs
     // whole units of 128 bytes in shared memory.
     if (map.swizzle) bytes = (bytes + align - 1) / align * align;
-    const uint32_t shared = b.shared_offset(given, bytes, 1);
+    const uint32_t shared =
+        i.arg[0] ? b.shared_offset(given, bytes, 1) : offset_in_home(b, given, bytes, 1);
     if ((shared + b.launch->shared_base) % align)
       fault("misaligned", "the shared address of a tensor copy is not a multiple of 128", l);
     BulkCopy c;
@@ -302,8 +333,8 @@ void tensor(Warp& w, const Instr& i, Mask m) {
     c.reduction = i.arg[2], c.type = map_type(map.type);
     add_rows(c, map, at, shared);
     if (i.arg[0]) return issue_store(w, l, std::move(c), issued);
-    c.barrier = b.shared_offset(address(w, i.reg[2 + rank], l, i.offsets[2]), 8, 8);
-    issue_load(w, l, std::move(c));
+    c.barrier = barrier_of(w, l, given, address(w, i.reg[2 + rank], l, i.offsets[2]));
+    issue_load(w, l, c, given, i.arg[3] ? &i.reg[3 + rank] : nullptr);
   });
 }
 
@@ -332,7 +363,7 @@ void Block::complete_load(size_t index) {
   BulkCopy c = std::move(bulk[index]);
   bulk.erase(bulk.begin() + (std::ptrdiff_t)index);
   copy_in(*this, c);
-  const size_t slot = (size_t)(c.slot - launch->warps * kLanes);
+  const size_t slot = c.slot % launch->entries() - (size_t)launch->warps * kLanes;
   const uint32_t time = slot_time[slot]++;
   uint32_t bytes = 0;
   for (const BulkRow& row : c.rows) {
@@ -347,7 +378,7 @@ void Block::complete_load(size_t index) {
   mb.transactions -= bytes;
   if (launch->options.races) {
     if (mb.arrivals.empty()) {
-      mb.arrivals.assign((size_t)launch->warps * kLanes + kSlots, 0);
+      mb.arrivals.assign(launch->entries() * launch->cluster_size(), 0);
       mb.arrivals_fenced = mb.arrivals;
     }
     mb.arrivals[c.slot] = std::max(mb.arrivals[c.slot], time);
@@ -379,8 +410,7 @@ Known decode_bulk(Instr& i, const Mnemonic& name, const RawInstr& raw) {
   }
   i.pipe = Pipe::global;
   const int rank = rank_of(name);
-  if (name.has("tensor") != (rank > 0) || name.any({"multicast::cluster", "im2col"}))
-    return kUnknown;
+  if (name.has("tensor") != (rank > 0) || name.has("im2col")) return kUnknown;
   if (name.has("prefetch")) {
     i.run = nothing;
     return with_policy(rank ? Shape{address(rank)} : Shape{address(), source(32)}, name);
@@ -396,11 +426,16 @@ Known decode_bulk(Instr& i, const Mnemonic& name, const RawInstr& raw) {
     // In a tensor copy, the tensor map has the type of the elements.
     if (!i.arg[0] || i.arg[2] < 0 || (!rank && bytes_of(i.type) < 1)) return kUnknown;
   }
+  // A copy from the block to another block of the cluster is not known.
+  const bool from_shared = name.has("shared::cta") && name.has("shared::cluster");
+  if (from_shared || (i.arg[0] && name.has("multicast::cluster"))) return kUnknown;
   i.arg[1] = rank;
+  i.arg[3] = name.has("multicast::cluster");
   i.run = rank ? tensor : bulk;
   Shape shape = {address(i.arg[0] ? rank : 0), address(i.arg[0] ? 0 : rank)};
   if (!rank) shape.push_back(source(32));
   if (!i.arg[0]) shape.push_back(address());
+  if (i.arg[3]) shape.push_back(source(16));
   return with_policy(std::move(shape), name);
 }
 

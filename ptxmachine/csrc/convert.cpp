@@ -332,21 +332,15 @@ void convert_address(Warp& w, const Instr& i, Mask m) {
   w.wrote(i.reg[0], m, w.ok(i.reg[1]));
 }
 
+// isspacep. arg 0: whether shared memory of other blocks counts. offset: the window of the state
+// space.
 void is_space(Warp& w, const Instr& i, Mask m) {
   uint32_t& to = w.file[i.reg[0].at];
   each_lane(m, [&](int l) {
-    const bool is = (w.get(i.reg[1], l) & kWindowMask) == (uint64_t)i.offset;
+    const uint64_t a = w.get(i.reg[1], l), window = (uint64_t)i.offset;
+    const bool other = window == kSharedWindow && !i.arg[0] && (a & 0xffffffff) >> kRankShift;
+    const bool is = (a & kWindowMask) == window && !other;
     to = (to & ~(1u << l)) | (uint32_t)is << l;
-  });
-  w.wrote(i.reg[0], m, w.ok(i.reg[1]));
-}
-
-// mapa. A cluster has one block, so an address in the cluster is the same address in the block.
-void map_address(Warp& w, const Instr& i, Mask m) {
-  each_lane(m, [&](int l) {
-    if (w.get(i.reg[2], l) != 0)
-      fault("out of bounds", "mapa: rank above 0 in a cluster of one block", l);
-    w.set(i.reg[0], l, w.get(i.reg[1], l));
   });
   w.wrote(i.reg[0], m, w.ok(i.reg[1]));
 }
@@ -442,19 +436,16 @@ Known decode_convert(Instr& i, const Mnemonic& name, const RawInstr& raw) {
   if (base == "cvt") return name.has("pack") ? kUnknown : decode_cvt(i, name);
   const int bits = bits_of(name.last());
   if (base == "isspacep") {
+    i.arg[0] = name.has("shared::cluster");
     i.offset = (int64_t)window_of(name);
     i.run = is_space;
     return Shape{result(1), source(raw.operand(1).bits == 32 ? 32 : 64)};
   }
   if (bits != 32 && bits != 64) return kUnknown;
-  if (base == "cvta") {
-    i.arg[0] = name.has("to");
-    i.offset = (int64_t)window_of(name);
-    i.run = convert_address;
-    return Shape{result(bits), source(bits)};
-  }
-  i.run = map_address;
-  return Shape{result(bits), source(bits), source(32)};
+  i.arg[0] = name.has("to");  // cvta
+  i.offset = (int64_t)window_of(name);
+  i.run = convert_address;
+  return Shape{result(bits), source(bits)};
 }
 
 }  // namespace ptxmachine

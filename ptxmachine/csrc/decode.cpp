@@ -179,7 +179,8 @@ struct Family {
 const Family kFamilies[] = {
     {decode_flow, {"bra", "ret", "exit"}},
     {decode_compare, {"selp", "slct", "testp", "setp", "set"}},
-    {decode_convert, {"cvt", "cvta", "isspacep", "mapa", "mov"}},
+    {decode_convert, {"cvt", "cvta", "isspacep", "mov"}},
+    {decode_cluster, {"barrier", "mapa", "getctarank"}},
     {decode_memory, {"ld", "ldu", "st", "prefetch", "prefetchu", "discard", "applypriority"}},
     {decode_atomic, {"atom", "red"}},
     {decode_ldmatrix, {"ldmatrix", "stmatrix"}},

@@ -28,7 +28,7 @@ inline int bits_of(Type type) { return type == Type::pred ? 1 : 8 * bytes_of(typ
 // The scope that a strong access or a fence names. The scope is the device if the instruction names
 // none.
 inline Scope scope_named(const Mnemonic& name) {
-  return name.any({"cta", "cluster"}) ? Scope::block : Scope::device;
+  return name.has("cta") ? Scope::block : name.has("cluster") ? Scope::cluster : Scope::device;
 }
 
 // Adds the operand for the cache policy to the shape of an instruction with .L2::cache_hint.
@@ -52,6 +52,7 @@ Known decode_atomic(Instr& instr, const Mnemonic& name, const RawInstr& raw);
 Known decode_ldmatrix(Instr& instr, const Mnemonic& name, const RawInstr& raw);
 Known decode_bulk(Instr& instr, const Mnemonic& name, const RawInstr& raw);
 Known decode_tensor_map(Instr& instr, const Mnemonic& name, const RawInstr& raw);
+Known decode_cluster(Instr& instr, const Mnemonic& name, const RawInstr& raw);
 Known decode_async(Instr& instr, const Mnemonic& name, const RawInstr& raw);
 Known decode_mma(Instr& instr, const Mnemonic& name, const RawInstr& raw);
 Known decode_wgmma(Instr& instr, const Mnemonic& name, const RawInstr& raw);

@@ -1,13 +1,11 @@
-// Runs the blocks of a launch. The seed chooses the order in which warps take turns. The lanes of a
-// warp execute together as long as they take the same branches.
+// Runs the warps and the barriers of a block; cluster.cpp chooses the warp. The lanes of a warp
+// execute together as long as they take the same branches.
 //
 // A warp whose lanes take different branches is divided into fragments. The fragment with the
 // lowest instruction number runs first, and fragments at the same instruction are joined. Lanes
 // therefore execute together again after their paths have met.
 
 #include "machine.h"
-
-#include <thread>
 
 namespace ptxmachine {
 
@@ -72,6 +70,7 @@ void start(Block& b, Warp& w, int index) {
   const Launch& launch = *b.launch;
   const Program& p = *launch.program;
   w.block = &b, w.program = &p, w.index = index, w.registers = launch.registers;
+  w.first = (int32_t)(b.rank * launch.entries());
   // Uninitialized registers have a value that the seed draws.
   w.file.assign((size_t)p.words, (uint32_t)b.random());
   w.valid.assign((size_t)p.ids, 0);
@@ -84,7 +83,7 @@ void start(Block& b, Warp& w, int index) {
     fill(w, c.reg, c.value);
     w.written[(size_t)c.reg.id] = kAlways;
   }
-  const auto zero = std::make_shared<const Times>((size_t)launch.warps * kLanes + kSlots, 0u);
+  const auto zero = std::make_shared<const Times>(launch.entries() * launch.cluster_size(), 0u);
   for (int l = 0; l < kLanes; ++l) w.base[l] = w.fenced[l] = zero, w.time[l] = 1;
   const auto special = [&](Special s, uint64_t v) { set_special(w, s, v); };
   for (int s = 0; s < kSpecials; ++s) special((Special)s, 0);
@@ -92,17 +91,21 @@ void start(Block& b, Warp& w, int index) {
     special((Special)(kNtidX + d), launch.block[d]);
     special((Special)(kCtaidX + d), b.id[d]);
     special((Special)(kNctaidX + d), launch.grid[d]);
-    special((Special)(kClusterIdX + d), b.id[d]);
-    special((Special)(kNclusterIdX + d), launch.grid[d]);
+    special((Special)(kClusterIdX + d), b.id[d] / launch.cluster[d]);
+    special((Special)(kNclusterIdX + d), launch.grid[d] / launch.cluster[d]);
   }
+  special(kClusterCtaid, b.id[0] % launch.cluster[0]);
+  special(kClusterCtaidY, b.id[1] % launch.cluster[1]);
+  special(kClusterCtaidZ, b.id[2] % launch.cluster[2]);
+  special(kClusterCtarank, b.rank);
   special(kWarpId, (uint64_t)index);
   special(kNwarpId, (uint64_t)launch.warps);
   special(kNsmId, 132);
   special(kSmId, b.number % 132);
-  special(kClusterNctaid, 1);
-  special(kClusterNctarank, 1);
-  special(kClusterNctaidY, 1);
-  special(kClusterNctaidZ, 1);
+  special(kClusterNctaid, launch.cluster[0]);
+  special(kClusterNctarank, launch.cluster_size());
+  special(kClusterNctaidY, launch.cluster[1]);
+  special(kClusterNctaidZ, launch.cluster[2]);
   special(kDynamicSmem, launch.shared_bytes - launch.static_shared);
   special(kTotalSmem, launch.shared_bytes);
   for (int l = 0; l < kLanes; ++l) {
@@ -194,7 +197,13 @@ void leave(Warp& w, Fragment* f, Mask gone) {
 
 }  // namespace
 
-Block::Block(Launch& l, uint32_t n) : launch(&l), number(n), random(l.options.seed * 1000003 + n) {
+Block::Block(Cluster& c, uint32_t n, uint32_t r)
+    : launch(c.launch),
+      cluster(&c),
+      number(n),
+      rank(r),
+      random(c.launch->options.seed * 1000003 + n) {
+  const Launch& l = *launch;
   id[0] = n % l.grid[0], id[1] = n / l.grid[0] % l.grid[1], id[2] = n / l.grid[0] / l.grid[1];
   shared.resize(l.shared_bytes);
   for (uint8_t& byte : shared) byte = 0xff;  // NaN in fp16, bf16, fp32, fp64, e4m3 and e5m2
@@ -206,6 +215,10 @@ Block::Block(Launch& l, uint32_t n) : launch(&l), number(n), random(l.options.se
   late = l.options.seed != 0 && chance(0.5);
   warps.resize((size_t)l.warps);
   for (int w = 0; w < l.warps; ++w) start(*this, warps[(size_t)w], w);
+}
+
+bool Block::live() const {
+  return std::any_of(warps.begin(), warps.end(), [](const Warp& w) { return w.live != 0; });
 }
 
 // Each warp checks whether the launch is stopped after every kStopEvery instructions.
@@ -242,6 +255,7 @@ void Block::step(Warp& w, int64_t quantum) {
         break;
       case Flow::exit:
         leave(w, f, mask);
+        cluster->leave(w);
         if (w.live == 0) {
           for (int b = 0; b < 16; ++b) finish_barrier(b);
           return;
@@ -361,125 +375,12 @@ void Block::turn(Warp& w, int64_t quantum) {
   try {
     step(w, quantum);
   } catch (Fault& f) {
+    f.block = (int32_t)number;
     f.warp = w.index;
     f.instr = w.pc;
     if (f.lane < 0 && w.lane_at == w.executed) f.lane = w.lane;
     throw;
   }
-}
-
-// Returns the fault for a block in which no warp can go on. The fault names the last live warp, or
-// the last warp that waits for registers if there is such a warp.
-Fault Block::deadlock(bool at_barriers) const {
-  std::string what = at_barriers ? "all warps wait at barriers" : "all warps wait at mbarriers";
-  const Warp* found = nullptr;
-  for (const Warp& w : warps)
-    if (w.live && (w.missing || !found || !found->missing)) found = &w;
-  if (found->missing)
-    what = "a warp waits for " + std::to_string(found->missing) + " registers, and the block has " +
-           std::to_string(registers) + " that no warp owns";
-  Fault f("deadlock", what);
-  f.warp = found->index, f.instr = found->pc;
-  return f;
-}
-
-void Block::run() {
-  std::vector<int32_t> ready;
-  for (;;) {
-    ready.clear();
-    bool left = false, progress = false;
-    for (const Warp& w : warps) {
-      left = left || w.live;
-      if (w.live && w.barrier < 0) {
-        ready.push_back(w.index);
-        progress = progress || w.polls < 16;
-      }
-    }
-    if (!left) break;
-    // The seed draws the moment at which a bulk load completes. A load completes at the latest when
-    // all warps wait.
-    if (!bulk.empty() && (!progress || ready.empty() || chance(0.02))) {
-      complete_load(random() % bulk.size());
-      for (Warp& w : warps) w.polls = 0;
-      continue;
-    }
-    if (ready.empty() || !progress) throw deadlock(ready.empty());
-    const bool orderly = launch->options.seed == 0;
-    const size_t pick = orderly ? 0 : random() % ready.size();
-    Warp& w = warps[(size_t)ready[pick]];
-    turn(w, orderly ? 1 << 30 : (int64_t)(1 + random() % 200));
-    if (orderly && w.polls) {
-      // All other warps run before this warp polls again.
-      std::rotate(ready.begin(), ready.begin() + 1, ready.end());
-      for (int32_t index : ready)
-        if (warps[(size_t)index].barrier < 0 && warps[(size_t)index].live && index != w.index)
-          turn(warps[(size_t)index], 1 << 30);
-    }
-  }
-  while (!bulk.empty()) complete_load(0);
-  for (const Warp& w : warps) {
-    const Warp& first = warps[(size_t)(w.index / kGroupWarps * kGroupWarps)];
-    if (w.registers == first.registers) continue;
-    Fault f("divergence", "setmaxnreg is executed by a part of a warpgroup: a warp ends with " +
-                              std::to_string(w.registers) +
-                              " registers of a thread, the first "
-                              "warp of its warpgroup with " +
-                              std::to_string(first.registers));
-    f.warp = w.index;
-    throw f;
-  }
-  for (Warp& w : warps)
-    for (auto& group : w.products)
-      if (!group.empty()) {
-        Fault f("in flight", "the kernel ends before a wgmma has been waited for");
-        f.warp = w.index;
-        throw f;
-      }
-}
-
-void run(Launch& launch, int threads) {
-  if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma"))
-    fault("unsupported", "the PTX machine needs a processor with AVX2 and FMA");
-  const bool all = launch.blocks.empty();
-  const uint64_t blocks =
-      all ? (uint64_t)launch.grid[0] * launch.grid[1] * launch.grid[2] : launch.blocks.size();
-  std::atomic<uint64_t> next{0};
-  std::unique_ptr<Fault> first;
-  std::exception_ptr other;
-  auto work = [&] {
-    for (;;) {
-      const uint64_t turn = next++;
-      if (turn >= blocks || launch.stopped) return;
-      const uint64_t number = all ? turn : launch.blocks[turn];
-      try {
-        Block block(launch, (uint32_t)number);
-        try {
-          block.run();
-        } catch (Fault& f) {
-          f.block = (int32_t)number;
-          throw;
-        }
-        std::lock_guard<std::mutex> guard(launch.lock);
-        launch.counts.add(block.counts);
-      } catch (const Stopped&) {
-        return;
-      } catch (const Fault& f) {
-        launch.stopped = true;
-        std::lock_guard<std::mutex> guard(launch.lock);
-        if (!first || f.block < first->block) first = std::make_unique<Fault>(f);
-      } catch (...) {
-        launch.stopped = true;
-        std::lock_guard<std::mutex> guard(launch.lock);
-        other = std::current_exception();
-      }
-    }
-  };
-  std::vector<std::thread> pool;
-  for (int t = 1; t < threads; ++t) pool.emplace_back(work);
-  work();
-  for (std::thread& t : pool) t.join();
-  if (other) std::rethrow_exception(other);
-  if (first) throw *first;
 }
 
 }  // namespace ptxmachine

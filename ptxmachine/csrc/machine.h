@@ -50,22 +50,17 @@ struct Fault : std::runtime_error {
 using Times = std::vector<uint32_t>;
 using Clock = std::shared_ptr<const Times>;
 
-// The vector clocks that a thread has acquired from several blocks, by block number.
+// The vector clocks that a thread has acquired from several clusters, by cluster number.
 using Knowledge = std::shared_ptr<const std::map<uint32_t, Clock>>;
+// One for each scope except weak: for threads of the same block, of the same cluster, of the
+// device.
+using ByScope = std::array<Knowledge, kScopes>;
 
-// The clocks that a strong write publishes at its address. A strong read of the written value
-// acquires these clocks.
-struct Released {
-  uint32_t block = 0;  // block of the last strong write
-  Scope scope = Scope::weak;
-  Knowledge near, far;  // near: for threads of the same block; far: for other blocks
-};
-
-// The block, the thread and the time of an access to a cell.
+// The cluster, the thread and the time of an access to a cell.
 struct Stamp {
-  uint32_t block = 0;  // 1 + block number; 0: no access; kMany: several blocks
-  uint16_t thread = 0;
-  bool async = false;  // an access by the asynchronous proxy
+  uint32_t cluster = 0;  // 1 + cluster number; 0: no access; kMany: several clusters
+  uint16_t thread = 0;   // number in the cluster
+  bool async = false;    // an access by the asynchronous proxy
   Scope scope = Scope::weak;
   uint32_t time = 0;  // kPending: the access is not complete
 };
@@ -74,6 +69,13 @@ constexpr uint32_t kPending = ~0u;
 
 struct Cell {
   Stamp write, read;
+};
+
+// The clocks that a strong write publishes at its address. A strong read of the written value
+// acquires the clocks for the smallest scope that has the writer and the reader.
+struct Released {
+  Stamp by;
+  ByScope clocks;
 };
 
 // Memory
@@ -103,6 +105,9 @@ constexpr uint64_t kSharedWindow = 0x0100000000000000ull;
 constexpr uint64_t kLocalWindow = 0x0200000000000000ull;
 constexpr uint64_t kParamWindow = 0x0400000000000000ull;
 constexpr uint64_t kWindowMask = 0xff00000000000000ull;
+// An address in the shared memory of the cluster has 1 + the rank of the block from this bit on, or
+// 0 for the block of the thread. The bits below are the address in the shared memory of that block.
+constexpr int kRankShift = 24;
 
 struct Counts {
   uint64_t warp[kPipes] = {};  // instructions that warps executed, by pipe
@@ -137,6 +142,7 @@ struct Stopped {};
 struct Launch {
   const Program* program = nullptr;
   uint32_t grid[3] = {1, 1, 1}, block[3] = {1, 1, 1};
+  uint32_t cluster[3] = {1, 1, 1};  // blocks of a cluster
   int32_t threads = 1, warps = 1;
   int32_t registers = 0;  // per thread at the start; 0: ptxas would ignore setmaxnreg
   std::vector<uint8_t> params;
@@ -153,6 +159,13 @@ struct Launch {
   std::atomic<bool> stopped{false};  // true after a block had a fault
 
   Allocation* find(uint64_t address, uint64_t size, Allocation* last) const;
+  uint32_t cluster_size() const { return cluster[0] * cluster[1] * cluster[2]; }
+  // The number of the cluster of a block, and of the block with a rank in a cluster. Numbers count
+  // along x first.
+  uint32_t cluster_of(uint32_t block) const;
+  uint32_t block_of(uint32_t number, uint32_t rank) const;
+  // The entries of a block in a vector clock.
+  uint32_t entries() const;
 };
 
 // Blocks and warps
@@ -174,18 +187,13 @@ struct AsyncCopy {
   bool done = false;
 };
 
-// A range of shared memory that a wgmma reads at any time until its wait.
-struct Range {
-  uint32_t begin, bytes;
-};
-
 struct PendingMma {
   const Instr* instr;
   uint64_t a, b;  // matrix descriptors
   bool scale_d;
   bool done = false;
+  uint64_t number = 0;              // from 1, in the order in which the warp issues
   std::vector<uint32_t> operand_a;  // registers of A at issue, each with its valid lanes
-  std::vector<Range> reads;
 };
 
 // A tensor map in the machine's own layout of 128 bytes. src/ptxmachine/tensor_map.py writes this
@@ -222,11 +230,13 @@ struct BulkCopy {
 };
 
 struct Block;
+struct Cluster;
 
 struct Warp {
   Block* block = nullptr;
   const Program* program = nullptr;
   int32_t index = 0;
+  int32_t first = 0;  // number of the block's first thread in the cluster
   Mask live = 0;
   std::vector<Fragment> fragments;
   int32_t pc = 0;  // index of the running instruction
@@ -243,31 +253,36 @@ struct Warp {
   std::unordered_map<int32_t, Mask> hidden;
   std::vector<uint64_t> written;
   int32_t locks = 0;
-  // The happens-before order, by lane: the clocks of order.cpp for threads of this block.
+  // The happens-before order, by lane: the clocks of order.cpp for threads of this cluster.
   std::array<Clock, kLanes> base, fenced;
-  std::array<Knowledge, kLanes> others;  // clocks of threads of other blocks
-  // By lane. offered: the clocks at the last fence, which later relaxed writes publish. met: the
-  // clocks that relaxed reads have found, which the next fence acquires. The _far members are for
-  // other blocks and need a fence with the scope of the device.
-  std::array<Knowledge, kLanes> offered, met, offered_far, met_far;
+  std::array<Knowledge, kLanes> others;  // clocks of threads of other clusters
+  // By lane. offered: the clocks at the last fence of each scope or of a larger scope, which later
+  // relaxed writes publish. met: the clocks that relaxed reads have found, which the next such
+  // fence acquires.
+  std::array<ByScope, kLanes> offered, met;
   std::array<uint32_t, kLanes> time;
   std::array<std::vector<std::vector<AsyncCopy>>, kLanes> copies;  // groups; the last is open
   std::vector<std::vector<PendingMma>> products;                   // groups; the last is open
   std::array<std::vector<std::vector<BulkCopy>>, kLanes> stores;   // groups; the last is open
   uint64_t mma_fence = 0;  // `executed` at the last wgmma.fence
+  uint64_t issued = 0;     // number of the last wgmma
   int32_t barrier = -1;    // number of the barrier at which the warp waits
   uint64_t polls = 0;      // unsuccessful polls in a row
   int32_t registers = 0;   // per thread, as setmaxnreg counts them
   int32_t missing = 0;     // registers that setmaxnreg.inc waits for
-  int32_t lane = -1;       // lane of the last memory access
-  uint64_t lane_at = 0;    // `executed` at this access
+  // Lanes whose last barrier.cluster.arrive is of the running phase, or of the complete phase, and
+  // that have not waited since. waited: lanes that have waited once.
+  Mask arrived = 0, passed = 0, waited = 0;
+  int32_t lane = -1;     // lane of the last memory access
+  uint64_t lane_at = 0;  // `executed` at this access
   uint64_t executed = 1;
   bool carry[kLanes] = {};
 
   uint32_t* word(Reg r) { return file.data() + r.at; }
   uint64_t* wide(Reg r) { return reinterpret_cast<uint64_t*>(file.data() + r.at); }
   Mask ok(Reg r) const { return valid[r.id]; }
-  int32_t thread(int lane) const { return index * kLanes + lane; }
+  // The number of a thread in its cluster, as in stamps and clocks.
+  int32_t thread(int lane) const { return first + index * kLanes + lane; }
   uint64_t get(Reg r, int lane) {
     if (r.width == Width::wide) return wide(r)[lane];
     if (r.width == Width::pred) return file[r.at] >> lane & 1;
@@ -321,7 +336,8 @@ struct MBarrier {
 
 struct Block {
   Launch* launch = nullptr;
-  uint32_t id[3] = {}, number = 0;
+  Cluster* cluster = nullptr;
+  uint32_t id[3] = {}, number = 0, rank = 0;
   std::vector<Warp> warps;
   std::vector<uint8_t> shared, shared_valid;
   std::vector<Cell> cells;
@@ -339,8 +355,8 @@ struct Block {
   bool late = false;      // asynchronous operations take effect at the wait, not at issue
   Allocation* last = nullptr;
 
-  Block(Launch& launch, uint32_t number);
-  void run();
+  Block(Cluster& cluster, uint32_t number, uint32_t rank);
+  bool live() const;
   void step(Warp& w, int64_t quantum);
   void turn(Warp& w, int64_t quantum);  // calls step, and names the warp in a fault
   bool chance(double p) { return std::uniform_real_distribution<double>()(random) < p; }
@@ -348,36 +364,35 @@ struct Block {
   // The happens-before order.
   bool after(const Warp& w, int lane, const Stamp& stamp) const;
   bool fenced_after(const Warp& w, int lane, const Stamp& stamp) const;
-  Stamp now(const Warp& w, int lane) const {
-    return {number + 1, (uint16_t)w.thread(lane), false, Scope::weak, w.time[lane]};
-  }
+  Stamp now(const Warp& w, int lane, Scope scope = Scope::weak) const;
   // The stamp of an asynchronous operation that is not complete.
-  Stamp pending(const Warp& w, int lane, bool async) const {
-    return {number + 1, (uint16_t)w.thread(lane), async, Scope::weak, kPending};
+  Stamp pending(const Warp& w, int lane, bool async) const;
+  // The smallest scope that has the threads of two stamps.
+  Scope between(const Stamp& a, const Stamp& b) const;
+  // Whether two accesses are morally strong in the PTX memory model: both are strong, and each
+  // scope includes the thread of the other access.
+  bool morally_strong(const Stamp& a, const Stamp& b) const {
+    return std::min(a.scope, b.scope) >= between(a, b);
   }
+  // "thread 5" for a thread of this block, "thread 5 of block 3" for another thread.
+  std::string who(const Stamp& stamp) const;
   void join(const std::vector<std::pair<Warp*, int>>& threads);
   void sync_lanes(Warp& w, Mask mask);
   void acquire(Warp& w, int lane, const Times& times, const Times& fenced_times);
   void release(Warp& w, int lane, Times& times, Times& fenced_times);
   // Strong accesses. A releasing write publishes the clocks that its thread knows, and an acquiring
   // read learns the published clocks. After fence(), relaxed writes publish clocks, and the clocks
-  // of earlier relaxed reads are learnt. Between blocks, writes, reads and fences need the scope of
-  // the device.
+  // of earlier relaxed reads are learnt. The scopes of writes, reads and fences must include both
+  // threads.
   Knowledge known(Warp& w, int lane);
   void learn(Warp& w, int lane, const Knowledge& from);
   void publish(Warp& w, int lane, uint64_t place, Scope scope, bool releases, bool reads);
   void observe(Warp& w, int lane, uint64_t place, Scope scope, bool acquires);
   void fence(Warp& w, int lane, Scope scope);
-  // Whether an access with the scope `scope` by this block and an access with the scope `other` by
-  // `block` are morally strong in the PTX memory model: both are strong, and each scope includes
-  // the thread of the other access.
-  bool morally_strong(Scope scope, uint32_t block, Scope other) const {
-    return scope != Scope::weak && other != Scope::weak &&
-           (block == number || (scope == Scope::device && other == Scope::device));
-  }
 
-  // Shared memory. Addresses begin at shared_base, and offsets begin at 0.
-  uint32_t shared_offset(uint64_t address, uint64_t size, uint64_t align);
+  // Shared memory. Addresses begin at shared_base, and offsets begin at 0. The notes are of
+  // accesses by a thread of the cluster to the memory of this block.
+  uint32_t shared_offset(uint64_t address, uint64_t size, uint64_t align) const;
   void note_read(Warp& w, int lane, uint32_t offset, uint32_t size, const Stamp& stamp);
   void note_write(Warp& w, int lane, uint32_t offset, uint32_t size, const Stamp& stamp);
   void settle_read(Warp& w, int lane, uint32_t offset, uint32_t size);
@@ -390,11 +405,45 @@ struct Block {
   void arrive(Warp& w, int id, int32_t expected, bool wait, const Instr* vote = nullptr,
               Mask yes = 0);
   void finish_barrier(int id);  // does nothing before all warps have arrived
-  Fault deadlock(bool at_barriers) const;
   void complete_load(size_t index);
   void finish_copy(AsyncCopy& copy);
   void check_phase(MBarrier& barrier);
 };
+
+// The blocks of a cluster, which one thread of the host runs, and their barrier. Without clusters,
+// each block is a cluster of its own.
+struct Cluster {
+  Launch* launch = nullptr;
+  uint32_t number = 0;
+  std::vector<std::unique_ptr<Block>> blocks;  // by rank
+  // The barrier: clocks of the arrivals of the running phase, and of the last complete phase.
+  Times arrivals, completed, arrivals_fenced, completed_fenced;
+  Knowledge arrivals_others, completed_others;
+
+  Cluster(Launch& launch, uint32_t number);
+  void run();
+  void complete_load(size_t index);  // of the loads of all blocks
+  void complete_phase();             // does nothing before all threads have arrived
+  void leave(Warp& w);               // lanes of a warp have exited
+  // The block whose shared memory an address is in. Reports a fault if the block has ended, or if
+  // the thread does not know that it has started.
+  Block& home(const Warp& w, int lane, uint64_t address) const;
+  Block& member(const Warp& w, int lane, uint32_t rank) const;
+  Fault deadlock(bool at_barriers) const;
+};
+
+Knowledge joined(const Knowledge& a, const Knowledge& b);
+
+inline Stamp Block::now(const Warp& w, int lane, Scope scope) const {
+  return {cluster->number + 1, (uint16_t)w.thread(lane), false, scope, w.time[lane]};
+}
+inline Stamp Block::pending(const Warp& w, int lane, bool async) const {
+  return {cluster->number + 1, (uint16_t)w.thread(lane), async, Scope::weak, kPending};
+}
+
+// The mbarrier of a block at an offset. Reports a fault unless its initialization is ordered
+// before.
+MBarrier& existing(Warp& w, Block& home, uint32_t at, int lane);
 
 // One element in memory, for wmma and for tensor maps. `space` is one of these codes, which are
 // those of Space in access.h. `ok` tells whether all bytes of the element are valid.
@@ -416,7 +465,9 @@ void reduce_element(Type type, int32_t op, uint8_t* to, uint64_t value);
 constexpr uint64_t kAlways = ~0ull;
 
 // The number of threads of the copy engine. A vector clock has entries for the threads of the
-// block, then for these threads. Each mbarrier that counts bytes has one such thread.
+// block, then for these threads, then for the wgmma of each warpgroup. Each mbarrier that counts
+// bytes has one thread of the copy engine. The time of the entry of a warpgroup is the number of
+// the last wgmma that has been waited for.
 constexpr int kSlots = 64;
 
 // Counts the sectors of 32 bytes that a warp touches, and the fewest sectors that could hold as
@@ -433,7 +484,8 @@ inline bool all_valid(const uint8_t* valid, uint32_t size) {
   return std::memchr(valid, 0, size) == nullptr;
 }
 
-// Runs the chosen blocks on this many threads of the host. Throws Fault.
+// Runs the chosen blocks, with the other blocks of their clusters, on this many threads of the
+// host. Throws Fault.
 void run(Launch& launch, int threads);
 
 [[noreturn]] void fault(const char* kind, const std::string& what, int lane = -1);

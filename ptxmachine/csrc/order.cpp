@@ -30,31 +30,37 @@ Clock joined(const Clock& a, const Clock& b) {
   return result;
 }
 
+}  // namespace
+
 Knowledge joined(const Knowledge& a, const Knowledge& b) {
   if (!a || !b || a == b) return a ? a : b;
   auto result = std::make_shared<std::map<uint32_t, Clock>>(*a);
-  for (const auto& [block, clock] : *b) {
-    const auto [it, fresh] = result->try_emplace(block, clock);
+  for (const auto& [cluster, clock] : *b) {
+    const auto [it, fresh] = result->try_emplace(cluster, clock);
     if (!fresh) it->second = joined(it->second, clock);
   }
   return result;
 }
 
-}  // namespace
+Scope Block::between(const Stamp& a, const Stamp& b) const {
+  if (a.cluster != b.cluster || a.cluster == kMany) return Scope::device;
+  const uint32_t entries = launch->entries();
+  return a.thread / entries == b.thread / entries ? Scope::block : Scope::cluster;
+}
 
 bool Block::after(const Warp& w, int lane, const Stamp& s) const {
-  if (s.block == 0) return true;
+  if (s.cluster == 0) return true;
   if (s.time == kPending) return false;
-  if (s.block != number + 1) {
-    if (s.block == kMany || !w.others[lane]) return false;
-    const auto found = w.others[lane]->find(s.block - 1);
+  if (s.cluster != cluster->number + 1) {
+    if (s.cluster == kMany || !w.others[lane]) return false;
+    const auto found = w.others[lane]->find(s.cluster - 1);
     return found != w.others[lane]->end() && (*found->second)[s.thread] >= s.time;
   }
   return s.thread == w.thread(lane) || (*w.base[lane])[s.thread] >= s.time;
 }
 
 bool Block::fenced_after(const Warp& w, int lane, const Stamp& s) const {
-  return s.block == 0 || s.async || (s.time != kPending && (*w.fenced[lane])[s.thread] >= s.time);
+  return s.cluster == 0 || s.async || (s.time != kPending && (*w.fenced[lane])[s.thread] >= s.time);
 }
 
 // Orders these threads at a barrier. Accesses of all these threads before the barrier happen before
@@ -120,13 +126,13 @@ Knowledge Block::known(Warp& w, int lane) {
   (*own)[(size_t)w.thread(lane)] = w.time[lane]++;
   auto result = std::make_shared<std::map<uint32_t, Clock>>();
   if (w.others[lane]) *result = *w.others[lane];
-  (*result)[number] = own;
+  (*result)[cluster->number] = own;
   return result;
 }
 
 void Block::learn(Warp& w, int lane, const Knowledge& from) {
   if (!from) return;
-  const auto own = from->find(number);
+  const auto own = from->find(cluster->number);
   if (own != from->end()) w.base[lane] = joined(w.base[lane], own->second);
   w.others[lane] = joined(w.others[lane], from);
 }
@@ -135,16 +141,18 @@ void Block::learn(Warp& w, int lane, const Knowledge& from) {
 // clocks that were published with the old value, and its own clocks.
 void Block::publish(Warp& w, int lane, uint64_t place, Scope scope, bool releases, bool reads) {
   if (!launch->options.races) return;
-  Knowledge near = w.offered[lane], far = w.offered_far[lane];
-  if (releases) near = known(w, lane);
-  if (releases && scope == Scope::device) far = near;
-  if (!near && !far && launch->released.count(place) == 0) return;
+  const Stamp stamp = now(w, lane, scope);
+  ByScope clocks = w.offered[lane];
+  if (releases) std::fill_n(clocks.begin(), (int)scope, known(w, lane));
+  const bool any = std::any_of(clocks.begin(), clocks.end(), [](const auto& c) { return !!c; });
+  if (!any && launch->released.count(place) == 0) return;
   Released& there = launch->released[place];
-  if (reads && morally_strong(scope, there.block, there.scope)) {
-    far = joined(far, there.far);
-    near = joined(near, there.block == number ? there.near : there.far);
+  if (reads && morally_strong(stamp, there.by)) {
+    const int least = (int)between(stamp, there.by) - 1;
+    for (int s = 0; s < kScopes; ++s)
+      clocks[s] = joined(clocks[s], there.clocks[std::max(s, least)]);
   }
-  there = {number, scope, near, far};
+  there = {stamp, clocks};
 }
 
 void Block::observe(Warp& w, int lane, uint64_t place, Scope scope, bool acquires) {
@@ -152,30 +160,27 @@ void Block::observe(Warp& w, int lane, uint64_t place, Scope scope, bool acquire
   const auto found = launch->released.find(place);
   if (found == launch->released.end()) return;
   const Released& there = found->second;
-  if (!morally_strong(scope, there.block, there.scope)) return;
-  const bool own = there.block == number;
-  const Knowledge& from = own ? there.near : there.far;
+  const Stamp stamp = now(w, lane, scope);
+  if (!morally_strong(stamp, there.by)) return;
+  const int least = (int)between(stamp, there.by) - 1;
+  const Knowledge& from = there.clocks[least];
   if (acquires) return learn(w, lane, from);
-  Knowledge& met = own ? w.met[lane] : w.met_far[lane];
-  met = joined(met, from);
+  w.met[lane][least] = joined(w.met[lane][least], from);
 }
 
 void Block::fence(Warp& w, int lane, Scope scope) {
   if (!launch->options.races) return;
-  learn(w, lane, w.met[lane]);
-  w.met[lane] = nullptr;
-  if (scope == Scope::device) {
-    learn(w, lane, w.met_far[lane]);
-    w.met_far[lane] = nullptr;
+  for (int s = 0; s < (int)scope; ++s) {
+    learn(w, lane, w.met[lane][s]);
+    w.met[lane][s] = nullptr;
   }
-  w.offered[lane] = known(w, lane);
-  if (scope == Scope::device) w.offered_far[lane] = w.offered[lane];
+  std::fill_n(w.offered[lane].begin(), (int)scope, known(w, lane));
 }
 
 // Shared memory
 // ------------------------------------------------------------------------------------
 
-uint32_t Block::shared_offset(uint64_t address, uint64_t size, uint64_t align) {
+uint32_t Block::shared_offset(uint64_t address, uint64_t size, uint64_t align) const {
   address &= ~kWindowMask;
   if (address < launch->shared_base || address + size > launch->shared_base + shared.size())
     fault("out of bounds", "shared memory has bytes " + std::to_string(launch->shared_base) +
@@ -188,8 +193,15 @@ uint32_t Block::shared_offset(uint64_t address, uint64_t size, uint64_t align) {
   return (uint32_t)(address - launch->shared_base);
 }
 
-static std::string who(const Stamp& s) {
-  return "thread " + std::to_string(s.thread) + (s.async ? " (asynchronous)" : "") +
+std::string Block::who(const Stamp& s) const {
+  const uint32_t entries = launch->entries();
+  const uint32_t block = launch->block_of(s.cluster - 1, s.thread / entries);
+  const int32_t thread = (int32_t)(s.thread % entries), copies = launch->warps * kLanes;
+  const std::string name = thread < copies            ? "thread " + std::to_string(thread)
+                           : thread < copies + kSlots ? "a bulk copy"
+                                                      : "a wgmma";
+  return name + (block == number ? "" : " of block " + std::to_string(block)) +
+         (s.async && thread < copies ? " (asynchronous)" : "") +
          (s.time == kPending ? ", which has not been waited for," : "");
 }
 
@@ -208,7 +220,7 @@ void Block::note_read(Warp& w, int lane, uint32_t offset, uint32_t size, const S
             place(c * granule, launch->shared_base) + ", written by " + who(cell.write) +
                 ", is read by the asynchronous proxy without fence.proxy.async",
             lane);
-    if (cell.read.block == 0 || after(w, lane, cell.read)) {
+    if (cell.read.cluster == 0 || after(w, lane, cell.read)) {
       cell.read = stamp;
     } else if (cell.read.thread == stamp.thread && cell.read.time == stamp.time) {
       cell.read.scope = std::min(cell.read.scope, stamp.scope);
@@ -257,11 +269,8 @@ void Block::note_write(Warp& w, int lane, uint32_t offset, uint32_t size, const 
   const uint32_t granule = launch->program->granule;
   for (uint32_t c = offset / granule; c <= (offset + size - 1) / granule; ++c) {
     Cell& cell = cells[c];
-    // Whether the write and another access of this block are morally strong, so that they are no
-    // race.
-    const auto strong = [&](const Stamp& s) {
-      return morally_strong(stamp.scope, number, s.scope);
-    };
+    // Whether the write and another access are morally strong, so that they are no race.
+    const auto strong = [&](const Stamp& s) { return morally_strong(stamp, s); };
     if (!after(w, lane, cell.write) && !strong(cell.write))
       fault("race",
             place(c * granule, launch->shared_base) + " is written while the write of " +
@@ -330,32 +339,27 @@ void Block::note_global(Warp& w, int lane, Allocation& a, uint64_t address, uint
   const uint32_t granule = launch->program->global_granule;
   const uint64_t first = a.cell_of(address, granule), end = a.cell_of(address + size - 1, granule);
   std::lock_guard<std::mutex> guard((*a.locks)[first / 64 % 64]);
-  Stamp stamp = now(w, lane);
-  stamp.scope = scope;
+  const Stamp stamp = now(w, lane, scope);
   for (uint64_t c = first; c <= end; ++c) {
     Cell& cell = a.cells[c];
     const uint64_t byte = std::max(a.begin, (a.begin / granule + c) * granule) - a.begin;
-    const bool strong = morally_strong(scope, cell.write.block - 1, cell.write.scope);
-    if (!strong && !after(w, lane, cell.write))
+    if (!morally_strong(stamp, cell.write) && !after(w, lane, cell.write))
       fault("race",
             a.name + ", byte " + std::to_string(byte) + ": " + (write ? "written" : "read") +
-                " while the write of block " + std::to_string(cell.write.block - 1) + ", " +
-                who(cell.write) + " is not ordered before",
+                " while the write of " + who(cell.write) + " is not ordered before",
             lane);
     if (!write) {
       const Stamp before = cell.read;
       cell.read = stamp;
-      if (!before.block) continue;
+      if (!before.cluster) continue;
       cell.read.scope = std::min(before.scope, scope);
-      if (before.block != stamp.block) cell.read.block = kMany;
+      if (before.cluster != stamp.cluster) cell.read.cluster = kMany;
       continue;
     }
-    if (cell.read.block && !after(w, lane, cell.read) &&
-        !morally_strong(scope, cell.read.block - 1, cell.read.scope))
+    if (cell.read.cluster && !after(w, lane, cell.read) && !morally_strong(stamp, cell.read))
       fault("race",
             a.name + ", byte " + std::to_string(byte) + ": written while a read of " +
-                (cell.read.block == kMany ? std::string("other blocks")
-                                          : "block " + std::to_string(cell.read.block - 1)) +
+                (cell.read.cluster == kMany ? "other blocks" : who(cell.read)) +
                 " is not ordered before",
             lane);
     cell.write = stamp;

@@ -57,9 +57,9 @@ bool is_float(Type type);
 Type type_of(const std::string& suffix);  // Type::none when the suffix is no type
 // clang-format on
 
-// The threads that a strong access or a fence has an effect on. A weak access has no scope. A
-// cluster has one block, so the scope .cluster is the scope of the block.
-enum class Scope : uint8_t { weak, block, device };
+// The threads that a strong access or a fence has an effect on. A weak access has no scope.
+enum class Scope : uint8_t { weak, block, cluster, device };
+constexpr int kScopes = 3;  // without weak
 
 // A register in the register file. A narrow register has 32 words. A wide register (64 bits) has 64
 // words. A predicate has a single word with one bit per lane.

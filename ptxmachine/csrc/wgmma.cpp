@@ -64,13 +64,28 @@ void read_tile(Block& b, const Descriptor& d, Type type, bool transposed, int fi
     }
 }
 
+template <class F>
+void each_of_group(Warp& w, F&& f) {
+  const int first = w.index / kGroupWarps * kGroupWarps;
+  for (int n = first; n < std::min(first + kGroupWarps, w.block->launch->warps); ++n)
+    f(w.block->warps[(size_t)n]);
+}
+
+// The entry of a warpgroup in vector clocks.
+size_t entry_of(const Warp& w) {
+  const Launch& launch = *w.block->launch;
+  return (size_t)(w.first + launch.warps * kLanes + kSlots + w.index / kGroupWarps);
+}
+
+// Notes the reads of a tile. The warpgroup reads, so that a wait of one of its warps orders the
+// reads of all of them.
 void note_tile(Block& b, Warp& w, const Descriptor& d, Type type, bool transposed, int first,
-               int count, int depth, std::vector<Range>& ranges) {
+               int count, int depth, uint64_t number) {
   const int per = 16 / element_bytes(type);
+  Stamp stamp = b.now(w, 0);
+  stamp.thread = (uint16_t)entry_of(w), stamp.async = true, stamp.time = (uint32_t)number;
   auto note = [&](uint32_t address) {
-    const uint32_t o = b.shared_offset(address, 16, 16);
-    b.note_read(w, 0, o, 16, b.pending(w, 0, true));
-    ranges.push_back({o, 16});
+    b.note_read(w, 0, b.shared_offset(address, 16, 16), 16, stamp);
   };
   if (!transposed) {
     for (int r = first; r < first + count; ++r)
@@ -159,7 +174,7 @@ void issue(Warp& w, const Instr& i, Mask m) {
   if (w.mma_fence == 0)
     fault("missing fence", "the first wgmma of a warp comes before any wgmma.fence");
   PendingMma p;
-  p.instr = &i;
+  p.instr = &i, p.number = ++w.issued;
   auto& hidden = w.hidden;
   auto fenced = [&](Reg r, const char* what) {
     if (w.written[r.id] > w.mma_fence)
@@ -195,8 +210,9 @@ void issue(Warp& w, const Instr& i, Mask m) {
       (op.a_registers ? 0 : 16 * row_bytes) + (w.index % 4 ? 0 : (uint64_t)op.n * row_bytes);
   if (!op.a_registers)
     note_tile(*w.block, w, Descriptor(p.a), i.type, i.arg[4] & 1, 16 * (w.index % 4), 16, op.k,
-              p.reads);
-  note_tile(*w.block, w, Descriptor(p.b), i.source, i.arg[4] & 2, 0, op.n, op.k, p.reads);
+              p.number);
+  note_tile(*w.block, w, Descriptor(p.b), i.source, i.arg[4] & 2, 0, op.n, op.k, p.number);
+  each_of_group(w, [](Warp& other) { other.polls = 0; });
   if (w.products.empty()) w.products.emplace_back();
   w.products.back().push_back(std::move(p));
   // The product is computed now or at its wait, but always after the earlier products.
@@ -207,8 +223,6 @@ void issue(Warp& w, const Instr& i, Mask m) {
 }
 
 void settle(Warp& w, PendingMma& p) {
-  if (!p.done) execute(w, p);
-  for (const Range& r : p.reads) w.block->settle_read(w, 0, r.begin, r.bytes);
   const Wgmma op(*p.instr);
   auto& hidden = w.hidden;
   if (op.a_registers)
@@ -224,13 +238,43 @@ void mma_fence(Warp& w, const Instr&, Mask) { w.mma_fence = w.executed; }
 
 void mma_commit(Warp& w, const Instr&, Mask) { w.products.emplace_back(); }
 
-// wgmma.wait_group. arg 0: the number of groups that may stay in flight.
+// wgmma.wait_group. arg 0: the number of groups that may stay in flight. A wgmma completes when all
+// warps of the warpgroup have issued it, and then it has read its operands for all of them. CUTLASS
+// relies on this: one thread of a warpgroup tells another block that memory may be overwritten.
 void mma_wait(Warp& w, const Instr& i, Mask) {
-  if (w.products.empty()) return;
-  const int complete = (int)w.products.size() - 1 - i.arg[0];
+  const int complete = std::max((int)w.products.size() - 1 - i.arg[0], 0);
+  uint64_t last = 0;
+  for (int g = 0; g < complete; ++g)
+    for (const PendingMma& p : w.products[g]) last = p.number;
+  bool waits = false;
+  each_of_group(w, [&](const Warp& other) {
+    if (other.issued >= last) return;
+    if (!other.live) fault("divergence", "a wgmma is executed by a part of a warpgroup");
+    waits = true;
+  });
+  w.polls = waits ? w.polls + 1 : 0;
+  if (waits) return;
+  each_of_group(w, [&](Warp& other) {
+    for (auto& group : other.products)
+      for (PendingMma& p : group)
+        if (!p.done && p.number <= last) execute(other, p);
+  });
   for (int g = 0; g < complete; ++g)
     for (PendingMma& p : w.products[g]) settle(w, p);
-  if (complete > 0) w.products.erase(w.products.begin(), w.products.begin() + complete);
+  w.products.erase(w.products.begin(), w.products.begin() + complete);
+  if (!w.block->launch->options.races || last == 0) return;
+  // Lanes often share a clock.
+  Clock before, after;
+  each_lane(w.live, [&](int l) {
+    if (w.base[l] != before) {
+      before = w.base[l];
+      auto next = std::make_shared<Times>(*before);
+      uint32_t& time = (*next)[entry_of(w)];
+      time = std::max(time, (uint32_t)last);
+      after = next;
+    }
+    w.base[l] = after;
+  });
 }
 
 // The types in a mnemonic in their order: D, A, B and, if it is given, C.
@@ -250,7 +294,7 @@ Known decode_wgmma(Instr& i, const Mnemonic& name, const RawInstr& raw) {
   if (name.has("commit_group")) return i.run = mma_commit, Shape{};
   if (name.has("wait_group")) {
     i.arg[0] = (int)raw.operand(0).value;
-    i.run = mma_wait;
+    i.run = mma_wait, i.flow = Flow::retry;
     return Shape{constant(0, 7)};
   }
   i.pipe = Pipe::tensor;

@@ -514,39 +514,3 @@ def test_atomics_of_two_blocks_need_the_scope_of_the_device(scope, good):
         return
     with pytest.raises(PtxFault, match="race"):
         module.launch("k", (2,), (64,), [x])
-
-
-# Clusters.
-
-
-@pytest.mark.parametrize(("bounds", "good"), [("1, 1, 1", True), ("2, 1, 1", False)])
-def test_a_cluster_of_several_blocks_is_refused(bounds, good):
-    text = kernel(STORE, bounds=f".reqnctapercluster {bounds}")
-    if good:
-        assert run(text)
-        return
-    with pytest.raises(PtxSyntaxError, match="line 4: k: a cluster of 2 blocks, allowed: 1 block"):
-        run(text)
-
-
-@pytest.mark.parametrize(
-    "instruction",
-    [
-        "barrier.cluster.arrive.aligned",
-        "barrier.cluster.wait.aligned",
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
-        " [%r1], [%d0], 16, [%r2], %h1",
-    ],
-)
-def test_an_instruction_of_a_cluster_is_refused_by_its_name(instruction):
-    name = re.escape(instruction.split(" ")[0])
-    with pytest.raises(PtxSyntaxError, match=f"does not know 1 instructions: line .*{name}"):
-        run(kernel(f"    {instruction};"))
-
-
-def test_the_rank_of_another_block_is_refused():
-    body = "    mov.u32 %r1, memory;\n    mapa.shared::cluster.u32 %r2, %r1, {};\n" + STORE
-    assert run(kernel(body.format(0), shared=16))
-    assert "mapa: rank above 0 in a cluster of one block" in str(
-        fault(kernel(body.format(1), shared=16))
-    )

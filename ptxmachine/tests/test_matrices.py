@@ -255,13 +255,13 @@ def rows_major(matrix, width):
 
 def wgmma(
     a, b, layout_a, layout_b, kind="bf16", width=128, seed=0, drop="", after_fence=(), steps=1,
-    scale_d=True, **options,
+    scale_d=True, at_start=(), before_wait=(), after_wait=(), **options,
 ):  # fmt: skip
     """Run wgmma on a (64, 16) and b (n, 16); return D (64, n).
 
     D is 1 before the first wgmma, or uninitialized if `scale_d` is false. Instructions that begin
     with `drop`, a text or a tuple of texts, are left out. `after_fence` has instructions between
-    the fence and the product.
+    the fence and the product. The shared memory has 8 bytes for an mbarrier, whose address is %r9.
     """
     n = b.shape[0]
     (image_a, code_a), (image_b, code_b) = layout_a(a, width), layout_b(b, width)
@@ -278,6 +278,8 @@ def wgmma(
     )
     lines = [
         "mov.u32 %r5, memory;",
+        f"add.u32 %r9, %r5, {total};",
+        *at_start,
         "mov.u32 %r6, %r0;",
         "COPY:",
         "mul.wide.u32 %d10, %r6, 16;",
@@ -301,13 +303,15 @@ def wgmma(
         *after_fence,
         *([product] * steps),
         "wgmma.commit_group.sync.aligned;",
+        *before_wait,
         "wgmma.wait_group.sync.aligned 0;",
+        *after_wait,
         f"mul.wide.u32 %d14, %r0, {2 * n};",
         "add.s64 %d15, %d1, %d14;",
         *(f"st.global.b32 [%d15+{4 * r}], %c{r};" for r in range(n // 2)),
     ]
     body = "\n".join(line for line in lines if not drop or not line.startswith(drop))
-    run(body, [image, out], threads=128, shared=total, seed=seed, **options)
+    run(body, [image, out], threads=128, shared=total + 8, seed=seed, **options)
     return torch.cat([from_accumulators(out[32 * w : 32 * w + 32], n) for w in range(4)])
 
 
@@ -374,3 +378,53 @@ def test_the_first_wgmma_needs_a_fence_even_if_nothing_has_written_its_registers
     with pytest.raises(PtxFault, match="first wgmma") as caught:
         wgmma(a, b, k_major, k_major, drop=("mov.b32 %c", "wgmma.fence"), **options)
     assert caught.value.kind == "missing fence"
+
+
+ARRIVE = ["setp.eq.u32 %p2, %r0, 40;", "@%p2 mbarrier.arrive.shared.b64 _, [%r9];"]
+# Thread 0 clears what the last warp multiplies after it has waited for an arrival.
+CLEAR = [
+    "setp.ne.u32 %p3, %r0, 0;",
+    "@%p3 bra CLEARED;",
+    "WAIT:",
+    "mbarrier.try_wait.parity.shared.b64 %p4, [%r9], 0;",
+    "@!%p4 bra WAIT;",
+    "mov.b32 %a0, 0;",
+    "st.shared.v4.b32 [%r5+6144], {%a0, %a0, %a0, %a0};",
+    "CLEARED:",
+]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_wait_of_a_warp_orders_the_reads_of_its_warpgroup(seed):
+    """Lane 8 of warp 1 tells thread 0 that the operands may be overwritten."""
+    torch.manual_seed(4)
+    a, b = torch.randint(-8, 9, (64, 16)).bfloat16(), torch.randint(-8, 9, (64, 16)).bfloat16()
+    init = ["setp.eq.u32 %p2, %r0, 0;", "@%p2 mbarrier.init.shared.b64 [%r9], 1;"]
+    options = {"at_start": init, "seed": seed}
+    d = wgmma(a, b, k_major, k_major, after_wait=[*ARRIVE, *CLEAR], **options)
+    assert torch.equal(d, a.float() @ b.float().T + 1)
+    with pytest.raises(PtxFault, match="while the read of a wgmma is not ordered") as caught:
+        wgmma(a, b, k_major, k_major, before_wait=[*ARRIVE, *CLEAR], **options)
+    assert caught.value.kind == "race"
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("rest", ["exit;", "bar.sync 1, 32;"])
+def test_all_warps_of_a_warpgroup_execute_a_wgmma(rest, seed):
+    a, b = torch.randn(64, 16).bfloat16(), torch.randn(64, 16).bfloat16()
+    leave = ["setp.ge.u32 %p5, %r0, 96;", "@!%p5 bra STAY;", "AWAY:", rest, "bra AWAY;", "STAY:"]
+    with pytest.raises(PtxFault) as caught:
+        wgmma(a, b, k_major, k_major, seed=seed, after_fence=leave, limit=100_000)
+    if rest == "exit;":
+        assert caught.value.kind == "divergence"
+        assert "a wgmma is executed by a part of a warpgroup" in str(caught.value)
+    else:
+        assert caught.value.kind == "limit"
+
+
+def test_a_wgmma_that_a_warp_never_executes_is_a_deadlock():
+    a, b = torch.randn(64, 16).bfloat16(), torch.randn(64, 16).bfloat16()
+    leave = ["setp.ge.u32 %p5, %r0, 96;", "@!%p5 bra STAY;", "bar.sync 1, 64;", "STAY:"]
+    with pytest.raises(PtxFault) as caught:
+        wgmma(a, b, k_major, k_major, after_fence=leave)
+    assert caught.value.kind == "deadlock"

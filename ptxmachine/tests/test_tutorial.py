@@ -25,7 +25,7 @@ def without_numbers_of_the_compiler(text: str) -> list[str]:
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 def test_the_commands_of_the_tutorial(tmp_path):
-    for name, source in zip(("sum.cu", "copy.cu"), BLOCKS["cuda"], strict=True):
+    for name, source in zip(("sum.cu", "copy.cu", "cluster.cu"), BLOCKS["cuda"], strict=True):
         (tmp_path / name).write_text(source, encoding="utf-8")
     # The interpreter of the test runs the command, so another installed ptxmachine is not used.
     ptxmachine = f"{shlex.quote(sys.executable)} -m ptxmachine.command"

@@ -69,13 +69,30 @@ int run_kernel(Params* p, int kernel, unsigned x, unsigned y, unsigned z, unsign
   return cudaLaunchKernel(reinterpret_cast<const void*>(kernels[kernel]), dim3(x, y, z),
                           dim3(threads), arguments, shared, nullptr);
 }
-int run_cluster(Params* p, int kernel, unsigned blocks) {
+__global__ void __cluster_dims__(2, 1, 1) rank_kernel(Params p) {
+  unsigned rank;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  if (threadIdx.x == 0) p.out[blockIdx.x] = 10 + rank;
+}
+// Without an attribute if cluster is 0.
+int run_ranks(Params* p, unsigned blocks, unsigned cluster) {
   void* arguments[] = {p};
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeClusterDimension;
-  attribute.val.clusterDim = {blocks, 1, 1};
+  attribute.val.clusterDim = {cluster, 1, 1};
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(1), config.blockDim = dim3(256), config.dynamicSmemBytes = 1024;
+  config.gridDim = dim3(blocks), config.blockDim = dim3(32);
+  config.attrs = &attribute, config.numAttrs = cluster > 0;
+  const auto* kernel = reinterpret_cast<const void*>(rank_kernel);
+  return cudaLaunchKernelExC(&config, kernel, arguments);
+}
+int run_cluster(Params* p, int kernel, unsigned blocks, unsigned cluster) {
+  void* arguments[] = {p};
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim = {cluster, 1, 1};
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(blocks), config.blockDim = dim3(256), config.dynamicSmemBytes = 1024;
   config.attrs = &attribute, config.numAttrs = 1;
   return cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(kernels[kernel]), arguments);
 }
@@ -221,11 +238,40 @@ def test_launch_asks_for_the_shared_memory_that_a_kernel_needs(library, kernel, 
     assert torch.equal(out, torch.arange(1, 257).int())
 
 
-@pytest.mark.parametrize(("blocks", "error"), [(1, SUCCESS), (2, INVALID_CLUSTER_SIZE)])
-def test_a_cluster_has_one_block(library, blocks, error):
+@pytest.mark.parametrize(
+    ("blocks", "cluster", "error"),
+    [
+        (1, 1, SUCCESS),
+        (2, 2, SUCCESS),
+        (8, 8, SUCCESS),
+        (16, 16, INVALID_CLUSTER_SIZE),
+        (3, 2, INVALID_CLUSTER_SIZE),
+        (2, 0, INVALID_CLUSTER_SIZE),
+    ],
+)
+def test_a_cluster_has_one_to_eight_blocks_of_the_grid(library, blocks, cluster, error):
     out = torch.zeros(256, dtype=torch.int32)
     params = Params(out.data_ptr())
-    assert library.call("run_cluster", byref(params), 14, blocks, memory=[out]) == error
+    # The blocks of this kernel store equal values, which the machine would call a race.
+    given = {"memory": [out], "races": False}
+    assert library.call("run_cluster", byref(params), 14, blocks, cluster, **given) == error
+
+
+@pytest.mark.parametrize(
+    ("blocks", "cluster", "error"),
+    [
+        (4, 0, SUCCESS),
+        (4, 2, SUCCESS),
+        (4, 1, INVALID_CLUSTER_SIZE),
+        (4, 4, INVALID_CLUSTER_SIZE),
+        (3, 0, INVALID_CLUSTER_SIZE),
+    ],
+)
+def test_a_kernel_may_require_its_cluster(library, blocks, cluster, error):
+    out = torch.zeros(4, dtype=torch.int32)
+    params = Params(out.data_ptr())
+    assert library.call("run_ranks", byref(params), blocks, cluster, memory=[out]) == error
+    assert out.tolist() == ([10, 11, 10, 11] if error == SUCCESS else [0] * 4)
 
 
 def test_the_driver_needs_a_context_in_the_calling_thread(library, kernel):

@@ -11,9 +11,9 @@ from faults import Fault
 
 PTX = "ptxmachine/csrc"
 ROOMS = (
-    "access", "async", "atomics", "bulk", "compare", "convert", "decode", "float", "integer",
-    "ldmatrix", "machine", "memory", "mma", "order", "products", "shape", "tensor_map", "warp",
-    "wgmma", "wmma",
+    "access", "async", "atomics", "bulk", "cluster", "compare", "convert", "decode", "float",
+    "integer", "ldmatrix", "machine", "memory", "mma", "order", "products", "shape", "tensor_map",
+    "warp", "wgmma", "wmma",
 )  # fmt: skip
 OWN = "ptxmachine/tests/test_"
 TRITON = "tests/ptx/calibration/test_triton_calibration.py"
@@ -31,7 +31,7 @@ def selected(*names: str, triton: str = "") -> list[str]:
 
 PTX_SELECTIONS: dict[str, list[str]] = {
     "ptx_access": selected(
-        "hardware_rules", "memory", "machine_faults", "meetings", triton="locks"
+        "hardware_rules", "memory", "machine_faults", "meetings", "clusters", triton="locks"
     ),
     "ptx_async": selected(
         "hardware_rules",
@@ -39,12 +39,16 @@ PTX_SELECTIONS: dict[str, list[str]] = {
         "registers",
         "tensor_copies",
         "matrices",
+        "clusters",
         triton="matmul_bfloat16",
     ),
     "ptx_atomics": selected("memory", "meetings", triton="atomics or locks"),
-    "ptx_bulk": selected("hardware_rules", "tensor_copies", triton="boxes or descriptors"),
+    "ptx_bulk": selected(
+        "hardware_rules", "tensor_copies", "clusters", triton="boxes or descriptors"
+    ),
+    "ptx_cluster": selected("clusters", "meetings", "hardware_rules", "machine_faults"),
     "ptx_compare": selected("floats", "integers", triton="bits_of"),
-    "ptx_convert": selected("floats", "integers", triton="cast"),
+    "ptx_convert": selected("floats", "integers", "clusters", triton="cast"),
     "ptx_decode": selected("control_flow", "floats", "integers"),
     "ptx_float": selected("floats"),
     "ptx_integer": selected("integers", "meetings", triton="bits_of or fp64 or permute"),
@@ -60,7 +64,13 @@ PTX_SELECTIONS: dict[str, list[str]] = {
     "ptx_memory": selected("memory", "machine_faults", "meetings", triton="atomics or locks"),
     "ptx_mma": selected("matrices", triton="matmul"),
     "ptx_order": selected(
-        "hardware_rules", "meetings", "machine_faults", "tensor_copies", "matrices", triton="locks"
+        "hardware_rules",
+        "meetings",
+        "machine_faults",
+        "tensor_copies",
+        "matrices",
+        "clusters",
+        triton="locks",
     ),
     "ptx_products": selected("matrices", triton="matmul"),
     "ptx_tensor_map": selected("tensor_copies", triton="the_kernel_makes"),
@@ -128,6 +138,13 @@ PTX_FAULTS: list[Fault] = [
         "w.products.size() - 1 - i.arg[0]",
         "w.products.size() - 2 - i.arg[0]",
     ),
+    fault("wgmma", "a warp waits alone", "if (other.issued >= last) return;", "if (true) return;"),
+    fault(
+        "wgmma",
+        "a wait orders the reads of nobody",
+        "time = std::max(time, (uint32_t)last);",
+        "",
+    ),
     fault(
         "products",
         "sums of integers lose the old value",
@@ -169,8 +186,8 @@ PTX_FAULTS: list[Fault] = [
     fault(
         "access",
         "misaligned vectors pass",
-        "b.shared_offset(address, size, size);\n      uint8_t* at",
-        "b.shared_offset(address, size, 1);\n      uint8_t* at",
+        "home.shared_offset(address, size, size);\n      uint8_t* at",
+        "home.shared_offset(address, size, 1);\n      uint8_t* at",
     ),
     fault(
         "access",
@@ -340,14 +357,14 @@ PTX_FAULTS: list[Fault] = [
     fault(
         "access",
         "a scope is not read",
-        "scope_named(name) == Scope::block ?",
-        "false ?",
+        "(int)scope_named(name) <<",
+        "(int)Scope::device <<",
     ),
     fault(
         "order",
         "the scope of a fence",
-        "if (scope == Scope::device) w.offered_far[lane]",
-        "if (true) w.offered_far[lane]",
+        "std::fill_n(w.offered[lane].begin(), (int)scope,",
+        "std::fill_n(w.offered[lane].begin(), kScopes,",
     ),
     fault(
         "bulk",
@@ -379,6 +396,77 @@ PTX_FAULTS: list[Fault] = [
         "map.rank = (uint8_t)value;",
     ),
     fault("tensor_map", "swizzles of maps", "(uint8_t)(16 << value)", "(uint8_t)(8 << value)"),
+    # Clusters.
+    fault(
+        "cluster",
+        "a block need not have started",
+        "if (launch->options.races && !started && !(w.waited >> lane & 1))",
+        "if (false)",
+    ),
+    fault(
+        "cluster",
+        "a block ends at any time",
+        "if (s.cluster == 0 || own ||",
+        "if (true || own ||",
+    ),
+    fault(
+        "cluster",
+        "barrier.cluster waits for nobody",
+        "if (w.live & ~w.arrived) return;",
+        "if (w.live & ~w.arrived) continue;",
+    ),
+    fault(
+        "cluster",
+        "barrier.cluster orders nothing",
+        "w.block->acquire(w, l, c.completed, c.completed_fenced);",
+        "",
+    ),
+    fault(
+        "cluster",
+        "barrier.cluster forgets other clusters",
+        "w.block->learn(w, l, c.completed_others);",
+        "",
+    ),
+    fault("cluster", "a relaxed arrival releases", "if (!i.arg[0]) {", "if (true) {"),
+    fault(
+        "cluster",
+        "fences offer nothing to arrivals",
+        "} else if (offered) {",
+        "} else if (false) {",
+    ),
+    fault("cluster", "getctarank counts from 1", "field ? field - 1 :", "field ? field :"),
+    fault("cluster", "mapa counts from 1", "(rank + 1) << kRankShift", "(rank + 2) << kRankShift"),
+    fault(
+        "cluster",
+        "blocks of a cluster are apart",
+        "number % across * c[0] + rank % c[0]",
+        "number % across + rank % c[0] * across",
+    ),
+    fault("bulk", "a multicast has one block", "left; left &= left - 1)", "left; left = 0)"),
+    fault(
+        "bulk",
+        "an mbarrier in another block than the copy",
+        "if (&c.home(w, l, to) != &c.home(w, l, barrier))",
+        "if (false)",
+    ),
+    fault(
+        "order",
+        "the scope of a block has the cluster",
+        "? Scope::block : Scope::cluster;",
+        "? Scope::block : Scope::block;",
+    ),
+    fault(
+        "async",
+        "states of other blocks",
+        "if (&b != w.block)",
+        "if (false)",
+    ),
+    fault(
+        "convert",
+        "memory of other blocks is of the block",
+        "window == kSharedWindow && !i.arg[0] &&",
+        "false &&",
+    ),
     # The operands of instructions.
     fault("shape", "an operand may be missing", "given < least", "given + 1 < least"),
     fault("shape", "a register may be wider", "return o.bits == s.bits", "return o.bits >= s.bits"),

@@ -23,11 +23,12 @@ from ptxmachine import Module, PtxFault, Report, limits, load
 
 _ON_LAUNCH = ctypes.CFUNCTYPE(
     ctypes.c_int, ctypes.c_char_p, ctypes.POINTER(ctypes.c_uint), ctypes.POINTER(ctypes.c_uint),
-    ctypes.POINTER(ctypes.c_void_p), ctypes.c_ulonglong,
+    ctypes.POINTER(ctypes.c_uint), ctypes.POINTER(ctypes.c_void_p), ctypes.c_ulonglong,
 )  # fmt: skip
 _OF_KERNEL = ctypes.CFUNCTYPE(
-    None, ctypes.c_char_p, ctypes.POINTER(ctypes.c_size_t), ctypes.POINTER(ctypes.c_size_t)
-)
+    None, ctypes.c_char_p, ctypes.POINTER(ctypes.c_size_t), ctypes.POINTER(ctypes.c_size_t),
+    ctypes.POINTER(ctypes.c_uint),
+)  # fmt: skip
 
 
 class CudaLibrary:
@@ -89,7 +90,8 @@ class CudaLibrary:
         target = f"sm_{self.arch}"
         device = (
             limits.architecture(target), number, limits.STATIC_SHARED, limits.most_shared(target),
-            limits.THREADS, *limits.BLOCK, *limits.GRID, limits.MAP_BOX, limits.MAP_STRIDE_END,
+            limits.THREADS, *limits.BLOCK, *limits.GRID, limits.most_cluster(target),
+            limits.MAP_BOX, limits.MAP_STRIDE_END,
         )  # fmt: skip
         # As `Device` in cuda_runtime.cpp.
         self.functions.fastbert_ptx_set_device((ctypes.c_uint64 * len(device))(*device))
@@ -120,25 +122,28 @@ class CudaLibrary:
     def _module(self, kernel: str) -> Module:
         return next(module for module in self.modules if kernel in module.text.kernels)
 
-    def _bounds(self, name: bytes, static_shared: Any, most_threads: Any) -> None:
+    def _bounds(self, name: bytes, static_shared: Any, most_threads: Any, cluster: Any) -> None:
         """Tell the runtime the limits of a kernel's launches that are in its PTX."""
         kernel = name.decode()
         # An error is ignored here, because the launch raises it again.
         with contextlib.suppress(ValueError, StopIteration):
             module = self._module(kernel)
-            most = module.text.kernels[kernel].most_threads
+            bounds = module.text.kernels[kernel]
             static_shared[0] = module.static_shared(kernel)
-            most_threads[0] = most or most_threads[0]
+            most_threads[0] = bounds.most_threads or most_threads[0]
+            cluster[0], cluster[1], cluster[2] = bounds.cluster or (0, 0, 0)
 
-    def _launch(self, name: bytes, grid: Any, block: Any, args: Any, shared: int) -> int:
+    def _launch(
+        self, name: bytes, grid: Any, cluster: Any, block: Any, args: Any, shared: int
+    ) -> int:
         kernel = name.decode()
         try:
             module = self._module(kernel)
             parameters = module.text.kernels[kernel].parameters
             values = [ctypes.string_at(args[n], p.size) for n, p in enumerate(parameters)]
             run = functools.partial(
-                module.launch, kernel, grid[:3], block[:3], values, dynamic_shared=shared,
-                memory=self._memory,
+                module.launch, kernel, grid[:3], block[:3], values, cluster=cluster[:3],
+                dynamic_shared=shared, memory=self._memory,
             )  # fmt: skip
             if self.on_launch is not None:
                 self.on_launch(kernel, grid[:3], run)

@@ -12,9 +12,10 @@
 
 namespace {
 
-using OnLaunch = int (*)(const char* kernel, const unsigned* grid, const unsigned* block,
-                         void** args, unsigned long long shared);
-using Bounds = void (*)(const char* kernel, size_t* static_shared, size_t* most_threads);
+using OnLaunch = int (*)(const char* kernel, const unsigned* grid, const unsigned* cluster,
+                         const unsigned* block, void** args, unsigned long long shared);
+using Bounds = void (*)(const char* kernel, size_t* static_shared, size_t* most_threads,
+                        unsigned* cluster);
 OnLaunch on_launch = nullptr;
 Bounds bounds_of = nullptr;
 
@@ -24,6 +25,7 @@ struct Kernel {
   bool has_bounds = false;
   size_t static_shared = 0;
   size_t most_threads = 1024;
+  unsigned cluster[3] = {};   // blocks of a cluster that the kernel requires, or zeros
   size_t dynamic_shared = 0;  // the most of a launch, if it was set
   bool has_dynamic_shared = false;
 };
@@ -38,7 +40,7 @@ Kernel* find(const void* function) {
   if (found == kernels().end()) return nullptr;
   Kernel& kernel = found->second;
   if (!kernel.has_bounds && bounds_of)
-    bounds_of(kernel.name.c_str(), &kernel.static_shared, &kernel.most_threads);
+    bounds_of(kernel.name.c_str(), &kernel.static_shared, &kernel.most_threads, kernel.cluster);
   kernel.has_bounds = true;
   return &kernel;
 }
@@ -57,6 +59,7 @@ struct Device {
   uint64_t default_shared, most_shared;  // bytes of a block, without and with an attribute
   uint64_t threads;                      // of a block
   uint64_t block[3], grid[3];            // threads and blocks in x, y and z
+  uint64_t cluster;                      // blocks of a cluster
   uint64_t box, stride_end;              // of a tensor map
 } device;
 
@@ -64,7 +67,7 @@ struct Device {
 thread_local bool has_context = false;
 
 // The error of a launch that a GPU cannot run.
-cudaError_t refusal(const Kernel& kernel, dim3 grid, dim3 block, size_t shared) {
+cudaError_t refusal(const Kernel& kernel, dim3 grid, dim3 cluster, dim3 block, size_t shared) {
   const uint64_t threads = uint64_t{block.x} * block.y * block.z;
   const unsigned blocks[] = {grid.x, grid.y, grid.z}, sizes[] = {block.x, block.y, block.z};
   for (int d = 0; d < 3; ++d)
@@ -72,9 +75,15 @@ cudaError_t refusal(const Kernel& kernel, dim3 grid, dim3 block, size_t shared) 
       return cudaErrorInvalidConfiguration;
   if (threads > device.threads) return cudaErrorInvalidConfiguration;
   if (threads > kernel.most_threads) return cudaErrorLaunchOutOfResources;
-  const size_t most =
-      kernel.has_dynamic_shared ? kernel.dynamic_shared + kernel.static_shared
-                                : device.default_shared;
+  const unsigned together[] = {cluster.x, cluster.y, cluster.z};
+  if (uint64_t{cluster.x} * cluster.y * cluster.z > device.cluster)
+    return cudaErrorInvalidClusterSize;
+  for (int d = 0; d < 3; ++d)
+    if (together[d] < 1 || blocks[d] % together[d] ||
+        (kernel.cluster[0] && together[d] != kernel.cluster[d]))
+      return cudaErrorInvalidClusterSize;
+  const size_t most = kernel.has_dynamic_shared ? kernel.dynamic_shared + kernel.static_shared
+                                                : device.default_shared;
   return kernel.static_shared + shared > most ? cudaErrorInvalidValue : cudaSuccess;
 }
 
@@ -166,28 +175,31 @@ cudaError_t __cudaPopCallConfiguration(dim3* grid, dim3* block, size_t* shared, 
   return cudaSuccess;
 }
 
-cudaError_t cudaLaunchKernel(const void* kernel, dim3 grid, dim3 block, void** args, size_t shared,
-                             cudaStream_t) {
+cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* kernel, void** args) {
   const Kernel* found = find(kernel);
   if (!found || !on_launch) return cudaErrorInvalidDeviceFunction;
   has_context = true;
-  const cudaError_t refused = refusal(*found, grid, block, shared);
-  if (refused != cudaSuccess) return refused;
-  const unsigned sizes[] = {grid.x, grid.y, grid.z, block.x, block.y, block.z};
-  const int fault = on_launch(found->name.c_str(), sizes, sizes + 3, args, shared);
-  return fault ? cudaErrorLaunchFailure : cudaSuccess;
-}
-cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* kernel, void** args) {
+  const dim3 grid = config->gridDim, block = config->blockDim;
+  dim3 cluster(1, 1, 1);
+  if (found->cluster[0]) cluster = {found->cluster[0], found->cluster[1], found->cluster[2]};
   for (unsigned n = 0; n < config->numAttrs; ++n) {
     const cudaLaunchAttribute& attribute = config->attrs[n];
-    const auto& cluster = attribute.val.clusterDim;
-    // The PTX machine has clusters of one block.
-    if (attribute.id == cudaLaunchAttributeClusterDimension &&
-        uint64_t{cluster.x} * cluster.y * cluster.z != 1)
-      return cudaErrorInvalidClusterSize;
+    const auto& given = attribute.val.clusterDim;
+    if (attribute.id == cudaLaunchAttributeClusterDimension) cluster = {given.x, given.y, given.z};
   }
-  return cudaLaunchKernel(kernel, config->gridDim, config->blockDim, args, config->dynamicSmemBytes,
-                          config->stream);
+  const cudaError_t refused = refusal(*found, grid, cluster, block, config->dynamicSmemBytes);
+  if (refused != cudaSuccess) return refused;
+  const unsigned grids[] = {grid.x, grid.y, grid.z}, blocks[] = {block.x, block.y, block.z};
+  const unsigned clusters[] = {cluster.x, cluster.y, cluster.z};
+  const int fault =
+      on_launch(found->name.c_str(), grids, clusters, blocks, args, config->dynamicSmemBytes);
+  return fault ? cudaErrorLaunchFailure : cudaSuccess;
+}
+cudaError_t cudaLaunchKernel(const void* kernel, dim3 grid, dim3 block, void** args, size_t shared,
+                             cudaStream_t) {
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid, config.blockDim = block, config.dynamicSmemBytes = shared;
+  return cudaLaunchKernelExC(&config, kernel, args);
 }
 cudaError_t __cudaLaunchKernel(const void* kernel, dim3 grid, dim3 block, void** args,
                                size_t shared, cudaStream_t stream) {

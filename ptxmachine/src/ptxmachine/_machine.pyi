@@ -12,6 +12,7 @@ def mnemonics() -> list[str]: ...
 def run(
     program: Program,
     grid: tuple[int, int, int],
+    cluster: tuple[int, int, int],
     block: tuple[int, int, int],
     params: bytes,
     shared_bytes: int,

@@ -74,6 +74,9 @@ class Kernel:
         most_threads: The most threads per block, or None.
         most_registers: The most registers per thread, or None.
         least_blocks: The fewest blocks that must fit on a multiprocessor; 0 if not set.
+        cluster: The blocks per cluster, in x, y and z, that the kernel requires, or None.
+        most_cluster: The most blocks per cluster, or None.
+        explicit_cluster: Whether the launch must have clusters.
         line: Line of the text in which the kernel begins.
     """
 
@@ -86,6 +89,9 @@ class Kernel:
     most_threads: int | None = None
     most_registers: int | None = None
     least_blocks: int = 0
+    cluster: tuple[int, int, int] | None = None
+    most_cluster: int | None = None
+    explicit_cluster: bool = False
     sources: dict[int, tuple[int, int]] = field(default_factory=dict)
     line: int = 0
 
@@ -159,9 +165,9 @@ def _bounded(entry: Function) -> Kernel:
             message = f"{directive}: got {given}, allowed: 1 to {limits.THREADS} threads"
             raise PtxSyntaxError(message, line)
     cluster = bound("reqnctapercluster", limits.THREADS)
-    if cluster is not None and math.prod(cluster) != 1:
-        message = f"{entry.name}: a cluster of {math.prod(cluster)} blocks, allowed: 1 block"
-        raise PtxSyntaxError(message, line)
+    if cluster is not None and 0 in cluster:
+        raise PtxSyntaxError(f".reqnctapercluster: got {cluster}, allowed: at least 1 block", line)
+    most_cluster = bound("maxclusterrank", limits.THREADS)
     registers, blocks = bound("maxnreg", limits.REGISTERS), bound("minnctapersm", limits.THREADS)
     return Kernel(
         entry.name,
@@ -170,6 +176,9 @@ def _bounded(entry: Function) -> Kernel:
         most_threads=None if threads is None else math.prod(threads),
         most_registers=None if registers is None else registers[0],
         least_blocks=0 if blocks is None else blocks[0],
+        cluster=None if cluster is None else (cluster[0], cluster[1], cluster[2]),
+        most_cluster=None if most_cluster is None else most_cluster[0],
+        explicit_cluster=".explicitcluster" in entry.head,
         line=line,
     )
 

@@ -66,6 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--kernel", metavar="NAME", help="the kernel, where the text has several")
     run.add_argument("--grid", type=_sizes, default=(1,), metavar="X[,Y[,Z]]", help="blocks; 1")
     run.add_argument("--block", type=_sizes, default=None, metavar="X[,Y[,Z]]", help="threads; 32")
+    run.add_argument("--cluster", type=_sizes, metavar="X[,Y[,Z]]", help="blocks of a cluster; 1")
     run.add_argument("--shared", type=int, default=0, help="bytes of dynamic shared memory; 0")
     run.add_argument("--seed", type=int, default=0, help="chooses the order of warps; 0: in turn")
     run.add_argument("--show", type=int, default=8, help="elements of each array to print; 8")
@@ -88,6 +89,7 @@ def _run(options: argparse.Namespace) -> None:
         options.grid,
         options.block or kernel.threads or (32,),
         [v.memory if isinstance(v, _Array) else v for v in values],
+        cluster=options.cluster,
         dynamic_shared=options.shared,
         empty=[array.memory for array in arrays.values() if array.empty],
         seed=options.seed,

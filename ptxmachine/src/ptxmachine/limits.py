@@ -25,6 +25,9 @@ THREAD_REGISTERS = 256  # registers per thread, for setmaxnreg
 BLOCK = (1024, 1024, 64)  # threads of a block in x, y and z
 GRID = (2**31 - 1, 65_535, 65_535)  # blocks of a grid in x, y and z
 BLOCKS = 2**31 - 1  # blocks per grid; the machine numbers blocks with 32 bits
+# Blocks per cluster without the attribute NonPortableClusterSizeAllowed, and the first architecture
+# with clusters.
+CLUSTER, CLUSTER_TARGET = 8, 90
 # Bytes of the parameters of a kernel. The first limit holds for sm_70 and later with PTX ISA 8.1
 # and later. The second limit holds otherwise (PTX ISA, section "Kernel Function Parameter
 # Attributes").
@@ -59,6 +62,11 @@ def architecture(target: str) -> int:
 def most_shared(target: str) -> int:
     """Return the most bytes of static and dynamic shared memory that a block may have."""
     return 1024 * MOST_SHARED.get(architecture(target), STATIC_SHARED // 1024)
+
+
+def most_cluster(target: str) -> int:
+    """Return the most blocks that a cluster may have."""
+    return CLUSTER if architecture(target) >= CLUSTER_TARGET else 1
 
 
 def most_parameters(target: str, version: tuple[int, int]) -> int:

@@ -82,6 +82,7 @@ class Module:
         block: Sequence[int] | None,
         args: Sequence[Any],
         *,
+        cluster: Sequence[int] | None = None,
         dynamic_shared: int = 0,
         memory: Sequence[Any] = (),
         empty: Sequence[Any] = (),
@@ -104,6 +105,8 @@ class Module:
             args: One value per parameter: an array, an address or None for a pointer, a number for
                 a number, and bytes for a struct. An array is an object with the buffer protocol, or
                 with DLPack in the memory of the CPU.
+            cluster: Blocks per cluster in x, y and z. With None, a cluster has the blocks that the
+                kernel requires (``.reqnctapercluster``), or else one block.
             dynamic_shared: Bytes of dynamic shared memory. The launch sets the attribute
                 ``MaxDynamicSharedMemorySize`` of the kernel to this number, as the launcher of
                 Triton does. The sum of static and dynamic shared memory therefore has only the
@@ -122,8 +125,9 @@ class Module:
             count: Whether sectors and wavefronts are counted.
             limit: Instructions that a warp may execute; 0 sets no limit.
             threads: Threads of the CPU; with None, one thread per available processor.
-            blocks: Numbers of the blocks to run, which count along x first. If this is empty, the
-                whole grid runs. The counts are those of the blocks that ran.
+            blocks: Numbers of the blocks to run, which count along x first. The other blocks of
+                their clusters run, too. If this is empty, the whole grid runs. The counts are those
+                of the blocks that ran.
 
         Returns:
             The counts of the launch.
@@ -161,6 +165,7 @@ class Module:
             raise ValueError(
                 f"block: got {shape}, the kernel allows at most {kernel.most_threads} threads"
             )
+        together = _cluster(kernel, cluster, sizes, self.text.target)
         values = [buffers.argument(value) for value in args]
         params = _parameters(kernel, values)
         size = math.prod(sizes)
@@ -171,7 +176,7 @@ class Module:
         regions = buffers.regions(reached, [buffers.buffer(array, "empty") for array in empty])
         registers = _registers(kernel, math.prod(shape))
         counts, found = _machine.run(
-            program, sizes, shape, params, static_shared + dynamic_shared,
+            program, sizes, together, shape, params, static_shared + dynamic_shared,
             static_shared, local, [*regions, *self._variable_regions()], seed, float(approximate),
             ACCUMULATE.index(accumulate), races, count, limit,
             threads or len(os.sched_getaffinity(0)), list(blocks), registers,
@@ -315,6 +320,28 @@ def _three(sizes: Sequence[int], name: str, most: tuple[int, int, int]) -> tuple
     if any(size > limit for size, limit in zip(sizes, most, strict=False)):
         raise ValueError(f"{name}: got {tuple(sizes)}, allowed: at most {most}")
     x, y, z = (*sizes, 1, 1)[:3]
+    return x, y, z
+
+
+def _cluster(
+    kernel: Kernel, given: Sequence[int] | None, grid: tuple[int, int, int], target: str
+) -> tuple[int, int, int]:
+    """Return the blocks per cluster of a launch, or raise ValueError if it cannot have them."""
+    if given is None and kernel.explicit_cluster and kernel.cluster is None:
+        raise ValueError(f"cluster: got None, and {kernel.name} has .explicitcluster")
+    asked = given if given is not None else kernel.cluster or (1, 1, 1)
+    most = limits.CLUSTER
+    if kernel.most_cluster is not None:
+        most = min(most, kernel.most_cluster)
+    x, y, z = _three(asked, "cluster", (most, most, most))
+    if kernel.cluster and (x, y, z) != kernel.cluster:
+        raise ValueError(f"cluster: got {(x, y, z)}, the kernel requires {kernel.cluster}")
+    if x * y * z > most:
+        raise ValueError(f"cluster: got {(x, y, z)}, allowed: at most {most} blocks")
+    if x * y * z > limits.most_cluster(target):
+        raise ValueError(f"cluster: got {(x, y, z)}, allowed for {target or 'no target'}: 1 block")
+    if any(blocks % size for blocks, size in zip(grid, (x, y, z), strict=True)):
+        raise ValueError(f"grid: got {grid}, allowed: multiples of the cluster {(x, y, z)}")
     return x, y, z
 
 

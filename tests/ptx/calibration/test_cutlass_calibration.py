@@ -21,6 +21,10 @@ PRODUCTS = {
     "cooperative": [
         ("cooperative_brain", torch.bfloat16, torch.bfloat16, torch.bfloat16, True),
     ],
+    "clusters": [
+        ("cluster_of_rows", torch.float16, torch.float16, torch.float16, False),
+        ("cluster_of_rows_and_columns", torch.float16, torch.float16, torch.float16, False),
+    ],
     "others": [
         ("specialized_tf32", torch.float32, torch.float32, torch.float32, False),
         ("specialized_tf32_other_majors", torch.float32, torch.float32, torch.float32, True),
@@ -56,5 +60,5 @@ def test_a_collective(compiled, seed):
         memory = [t.contiguous().to(kind) for t, kind in zip(kept, types, strict=True)]
         memory.append(torch.full((m, n), 99).to(type_d))
         pointers = [ctypes.c_void_p(t.data_ptr()) for t in memory]
-        assert library.call(name, *pointers, m, n, k, 3, memory=memory, seed=seed) == 0
+        assert library.call(name, *pointers, m, n, k, 4, memory=memory, seed=seed) == 0
         assert torch.equal(memory[3], (a @ b.T + c).to(type_d)), name

@@ -1,21 +1,21 @@
-// A matrix product by a CUTLASS 3 collective for sm_90: D = A B + C in fp32, cluster 1 x 1 x 1.
+// A matrix product by a CUTLASS 3 collective for sm_90: D = A B + C.
 
 #pragma once
 
 #include <cutlass/cutlass.h>
+#include <cutlass/gemm/device/gemm_universal_adapter.h>
 #include <cutlass/epilogue/collective/collective_builder.hpp>
 #include <cutlass/gemm/collective/collective_builder.hpp>
-#include <cutlass/gemm/device/gemm_universal_adapter.h>
 #include <cutlass/gemm/kernel/gemm_universal.hpp>
 #include <cutlass/util/packed_stride.hpp>
 
 using namespace cute;
 
 template <class A, class B, class D, class Sum, class LayoutA, class LayoutB, class Tile,
-          class Schedule, class Epilogue, int kAlignA = 16 / sizeof(A), int kAlignB = 16 / sizeof(B)>
+          class Schedule, class Epilogue, class Cluster = Shape<_1, _1, _1>,
+          int kAlignA = 16 / sizeof(A), int kAlignB = 16 / sizeof(B)>
 int multiply(const void* a, const void* b, const void* c, void* d, int m, int n, int k, int sms) {
   using Row = cutlass::layout::RowMajor;
-  using Cluster = Shape<_1, _1, _1>;
   constexpr int kAlignD = 16 / sizeof(D);
   using Arch = cutlass::arch::Sm90;
   using Class = cutlass::arch::OpClassTensorOp;
@@ -24,9 +24,10 @@ int multiply(const void* a, const void* b, const void* c, void* d, int m, int n,
       kAlignD, D, Row, kAlignD, Epilogue>::CollectiveOp;
   using Stages = cutlass::gemm::collective::StageCountAutoCarveout<static_cast<int>(
       sizeof(typename EpilogueOp::SharedStorage))>;
-  using Mainloop = typename cutlass::gemm::collective::CollectiveBuilder<
-      Arch, Class, A, LayoutA, kAlignA, B, LayoutB, kAlignB, Sum, Tile, Cluster, Stages,
-      Schedule>::CollectiveOp;
+  using Mainloop =
+      typename cutlass::gemm::collective::CollectiveBuilder<Arch, Class, A, LayoutA, kAlignA, B,
+                                                            LayoutB, kAlignB, Sum, Tile, Cluster,
+                                                            Stages, Schedule>::CollectiveOp;
   using Kernel =
       cutlass::gemm::kernel::GemmUniversal<Shape<int, int, int, int>, Mainloop, EpilogueOp>;
   using Gemm = cutlass::gemm::device::GemmUniversalAdapter<Kernel>;
