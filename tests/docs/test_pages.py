@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
+import socket
 import subprocess
 import sys
+import urllib.error
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import hooks
@@ -18,6 +23,7 @@ from quick_cases import long_case
 from fastbert import BertConfig, BertForPreTraining
 from fastbert.cli import app
 from fastbert.data import stories, train_tokenizer
+from fastbert.inference import Embedder
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / path for path in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md")]
@@ -86,6 +92,42 @@ def test_the_python_code_of_a_page_runs_from_top_to_bottom(page: Path, folder: P
         timeout=300,
     )
     assert result.returncode == 0, result.stderr
+
+
+def post(port: int, texts: object) -> list[list[float]]:
+    """Return the answer of the server of docs/serving.md."""
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}/embed",
+        json.dumps(texts).encode(),
+        {"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return json.load(answer)
+
+
+def test_the_server_of_a_page_answers_many_clients(folder: Path):
+    [program] = [block for block in blocks(ROOT / "docs" / "serving.md") if "FastAPI(" in block]
+    (folder / "server.py").write_text(program, encoding="utf-8")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "uvicorn", "server:app", "--port", str(port)]
+    pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, cwd=folder, **pipes) as server:
+        try:
+            lines = iter(server.stderr.readline, "")
+            assert any("running on" in line for line in lines)
+            texts = [[f"the old mill {n}", "a dog"][: 1 + n % 2] for n in range(40)]
+            with ThreadPoolExecutor(8) as pool:
+                found = list(pool.map(lambda given: post(port, given), texts))
+            with pytest.raises(urllib.error.HTTPError, match="422"):
+                post(port, [1])
+            with pytest.raises(urllib.error.HTTPError, match="503"):
+                post(port, ["a"] * 257)
+        finally:
+            server.terminate()
+    embedder = Embedder(str(folder / "out" / "demo" / "model"), normalize=True)
+    assert found == [embedder(given).tolist() for given in texts]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)

@@ -1,0 +1,295 @@
+"""Dynamic batching: calls of several threads or coroutines become batches of one model."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+
+from fastbert.inference.text_batches import LimitedTokenizer, pack
+from fastbert.modules.class_name import class_name
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from fastbert.data import Encoded
+
+Text = str | tuple[str, str]
+
+
+class TextModel(Protocol):
+    """A model of texts, such as `Embedder`, that computes one row for each line of a batch."""
+
+    tokenizer: LimitedTokenizer
+    device: torch.device
+
+    def forward(self, batch: dict[str, Any]) -> Tensor:
+        """Return the rows of a packed batch of B lines, of shape ``(B, width)``."""
+        ...
+
+
+class OverloadedError(RuntimeError):
+    """Too many texts wait, so that a call is refused instead of made to wait."""
+
+
+class _Call:
+    """A call that waits or runs: its lines, the rows computed so far, and its future."""
+
+    def __init__(self, lines: list[Encoded], single: bool) -> None:
+        self.lines, self.single = lines, single
+        self.future: Future[Tensor] = Future()
+        self.taken = 0  # number of lines that are in a batch
+        self.rows: list[Tensor] = []
+
+    def add(self, rows: Tensor) -> None:
+        """Store the next rows, and complete the future with the last row."""
+        self.rows.append(rows)
+        if sum(map(len, self.rows)) == len(self.lines):
+            # The rows of other calls in the batch are not kept alive.
+            result = torch.cat(self.rows)
+            self.future.set_result(result[0] if self.single else result)
+
+
+_BATCHERS: weakref.WeakSet[DynamicBatcher] = weakref.WeakSet()
+
+
+class DynamicBatcher:
+    """A thread-safe front of a model that merges waiting calls into batches.
+
+    One thread computes. While it computes a batch, further calls wait; the next batch has the
+    waiting texts in the order of arrival, up to `tokens_per_batch` tokens. A call that finds the
+    thread idle is computed at once. Every caller gets the bits that it would get alone. If a batch
+    fails, its calls are computed one by one, so that an error reaches only its own caller. The
+    tokenizer runs in the threads of the callers.
+
+    A forked process has a front without waiting calls and with a thread of its own. The thread does
+    not see ``torch.autocast`` and other settings of the callers' threads.
+
+    Args:
+        model: An `Embedder`, or another model with a tokenizer that computes rows of texts.
+        tokens_per_batch: Largest number of tokens of a batch, unless a single text is longer.
+        max_waiting: Largest number of texts that wait or run. A call that would exceed this number
+            raises `OverloadedError`.
+
+    Raises:
+        ValueError: If `tokens_per_batch` or `max_waiting` is less than 1.
+
+    Examples:
+        >>> from fastbert.inference import DynamicBatcher, Embedder
+        >>> batcher = DynamicBatcher(Embedder("out/demo/model"))  # doctest: +SKIP
+        >>> batcher("a text").shape  # in any thread  # doctest: +SKIP
+        torch.Size([128])
+        >>> rows = await batcher.acall(["a text"])  # in a coroutine  # doctest: +SKIP
+    """
+
+    def __init__(
+        self, model: TextModel, *, tokens_per_batch: int = 2048, max_waiting: int = 1024
+    ) -> None:
+        """Store the model; the thread starts with the first call."""
+        for name, value in (("tokens_per_batch", tokens_per_batch), ("max_waiting", max_waiting)):
+            if value < 1:
+                raise ValueError(f"{name}: got {value}, allowed: at least 1")
+        self.model, self.tokens_per_batch, self.max_waiting = model, tokens_per_batch, max_waiting
+        self._closed = False
+        self._start()
+        _BATCHERS.add(self)
+
+    def _start(self) -> None:
+        """Begin without calls; a forked process has neither the thread nor the locks."""
+        self._lock = threading.Lock()
+        # A tokenizer of Hugging Face changes its limit of tokens while it encodes.
+        self._tokenizing = threading.Lock()
+        self._calls: deque[_Call] = deque()
+        self._waiting = 0
+        # The number of threads that torch uses is a setting of the thread that calls torch.
+        self._thread = ThreadPoolExecutor(
+            1, "fastbert-batcher", torch.set_num_threads, (torch.get_num_threads(),)
+        )
+
+    def __call__(self, texts: Sequence[Text] | Text, *, timeout: float | None = None) -> Tensor:
+        """Compute the rows of texts, and wait for them.
+
+        Args:
+            texts: N texts, or one text. A model of pairs takes tuples of two texts.
+            timeout: Longest time to wait, in seconds; None waits without a limit. A call that has
+                not begun by then is cancelled.
+
+        Returns:
+            The rows, fp32 of shape ``(N, width)``, on the CPU; for one text that is not in a
+            sequence, its row of shape ``(width,)``.
+
+        Raises:
+            TypeError: If `texts` contains something other than a str or a pair of them.
+            ValueError: If the tokenizer refuses a text.
+            OverloadedError: If too many texts wait.
+            TimeoutError: If the rows are not there in time.
+            RuntimeError: If the front is closed.
+        """
+        future = self.submit(texts)
+        try:
+            return future.result(timeout)
+        finally:
+            future.cancel()
+
+    async def acall(self, texts: Sequence[Text] | Text) -> Tensor:
+        """Compute the rows of texts without blocking the event loop.
+
+        A coroutine that is cancelled cancels its call, unless the call has begun.
+
+        Args:
+            texts: As in a call.
+
+        Returns:
+            The rows, as in a call.
+
+        Raises:
+            Exception: As in a call, except TimeoutError; ``asyncio.timeout`` sets a limit.
+        """
+        return await asyncio.wrap_future(self.submit(texts))
+
+    def submit(self, texts: Sequence[Text] | Text) -> Future[Tensor]:
+        """Encode texts, and let the call wait for its turn.
+
+        Args:
+            texts: As in a call.
+
+        Returns:
+            The future of the rows. ``cancel()`` withdraws a call that has not begun.
+
+        Raises:
+            Exception: As in a call, except TimeoutError.
+        """
+        single = isinstance(texts, (str, tuple))
+        call = _Call(self._encode([texts] if single else texts), single)  # type: ignore[list-item]
+        if not call.lines:
+            call.future.set_result(self._no_rows())
+            return call.future
+        with self._lock:
+            if self._closed:
+                raise RuntimeError("the DynamicBatcher is closed")
+            if self._waiting + len(call.lines) > self.max_waiting:
+                raise OverloadedError(
+                    f"texts: got {len(call.lines)} while {self._waiting} wait or run, allowed: "
+                    f"max_waiting={self.max_waiting} together"
+                )
+            self._waiting += len(call.lines)
+            self._calls.append(call)
+            self._thread.submit(self._run)
+        return call.future
+
+    def close(self) -> None:
+        """Compute the waiting calls, and end the thread. Later calls raise RuntimeError."""
+        with self._lock:
+            self._closed = True
+        self._thread.shutdown(wait=True)
+
+    def __enter__(self) -> DynamicBatcher:
+        """Return the front, which `close` ends at the end of the block."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close the front."""
+        self.close()
+
+    def _encode(self, texts: Sequence[Text]) -> list[Encoded]:
+        lines = []
+        for number, text in enumerate(texts):
+            pair = text if isinstance(text, tuple) else (text,)
+            if not 1 <= len(pair) <= 2 or not all(isinstance(part, str) for part in pair):
+                got = class_name(text) if not isinstance(text, tuple) else repr(text)
+                raise TypeError(
+                    f"texts[{number}]: got {got:.200}, allowed: a str or two in a tuple"
+                )
+            with self._tokenizing:
+                lines.append(self.model.tokenizer(pair))
+        return lines
+
+    def _no_rows(self) -> Tensor:
+        """Return no rows of the width that the model has."""
+        return self._compute([self.model.tokenizer(("a",))])[:0]
+
+    def _run(self) -> None:
+        """Compute batches until no call waits."""
+        while batch := self._take():
+            lines = [call.lines[first + n] for call, first, count in batch for n in range(count)]
+            try:
+                rows = self._compute(lines)
+            except Exception as error:
+                self._run_alone(batch, error)
+                continue
+            for (call, _, _), own in zip(
+                batch, rows.split([count for _, _, count in batch]), strict=True
+            ):
+                self._finish(call, own)
+
+    def _run_alone(self, batch: list[tuple[_Call, int, int]], error: Exception) -> None:
+        """Compute each call of a batch that has failed; a single call fails with the error."""
+        for call, first, count in batch:
+            try:
+                if len(batch) == 1:
+                    raise error
+                rows = self._compute(call.lines[first : first + count])
+            except Exception as own:
+                with self._lock:
+                    if self._calls and self._calls[0] is call:
+                        self._calls.popleft()
+                    self._waiting -= len(call.lines) - sum(map(len, call.rows))
+                call.future.set_exception(own)
+            else:
+                self._finish(call, rows)
+
+    def _take(self) -> list[tuple[_Call, int, int]]:
+        """Return the next batch: calls with the first of their lines and the number of lines."""
+        batch: list[tuple[_Call, int, int]] = []
+        room = self.tokens_per_batch
+        with self._lock:
+            while self._calls:
+                call = self._calls[0]
+                first = call.taken
+                while call.taken < len(call.lines):
+                    tokens = len(call.lines[call.taken].ids)
+                    if tokens > room and (batch or call.taken > first):
+                        break
+                    if call.taken == 0 and not call.future.set_running_or_notify_cancel():
+                        self._waiting -= len(call.lines)
+                        first = call.taken = len(call.lines)
+                        break
+                    room -= tokens
+                    call.taken += 1
+                if call.taken > first:
+                    batch.append((call, first, call.taken - first))
+                if call.taken < len(call.lines):
+                    break
+                self._calls.popleft()
+        return batch
+
+    def _compute(self, lines: list[Encoded]) -> Tensor:
+        with torch.inference_mode():
+            return self.model.forward(pack(lines, self.model.device)).float().cpu()
+
+    def _finish(self, call: _Call, rows: Tensor) -> None:
+        with self._lock:
+            self._waiting -= len(rows)
+        call.add(rows)
+
+
+def _start_again() -> None:
+    for batcher in _BATCHERS:
+        batcher._start()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_start_again)
