@@ -64,7 +64,7 @@ class PretrainingBatches:
         packed: bool = True,
         probability: float = 0.15,
     ) -> None:
-        """Check the options and keep them.
+        """Check and store the options.
 
         Args:
             pairs: The pairs of every epoch.
@@ -122,7 +122,7 @@ class EpochBatches(Sequence[Batch]):
         pairs: EpochPairs,
         groups: list[np.ndarray],
     ) -> None:
-        """Keep the parts of an epoch.
+        """Store the parts of an epoch.
 
         Args:
             source: The options of the batches.
@@ -186,7 +186,7 @@ def pad(
 
 
 def _group_packed(order: np.ndarray, lengths: np.ndarray, budget: int) -> list[np.ndarray]:
-    """Cut `order` into runs whose lengths sum to at most `budget`."""
+    """Cut `order` into consecutive groups whose lengths sum to at most `budget` tokens."""
     cuts, total = [], 0
     for position, length in enumerate(lengths[order].tolist()):
         if total + length > budget:
@@ -205,8 +205,8 @@ def group_padded(
 ) -> list[np.ndarray]:
     """Sort windows of `order` by length, cut them into groups, and shuffle the groups.
 
-    The number of sequences of a group times the longest length is at most `budget`. A window has
-    the sequences of some batches whose lengths are all `max_length`.
+    The number of sequences of a group times the longest length is at most `budget`. A window fills
+    `_WINDOW_BATCHES` batches if all its sequences have the length `max_length`.
     """
     groups = []
     window = _WINDOW_BATCHES * budget // max_length

@@ -184,7 +184,7 @@ class PackedCollatorForMaskedLM(_PackedCollator):
     """Pack sequences and draw a new mask for them in every call.
 
     Of the predicted tokens, 80 % become the mask token, 10 % become a random token and 10 % stay
-    (Devlin et al. 2019). Special tokens are never predicted.
+    unchanged (Devlin et al. 2019). Special tokens are never predicted.
 
     The masks depend on `generator` and, in a worker of a DataLoader, also on the seed of the
     worker. They are therefore reproducible from the seed of a run, and they differ between workers
@@ -266,7 +266,8 @@ class PackedCollatorForMaskedLM(_PackedCollator):
 
     def _seed(self) -> tuple[int, ...]:
         drawn = int(torch.randint(1 << 62, (), generator=self.generator))
-        # Every worker starts every epoch with the same copy of the generator.
+        # Every worker starts every epoch with the same copy of the generator, so the seed of the
+        # worker makes the masks of workers and epochs differ.
         worker = torch.utils.data.get_worker_info()
         return (drawn,) if worker is None else (drawn, worker.seed)
 
@@ -388,9 +389,9 @@ class PackedCollatorForBiEncoder(_PackedCollator):
 
 
 def _by_place(examples: list[Text]) -> list[Text]:
-    """Split columns that hold one list per text.
+    """Split the columns of each example, which hold one list per text.
 
-    Returns the first text of each example, then the second text of each example, and so on.
+    The result has the first text of each example, then the second text of each example, and so on.
     """
     columns = ("input_ids", "token_type_ids", "attention_mask")
     places: list[list[Text]] = []
@@ -414,7 +415,7 @@ def _by_place(examples: list[Text]) -> list[Text]:
 
 @dataclass
 class _Vocabulary:
-    """The `MaskingTokenizer` of a tokenizer of transformers."""
+    """A `MaskingTokenizer` for a tokenizer of transformers; it cannot find the starts of words."""
 
     mask_id: int
     is_special: np.ndarray

@@ -12,13 +12,14 @@ from typing import NamedTuple
 from fastbert.data.records import DataWarning, NoField, Record
 from fastbert.text_file import read_text
 
-# A line of this kind separates documents (Tjong Kim Sang and De Meulder 2003).
+# A line whose first column is this text separates documents (Tjong Kim Sang and De Meulder 2003).
 DOCUMENT = "-DOCSTART-"
 # A tag of the scheme IOB, IOBES or BILOU.
 _ENTITY = re.compile(r"O$|[BIESLU]-.")
 # CoNLL-U has ten columns. The second one is the word, and the fourth one is its part of speech.
 _CONLL_U = 10
-# The first column of CoNLL-U: a word, or a token of several words, or a word that is not written.
+# The first column of CoNLL-U: the number of a word (3), a multiword token (3-4) or an empty node
+# (3.1), which is a word that the text leaves out.
 _NUMBER = re.compile(r"(\d+)([-.]\d+)?$")
 
 
@@ -46,28 +47,29 @@ def read_conll(
 
     The columns are separated by tabs or, if the line has no tab, by blanks. The first column is the
     word, and the last column is its tag. If the first column counts the words of each sentence, the
-    second column is the word; in CoNLL-U the fourth column is its tag, and in GermEval 2014, which
-    has tags of names in the two last columns, the third. A note says which columns are read, unless
-    they are the first and the last one.
+    second column is the word. The tag is then in the fourth column of CoNLL-U, and in the third
+    column of GermEval 2014, whose two last columns are tags of names. If a file has more than two
+    columns, a `DataWarning` names the columns that are read.
 
-    Lines that begin with ``-DOCSTART-`` do not count. A line that begins with ``#`` at the start of
-    a sentence is a comment if it has other columns than the words, or if its first column is ``#``
-    and its last one is not a tag of another line.
+    A line whose first column is ``-DOCSTART-`` separates documents and is not read. At the start of
+    a sentence, a line that begins with ``#`` is a comment in two cases: its number of columns
+    differs from the number in other lines, or its first column is ``#`` alone and its last column
+    is not the tag of another line.
 
     Args:
         path: Path of the file, which may be compressed; see `read_text`.
         tagged: Whether the tags are read; if not, one column is enough.
-        columns: The columns that are read; None finds them.
+        columns: The columns that are read; None infers them from the file.
 
     Yields:
-        Records with two values: the words and their tags, as lists of the same length. The place is
-        the first line of the sentence. The tags are empty if `tagged` is False.
+        Records with two values: the words and their tags, as lists of the same length. The place
+        names the first line of the sentence. The tags are empty if `tagged` is False.
 
     Raises:
         FileNotFoundError: If there is no such file.
         ValueError: If the file is not UTF-8 or has no sentence, if a line has another number of
-            columns than the first one, or if the columns are not known. The message names the file
-            and the line.
+            columns than the first line, or if a column does not exist or cannot be inferred. The
+            message names the file and the line.
 
     Examples:
         >>> import pathlib, tempfile
@@ -90,7 +92,7 @@ def read_conll(
     width = _width(path, sentences)
     numbered = columns is None and _are_numbered(sentences, 3 if tagged else 2)
     if numbered:
-        # The lines of tokens of several words, and of words that are not written.
+        # Lines of multiword tokens (3-4) and of empty nodes (3.1) are dropped.
         sentences = [[line for line in s if line.fields[0].isdecimal()] for s in sentences]
     columns = columns or (_after_numbers(path, sentences, width) if numbered else Columns(1, width))
     _check_columns(path, columns, sentences[0][0].number, width, tagged)
@@ -101,7 +103,7 @@ def read_conll(
 
 
 def _sentences(text: str) -> Iterator[list[_Line]]:
-    """Yield the lines between blank ones, divided into their columns."""
+    """Yield the lines of each sentence, split into columns; blank lines separate sentences."""
     sentence: list[_Line] = []
     for number, line in enumerate([*text.split("\n"), ""], start=1):
         # Other white space, such as a no-break space, is a part of a word.
@@ -133,7 +135,7 @@ def _without_comments(sentences: list[list[_Line]]) -> list[list[_Line]]:
 
 
 def _width(path: Path, sentences: list[list[_Line]]) -> int:
-    """Return the number of columns; raise ValueError if a line has another one."""
+    """Return the number of columns; raise ValueError if a line has another number."""
     width = len(sentences[0][0].fields)
     for number, fields in chain.from_iterable(sentences):
         if len(fields) != width or not all(fields):
@@ -143,7 +145,10 @@ def _width(path: Path, sentences: list[list[_Line]]) -> int:
 
 
 def _are_numbered(sentences: list[list[_Line]], columns: int) -> bool:
-    """Return whether the first of at least so many columns counts the words of each sentence."""
+    """Return whether the first column counts the words of each sentence.
+
+    The result is False if the file has fewer than `columns` columns.
+    """
     longest = 0
     for sentence in sentences:
         matches = [_NUMBER.match(line.fields[0]) for line in sentence]
@@ -172,7 +177,7 @@ def _after_numbers(path: Path, sentences: list[list[_Line]], width: int) -> Colu
 
 
 def _check_columns(path: Path, columns: Columns, number: int, width: int, tagged: bool) -> None:
-    """Raise ValueError if the columns are not there, and note which of several ones are read."""
+    """Raise ValueError if a column does not exist; with more than two, warn which are read."""
     place = f"{path}, line {number}"
     if tagged and width < 2:
         raise NoField(f"{place}: got 1 column, allowed: a word and its tag", "tags")

@@ -26,8 +26,8 @@ from fastbert.text_file import COMPRESSED, content_suffix, is_plain, lines_in_ut
 
 Document: TypeAlias = list[str]
 
-# Licences and documentation on a Linux machine have these suffixes. A number is accepted too, as in
-# LGPL-2.1.
+# Licences and documentation on a Linux machine have these suffixes. A number is accepted as a
+# suffix too, as in LGPL-2.1.
 PROSE_SUFFIXES = ("", ".text", ".md", ".rst", ".debian")
 ALLOWED = ".txt, .jsonl, .parquet, or plain text (no suffix, " + ", ".join(PROSE_SUFFIXES[1:]) + ")"
 # Paragraphs of prose are joined until a document has this many sentences. The document is then long
@@ -51,7 +51,7 @@ def _is_compressed(path: Path) -> bool:
 
 
 def _problem(path: Path) -> str | None:
-    """Return the reason why `path` is not text in UTF-8 or marked UTF-16, or None if it is."""
+    """Return why a file is not text in UTF-8, or in UTF-16 with a mark; None if it is text."""
     if not is_plain(path):
         return NOT_UTF8 if _bad_line(path) else None
     decoder = codecs.getincrementaldecoder("utf-8")()
@@ -73,7 +73,7 @@ def _problem(path: Path) -> str | None:
 
 
 def _bad_line(path: Path) -> int:
-    """Return the number of the first line that is not text, or 0."""
+    """Return the number of the first line that is not text, or 0 if all lines are text."""
     for number, line in enumerate(lines_in_utf8(path), start=1):
         try:
             line.decode("utf-8")
@@ -140,7 +140,7 @@ def _read_text(path: Path) -> Iterator[Document]:
 
 
 def _record(text: object, place: str) -> Iterator[Document]:
-    """Yield the document of one ``text`` value; its blank lines separate only paragraphs."""
+    """Yield the document of one ``text`` value, whose blank lines separate only paragraphs."""
     if not isinstance(text, str):
         raise ValueError(f'{place}: "text" is {type(text).__name__}, allowed: a string')
     if document := [s for paragraph in _paragraphs(text.splitlines()) for s in paragraph]:
@@ -167,7 +167,7 @@ def _read_jsonl(path: Path) -> Iterator[Document]:
 
 def _read_parquet(path: Path) -> Iterator[Document]:
     for row, (value,) in enumerate(read_rows(path, ["text"]), start=1):
-        # A null means a row without text, as does an empty string.
+        # A row whose value is null has no text, like a row with an empty string.
         yield from _record("" if value is None else value, f"{path}, row {row}")
 
 
@@ -193,9 +193,9 @@ def read_documents(path: str | os.PathLike[str]) -> Iterator[Document]:
     r"""Read the documents of a file or folder; a document is a list of at least one sentence.
 
     A folder is read recursively in sorted order. Its files that are not text, or have an unknown
-    suffix, are skipped, and one `CorpusWarning` counts them at the end. If `path` is a file, its
-    suffix may be any, and the file must be readable. Files may be in UTF-16, and .txt and .jsonl
-    files may be compressed; see `read_text`.
+    suffix, are skipped, and one `CorpusWarning` counts them at the end. If `path` is a file, it may
+    have any suffix, but it must be text. Files may be in UTF-16, and .txt and .jsonl files may be
+    compressed; see `read_text`.
 
     - A ``.txt`` file has a blank line between documents.
     - A ``.jsonl`` file has one object with the field ``text`` per line.

@@ -23,7 +23,7 @@ class Text(NamedTuple):
     Attributes:
         columns: The columns of the feature.
         where: Name of the sequence in error messages, such as ``"example 3"``.
-        prefix: Prefix of the names of its columns.
+        prefix: Prefix of the names of the columns that belong to the sequence.
     """
 
     columns: Feature
@@ -56,7 +56,7 @@ class Sequences(NamedTuple):
 
 
 def as_texts(features: Sequence[Feature]) -> list[Text]:
-    """Name each feature by its number in the batch, from 0."""
+    """Return a `Text` for each feature, named by the number of the feature in the batch, from 0."""
     if len(features) == 0:
         raise ValueError("features: got an empty batch, allowed: at least one example")
     for number, feature in enumerate(features):
@@ -146,7 +146,7 @@ def label_column(texts: list[Text], names: Sequence[str] = LABELS) -> str | None
 
 
 def sequence_labels(texts: list[Text], name: str) -> Tensor:
-    """Stack one label per sequence to int64 ``(B,)``, float32 ``(B,)`` or float32 ``(B, C)``."""
+    """Stack one label per sequence into int64 ``(B,)``, float32 ``(B,)`` or float32 ``(B, C)``."""
     rows = [as_array(text, name) for text in texts]
     for text, row in zip(texts, rows, strict=True):
         if row.ndim > 1 or row.dtype.kind not in ("f" if row.ndim else "biuf"):
@@ -191,7 +191,7 @@ def _integers(text: Text, name: str) -> np.ndarray:
 
 
 def _mask(text: Text, length: int) -> np.ndarray | None:
-    """Return bool ``(length,)``, True where ``attention_mask`` is 1; None if it is 1 everywhere."""
+    """Return bool ``(length,)``, True where ``attention_mask`` is 1; None if all entries are 1."""
     if text.get("attention_mask") is None:
         return None
     mask = as_array(text, "attention_mask")

@@ -19,7 +19,7 @@ from fastbert.data.tokenizer import (
 
 
 class JsonTokenizer:
-    """A tokenizer of any kind, whose own post-processor adds the special tokens.
+    """A tokenizer with any model, whose own post-processor adds the special tokens.
 
     Attributes:
         backend: The ``tokenizers.Tokenizer``.
@@ -27,7 +27,7 @@ class JsonTokenizer:
     """
 
     def __init__(self, tokenizer: Tokenizer, *, token_types: bool = True) -> None:
-        """Wrap a tokenizer and switch its padding off.
+        """Wrap a tokenizer and disable its padding.
 
         Args:
             tokenizer: The tokenizer, which is changed in place.
@@ -61,8 +61,8 @@ class JsonTokenizer:
         Args:
             first: The first text.
             second: The second text.
-            max_length: Largest number of ids; None cuts nothing. The end of the longer text is cut
-                if there are more ids.
+            max_length: Largest number of ids; if there are more, the end of the longer text is cut.
+                None cuts nothing.
 
         Returns:
             The ids and the token types, of the same length.
@@ -114,7 +114,7 @@ class JsonTokenizer:
             return self.backend.encode(first, second)
 
     def _limit(self, max_length: int | None, is_pair: bool) -> None:
-        """Switch truncation to `max_length` on, or switch truncation off if it is None."""
+        """Enable truncation to `max_length` ids, or disable truncation if `max_length` is None."""
         if max_length is None:
             self.backend.no_truncation()
         else:
@@ -181,5 +181,5 @@ def model_max_length(folder: str | os.PathLike[str]) -> int | None:
     if not is_number or not length >= 1:
         place = Path(folder) / CONFIG
         raise ValueError(f"{place}: model_max_length: got {length!r:.200}, allowed: a number >= 1")
-    # The value 1e30 means that there is no limit.
+    # transformers writes the value 1e30 if there is no limit.
     return None if length > 1 << 30 else int(length)

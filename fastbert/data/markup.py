@@ -1,7 +1,8 @@
-"""Removal of the markup of HTML, Markdown and wikis from a text, which keeps the text itself.
+"""Removal of HTML, Markdown and wiki markup from a text; the text itself stays.
 
-What has the form of a tag is markup only if HTML or MediaWiki know its name and its attributes, so
-that ``p<q was used, and r>s`` and ``List<String>`` stay text.
+A string in the form of a tag is markup only if HTML or MediaWiki define an element of its name.
+Each attribute must also have a value, or be a boolean attribute of HTML. Therefore
+``p<q was used, and r>s`` and ``List<String>`` stay text.
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ import re
 from collections import Counter
 from html.parser import HTMLParser
 
-# What `without_markup` counts: tags, and parts such as comments, tables, code and templates.
+# The names under which `without_markup` counts the removed tags, and the removed parts such as
+# comments, tables, code and templates.
 MARKUP = TAGS, PARTS = "tags", "parts of markup"
-# The elements of HTML, with obsolete ones, those of MathML and SVG that occur in prose, and the
-# extension tags of MediaWiki.
+# The elements of HTML, including obsolete elements, the elements of MathML and SVG that occur in
+# prose, and the extension tags of MediaWiki.
 _NAMES = """
 a abbr acronym address applet area article aside audio b base basefont bdi bdo bgsound big blink
 blockquote body br button canvas caption center cite code col colgroup data datalist dd del details
@@ -31,7 +33,7 @@ languages mapframe maplink noinclude nowiki onlyinclude poem ref references scor
 templatedata templatestyles timeline translate
 """
 _ELEMENTS = frozenset(_NAMES.split())
-# Attributes that need no value.
+# The boolean attributes of HTML, which need no value.
 _FLAGS = """
 allowfullscreen async autofocus autoplay checked compact controls declare default defer disabled
 formnovalidate hidden inert inline ismap itemscope loop multiple muted nohref nomodule noresize
@@ -41,9 +43,10 @@ _BOOLEAN = frozenset(_FLAGS.split())
 _BREAKS = {"p", "br", "div", "tr", "td", "th", "ul", "ol", "dl", "blockquote", "section"}
 _HEADINGS = {"h1", "h2", "h3", "h4", "h5", "h6"}
 _ITEMS = {"li", "dt", "dd"}
-# A tag, whose attributes may have other tags in quotation marks.
+# This matches a tag. The value of an attribute in double quotation marks may contain ">".
 _TAG = re.compile(r"""</?[A-Za-z](?:[^<>"]|"[^"<]{0,300}"){0,300}>""")
-# Parts of several lines: a text that every such part has, its begin, its end, and its substitute.
+# A row of `_PARTS` is a text that every part of this kind contains, the patterns of its begin and
+# of its end, and its substitute. A part may have several lines.
 _FENCE = re.compile(r"^```", re.M)
 
 
@@ -59,7 +62,7 @@ _PARTS = (
     ("```", _FENCE, re.compile(r"^```[^\n]*$", re.M), ""),
     ("{|", re.compile(r"^\{\|", re.M), re.compile(r"^\|\}", re.M), ""),
 )
-# A template of a wiki contains others, so the innermost templates are removed first.
+# A template of a wiki may contain templates, so the innermost templates are removed first.
 _TEMPLATE = re.compile(r"\{\{[^{}]{0,5000}\}\}")
 _TEMPLATES_DEEP = 4
 _INLINE: tuple[tuple[str, re.Pattern[str], str], ...] = (
@@ -82,11 +85,11 @@ def without_markup(text: str, dropped: Counter[str]) -> str:
 
     Args:
         text: The text.
-        dropped: Receives the number of tags, ``"tags"``, and of parts, ``"parts of markup"``, that
-            were removed.
+        dropped: Receives the number of removed tags as ``"tags"``, and the number of removed parts
+            as ``"parts of markup"``.
 
     Returns:
-        The text; the lines of headings and items keep a mark.
+        The text. The headings and list items of HTML become lines that begin with ``#`` and ``-``.
     """
     for sign, begin, end, new in _PARTS:
         if sign in text:
@@ -109,7 +112,7 @@ def _without_parts(
 ) -> str:
     """Replace each part from `begin` to the next `end`; a part without an end stays.
 
-    If one part has no end, later parts have none either, so the time is linear.
+    If a part has no end, no later part has an end, so the search stops and takes linear time.
     """
     parts, place = [], 0
     while (first := begin.search(text, place)) and (last := end.search(text, first.end())):
@@ -134,10 +137,10 @@ def _without_tags(text: str, dropped: Counter[str]) -> str:
     return _TAG.sub(replace, text)
 
 
-# Most tags of a corpus are the same few.
+# A few different tags make up most tags of a corpus, so the results are cached.
 @functools.lru_cache(maxsize=1 << 14)
 def _substitute(text: str) -> str | None:
-    """Return what takes the place of a tag; None if HTML and MediaWiki do not know it."""
+    """Return the substitute for a tag, or None if the text is not a tag of HTML or MediaWiki."""
     tag = _Tag(text)
     if tag.name is None:
         return None
@@ -149,11 +152,12 @@ def _substitute(text: str) -> str | None:
 
 
 class _Tag(HTMLParser):
-    """A text in the form of a tag, as HTML reads it.
+    """A parser of one string in the form of a tag.
 
     Attributes:
-        name: Name of the element; None if HTML and MediaWiki do not know it or its attributes.
-        closes: Whether it is an end tag.
+        name: Name of the element; None if HTML and MediaWiki do not define the element, or if an
+            attribute without a value is not a boolean attribute.
+        closes: Whether the tag is an end tag.
     """
 
     def __init__(self, text: str) -> None:

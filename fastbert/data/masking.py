@@ -1,7 +1,7 @@
 """Targets of masked language modelling (Devlin et al. 2019, sections 3.1 and A.1).
 
 By default 15 % of the tokens are predicted. Of the predicted tokens, 80 % become ``[MASK]``, 10 %
-become a random token and 10 % stay.
+become a random token and 10 % stay unchanged.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class MaskingTokenizer(Protocol):
 def _choose(sizes: np.ndarray, rng: np.random.Generator, probability: float) -> np.ndarray:
     """Choose the units to predict, for sequences of `sizes` ``(B,)`` units.
 
-    A unit is a token or a word. The number of units of a sequence is `probability` times its size,
-    rounded up or down at random, so that the expectation is exact. A sequence with any units has at
-    least one chosen unit. Only a sequence of fewer than ``1 / probability`` units can therefore
-    exceed `probability`.
+    A unit is a token or a word. The number of chosen units of a sequence is `probability` times its
+    size, rounded up or down at random, so that the expectation is exact. A sequence with any units
+    has at least one chosen unit. Only in a sequence of fewer than ``1 / probability`` units does
+    the expected share therefore exceed `probability`.
 
     Returns:
         bool of shape ``(sum of sizes,)``, True at the units to predict.
@@ -120,7 +120,7 @@ def mask_tokens(
     """Mask one next-sentence pair.
 
     Of the predicted tokens, 80 % become the mask token, 10 % become a random token and 10 % stay
-    (Devlin et al. 2019). Special tokens are neither predicted nor drawn as random tokens.
+    unchanged (Devlin et al. 2019). Special tokens are neither predicted nor drawn as random tokens.
 
     Args:
         instance: The pair, of n tokens.

@@ -1,4 +1,4 @@
-"""The tokenizer of a model for fine-tuning: texts, sentences of words, and windows of contexts."""
+"""The tokenizer of a model for fine-tuning, for texts, sentences of words and long contexts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fastbert.file_size import check_file
 
 FILES = ("tokenizer.json", "vocab.txt", "special_tokens_map.json", "added_tokens.json")
 LENGTH = "model_max_length"
-# The longest question, in tokens; a longer one is cut (Devlin et al. 2019).
+# The largest length of a question, in tokens; a longer question is cut (Devlin et al. 2019).
 LONGEST_QUESTION = 64
 
 
@@ -47,7 +47,7 @@ class Window(NamedTuple):
         ids: Ids of the tokens, special tokens included.
         token_types: Token type of each id.
         offsets: Start and end of each token in the context, as indices of characters; None for
-            tokens that are not of the context.
+            tokens outside of the context.
     """
 
     ids: list[int]
@@ -62,7 +62,7 @@ class ModelTokenizer:
         folder: The model folder.
         limit: Largest number of tokens of a sequence.
         size: Largest id of the vocabulary plus 1.
-        truncated: Number of texts that `encode` has cut.
+        truncated: Number of texts, or pairs of texts, that `encode` has cut.
     """
 
     def __init__(self, folder: Path, limit: int) -> None:
@@ -85,7 +85,7 @@ class ModelTokenizer:
         for path in paths:
             check_file(path, MOST_TOKENIZER_BYTES)
         self._files = {path.name: path.read_bytes() for path in paths}
-        # A tokenizer without a post-processor adds no special tokens to a sentence.
+        # Both lists are empty if the tokenizer has no post-processor that adds special tokens.
         self._begin, self._end = self._special()
 
     def _special(self) -> tuple[list[int], list[int]]:
@@ -97,13 +97,15 @@ class ModelTokenizer:
         return ids[:start], ids[start + len(inner) :]
 
     def encode(self, texts: Sequence[str]) -> Encoded:
-        """Encode a text or a pair of texts; the end of the longer one is cut.
+        """Encode a text or a pair of texts in at most `limit` tokens.
+
+        If there are more tokens, the end of the longer text is cut.
 
         Args:
             texts: One text or two.
 
         Returns:
-            The ids and the token types.
+            The ids, the token types and whether a text was cut.
 
         Raises:
             ValueError: If the limit leaves no room for the special tokens.
@@ -200,12 +202,12 @@ class ModelTokenizer:
         return [_window(part) for part in (encoding, *encoding.overflowing)]
 
     def save(self, folder: str | os.PathLike[str], *, max_length: int | None = None) -> None:
-        """Write the files of the tokenizer, as they were in the model folder.
+        """Write the files of the tokenizer as they were loaded, and ``tokenizer_config.json``.
 
         Args:
             folder: Folder, which exists.
             max_length: Any number writes `limit` as ``model_max_length``, so that other programs
-                cut texts as the training did. None keeps the value of the model folder.
+                cut texts as the training did. None writes the value of the model folder.
         """
         for name, content in self._files.items():
             (Path(folder) / name).write_bytes(content)

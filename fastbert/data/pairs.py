@@ -73,7 +73,7 @@ class EpochPairs(Sequence[Instance]):
     def __init__(
         self, tokens: np.ndarray, spans: np.ndarray, tokenizer: WordPieceTokenizer
     ) -> None:
-        """Keep the tokens of all documents and the spans of the pairs.
+        """Store the tokens of all documents and the spans of the pairs.
 
         Args:
             tokens: Ids of all documents, of shape ``(T,)``.
@@ -114,11 +114,11 @@ class EpochPairs(Sequence[Instance]):
 class NextSentencePairs:
     """Next-sentence pairs that are drawn from documents in every epoch.
 
-    The documents are tokenized once and kept as ids of 4 bytes. An epoch builds its pairs in three
-    steps.
+    The documents are tokenized once and stored as ids of 4 bytes. An epoch builds its pairs in
+    three steps.
 
     1. Each document is cut into runs of sentences that fit into `max_length` tokens, special tokens
-       included. A share `short` of the runs has a random shorter length.
+       included. A share `short` of the runs is limited to a random smaller number of tokens.
     2. Each run is cut into two halves at a random boundary between sentences.
     3. With probability 1/2, the second half is replaced by sentences of another document.
 
@@ -215,7 +215,8 @@ class NextSentencePairs:
                 target = rng.randint(2, target)
             end = max(start + 2, self._fit(start, last, target))
             yield start, end, target
-            # If only one sentence would remain, the next run also repeats the sentence before it.
+            # If only one sentence would remain, the next run also repeats the last sentence of
+            # this run.
             start = end if end == last else min(end, last - 2)
 
     def _fit(self, start: int, last: int, budget: int) -> int:
@@ -268,7 +269,7 @@ def _ends(start: int, length: int, room: int) -> list[int]:
 def _tokenise(
     documents: Iterable[Sequence[str]], tokenizer: WordPieceTokenizer, room: int
 ) -> tuple[np.ndarray, list[int], list[int]]:
-    """Return all ids (int32), the starts of sentences in ids, and of documents in sentences."""
+    """Return all ids (int32), the bounds of sentences in the ids, and of documents in sentences."""
     chunks: list[np.ndarray] = []
     offsets, first = [0], [0]
     source = iter(documents)

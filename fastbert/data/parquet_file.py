@@ -23,7 +23,7 @@ def row_groups(path: Path) -> list[tuple[int, int]]:
 
 
 def column_names(path: Path) -> list[str]:
-    """Return the names of the columns of a file; errors as of `row_groups`."""
+    """Return the names of the columns of a file; the errors are those of `row_groups`."""
     parquet_file = _parquet_file(path)
     with _damage_named(path), parquet_file(path) as file:
         return list(file.schema_arrow.names)
@@ -54,7 +54,7 @@ def read_rows(
             if (count := names.count(column)) != 1:
                 present = f"{count} columns" if count else "no column"
                 raise ValueError(f"{path} has {present} {column!r}, allowed: {', '.join(names)}")
-        # A row can be a whole book, so a batch has few rows.
+        # A row can hold a whole book, so a batch has few rows.
         batches = file.iter_batches(batch_size=256, columns=list(columns), row_groups=groups)
         while True:
             with _damage_named(path):
@@ -78,7 +78,7 @@ def _parquet_file(path: Path) -> Any:
 
 @contextmanager
 def _damage_named(path: Path) -> Iterator[None]:
-    """Turn the errors that pyarrow raises for a damaged file into a ValueError that names it."""
+    """Turn the errors of pyarrow for a damaged file into a ValueError that names the file."""
     from pyarrow import ArrowException
 
     try:

@@ -1,7 +1,7 @@
-"""Cleaning of documents to passages of text, without headings, lists, tables and markup.
+"""Reduction of documents to passages of text, without headings, lists, tables and markup.
 
 Devlin et al. 2019 (section 3.1) take only the text passages of Wikipedia and leave out lists,
-tables and headers. The rules here know the marks of HTML, Markdown and wikis, and plain text.
+tables and headers. The rules here cover the marks of HTML, Markdown and wikis, and unmarked text.
 """
 
 from __future__ import annotations
@@ -31,16 +31,17 @@ def passages(text: str, dropped: Dropped) -> Document:
     r"""Return the sentences of the passages of a document.
 
     These parts are left out: markup, code blocks, headings, items of lists, rows of tables, and
-    paragraphs without the mark of a sentence, unless their script has no such marks.
+    paragraphs without a sentence-ending mark, unless their script needs no such marks.
 
     Args:
         text: The document. Blank lines separate its paragraphs.
         dropped: Receives the number of lines that were left out, by reason: ``"headings"``,
-            ``"list items"``, ``"table rows"`` and ``"fragments"``; and that of ``"tags"`` and
-            ``"parts of markup"``, see `without_markup`.
+            ``"list items"``, ``"table rows"`` and ``"fragments"``. Rules and the indented lines of
+            an item after its first line are not counted. Also receives the counts of
+            `without_markup`.
 
     Returns:
-        The sentences, which are none if the document has no passage.
+        The sentences; an empty list if the document has no passage.
 
     Examples:
         >>> from collections import Counter
@@ -69,7 +70,7 @@ def passages(text: str, dropped: Dropped) -> Document:
 
 
 def _text_lines(lines: list[str], dropped: Dropped) -> Iterator[str]:
-    """Yield the lines of a block that are running text, and count the others."""
+    """Yield the lines of a block that are running text, and count the other lines."""
     in_item = False
     for number, line in enumerate(lines):
         following = lines[number + 1] if number + 1 < len(lines) else None
@@ -87,7 +88,7 @@ def _text_lines(lines: list[str], dropped: Dropped) -> Iterator[str]:
 
 
 def _reason(line: str, following: str | None, before: str | None) -> str | None:
-    """Return why a line is not running text, or None if it is."""
+    """Return why a line is not running text, or None if the line is running text."""
     if _HEADING.match(line) or (following is not None and _UNDERLINE.match(following)):
         return "headings"
     if _ROW.match(line) or line.count("|") >= 2 or line.strip().count("\t") >= 2:
@@ -100,7 +101,8 @@ def _reason(line: str, following: str | None, before: str | None) -> str | None:
 def _is_heading(line: str, following: str | None, before: str | None) -> bool:
     """Return whether a line without a mark at its end stands alone between sentences.
 
-    A line of wrapped text is longer, or the next line continues its sentence without a capital.
+    A line of wrapped text, by contrast, is longer, or the next line continues its sentence in lower
+    case.
     """
     if len(line) > _SHORT or line[-1] in ",;:-–—\"'”’)" or line[:1].islower():
         return False

@@ -17,13 +17,13 @@ from fastbert.data.parquet_file import read_rows, row_groups
 from fastbert.text_file import COMPRESSED, content_suffix, is_plain, lines_in_utf8
 
 SUFFIXES = (".txt", ".jsonl", ".parquet")
-# A longer document of a .txt file is cut after a line, so that no document fills the memory. In
-# bytes.
+# A document of a .txt file with more than this number of bytes is cut after a line, so that no
+# document fills the memory.
 LONGEST = 4 << 20
 _BLOCK = 1 << 20
-# The end of a file that is compressed or not in UTF-8, whose text is read as a whole.
+# The end of the span of a file that is compressed or not in UTF-8; such a file is read as a whole.
 _WHOLE = 1 << 62
-# Text has about so many bytes for each byte of a compressed file.
+# The estimated number of bytes of text for each byte of a compressed file.
 _COMPRESSION = 4
 
 
@@ -32,9 +32,9 @@ class Span(NamedTuple):
 
     Attributes:
         path: The file.
-        start: First byte; of a .parquet file, the first row group.
-        end: End of the bytes or of the row groups.
-        size: Size of the text in bytes, which for a .parquet file is a measure only.
+        start: Index of the first byte; for a .parquet file, index of the first row group.
+        end: Index after the last byte or row group.
+        size: Size of the text in bytes; an estimate for .parquet and compressed files.
     """
 
     path: Path
@@ -141,9 +141,9 @@ def read_piece(piece: Piece) -> Iterator[str]:
 
 
 def _lines(span: Span) -> Iterator[tuple[int, bytes]]:
-    """Yield the lines from the first that begins in the span to the end of the file.
+    """Yield the lines from the first line that begins in the span to the end of the file.
 
-    Each line has its first byte; lines that begin after the span are for the caller to refuse.
+    Each line comes with the index of its first byte, by which the caller stops after the span.
     """
     if span.end == _WHOLE:
         place = 0
@@ -154,7 +154,7 @@ def _lines(span: Span) -> Iterator[tuple[int, bytes]]:
     with span.path.open("rb") as file:
         place = span.start
         if place:
-            # The line that contains the byte before the span is in the span before.
+            # The line that contains the last byte before the span belongs to the previous span.
             file.seek(place - 1)
             place += len(file.readline()) - 1
         for line in file:
@@ -163,9 +163,10 @@ def _lines(span: Span) -> Iterator[tuple[int, bytes]]:
 
 
 def _read_txt(span: Span) -> Iterator[str]:
-    """Yield the blocks of lines whose last blank line before them begins in the span."""
+    """Yield the blocks of lines whose preceding blank line begins in the span."""
     block: list[str] = []
-    # The blank line before the block; the first block of a file follows the start of the file.
+    # The byte at which the preceding blank line begins; None until a blank line was read. The start
+    # of a file counts as a blank line.
     blank: int | None = None if span.start else 0
     size = 0
     for place, line in _lines(span):
@@ -215,7 +216,7 @@ def _read_parquet(span: Span) -> Iterator[str]:
     first = sum(rows for rows, _ in row_groups(span.path)[: span.start])
     rows = read_rows(span.path, ["text"], range(span.start, span.end))
     for row, (value,) in enumerate(rows, start=first + 1):
-        # A null means a row without text, as does an empty string.
+        # A row whose value is null has no text, like a row with an empty string.
         if value is not None and not isinstance(value, str):
             got = type(value).__name__
             raise ValueError(f'{span.path}, row {row}: "text" is {got}, allowed: a string')
@@ -230,7 +231,7 @@ def _decode(path: Path, place: int, line: bytes) -> str:
 
 
 def _broken(path: Path, place: int, what: str) -> ValueError:
-    """Return the error of the line that begins at the byte `place` of the text."""
+    """Return an error that names the line that begins at the byte `place` of the text."""
     return ValueError(f"{path}, line {1 + _line_ends(path, place)}: {what}")
 
 

@@ -20,18 +20,18 @@ SEPARATORS = (",", ";", "\t")
 
 
 class DataWarning(UserWarning):
-    """Data that were read may be other than their owner thinks."""
+    """Warning that data may have been read differently from what their owner expects."""
 
 
 class NoField(ValueError):
-    """A file has no column or field of a name.
+    """Error for a file that has no column or field of a requested name.
 
     Attributes:
         field: The name.
     """
 
     def __init__(self, message: str, field: str) -> None:
-        """Keep the message and the name."""
+        """Store the message and the name."""
         super().__init__(message)
         self.field = field
 
@@ -41,8 +41,8 @@ class Record(NamedTuple):
 
     Attributes:
         place: The file and the line or row, for error messages.
-        values: The value of each field that was asked for, in their order. A value of a .csv or
-            .tsv file is a string; a value that is absent in a .parquet file is None.
+        values: The values of the requested fields, in the order of the request. A value of a .csv
+            or .tsv file is a string; a null of a .parquet file is None.
     """
 
     place: str
@@ -55,16 +55,17 @@ def read_records(
     r"""Read some fields of each row of a file.
 
     A .csv or .tsv file has the names of its columns in the first line. If all `fields` are numbers
-    that are no names of columns, the file has no names, and the numbers count its columns from 1.
-    A .csv file is quoted as in RFC 4180, and separated by commas, semicolons or tabs. A .tsv file
-    has no quotation marks with a meaning (IANA text/tab-separated-values), unless all names of its
-    columns are in quotation marks. A .jsonl file has one object per line; blank lines do not count.
+    and none is the name of a column, the first line is a row, and the numbers count the columns
+    from 1. A .csv file is quoted as in RFC 4180, and separated by commas, semicolons or tabs. In a
+    .tsv file, quotation marks are ordinary characters (IANA text/tab-separated-values), unless all
+    names of columns are in quotation marks. A .jsonl file has one object per line, and its blank
+    lines are skipped.
 
     Args:
         path: A .csv, .tsv, .jsonl or .parquet file. All but the last may be compressed, and may be
             in UTF-16 with a byte order mark; see `read_text`.
         fields: Names of the columns or of the fields.
-        optional: Names of further ones, whose value is None where they are absent.
+        optional: Names of further columns or fields; the value of an absent one is None.
 
     Yields:
         One record per row, with the values of `fields` and of `optional`.
@@ -115,7 +116,7 @@ def _separated(path: Path, fields: Sequence[str], optional: Sequence[str]) -> It
     names = [name.strip() for name in start.fields]
     rows = lines
     if fields and all(field.isdecimal() and field not in names for field in fields):
-        # The file has no names of columns.
+        # The file has no names of columns, so its first line is a row.
         names = [str(number) for number in range(1, len(names) + 1)]
         rows = itertools.chain([start], lines)
     chosen: list[int | None] = [_column(path, names, field) for field in fields]
@@ -132,7 +133,7 @@ def _separated(path: Path, fields: Sequence[str], optional: Sequence[str]) -> It
 
 
 def _separator(path: Path, first: str, fields: Sequence[str]) -> str:
-    """Return the separator with which the first line has all fields; otherwise a comma."""
+    """Return the separator that divides the first line into names with all `fields`, or a comma."""
     for separator in SEPARATORS:
         line = next(_quoted(path, first, separator), None)
         names = [name.strip() for name in line.fields] if line else []
@@ -148,7 +149,7 @@ def _quoted(path: Path, text: str, separator: str) -> Iterator[_Line]:
     rows = csv.reader(lines, delimiter=separator, strict=True)
     while True:
         number = rows.line_num + 1
-        # The limit holds for the whole process, whose other parts may rely on it.
+        # The limit applies to the whole process, so the earlier limit is restored after each row.
         limit = csv.field_size_limit(MOST_BYTES)
         try:
             row = next(rows, None)
@@ -192,7 +193,7 @@ def _is_enclosed(field: str) -> bool:
 
 
 def _cause(path: Path, values: Sequence[str]) -> str:
-    """Return what may have divided a row of a .tsv in the wrong place."""
+    """Return the probable reason why a row of a .tsv has another number of fields, or nothing."""
     if content_suffix(path) == ".tsv" and any('"' in value for value in values):
         return (
             "; quotation marks have no meaning in a .tsv: a text with a tab or a line break needs "

@@ -14,26 +14,27 @@ import re
 import regex
 
 # The marks after which only a space and a capital letter begin a sentence. The Arabic full stop is
-# one because it divides abbreviations too.
+# among these marks because it divides abbreviations too.
 _WEAK = ".!?…\u06d4"
 # Marks that always end a sentence. Unicode leaves out the mark of Tibetan, because this mark also
 # ends phrases.
 _STRONG = rf"[[\p{{SB=STerm}}\p{{SB=ATerm}}\u0f0d-\u0f12]--[{_WEAK}\u2024\uff0e\ufe52]]"
 # A question mark, which has the form of a semicolon, after a Greek word.
 _GREEK = r"(?<=\p{Greek})[;\u037e](?=\s+\p{Lu})"
-# The blanks of scripts that have no marks of sentences.
+# The blanks between letters of Thai and Lao, which have no sentence-ending marks.
 _BLANK = regex.compile(r"(?<=[\p{Thai}\p{Lao}]) (?=[\p{Thai}\p{Lao}])")
 _CLOSERS = r"""["'”’»)\]」』）]*"""
 # This matches a mark that may end a sentence, with the closing quotes and brackets after it. A run
-# of marks is matched only from its first mark, so that the time stays linear. The set at the start
-# halves the time.
+# of marks is matched only from its first mark, so that the time stays linear. The lookahead at the
+# start halves the time.
 _END = regex.compile(
     rf"(?=[[\p{{SB=STerm}}\p{{SB=ATerm}}\u0f0d-\u0f12{_WEAK};\u037e]])"
     rf"(?:(?<![{_WEAK}])[{_WEAK}]+{_CLOSERS}(?=\s)|{_STRONG}+{_CLOSERS}|{_GREEK})\s*",
     regex.VERSION1,
 )
 _MARK = regex.compile(rf"[{_WEAK}]|{_STRONG}|{_GREEK}", regex.VERSION1)
-# Words in these scripts are not divided by blanks, and many texts in them have no marks.
+# Words in these scripts are not divided by blanks, and many of their texts have no sentence-ending
+# marks.
 _UNMARKED = regex.compile(r"[\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}\p{Tibetan}]")
 _OPENERS = "\"'“‘«([{*-–—"
 # Abbreviations are in lower case and without the final stop. Abbreviations that often end a
@@ -56,14 +57,14 @@ def needs_no_mark(text: str) -> bool:
 
 
 def ends_sentence(text: str) -> bool:
-    """Return whether a text ends with a mark that ends sentences, and closing quotes after it."""
+    """Return whether a text ends with a sentence-ending mark, which closing quotes may follow."""
     return _MARK.match(text.rstrip("\"'”’»)]」』）")[-1:]) is not None
 
 
 def _is_boundary(text: str, start: int, match: regex.Match[str], needs_capital: bool) -> bool:
-    """Return whether the mark of `match`, before more text, ends the sentence from `start`.
+    """Return whether the mark of `match`, which text follows, ends the sentence from `start`.
 
-    Only the words around the mark are read, so that the time does not depend on the sentence.
+    Only the words around the mark are read, so the time does not depend on the sentence's length.
     """
     mark, end, resume = match.group().strip(), match.start(), match.end()
     if mark[0] not in _WEAK:
@@ -86,8 +87,8 @@ def _is_boundary(text: str, start: int, match: regex.Match[str], needs_capital: 
 def split_sentences(text: str) -> list[str]:
     """Split one paragraph into sentences, in order, with single spaces between words.
 
-    A sentence has at least one letter or digit, so rules and underlines are dropped. A text without
-    any capital letter (a lower-cased corpus) is split at every mark.
+    A sentence has at least one letter or digit, so rules and underlines are dropped. In a text
+    without any capital letter (a lower-cased corpus), no capital letter needs to follow a mark.
     """
     text = " ".join(text.split())
     needs_capital = text != text.lower()

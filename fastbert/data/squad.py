@@ -12,8 +12,8 @@ from fastbert.text_file import content_suffix, read_text
 
 FORMATS = (".json", ".jsonl", ".parquet")
 FIELDS = ("question", "context")
-# The training part of SQuAD 1.1 has a value per 15 bytes. A value needs more memory than a byte, so
-# that denser data could fill it.
+# A large file may have one JSON value for this number of characters; the training set of SQuAD 1.1
+# has one for 15. A value needs more memory than its text, so denser data could fill the memory.
 BYTES_PER_VALUE = 8
 
 
@@ -22,7 +22,7 @@ class Answer(NamedTuple):
 
     Attributes:
         text: The text of the answer.
-        start: Index of its first character in the context.
+        start: Index of the first character of the answer in the context.
     """
 
     text: str
@@ -52,22 +52,22 @@ def read_questions(path: Path, *, answered: bool = True) -> Iterator[Question]:
 
     A .json file has the layout of SQuAD 1.1 or 2.0 (Rajpurkar et al. 2016, 2018): ``data``,
     ``paragraphs`` and ``qas``. A .jsonl or .parquet file has a row for each question, with the
-    fields ``id``, ``question``, ``context`` and ``answers``; the last one is an object with the
-    lists ``text`` and ``answer_start``. A question with ``is_impossible`` has no answer, whatever
-    ``answers`` has. A .json or .jsonl file may be compressed; see `read_text`.
+    fields ``id``, ``question``, ``context`` and ``answers``; the last field is an object with the
+    lists ``text`` and ``answer_start``. If ``is_impossible`` is true, the question has no answer,
+    and ``answers`` is ignored. A .json or .jsonl file may be compressed; see `read_text`.
 
     Args:
         path: Path of the file.
-        answered: Whether the questions have answers that are read; if not, `answers` is empty.
+        answered: Whether the answers are read; if not, ``Question.answers`` is empty.
 
     Yields:
         The questions in the order of the file.
 
     Raises:
         FileNotFoundError: If there is no such file.
-        ValueError: If the file is damaged, has another suffix or has no question, or if an answer
-            is not at its place in the context. The message names the file, and the line or the
-            paragraph.
+        ValueError: If the file is damaged, has another suffix or has no question, or if the context
+            does not have an answer at its ``answer_start``. The message names the file, and the
+            line or the paragraph.
     """
     suffix = content_suffix(path)
     if suffix not in FORMATS:
@@ -126,7 +126,7 @@ def _identifier(place: str, entry: Any) -> str | int:
 
 
 def _impossible(place: str, entry: Any) -> bool:
-    """Return whether a question has no answer, although ``answers`` may name some."""
+    """Return whether ``is_impossible`` marks a question as having no answer."""
     value = entry.get("is_impossible")
     if value is not None and not isinstance(value, bool):
         raise ValueError(f"{place}: is_impossible: got {value!r:.100}, allowed: true or false")

@@ -196,7 +196,8 @@ _CLOSING = (
         "the {thing} made {hero} and {friend} {feeling}.",
     ),
 )
-# This is the share of stories that omit a given beat of the opening or the closing.
+# This is the share of stories that omit a given beat of the opening or the closing. No story omits
+# the first beat of the opening.
 _SKIPPED = 0.1
 
 

@@ -1,4 +1,4 @@
-"""Reading a folder with a subfolder of text files for each label, as of the IMDB reviews."""
+"""Reading a folder with a subfolder of text files for each label, such as the IMDB reviews."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def read_text_folder(folder: Path) -> Iterator[Record]:
         folder: The folder.
 
     Yields:
-        Records with two values: the text, and the label, which is the name of its subfolder. The
-        place is the file.
+        Records with two values: the text, and the label, which is the name of the subfolder. The
+        place is the path of the file.
 
     Raises:
         ValueError: If there is no text, or if a file is empty or not UTF-8. The message names the

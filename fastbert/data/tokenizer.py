@@ -136,7 +136,7 @@ class WordPieceTokenizer:
     """
 
     def __init__(self, tokenizer: Tokenizer, special: dict[str, str] | None = None) -> None:
-        """Wrap a tokenizer and switch its padding and truncation off.
+        """Wrap a tokenizer and disable its padding and truncation.
 
         Args:
             tokenizer: The tokenizer, which is changed in place.
@@ -156,7 +156,8 @@ class WordPieceTokenizer:
             raise ValueError(f"tokenizer: special tokens not in the vocabulary: {missing}")
         if (largest := max(vocab.values())) >= MAX_VOCABULARY:
             raise ValueError(f"tokenizer: got the id {largest}, allowed: below {MAX_VOCABULARY}")
-        # The caller chooses the length, but a saved tokenizer.json may have both switched on.
+        # A saved tokenizer.json may enable padding and truncation, but here the caller chooses the
+        # length.
         tokenizer.no_padding()
         tokenizer.no_truncation()
         self.backend = tokenizer
@@ -170,7 +171,7 @@ class WordPieceTokenizer:
         self.ordinary_ids = np.setdiff1d(np.array(list(vocab.values())), special_ids)
         prefix = tokenizer.model.continuing_subword_prefix
         self._continues = np.zeros(self.vocab_size, dtype=bool)
-        # The prefix alone ("##") is an ordinary token.
+        # The prefix alone ("##") begins a word; it is not a continuation piece.
         pieces = [i for token, i in vocab.items() if token.startswith(prefix) and token != prefix]
         self._continues[pieces] = True
 
@@ -210,8 +211,8 @@ class WordPieceTokenizer:
         Args:
             first: The first text.
             second: The second text.
-            max_length: Largest number of ids; None cuts nothing. The end of the longer text is cut
-                if there are more ids.
+            max_length: Largest number of ids; if there are more, the end of the longer text is cut.
+                None cuts nothing.
 
         Returns:
             The ids, and the token types: 0 up to the first ``[SEP]``, then 1.
@@ -364,8 +365,8 @@ class WordPieceTokenizer:
         """Write the tokenizer in the layout of Hugging Face.
 
         The files are ``tokenizer.json``, ``vocab.txt``, ``tokenizer_config.json`` and
-        ``special_tokens_map.json``. Each file is replaced in one step, so that no reader sees a
-        part of it.
+        ``special_tokens_map.json``. Each file is replaced in one step, so that no reader sees an
+        incomplete file.
 
         Args:
             folder: Folder, which is created if it does not exist.
@@ -397,7 +398,7 @@ def _room(max_length: int, special: int) -> int:
     return max_length - special
 
 
-# The largest known tokenizer.json has 33 MB.
+# The largest size of a tokenizer file, in bytes. The largest known tokenizer.json has 33 MB.
 MOST_TOKENIZER_BYTES = 1 << 28
 
 
@@ -412,7 +413,7 @@ CONFIG = "tokenizer_config.json"
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Read ``tokenizer_config.json``, {} if it is absent; raise ValueError if it is broken."""
+    """Read ``tokenizer_config.json``; an absent file gives {}, a broken file raises ValueError."""
     path = folder / CONFIG
     return json_file.read(path) if path.is_file() else {}
 
@@ -445,12 +446,12 @@ def _read_vocab(path: Path) -> dict[str, int]:
 
 
 def _write(path: Path, text: str) -> None:
-    """Write through a temporary file and a rename, so that no reader sees a part of the file."""
+    """Write a temporary file and rename it, so that no reader sees an incomplete file."""
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with open(handle, "w", encoding="utf-8", newline="\n") as file:
             file.write(text)
-        # mkstemp makes a private file, so the usual permissions of a new file are restored.
+        # mkstemp makes a private file, which here receives the usual permissions of a new file.
         umask = os.umask(0)
         os.umask(umask)
         os.chmod(name, 0o666 & ~umask)

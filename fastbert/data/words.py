@@ -1,4 +1,4 @@
-"""The words of plain sentences, as data sets with a tag for each word have them."""
+"""Splitting of sentences into words, as in data sets that have a tag for each word."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import unicodedata
 from collections.abc import Iterator
 from typing import NamedTuple
 
-# Chinese and Japanese have no blanks; each of their characters, and of their marks, is a word.
+# Chinese and Japanese have no blanks between words, so each of their characters and marks is a
+# word.
 _ALONE = re.compile(
     "[\u3000-\u30ff\u31f0-\u31ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\uff00-\uffef"
     "\U00020000-\U0003ffff]"
@@ -19,7 +20,7 @@ class Word(NamedTuple):
 
     Attributes:
         text: The word.
-        start: Index of its first character in the sentence.
+        start: Index of the first character of the word in the sentence.
     """
 
     text: str
@@ -36,7 +37,8 @@ def split_words(sentence: str) -> list[Word]:
         sentence: The sentence.
 
     Returns:
-        The words in their order; together they have all characters but the white space.
+        The words in the order of the sentence; together they have all characters except white
+        space.
 
     Examples:
         >>> from fastbert.data.words import split_words
@@ -51,7 +53,7 @@ def split_words(sentence: str) -> list[Word]:
 
 
 def _parts(text: str, start: int, end: int) -> Iterator[tuple[int, int]]:
-    """Yield where the words between two white spaces start and end."""
+    """Yield the start and the end of each word of ``text[start:end]``, which has no white space."""
     for match in re.finditer(f"{_ALONE.pattern}|((?!{_ALONE.pattern}).)+", text[start:end], re.S):
         first, last = start + match.start(), start + match.end()
         while first < last and _is_mark(text[first]):

@@ -1,1 +1,1 @@
-"""The jobs of the commands: encode and classify, which resume after a stop, and fill-mask."""
+"""The jobs of encode, classify and prepare, which resume after a stop, and of fill-mask."""

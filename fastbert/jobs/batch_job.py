@@ -1,6 +1,6 @@
 """Compute a row of numbers for each line of INPUT, in packed batches of similar lengths.
 
-The finished rows are kept when the job is interrupted.
+Finished rows stay on the disk when the job is interrupted.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Line = TypeVar("Line")
 
 
 class Digested(Protocol):
-    """The input of a job, which is known by its digest."""
+    """The input of a job, which its digest identifies."""
 
     @property
     def digest(self) -> str:
@@ -71,8 +71,8 @@ def compute(
         reporter: Receives notes and progress.
 
     Returns:
-        The summary: the numbers of texts and tokens, the seconds, the tokens per second of this
-        run, and others.
+        The summary: the numbers of texts and tokens, the duration in seconds, the tokens per second
+        of this run, and other entries.
 
     Raises:
         ValueError: If INPUT changed while it was read, or if another run is writing to OUT.
@@ -130,7 +130,7 @@ def windows(
     Args:
         lines: The encoded lines.
         tokens: A window ends as soon as it has this many tokens.
-        tokens_of: Returns the number of tokens of a line; by default that of its ``ids``.
+        tokens_of: Returns the number of tokens of a line; by default the length of its ``ids``.
 
     Yields:
         The windows in order.

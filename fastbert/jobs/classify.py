@@ -30,8 +30,8 @@ class Classifier:
         backend: Backend of the model; None lets each operation choose.
 
     Raises:
-        ValueError: If the checkpoint has no classification head, or a setting that is not
-            supported, or if `max_length` exceeds the positions of the model.
+        ValueError: If the checkpoint has no classification head or has a setting that is not
+            supported, or if `max_length` exceeds the number of positions of the model.
     """
 
     def __init__(self, model: str, *, max_length: int | None, backend: str | None) -> None:
@@ -99,7 +99,8 @@ def label_names(config: BertConfig) -> list[str]:
     return names
 
 
-# A cross-encoder may name one of these classes of torch.nn; the values are the score functions.
+# A cross-encoder may name one of these classes of torch.nn; the values are the names of the score
+# functions.
 FUNCTIONS = {"Sigmoid": "sigmoid", "Identity": "none"}
 
 
@@ -227,7 +228,7 @@ def results(
     Args:
         rows: Scores, fp32 of shape ``(count, labels)``.
         labels: The names of the labels.
-        ids: The ids of these rows and of later ones; None gives no ids.
+        ids: An iterator whose next elements are the ids of these rows; None gives no ids.
 
     Yields:
         The ``id`` if there are ids, the best ``label``, its ``score``, and the ``scores`` of all
@@ -292,6 +293,6 @@ def _results_of(
     ids = None if texts is None else texts.ids()
     for block in blocks(rows):
         yield results(block, labels, ids)
-    # The end of the ids tells whether the file has changed.
+    # At its end, the iterator of the ids checks whether the file has changed.
     for _ in ids or ():
         raise AssertionError("each row has an id")

@@ -31,10 +31,9 @@ def summarise(manifest: Manifest, records: Sequence[PieceRecord]) -> dict[str, A
         records: The records of all pieces.
 
     Returns:
-        Counts; the number of lines that were left out, by reason; that of the tags and of the parts
-        of markup; and for sentences and documents
-        the mean of their lengths in tokens, and the number of each class of lengths. A class is
-        named by its smallest length.
+        The counts of the corpus, the number of lines that were left out by reason, and the numbers
+        of removed tags and parts of markup. For sentences and documents, also the mean length in
+        tokens and the number in each class of lengths, which is named by its smallest length.
     """
     counts = {part: manifest.count(part) for part in ("documents", "sentences", "tokens")}
     dropped: Counter[str] = Counter()

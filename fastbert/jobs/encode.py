@@ -1,4 +1,4 @@
-"""Compute an embedding for each line of a file, in batches of at most a number of tokens."""
+"""Compute an embedding for each line of a file, in batches with a limited number of tokens."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def facts_of(embedder: Embedder, backend: str | None) -> dict[str, Any]:
 
 
 def write_embeddings(rows: NDArray[np.float32], path: Path, ids: Texts | None = None) -> None:
-    """Write embeddings to a parquet file with the column ``embedding``, and ``id`` before it.
+    """Write embeddings to a parquet file with the columns ``id``, if given, and ``embedding``.
 
     Args:
         rows: Embeddings, fp32 of shape ``(count, width)``. A value of the column is a list of fp32
@@ -127,7 +127,7 @@ def write_parts(
             columns = [pa.array(list(islice(own, len(part))), kind) for kind in named.values()]
             columns.append(pa.FixedSizeListArray.from_arrays(pa.array(part.ravel()), width))
             yield pa.record_batch(columns, schema=schema)
-        # The end of the ids tells whether the file has changed.
+        # At its end, the iterator of the ids checks whether the file has changed.
         for _ in own:
             raise AssertionError("each embedding has an id")
 

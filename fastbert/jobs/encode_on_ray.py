@@ -1,7 +1,7 @@
-"""Compute the embeddings of many files of texts on a Ray cluster, a file for each of them.
+"""Compute the embeddings of many files of texts on a Ray cluster, and write one file for each.
 
 One Ray data set runs over the texts of all files, so that each worker loads the model once. The
-rows come back in their order, and this process writes each file while its rows arrive.
+rows come back in the order of the texts, and this process writes each file while its rows arrive.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 MANIFEST = "manifest.json"
-# Texts of a batch of Ray, which is what the death of a worker costs.
+# Number of texts in a batch of Ray. If a worker dies, the work on its current batch is lost.
 BATCH_TEXTS = 256
-# Cores of a worker without a GPU. Several small workers do more work than a large one.
+# Number of cores of a worker without a GPU. Several small workers are faster than one large worker.
 WORKER_CORES = 2
 
 
 class Shard(NamedTuple):
     """A file of texts: its path, the fields to read, the number of texts and their digest.
 
-    The digest is the same as in `Texts`, with the ids if there is a field of ids.
+    The digest is ``Texts.digest``, which includes the ids if there is a field of ids.
     """
 
     path: Path
@@ -70,8 +70,8 @@ def run(
         source: A folder of .txt, .jsonl, .csv, .tsv and .parquet files, which every machine can
             read.
         target: The folder of the embeddings, and of manifest.json with the model and the options.
-        address: The address of a cluster. ``auto`` is the running cluster, and a new one on this
-            machine if there is none.
+        address: The address of a cluster. ``auto`` uses the running cluster, or starts a cluster on
+            this machine if there is none.
         field: Name of the field or column that has the text.
         id_field: Name of the field or column of the ids, which the files of embeddings then have in
             the column ``id``; None writes no ids.
@@ -79,7 +79,8 @@ def run(
         options: The keyword arguments of `fastbert.inference.Embedder`.
 
     Returns:
-        The summary: the numbers of files, texts and workers, and the seconds, among others.
+        The summary: the numbers of files, texts and workers, the duration in seconds, and other
+        entries.
 
     Raises:
         ImportError: If Ray is not installed.
@@ -92,8 +93,8 @@ def run(
 
     texts = _texts(source, field, id_field, reporter)
     shards = {name: Shard.of(part) for name, part in texts.items()}
-    # A wrong model or option raises an error before any work starts. Each worker loads a separate
-    # model.
+    # The model is loaded here so that a wrong model or option raises an error before any work
+    # starts. Each worker loads its own copy of the model.
     embedder = Embedder(model, **options)
     width, folders = embedder.width, embedder.folders
     facts = facts_of(embedder, options.get("backend"))
@@ -149,14 +150,14 @@ def run(
 
 
 class Rows:
-    """Consecutive embeddings that arrive in batches and are taken in other parts.
+    """Consecutive embeddings that arrive in batches and are taken in parts of other sizes.
 
     Args:
         batches: Embeddings, fp32 of shape ``(count, width)``.
     """
 
     def __init__(self, batches: Iterator[NDArray[np.float32]]) -> None:
-        """Begin before the first batch."""
+        """Start at the first batch."""
         self.batches = batches
         self.held: NDArray[np.float32] | None = None
 
@@ -201,7 +202,7 @@ def _require_ray() -> Any:
 
 
 def _texts(source: Path, field: str, id_field: str | None, reporter: Reporter) -> dict[str, Texts]:
-    """Check and count the texts of all files of INPUT, by their names without suffix, sorted."""
+    """Return the checked texts of each file of INPUT by its name without suffixes, sorted."""
     if not source.is_dir():
         raise ValueError(f"INPUT: got {str(source)!r}, allowed with --ray: a folder of files")
     texts: dict[str, Texts] = {}
@@ -272,7 +273,7 @@ def _workers(ray: Any) -> tuple[int, dict[str, int]]:
 
 
 def read_shards(batch: dict[str, Any], id_field: str | None = None) -> Iterator[dict[str, Any]]:
-    """Read the texts of some shards, in a worker.
+    """Read the texts of some shards, in a process of the cluster.
 
     Args:
         batch: Columns with the values of `Shard`, and ``field``, the column of the texts.
@@ -282,7 +283,7 @@ def read_shards(batch: dict[str, Any], id_field: str | None = None) -> Iterator[
         Batches with the column of the texts.
 
     Raises:
-        ValueError: If the texts are not those that `run` has counted.
+        ValueError: If a file has changed since `run` counted its texts.
     """
     for path, fields, field, digest in zip(
         batch["path"], batch["fields"], batch["field"], batch["digest"], strict=True
@@ -342,7 +343,7 @@ def _embeddings(
 
 
 def own_error(error: Exception) -> Exception:
-    """Find the mistake of the user in an error of Ray, which keeps it as text only.
+    """Find the ValueError of a worker in an error of Ray, which contains it only as text.
 
     Args:
         error: An error that Ray raised in this process.

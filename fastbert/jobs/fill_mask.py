@@ -21,8 +21,8 @@ def predict(model: str, text: str, *, top_k: int, backend: str | None) -> list[d
         backend: Backend of the model; None lets each operation choose.
 
     Returns:
-        For each mask its ``position`` in tokens and its ``candidates``, the likeliest first. In the
-        sentence of a candidate, the other masks stay.
+        For each mask its ``position`` in tokens and its ``candidates``, the likeliest first. The
+        sentence of a candidate still has the other masks.
 
     Raises:
         ValueError: If the text has no mask or is too long, if the model has no masked-LM head, or
@@ -67,7 +67,7 @@ def predict(model: str, text: str, *, top_k: int, backend: str | None) -> list[d
 def _predict_by_transformers(
     folder: Path, text: str, config: BertConfig, *, top_k: int, backend: str | None
 ) -> list[dict[str, Any]]:
-    """Predict with the head of transformers, for a family whose head fastbert lacks."""
+    """Predict with the head of transformers, for a model family whose head fastbert lacks."""
     from fastbert.integrations.stock_heads import fill_mask as fill
 
     refuse_backend(backend, config.model_type)

@@ -1,4 +1,4 @@
-"""Load the models of jobs, and refuse a model if a part of the result would be random."""
+"""Load the models of jobs, and refuse a model that would have random weights in its head."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def load_whole(
         folder: Folder of the checkpoint.
         backend: Backend of the model; None lets each operation choose.
         parts: Beginnings of the names of the weights that must be in the checkpoint.
-        head: The name of these weights together, for the message.
+        head: Name of the part of the model that has these weights, for the message.
 
     Returns:
         The model.

@@ -1,4 +1,4 @@
-"""Keep the rows of an unfinished run beside OUT, so that the same command can resume the run."""
+"""Store the rows of an unfinished run beside OUT, so that the same command can resume the run."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ if TYPE_CHECKING:
 
 ROWS = "rows.npy"
 STATE = "state.json"
-# OUT is written under this name if it is not rows.npy itself.
+# OUT is first written under this name, unless rows.npy becomes OUT.
 WHOLE = "whole"
 # All names in the folder begin with one of these texts.
 OURS = (ROWS, STATE, f".{Path(STATE).stem}.", WHOLE)
 
 
 class PartialOutput:
-    """The rows of an output file, which are filled from the first to the last.
+    """The rows of an output file, which are written from the first to the last.
 
     The folder ``OUT.partial`` has the rows as a .npy file, to which rows are appended. It also has
     a ``state.json`` with the fingerprint of the run and the number of valid rows. The state is
     written after the rows are on the disk. Rows of a run with another fingerprint are discarded.
 
     The object is a context manager. If its block ends before `finish`, with or without an error,
-    the valid rows are kept for the next run; without valid rows, the folder is removed. The
-    attribute ``done`` is the number of valid rows, and ``totals`` has the sums of the counts that
-    were appended with these rows.
+    the valid rows stay in the folder for the next run; without valid rows, the folder is removed.
+    The attribute ``done`` is the number of valid rows, and ``totals`` has the sums of the counts
+    that were appended with these rows.
 
     Args:
         target: The path of OUT.
@@ -48,7 +48,7 @@ class PartialOutput:
 
     Raises:
         ValueError: On entry, if another process writes into the folder, or if the folder has a file
-            that is not of an unfinished run.
+            that does not belong to an unfinished run.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class PartialOutput:
         fingerprint: dict[str, Any],
         reporter: Reporter = SILENT,
     ) -> None:
-        """Keep the arguments; nothing is read or written yet."""
+        """Store the arguments; nothing is read or written yet."""
         self.target, self.shape, self.reporter = target, shape, reporter
         self.fingerprint = json_file.jsonable(fingerprint)
         self.folder = target.with_name(f"{target.name}.partial")
@@ -67,7 +67,7 @@ class PartialOutput:
         self._removed = False
 
     def __enter__(self) -> PartialOutput:
-        """Lock the folder and take over the rows of an unfinished run, if there is one."""
+        """Lock the folder and continue after the rows of an unfinished run, if there is one."""
         self._lock = lock(self.folder, "OUT")
         try:
             self._resume()
@@ -78,8 +78,9 @@ class PartialOutput:
         return self
 
     def __exit__(self, *_: Any) -> None:
-        """Report kept rows, or remove a folder without valid rows, and unlock the folder."""
-        # Rows in the buffer of the file, after a write that failed, are not among the valid rows.
+        """Report valid rows, or remove a folder without valid rows, and unlock the folder."""
+        # After a write that failed, closing the file may fail too; the buffered rows do not count
+        # as valid.
         with suppress(OSError):
             self._file.close()
         if self.done:
@@ -130,13 +131,14 @@ class PartialOutput:
 
     def discard(self) -> None:
         """Remove the folder with all rows."""
-        # Another run may use the name as soon as the folder is gone.
+        # Another run may use the name as soon as the folder is deleted, so `__exit__` must not
+        # delete the folder again.
         self._removed = True
         shutil.rmtree(self.folder, ignore_errors=True)
         self.done = 0
 
     def _resume(self) -> None:
-        """Take over the rows of the same run in the folder, and report it."""
+        """Continue after the valid rows of the same run in the folder, and report the decision."""
         paths = list(self.folder.iterdir())
         foreign = [p.name for p in paths if p.is_symlink() or not p.name.startswith(OURS)]
         if foreign:
@@ -170,7 +172,7 @@ class PartialOutput:
         self.done, self.totals = done, totals
 
     def _open(self) -> Any:
-        """Open the .npy file with its header written, cut after the valid rows."""
+        """Open the .npy file, write its header, and cut the file after the valid rows."""
         self._write_state()
         path = self.folder / ROWS
         file = path.open("rb+" if self.done else "wb+")

@@ -1,4 +1,4 @@
-"""Turn text files into a prepared corpus, in several processes, with a resume after a kill.
+"""Turn text files into a prepared corpus, in several processes; a stopped job can be resumed.
 
 The work is cut into pieces of text, and each piece becomes one shard. The pieces depend only on the
 files, so the result has the same bytes for any number of processes. A piece is finished when its
@@ -40,7 +40,8 @@ from fastbert.jobs.reporter import SILENT, Reporter
 
 # Size of a piece, and so of the text of a shard, in bytes.
 PIECE_BYTES = 32 << 20
-# A vocabulary is trained on at most this much text, in bytes, sampled from all parts of the files.
+# A vocabulary is trained on about this number of characters. If the files have more bytes than
+# this, the characters are from random parts of the files.
 SAMPLE_BYTES = 128 << 20
 _SAMPLE_PIECE_BYTES = 1 << 20
 _OURS = (MANIFEST, RUN, SUMMARY, CHART, TOKENIZER, SHARDS)
@@ -84,7 +85,7 @@ class PrepareOptions:
             raise ValueError(f"OUT: {self.output} lies in the text, allowed: a folder elsewhere")
 
     def decisive(self, given: WordPieceTokenizer | None) -> dict[str, Any]:
-        """Return the options that decide about the result, as plain data."""
+        """Return the options that determine the result, as values of JSON."""
         if given is not None:
             return {"tokenizer": _digest(given.backend.to_str(pretty=True))}
         return {
@@ -145,10 +146,10 @@ class _Run:
         self.source = _source(options.text, files)
 
     def verified(self) -> dict[str, Any]:
-        """Return the summary of a corpus that is finished, after a comparison of everything."""
+        """Return the summary of a finished corpus whose options, text files and checksums match."""
         manifest = read_manifest(self.output)
         _refuse_other(self.output, {**manifest.options, **manifest.source}, self._all())
-        # A run that was killed after its manifest has left its own files.
+        # A run that was killed after it wrote the manifest has left its temporary files.
         self._clean()
         self.reporter.note(f"{self.output} is complete already; its checksums are compared")
         corpus = PreparedCorpus(self.output)
@@ -195,7 +196,7 @@ class _Run:
         return {**self.decisive, **self.source}
 
     def _begin(self) -> None:
-        """Compare the options with the options of the run that was stopped, or write them."""
+        """Compare the options with the options of a stopped run, or write them for a new run."""
         path = self.output / RUN
         if path.exists():
             _refuse_other(self.output, json_file.read(path), self.decisive)
@@ -206,7 +207,7 @@ class _Run:
             partial.unlink()
 
     def _tokenizer(self) -> WordPieceTokenizer:
-        """Return the tokenizer of the stopped run, or the given or trained one, once it is kept."""
+        """Return the tokenizer of a stopped run, or store and return the given or a trained one."""
         folder = self.output / TOKENIZER
         if folder.exists():
             return WordPieceTokenizer.load(folder)
@@ -231,7 +232,7 @@ class _Run:
         return WordPieceTokenizer.load(folder)
 
     def _sample(self) -> Iterator[str]:
-        """Yield documents from random positions until they have `SAMPLE_BYTES` characters."""
+        """Yield documents up to `SAMPLE_BYTES` characters, in random order if there are more."""
         pieces = cut(self.files, _SAMPLE_PIECE_BYTES)
         if sum(span.size for piece in pieces for span in piece) > SAMPLE_BYTES:
             random.Random(f"vocabulary/{self.options.seed}").shuffle(pieces)
@@ -244,7 +245,7 @@ class _Run:
                     return
 
     def _done(self, pieces: list[Piece]) -> dict[int, PieceRecord]:
-        """Return the records of the finished pieces; a file that was changed is read again."""
+        """Return the records of the finished pieces, except pieces whose files were changed."""
         finished = {}
         for number, piece in enumerate(pieces):
             path = self._record(number)
@@ -268,7 +269,7 @@ class _Run:
     def _records(
         self, pieces: list[Piece], missing: list[int], tokenizer: WordPieceTokenizer
     ) -> Iterator[tuple[int, PieceRecord]]:
-        """Prepare pieces, in this process or in a pool, and yield the records as they are done."""
+        """Prepare pieces in this process or in a pool, and yield each record when it is done."""
         home = self.output / SHARDS
         tasks = {number: (pieces[number], home, f"{number:05d}") for number in missing}
         keys = {number: _key(pieces[number]) for number in missing}
@@ -286,7 +287,7 @@ class _Run:
     def _clean(self) -> None:
         for path in (self.output / RUN, *(self.output / SHARDS).glob("*.json")):
             path.unlink(missing_ok=True)
-        # Shards of an earlier plan of the pieces, if files were changed during the run.
+        # Shards of an earlier division into pieces remain if files were changed during the run.
         names = {shard.name for shard in read_manifest(self.output).shards}
         for path in (self.output / SHARDS).iterdir():
             if path.stem not in names:
@@ -294,13 +295,16 @@ class _Run:
 
 
 def _key(piece: Piece) -> str:
-    """Return a digest of the parts of files that a piece reads, with the files' last changes."""
+    """Return a digest of the parts of files that a piece reads, and of the files' change times."""
     parts = [(os.fspath(s.path), s.start, s.end, s.path.stat().st_mtime_ns) for s in piece]
     return _digest(json.dumps(parts))
 
 
 def _source(text: Path, files: list[Path]) -> dict[str, Any]:
-    """Return the number, size and names of the files, without the path of the folder."""
+    """Return the number and the size of the files, and a digest of their names and sizes.
+
+    The names are relative to the folder of the text.
+    """
     home = text if text.is_dir() else text.parent
     names = [(path.relative_to(home).as_posix(), path.stat().st_size) for path in files]
     return {

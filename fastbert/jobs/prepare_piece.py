@@ -25,9 +25,10 @@ from fastbert.data.pieces import Piece, read_piece
 from fastbert.data.prepared.shards import ShardRecord, ShardWriter, token_dtype
 from fastbert.data.tokenizer import WordPieceTokenizer
 
-# Sentences that are encoded in one call.
+# About the number of sentences that are encoded in one call.
 _AT_ONCE = 4096
-# Lengths are counted in classes whose bounds grow by the square root of 2: 1, 2, 3, 4, 6, 8, 11, …
+# Lengths are counted in classes. The bounds of the classes are the powers of the square root of 2,
+# rounded: 1, 2, 3, 4, 6, 8, 11, …
 EDGES = sorted({round(2 ** (power / 2)) for power in range(64)})
 
 
@@ -38,10 +39,11 @@ class PieceRecord:
     Attributes:
         key: Digest of the parts of files that were read.
         shard: Fields of a `ShardRecord`.
-        read: Number of documents that were read, with those without a passage.
-        dropped: Number of lines that were left out, by reason.
-        lengths: For ``"sentences"`` and ``"documents"``, the number of those whose length in tokens
-            is in each class of ``EDGES``.
+        read: Number of documents that were read, including documents without a passage.
+        dropped: Number of lines that were left out, by reason, and of removed tags and parts of
+            markup.
+        lengths: Number of ``"sentences"`` and number of ``"documents"`` in each class of lengths in
+            tokens; ``EDGES`` has the smallest length of each class.
     """
 
     key: str
@@ -78,7 +80,7 @@ class PieceRecord:
 
 
 class Stopped(Exception):
-    """The run ends because of an error or a signal, and this piece is given up."""
+    """Error of a piece that is abandoned because the run ends after an error or a signal."""
 
 
 def prepare_piece(
@@ -165,12 +167,12 @@ def _count(counts: np.ndarray, sizes: list[int]) -> None:
     counts += np.bincount(classes, minlength=len(EDGES))
 
 
-# The process of a pool keeps its tokenizer here.
+# A process of the pool stores its tokenizer and its stop event here.
 _own: dict[str, Any] = {}
 
 
 def _begin(tokenizer: Path, stop: Any) -> None:
-    """Prepare a process of the pool; it ends by itself if the main process is killed."""
+    """Prepare a process of the pool; the process ends by itself if the main process is killed."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
@@ -202,8 +204,8 @@ def pool_of(
         tokenizer: Folder of the tokenizer.
 
     Yields:
-        A function from tasks by number to pairs of number and record, in the order in which they
-        are done. The first error ends all processes and is raised.
+        A function that takes tasks by number, and yields the number and the record of each task
+        when the task is done. The first error ends all processes and is raised.
     """
     methods = multiprocessing.get_all_start_methods()
     # A fork of this process would copy the locks of its threads, in whatever state they are.

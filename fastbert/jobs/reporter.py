@@ -20,13 +20,15 @@ class Reporter:
     def progress(self, total: int, done: int) -> AbstractContextManager[Callable[[int], None]]:
         """Return a context manager that is entered for the work on the texts.
 
+        The unit of the work is a text, or a byte in a preparation.
+
         Args:
-            total: Number of all texts.
-            done: Number of the texts that an earlier run has done.
+            total: Amount of all work.
+            done: Amount of work that an earlier run has done.
 
         Returns:
-            A context manager that yields a function. The function is called with the number of
-            texts that were done since its last call.
+            A context manager that yields a function. The function is called with the amount of work
+            that was done since its last call.
         """
         return nullcontext(lambda count: None)
 

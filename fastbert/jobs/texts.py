@@ -23,7 +23,7 @@ Id = str | int
 
 
 class Row(NamedTuple):
-    """The values of a line that were asked for, and the file and line for messages."""
+    """The requested values of a line, and the file and the line for messages."""
 
     place: str
     values: tuple[Any, ...]
@@ -42,7 +42,7 @@ class Texts:
         path: Path of the file. All but a .parquet file may be compressed, and in UTF-16 with a byte
             order mark; see `read_text`.
         fields: Names of the fields of a .jsonl file or of the columns of a .csv, .tsv or .parquet
-            file. A .txt file has the only field "text", which is its line.
+            file. A .txt file has the single field "text", which is the whole line.
         reporter: Object whose context manager ``reading`` surrounds the first reading of the file.
         id_field: Name of the field or column of the ids, which are texts or integers, but not both
             in one file; None means that there are no ids. The attribute ``id_type`` is ``str`` or
@@ -115,7 +115,7 @@ class Texts:
             ".parquet": self._rows,
             **dict.fromkeys(SEPARATED, self._records),
         }
-        # A column may be named twice, as the text and as the id.
+        # One column may be both the text and the id.
         names = dict.fromkeys((*self.fields, *([self.id_field] if self.id_field else ())))
         columns = tuple(names)
         digest, count = hashlib.sha256(), 0
@@ -131,7 +131,7 @@ class Texts:
         self.count, self.digest = count, digest.hexdigest()
 
     def _checked(self, place: str, field: str, value: Any) -> bytes:
-        """Return a text in UTF-8 after its length, so that no two inputs give the same bytes."""
+        """Return a text in UTF-8 with its length, so that different inputs give different bytes."""
         if not isinstance(value, str):
             wanted = "an object with a string field" if self._is_jsonl else "a string in the column"
             raise ValueError(f"INPUT: {place}: expected {wanted} {field}")
@@ -216,13 +216,13 @@ def check_output(target: Path, source: Path, formats: tuple[str, ...]) -> None:
 
 
 def refuse_replacing(target: Path, source: Path, argument: str, itself: str) -> None:
-    """Raise ValueError if a file cannot be written without the loss of a folder or of its source.
+    """Raise ValueError if writing a file would replace a folder or the source itself.
 
     Args:
         target: The file that is written.
         source: The file or folder that is read.
         argument: Name of the argument `target`, for the message.
-        itself: What `source` is called in the message.
+        itself: Name of `source` in the message.
     """
     if target.is_dir() or target.resolve() == source.resolve():
         what = "a folder" if target.is_dir() else itself
@@ -251,7 +251,7 @@ def require_parquet(argument: str) -> Any:
 
 
 def id_column(ids: Texts | None) -> dict[str, Any]:
-    """Return the columns that the ids add to a parquet file, by name, with their types of pyarrow.
+    """Return the pyarrow type of each column that the ids add to a parquet file, by name.
 
     Args:
         ids: The texts whose ids the file receives; None gives no column.
@@ -278,7 +278,7 @@ def write_parquet(path: Path, schema: Any, batches: Iterable[Any]) -> None:
 
 
 def blocks(rows: NDArray[np.float32]) -> Iterator[NDArray[np.float32]]:
-    """Yield consecutive parts of some rows, for writers that keep one part at a time in memory.
+    """Yield consecutive parts of some rows, for writers that hold one part at a time in memory.
 
     Args:
         rows: fp32 of shape ``(count, width)``.

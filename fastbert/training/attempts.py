@@ -23,7 +23,7 @@ class Attempts:
         self._say = say
 
     def __call__(self, what: str, write: Callable[[], object]) -> bool:
-        """Call `write` and return whether it succeeded; an OSError is shown and kept.
+        """Call `write` and return whether it succeeded; an OSError is shown and stored.
 
         Args:
             what: Name of the target, for messages.
@@ -41,7 +41,7 @@ class Attempts:
     def draw(self, what: str, draw: Callable[[], object]) -> bool:
         """Call `draw` as `__call__` does; no error of the drawing itself ends the run.
 
-        Such an error is shown and not kept, because the results are complete without the picture.
+        Such an error is shown and not stored, because the results are complete without the picture.
 
         Args:
             what: Name of the picture, for messages.
@@ -55,7 +55,11 @@ class Attempts:
             return False
 
     def check(self, kept: str) -> None:
-        """Raise OSError if a target is not written; the message names it and the `kept` files."""
+        """Raise OSError if a target could not be written.
+
+        Args:
+            kept: Names of the files that the run leaves, for the message.
+        """
         if self.failures:
             told = "; ".join(f"{what}: {error}" for what, error in self.failures.items())
             raise OSError(f"could not be written at the end of the run: {told}; kept: {kept}")

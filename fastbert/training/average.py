@@ -20,7 +20,7 @@ class WeightAverage:
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
-        """Start with the present weights.
+        """Start with the current weights.
 
         Args:
             model: The model.
@@ -34,14 +34,14 @@ class WeightAverage:
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """Move the average after a step, counted from 1."""
+        """Move the average toward the weights after a step; `step` counts from 1."""
         decay = min(self._decay, (1 + step) / (10 + step))
         for name, mean in self._means.items():
             checkpoints.local(mean).lerp_(checkpoints.local(self._weights[name]), 1 - decay)
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
-        """Give the model the average in the block, and its weights again at the end."""
+        """Replace the weights of the model by the average inside the block."""
         self._exchange()
         try:
             yield
@@ -57,7 +57,7 @@ class WeightAverage:
             there.copy_(weight)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the average by the names of the weights, on the CPU."""
+        """Return the average of each weight by the name of the weight, on the CPU."""
         return {name: checkpoints.whole(mean) for name, mean in self._means.items()}
 
     def restore(self, saved: Mapping[str, Tensor]) -> None:

@@ -4,8 +4,8 @@ A checkpoint has these files, none of which is a pickle:
 
 - ``weights.safetensors``: the parameters and buffers of the model.
 - ``optimizer.safetensors``: the state of the optimizer.
-- ``average.safetensors``: the moving average of the weights, if the run keeps one.
-- ``best.safetensors``: the weights after the best evaluation, if the run keeps them.
+- ``average.safetensors``: the moving average of the weights, if the run computes an average.
+- ``best.safetensors``: the weights after the best evaluation, if the run stores these weights.
 - ``processes.safetensors``: random-number states and sums of the log, with a row per process.
 - the files of the tokenizer.
 - ``state.json``: everything else, with the SHA-256 of each file.
@@ -43,7 +43,7 @@ CHECKPOINTS, STATE = "checkpoints", "state.json"
 NAME = re.compile(r"step-(\d{8,})$")
 # The layout of the files; a checkpoint of another layout is refused.
 LAYOUT = 1
-# Every integer in a checkpoint is smaller. A 64-bit integer holds products of two of them that a
+# Every integer in a checkpoint is below this limit. A 64-bit integer then holds the products that a
 # run computes, such as a position times a number of processes.
 MOST = 1 << 53
 
@@ -52,7 +52,7 @@ class StoredTokenizer(Protocol):
     """A tokenizer that writes its files."""
 
     def save(self, folder: Path, *, max_length: int | None = ...) -> None:
-        """Write the files, with the largest number of tokens if it is given."""
+        """Write the files, and the largest number of tokens if `max_length` is given."""
         ...
 
 
@@ -80,7 +80,7 @@ class Checkpoint(NamedTuple):
 
     @contextlib.contextmanager
     def fitting(self, name: str) -> Iterator[dict[str, Tensor]]:
-        """Yield the tensors of ``name.safetensors``; an error of the block names the file."""
+        """Yield the tensors of ``name.safetensors``; errors in the block name the file."""
         with self.reading(f"{name}.safetensors"):
             yield self.tensors(name)
 
@@ -110,12 +110,12 @@ def save(
     tokenizer: StoredTokenizer,
     keep: int,
 ) -> None:
-    """Write a checkpoint, and delete those before the last `keep`, and those of later steps.
+    """Write a checkpoint, then delete checkpoints of later steps and all but the last `keep`.
 
     Args:
         output: Folder of the run.
         step: Number of steps of the run so far, which names the checkpoint.
-        content: What ``state.json`` receives.
+        content: The entries of ``state.json`` that depend on the run.
         tensors: Tensors by the stem of their file.
         tokenizer: The tokenizer.
         keep: Number of checkpoints that stay, at least 1.
@@ -124,11 +124,11 @@ def save(
         OSError: If a file cannot be written; the earlier checkpoints stay.
     """
     home, folder = output / CHECKPOINTS, folder_of(output, step)
-    # A checkpoint of the same step was damaged, because the run would otherwise not reach the step
-    # again.
+    # An existing checkpoint of this step is damaged, because the run would otherwise have resumed
+    # after this step.
     shutil.rmtree(folder, ignore_errors=True)
     with contextlib.ExitStack() as stack:
-        # A first checkpoint that could not be written leaves no folder.
+        # If the first checkpoint cannot be written, the empty folder is removed.
         stack.callback(_remove_empty, home)
         new = stack.enter_context(commit.replacement(folder))
         for stem, named in tensors.items():
@@ -139,7 +139,7 @@ def save(
         text = json.dumps({**whole, "checksum": _checksum_of(whole)}, indent=1)
         (new / STATE).write_text(text, encoding="utf-8")
     numbered = _numbered(home)
-    # A checkpoint of a later step is damaged, because the run continued an earlier one.
+    # A checkpoint of a later step is damaged, because the run resumed from an earlier checkpoint.
     later = [path for number, path in numbered if number > step]
     earlier = [path for number, path in numbered if number <= step][keep:]
     for path in (*later, *earlier):
@@ -207,14 +207,14 @@ def read(folder: Path) -> Checkpoint:
 
 
 def _check_size(path: Path) -> None:
-    """Raise ValueError for a file whose checksum would take longer than that of a sound file."""
+    """Raise ValueError for a file of a wrong size, whose checksum could take a long time."""
     if path.suffix == ".safetensors":
         safetensors_file.check_size(path)
     else:
         check_file(path, MOST_TOKENIZER_BYTES)
 
 
-# The least value of each integer. All tasks have a step; the others depend on the task.
+# The least value of each integer. All tasks have a step; the other integers depend on the task.
 _INTEGERS = {
     **dict.fromkeys(("step", "processes", "accumulate"), 1),
     **dict.fromkeys(("epoch", "position", "tokens", "batches"), 0),
@@ -225,7 +225,7 @@ _REQUIRED = ("step", "seconds", "before", "files", "options")
 
 
 def _check_content(path: Path, content: Mapping[str, Any]) -> None:
-    """Raise ValueError if an entry that all tasks need is missing, or is of another kind."""
+    """Raise ValueError if an entry that all tasks need is missing, or if a value is not allowed."""
 
     def refuse(name: str, allowed: str) -> ValueError:
         return ValueError(f"{path}: {name}: got {content[name]!r:.100}, allowed: {allowed}")
@@ -260,7 +260,7 @@ def forget(output: Path) -> None:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Return a tensor, or all parts of a tensor that processes share, detached on the CPU.
+    """Return a whole tensor, detached and on the CPU; the parts of a shared tensor are gathered.
 
     All processes that share the tensor must call this.
     """
@@ -268,12 +268,12 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def whole_here(tensor: Tensor) -> Tensor:
-    """Return a tensor, or all parts of a tensor that processes share, on its device."""
+    """Return a whole tensor on its device; the parts of a shared tensor are gathered."""
     return tensor.full_tensor() if isinstance(tensor, _shared_type()) else tensor
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return the part of a tensor that this process has."""
+    """Return the part of a shared tensor that this process has; other tensors are unchanged."""
     return tensor.to_local() if isinstance(tensor, _shared_type()) else tensor
 
 
@@ -321,7 +321,7 @@ def check_like(name: str, saved: Tensor, own: Tensor) -> None:
 
 
 def moments_of(optimizer: Any) -> dict[str, Tensor]:
-    """Return the state of an optimizer as tensors, named by parameter and entry."""
+    """Return the state of an optimizer by the number of the parameter and the entry: ``3.step``."""
     state = optimizer.state_dict()["state"]
     return {
         f"{number}.{name}": whole(value).clone()
@@ -334,7 +334,8 @@ def restore_moments(optimizer: Any, saved: Mapping[str, Tensor]) -> None:
     """Give an optimizer the state that `moments_of` returned.
 
     Raises:
-        ValueError: If an entry is not one of a parameter of the optimizer.
+        ValueError: If an entry does not fit a parameter of the optimizer, or if a parameter lacks
+            an entry.
     """
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
     state: dict[int, dict[str, Tensor]] = {}
@@ -343,7 +344,7 @@ def restore_moments(optimizer: Any, saved: Mapping[str, Tensor]) -> None:
         if name not in MOMENTS or not place.isdecimal() or int(place) >= len(weights):
             raise ValueError(f"got {key!r:.100}, allowed: moments of {len(weights)} weights")
         weight = weights[int(place)]
-        # The count of the steps is not divided.
+        # The number of steps is a scalar, which the processes do not divide.
         counts = name == "step"
         check_like(key, value, torch.zeros(()) if counts else weight)
         own = value if counts else shared_like(value, weight)

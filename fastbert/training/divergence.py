@@ -1,4 +1,4 @@
-"""A gradient that is not finite stops all updates, without a wait for the device."""
+"""Stopping all updates after a gradient that is not finite, without a wait for the device."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Number of the epoch and of the batch in it.
+# The number of an epoch and the number of a batch in the epoch.
 Place = tuple[int, int]
 
 
 class Diverged(RuntimeError, FloatingPointError):
     """A loss or a gradient is not finite.
 
-    It is a RuntimeError for callers in Python, and the command line shows it as one line because it
-    is a FloatingPointError.
+    The error is a RuntimeError for callers in Python. The command line shows it as one line because
+    it is also a FloatingPointError.
     """
 
 
@@ -24,7 +24,7 @@ class Divergence:
 
     After a gradient that is not finite, no step changes the weights or the moments of the
     optimizer any more: torch's fused optimizers skip the update while their attribute `found_inf`
-    is 1. The host learns of it when it asks for the place.
+    is 1. The CPU learns of the divergence only when it calls `place`, which waits for the device.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -29,7 +29,7 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
 class MaskedPredictions:
     """Counts the correct predictions of a masked-LM head in one forward pass.
 
-    The model returns no logits in training. This context manager keeps the output of the head's
+    The model returns no logits in training. This context manager stores the output of the head's
     transform, which has one row per labelled position, or one row per position. `hits` computes the
     logits of the labelled rows.
     """
@@ -63,7 +63,8 @@ class MaskedPredictions:
         """Count the labelled positions whose prediction is correct.
 
         Args:
-            labels: Labels of the forward pass, int64 of any shape; -100 marks other positions.
+            labels: Labels of the forward pass, int64 of any shape; -100 marks positions without a
+                label.
 
         Returns:
             The number, int64 of shape ``()``.
@@ -103,9 +104,8 @@ def evaluate(
     Returns:
         ``mlm_loss`` in nats and ``mlm_accuracy``, as means over all labelled positions;
         ``nsp_loss`` in nats and ``nsp_accuracy``, as means over all pairs, unless the batches have
-        no ``next_sentence_label``; and
-        ``mlm_baseline_accuracy``. The baseline always predicts the most frequent label of these
-        batches, so no other constant prediction is more accurate.
+        no ``next_sentence_label``; and ``mlm_baseline_accuracy``. The baseline always predicts the
+        most frequent label of these batches, so no other constant prediction is more accurate.
 
     Raises:
         ValueError: If there is no batch.

@@ -7,7 +7,7 @@ bucket (``fastbert.graphs``), and each bucket has a graph of its own.
 A graph reads weights, gradients, optimizer states, the learning rate and the seeds of dropout from
 memory. Each replay therefore updates the weights, follows the schedule of the learning rate, and
 draws other dropout masks, because the draw of the seeds from torch's generator is part of the
-graph. Numbers of Python, such as a dropout probability, are part of the recording. If one of them
+graph. Numbers of Python, such as a dropout probability, are part of the recording. If such a number
 changes, or if a weight is replaced, the graphs are recorded again.
 
 The first batch of a bucket runs without a graph, which also compiles its kernels. The second batch
@@ -60,12 +60,13 @@ def graphed_step(
     therefore cannot accumulate gradients of several batches. There is no gradient scaler either,
     because a scaler reads on the CPU whether a gradient is finite; autocast to bf16 needs none.
 
-    The learning rate must be a tensor, because a graph would keep a number for ever. A schedule of
-    torch writes its rates into the tensor. To spare a read from the GPU at each step of the
-    schedule, give the parameter group a number as ``initial_lr``.
+    The learning rate must be a tensor, because a graph would repeat a number in every replay. A
+    schedule of torch writes its rates into the tensor. To spare a read from the GPU at each step of
+    the schedule, give the parameter group a number as ``initial_lr``.
 
-    The tests replay recordings of a substitute on the CPU. Only a GPU can show that a capture is
-    allowed for every operator, that the shared memory pool is used in order, and the speed.
+    On the CPU, the tests replay recordings of a substitute for CUDA graphs. Only a GPU can show
+    whether every operator may be captured, whether the graphs use their shared memory pool in
+    order, and how fast the steps are.
 
     Args:
         model: The model, on a CUDA device: a ``BertForPreTraining``, ``BertForMaskedLM``,
@@ -74,15 +75,15 @@ def graphed_step(
         optimizer: Optimizer of torch with ``capturable=True`` and learning rates that are tensors
             on the device.
         clip_norm: Largest L2 norm of the gradient of all weights; None does not limit it.
-        observe: Called inside every step, after the backward, with the output of the model and the
-            batch in the shape of its bucket, where labels without a token are -100. Its operations
-            on the GPU are recorded with the step, such as additions to a sum. Its other effects
-            happen only in calls that run without a graph, and once at the recording.
+        observe: Called inside every step, after the backward pass, with the output of the model and
+            the batch in the shape of its bucket. Labels without a token are -100 in this batch. The
+            function's operations on the GPU, such as additions to a sum, are recorded with the
+            step. Its other effects happen only in calls without a graph, and once at the recording.
         max_tokens: Largest number of tokens of a batch with a graph. A larger batch runs without a
             graph, because its launches do not limit its speed.
         max_batch: Largest number of sequences of a batch with a graph.
-        max_graphs: Largest number of graphs. A new graph then replaces the graph whose last use is
-            the earliest. Graphs share the memory of their activations.
+        max_graphs: Largest number of graphs. Beyond this number, a new graph replaces the least
+            recently used graph. Graphs share the memory of their activations.
 
     Returns:
         An object that is called with a batch and makes one update.
@@ -125,7 +126,7 @@ def graphed_step(
 
 
 class StepResult(NamedTuple):
-    """The figures of one step, which belong to the caller.
+    """The figures of one step, which later steps do not overwrite.
 
     Attributes:
         loss: Loss of the batch before the update, of shape ``()``.
@@ -146,7 +147,7 @@ class _Graph:
 
 
 class GraphedStep:
-    """Training steps that run as CUDA graphs; `graphed_step` makes it.
+    """Training steps that run as CUDA graphs, from `graphed_step`.
 
     Args:
         model: The model.
@@ -169,7 +170,7 @@ class GraphedStep:
         clip_norm: float | None = None,
         observe: Observer | None = None,
     ) -> None:
-        """Keep the model and the limits; no graph is recorded yet."""
+        """Store the model and the limits; no graph is recorded yet."""
         _check_optimizer(optimizer, model.device)
         self.model, self.optimizer = model, optimizer
         self.buckets = buckets
@@ -189,10 +190,10 @@ class GraphedStep:
     def __call__(self, **batch: Any) -> StepResult:
         """Make one update.
 
-        The batch may be on the CPU; its padding is then removed there. The graph of a mask on the
-        GPU removes the padding itself, if all places of the padded batch fit ``max_tokens``. A step
-        runs without a graph if the batch has no bucket or a mask of more than 2 dimensions, or if
-        the model or the optimizer has hooks, which a replay would not call.
+        The batch may be on the CPU; its padding is then removed on the CPU. If the mask is on the
+        GPU and the padded batch fits the limits, the graph itself removes the padding. A step runs
+        without a graph if the batch has no bucket or a mask of more than 2 dimensions, or if the
+        model or the optimizer has hooks, which a replay would not call.
 
         Args:
             **batch: Arguments of the model's forward by name: ``input_ids``, all labels of the
@@ -204,10 +205,10 @@ class GraphedStep:
 
         Raises:
             RuntimeError: If the model is in eval mode.
-            ValueError: As the model's forward; or if an argument is unknown or missing, a weight
+            ValueError: As in the model's forward; or if an argument is unknown or missing, a weight
                 has a gradient, the model has gradient checkpointing, autocast is fp16, or the
                 optimizer is no longer allowed.
-            TypeError: As the model's forward.
+            TypeError: As in the model's forward.
         """
         self._check(batch)
         given = {name: value for name, value in batch.items() if value is not None}
@@ -298,7 +299,8 @@ class GraphedStep:
                 if not graph.ran or self._has_hooks():
                     result = _own(recorder.run(update))
                     graph.ran = True
-                    # The first step of the optimizer makes its states.
+                    # The first step of the optimizer creates its states, which are among the
+                    # sources.
                     self._recorded_from = self._sources()
                     return result
                 if graph.recording is None:
@@ -307,7 +309,7 @@ class GraphedStep:
             return _own(graph.recording.result)
 
     def _update(self, arguments: dict[str, Any]) -> Results:
-        """Make one update with a batch on the device; this is recorded."""
+        """Make one update with a batch on the device; a CUDA graph records this function."""
         weights = [p for p in self.model.parameters() if p.requires_grad]
         try:
             output = self.model(
@@ -329,11 +331,12 @@ class GraphedStep:
     def _sources(self) -> tuple[Any, ...]:
         """Return everything on which a recording depends.
 
-        A replay reads a tensor at its address, so it sees a write in place. It does not see another
-        tensor, a parameter that is frozen, or another number in a module or in the optimizer.
+        A replay reads a tensor at its address, so it uses values that were written in place. It
+        does not notice a replaced tensor, a newly frozen parameter, or a changed number in a module
+        or in the optimizer.
         """
-        # Every step calls this, so it examines hundreds of objects without a function call for each
-        # object.
+        # Every step calls this method, which therefore examines hundreds of objects without a
+        # function call for each object.
         parts = self._parts
         modules = [id(m) for part in parts for m in part._modules.values()]
         numbers = [values.get(name) for values, name in self._numbers]
@@ -360,7 +363,7 @@ class GraphedStep:
         return modules, numbers, weights, groups, states
 
     def _renewed(self) -> Recorder:
-        """Return the recorder; other modules, tensors or numbers make all graphs invalid."""
+        """Return the recorder; discard all graphs if modules, tensors or numbers have changed."""
         if self._sources() != self._recorded_from:
             _check_optimizer(self.optimizer, self.model.device)
             self._cache.clear(self.model.device)
@@ -369,7 +372,7 @@ class GraphedStep:
         return self._cache.recorder
 
     def _look_at_modules(self) -> None:
-        """Keep the modules, so that no other module gets their ids, and the names of numbers."""
+        """Store the modules, so that no other module gets their ids, and the names of numbers."""
         self._parts = list(self.model.modules())
         self._numbers = [
             (part.__dict__, name)
@@ -397,7 +400,7 @@ class GraphedStep:
 
 
 def _own(result: Results) -> StepResult:
-    """Copy a result, which the next replay overwrites."""
+    """Return a copy of a result, whose memory the next replay overwrites."""
     loss, norm = result
     return StepResult(loss.clone(), None if norm is None else norm.clone())
 

@@ -13,15 +13,15 @@ class Lamb(torch.optim.Optimizer):
     """Adam with decoupled weight decay, whose update is scaled for each layer.
 
     The update of a layer is scaled to the norm of the weights of the layer, so that large learning
-    rates for large batches do not diverge. A layer is one parameter; fastbert keeps the projections
-    to queries, keys and values in one parameter. A layer without weights or without an update, such
-    as a bias of zeros at the first step, is not scaled.
+    rates for large batches do not diverge. A layer is one parameter; in fastbert, the projections
+    to queries, keys and values are one parameter. The update is not scaled if the norm of the layer
+    or of the update is zero, as for a bias of zeros at the first step.
 
     A group of parameters with ``adapt=False`` is not scaled, as in the code of the authors for
     biases and the parameters of LayerNorm.
 
     While the attribute `found_inf` is a tensor that is 1, a step changes neither weights nor
-    moments, as in torch's fused optimizers; the host does not wait for the tensor.
+    moments, as in torch's fused optimizers; the CPU does not wait for the tensor.
 
     Args:
         params: Parameters, or groups with ``params`` and optionally ``lr``, ``betas``, ``eps``,
@@ -49,7 +49,7 @@ class Lamb(torch.optim.Optimizer):
         weight_decay: float = 0.01,
         adapt: bool = True,
     ) -> None:
-        """Keep the parameters; their moments are made at the first step."""
+        """Store the parameters; their moments are created at the first step."""
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -83,7 +83,7 @@ class Lamb(torch.optim.Optimizer):
         state, gradient = self.state[weight], weight.grad
         assert gradient is not None
         if not state:
-            # torch keeps a state of this name on the CPU when it loads a checkpoint.
+            # When torch loads a checkpoint, it leaves a state named "step" on the CPU.
             state["step"] = torch.zeros(())
             state["exp_avg"] = torch.zeros_like(weight)
             state["exp_avg_sq"] = torch.zeros_like(weight)

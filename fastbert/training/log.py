@@ -14,14 +14,14 @@ from fastbert.file_size import check_file
 from fastbert.picture import picture
 
 LOG, CURVES = "log.jsonl", "curves.png"
-# A log of a million rows has 300 MB.
+# The largest size of a log, in bytes. A log of a million rows has 300 MB.
 MOST_BYTES = 1 << 32
 
 LogRow = dict[str, Any]
 
 
 class RunLog:
-    """A log with one JSON object per line, which is written without a delay.
+    """A log with one JSON object per line; each row is written at once, without a buffer.
 
     If a write raises OSError, as on a full disk, the next write continues at the same byte.
 
@@ -35,13 +35,13 @@ class RunLog:
 
         Args:
             path: Path of the log.
-            rows: The first rows, of the part of a run that is resumed.
+            rows: The rows of the earlier part of a resumed run, with which the file begins.
         """
         self.path = path
         self.rows = list(rows)
         if self.rows:
-            # If the process is killed here, the file is either the complete old one or the complete
-            # new one.
+            # If the process is killed here, the file has either its complete old content or its
+            # complete new content.
             content = b"".join(map(_line, self.rows))
             write_atomically(path, lambda temporary: temporary.write_bytes(content))
         self._file = path.open("ab" if self.rows else "wb", buffering=0)
@@ -70,7 +70,7 @@ def _line(row: LogRow) -> bytes:
 
 
 def rows_until(path: Path, step: int) -> list[LogRow]:
-    """Return the rows of the first `step` steps; a last line that is cut off is left out.
+    """Return the rows of the first `step` steps; an incomplete last line is left out.
 
     Raises:
         ValueError: If another line is damaged. The message names the file and the line.
@@ -111,7 +111,7 @@ def _parsed(path: Path, content: bytes, *, resumed: bool) -> list[LogRow]:
     return rows
 
 
-# The panels of the curves of a pre-training run: a name in the rows, and its title.
+# The panels of the curves of a pre-training run: the name of a figure in the rows, and its title.
 PANELS = {
     "mlm_loss": "masked-LM loss (nats)",
     "mlm_accuracy": "masked-LM accuracy",

@@ -59,14 +59,14 @@ class RunOptions(Protocol):
         """Number of checkpoints that stay."""
 
     def decisive(self) -> dict[str, Any]:
-        """Return the options that decide about the results, as plain data."""
+        """Return the options that determine the results, as values of JSON."""
 
 
 class Run(ABC):
     """The state that the steps of a run share.
 
     Attributes:
-        task: Name of the task, by which a checkpoint is known.
+        task: Name of the task, which is stored in checkpoints.
         options: Options of the run.
         accelerator: The processes of the run.
         model: The model.
@@ -95,8 +95,8 @@ class Run(ABC):
         self.first = accelerator.is_main_process
         self.step = self.saved = 0
         self.seconds = 0.0
-        # The time at which the steps since the last row of the log began, and the duration of those
-        # of these steps that were made before the run was resumed.
+        # `started` is the time at which the steps since the last row of the log began. `before` is
+        # the duration, in seconds, of such steps that were made before the run was resumed.
         self.started = self.before = 0.0
         # The time at which the last checkpoint was written, or at which the steps began.
         self.saved_at = 0.0
@@ -117,7 +117,7 @@ class Run(ABC):
 
     @abstractmethod
     def refuse_divergence(self) -> None:
-        """Raise RuntimeError if a step was not finite; the weights are those before the update."""
+        """Raise RuntimeError if a gradient was not finite; its update has changed no weight."""
 
     @abstractmethod
     def row(self, norm: float) -> LogRow:
@@ -137,7 +137,7 @@ class Run(ABC):
 
     @abstractmethod
     def content(self) -> dict[str, Any]:
-        """Return the plain data that a checkpoint needs."""
+        """Return the values of JSON that a checkpoint needs."""
 
     @abstractmethod
     def tensors(self) -> dict[str, Mapping[str, Tensor]]:
@@ -168,14 +168,14 @@ class Run(ABC):
         return self.model
 
     def largest(self, number: int) -> int:
-        """Return the largest of the numbers that the processes of the run give."""
+        """Return the largest `number` of all processes of the run."""
         if self.accelerator.num_processes == 1:
             return number
         own = torch.tensor([int(number)], device=self.device)
         return int(self.accelerator.gather(own).max())
 
     def meet(self) -> None:
-        """Wait until all processes of the run are here."""
+        """Wait until all processes of the run have called this method."""
         self.accelerator.wait_for_everyone()
 
     def gathered(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -199,7 +199,7 @@ class Run(ABC):
         return states
 
     def restore_random(self, saved: Mapping[str, Tensor]) -> None:
-        """Continue with the random numbers of a checkpoint of as many processes.
+        """Restore the random-number states of a checkpoint with the same number of processes.
 
         Args:
             saved: The states that `random_state` returned, with a row for each process.
@@ -207,14 +207,14 @@ class Run(ABC):
         own = {name: saved[name][self.accelerator.process_index] for name in self.random_state()}
         for name, current in self.random_state().items():
             checkpoints.check_like(name, own[name], current)
-        # torch crashes with a state that is a row of a tensor.
+        # torch crashes if the state is a view of a larger tensor, so the row is copied.
         torch.set_rng_state(own["cpu"].clone())
         if self.device.type != "cpu":
             module = torch.get_device_module(self.device)
             module.set_rng_state(own["device"].clone(), self.device)
 
     def replace_random(self, seed: int) -> None:
-        """Draw other random numbers than the run of another number of processes."""
+        """Seed the random numbers of a run that is resumed with another number of processes."""
         own = self.accelerator.process_index
         torch.manual_seed((seed + own + (self.step << 20)) % 2**63)
 
@@ -358,7 +358,7 @@ def open_record(
         run: The run, at the step where it begins.
         console: Where progress is shown.
         signals: The signals that stop the run.
-        resumed: Whether the log has rows of steps before the current one.
+        resumed: Whether the log has rows of steps before the current step.
         describe: Formats a training row of the log in one line.
         panels: The title of each panel of the curves by the name of its figure.
         tracker: Receives the rows of the log too, if there is one.

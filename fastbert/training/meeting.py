@@ -13,14 +13,14 @@ import torch.distributed as distributed
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-# Time between two looks at the store, in seconds.
+# Time between two reads of the store, in seconds.
 PAUSE = 0.01
-# Names this process in the store of its job.
+# The name of this process in the store of its job.
 OWN = secrets.token_hex(16)
 
 
 def start_processes(purpose: str, folder: Path, *, tracker: str | None = None) -> Accelerator:
-    """Return the processes of a run: this one, or all that a launcher has started.
+    """Return the processes of a run: this process, or all processes that a launcher has started.
 
     Args:
         purpose: Name of the run in an error.
@@ -50,13 +50,13 @@ def start_processes(purpose: str, folder: Path, *, tracker: str | None = None) -
 
 
 def join_processes() -> None:
-    """Join the process group of the processes that torchrun has started together, if it has.
+    """Join the group of the processes that torchrun has started; without torchrun, do nothing.
 
     After a failure, torchrun starts the processes again, and the attempts of a job share a store
     (torch 2.13). A process of the second attempt could find the address of a dead process of the
-    first attempt there, and wait for it without an end. The processes therefore agree on a prefix
-    of their keys, which no earlier attempt has used. The count of restarts is no such prefix,
-    because two machines can count differently.
+    first attempt there, and wait for that process forever. The processes therefore agree on a
+    prefix of their keys, which no earlier attempt has used. The count of restarts cannot be this
+    prefix, because two machines can count differently.
     """
     if not distributed.is_available() or not distributed.is_torchelastic_launched():
         return
@@ -94,11 +94,11 @@ def _store_of_the_job() -> distributed.Store | None:
 
 
 def agree(store: distributed.Store, rank: int, size: int) -> str:
-    """Return a text that all processes of an attempt return, and those of no other attempt.
+    """Return a random text that is the same in all processes of an attempt and new in each attempt.
 
-    Each process leaves a new number in the store. The first process answers to the numbers that it
-    finds, until all processes have confirmed its answer. An answer to the number of a dead process
-    is never read.
+    Each process except the first writes a random number into the store. The first process answers
+    each number that it reads, until all processes have confirmed its answer. An answer to the
+    number of a dead process is never read.
 
     Args:
         store: A store that may have entries of earlier attempts, whose processes have ended.

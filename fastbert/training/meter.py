@@ -32,7 +32,7 @@ class Meter:
         # float64 counts tokens exactly, but MPS does not have this dtype.
         dtype = torch.float32 if device.type == "mps" else torch.float64
         self._sums = torch.zeros(len(SUMS), dtype=dtype, device=device)
-        # Sums of numbers that the host knows; a copy to the device would wait for the device.
+        # Sums of numbers that the CPU knows; a copy to the device would wait for the device.
         self._known = dict.fromkeys(("batches", "pairs", "tokens"), 0)
 
     def count(self, batch: Batch) -> None:
@@ -48,7 +48,7 @@ class Meter:
 
     @torch.no_grad()
     def add(self, output: Any, batch: Batch) -> None:
-        """Add the output of a step; a CUDA graph may contain this.
+        """Add the output of a step; a CUDA graph may record this method.
 
         Args:
             output: Output of the model.
@@ -91,8 +91,8 @@ class Meter:
         """Return the means of all processes since the last call, and reset the sums.
 
         Returns:
-            Losses and accuracies, those of pairs only if there were any, and ``tokens``, the number
-            of tokens.
+            ``mlm_loss`` and ``mlm_accuracy``; if there were pairs, ``nsp_loss`` and
+            ``nsp_accuracy``; and ``tokens``, the number of tokens.
         """
         self._merge()
         total = accelerator.reduce(self._sums, reduction="sum")

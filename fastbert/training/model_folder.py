@@ -1,4 +1,4 @@
-"""Checkpoint folders of a training run, which are always either complete or absent."""
+"""The model folder of a training run, which is always either complete or absent."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def refuse_existing(output: Path, *, overwrite: bool) -> None:
 
 
 def has_weights_of(folder: Path, model: BertPreTrainedModel) -> bool:
-    """Return whether a folder has a checkpoint with all weights of a model."""
+    """Return whether a folder has a checkpoint whose weights all equal the weights of a model."""
     try:
         actual = checkpoints.weights_of(type(model).from_pretrained(folder))
     except (OSError, ValueError):
@@ -56,7 +56,7 @@ def save_checkpoint(
         tokenizer: The tokenizer of the model.
 
     Raises:
-        OSError: If a file cannot be written; the folder keeps its old files.
+        OSError: If a file cannot be written; the old files of the folder stay.
     """
     with commit.replacement(folder) as new:
         model.save_pretrained(new)

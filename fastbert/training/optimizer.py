@@ -58,7 +58,7 @@ def make_optimizer(
     """
     graphed = graphed_on is not None
     groups = decay_groups(model, weight_decay)
-    # The schedule multiplies this number. The read of a rate that is a tensor would wait for a GPU.
+    # The schedule multiplies this number; reading the rate from a tensor would wait for the GPU.
     groups = [{**group, "initial_lr": learning_rate} for group in groups]
     optimizer: torch.optim.Optimizer
     if kind == "lamb":

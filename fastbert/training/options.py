@@ -17,7 +17,7 @@ from fastbert.training.schedules import SCHEDULES
 from fastbert.training.trackers import TRACKERS
 
 PRECISIONS = ("fp32", "bf16")
-# A pair has [CLS], two [SEP] and a few tokens on each side, so that there are tokens to mask.
+# A pair needs [CLS], two [SEP] and a few tokens on each side, so that there are tokens to mask.
 SHORTEST_PAIR = 8
 # A run may be resumed with other values of these options, which do not change its results. The text
 # of the corpus is compared instead of its path.
@@ -50,29 +50,29 @@ class PretrainOptions:
     """Options of `fastbert.training.pretrain`.
 
     Args:
-        output: Folder that receives ``log.jsonl``, ``curves.png`` and ``model/``.
+        output: Folder that receives ``log.jsonl``, ``curves.png``, ``model/`` and ``checkpoints/``.
         corpus: A folder that ``fastbert prepare`` wrote, or a file or folder for
             `fastbert.data.read_documents`; None if `pretrain` is given the documents.
-        overwrite: Whether the run starts anew and replaces an earlier run in `output`. With False,
-            `pretrain` resumes the earlier run.
+        overwrite: Whether the run starts from the first step and replaces an earlier run in
+            `output`. With False, `pretrain` resumes the earlier run.
         preset: Preset of the model: ``"tiny"``, ``"mini"``, ``"base"`` or ``"large"``.
         config: Fields of `fastbert.BertConfig` that override the preset.
         tokenizer: Folder of a trained tokenizer; None trains a tokenizer on the corpus.
         vocab_size: Largest vocabulary of a tokenizer that is trained.
         lowercase: Whether a tokenizer that is trained converts texts to lower case.
-        objective: The task beside masked language modelling: ``"nsp"`` (next sentence, as BERT),
-            ``"sop"`` (order of two segments, as ALBERT), or ``"none"`` (as RoBERTa). The last two
-            need a prepared corpus.
+        objective: The task beside masked language modelling: ``"nsp"`` (next sentence, as in BERT),
+            ``"sop"`` (order of two segments, as in ALBERT), or ``"none"`` (as in RoBERTa). The last
+            two need a prepared corpus.
         max_length: Largest number of tokens of an example, special tokens included.
         short_steps: Fraction of the steps, at the start, whose examples have at most `short_length`
             tokens; in [0, 1).
         short_length: Largest number of tokens of an example in these steps.
         tokens_per_batch: Largest number of tokens of a batch on one process.
         steps: Number of steps; None derives it from `epochs`.
-        epochs: Number of epochs, if `steps` is None; None means one epoch. Every epoch has as many
-            steps as the first.
-        accumulate: Number of batches of a step on one process. Their gradients are averaged, as
-            those of several processes are.
+        epochs: Number of epochs, if `steps` is None; None means one epoch. The number of steps is
+            this number times the steps of the first epoch.
+        accumulate: Number of batches of a step on one process. The gradients of these batches are
+            averaged, like the gradients of several processes.
         optimizer: ``"adamw"``, or ``"lamb"`` for very large batches.
         learning_rate: Peak of the learning rate, to which the rate rises linearly.
         schedule: Shape of the learning rate after the warm-up: ``"linear"`` and ``"cosine"`` fall
@@ -80,7 +80,7 @@ class PretrainOptions:
         warmup: Fraction of the steps in which the learning rate rises, in [0, 1).
         weight_decay: Weight decay of matrices and embedding tables.
         ema: Decay of an exponential moving average of the weights, in (0, 1). ``model/`` and the
-            evaluations then have the average. None keeps no average.
+            evaluations then use the average. None computes no average.
         clip_norm: Largest L2 norm of the gradient.
         precision: ``"fp32"``, or ``"bf16"`` for autocast with fp32 weights.
         seed: Seed of the split, the weights, the pairs, the masks and dropout.
@@ -103,7 +103,7 @@ class PretrainOptions:
             end.
         save_minutes: Largest number of minutes between two checkpoints; None sets no limit.
         keep_checkpoints: Number of checkpoints that stay in the folder ``checkpoints``. If the last
-            one is damaged, the run resumes from the one before it.
+            checkpoint is damaged, the run resumes from an earlier one.
         tracker: ``"tensorboard"`` or ``"wandb"``, which then receives the rows of the log too.
         workers: Number of processes that prepare batches during the training; 0 prepares batches
             in the training process.
@@ -261,7 +261,7 @@ class PretrainOptions:
         return config
 
     def decisive(self) -> dict[str, Any]:
-        """Return the options that decide about the results of a run, as plain data."""
+        """Return the options that determine the results of a run, as values of JSON."""
         chosen = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in FREE}
         chosen["config"] = dict(self.config)
         if self.tokenizer is not None:

@@ -27,22 +27,22 @@ class Copies:
     """Each process has the whole model; DDP averages the gradients."""
 
     def __init__(self, accelerator: Accelerator, model: nn.Module) -> None:
-        """Move the model to the device of this process, and wrap it if there are others."""
+        """Move the model to the device of this process; with several processes, wrap it in DDP."""
         self._accelerator = accelerator
         self.model: Any = accelerator.prepare(model)
 
     def local_gradients(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a context in which a backward pass leaves the gradients in its process."""
+        """Return a context in which a backward pass exchanges no gradients between processes."""
         return self._accelerator.no_sync(self.model)
 
     def clip(self, norm: float) -> Tensor:
-        """Limit the L2 norm of the gradient, and return the norm before that."""
+        """Limit the L2 norm of the gradient, and return the norm before clipping."""
         norm_before = self._accelerator.clip_grad_norm_(self.model.parameters(), norm)
         assert norm_before is not None
         return norm_before
 
     def rest(self) -> None:
-        """Give back memory that a forward pass without a backward pass holds."""
+        """Do nothing, because a forward pass gathers no weights."""
 
 
 class Shards:
@@ -68,7 +68,7 @@ class Shards:
 
     @contextlib.contextmanager
     def local_gradients(self) -> Iterator[None]:
-        """Return a context in which a backward pass leaves the gradients in its process."""
+        """Return a context in which a backward pass exchanges no gradients between processes."""
         self.model.set_requires_gradient_sync(False)
         try:
             yield
@@ -76,9 +76,9 @@ class Shards:
             self.model.set_requires_gradient_sync(True)
 
     def clip(self, norm: float) -> Tensor:
-        """Limit the L2 norm of the gradient, and return the norm before that."""
+        """Limit the L2 norm of the gradient, and return the norm before clipping."""
         return checkpoints.whole_here(nn.utils.clip_grad_norm_(self.model.parameters(), norm))
 
     def rest(self) -> None:
-        """Give back memory that a forward pass without a backward pass holds."""
+        """Free the gathered weights, which a forward pass without a backward pass leaves behind."""
         self.model.reshard()

@@ -29,7 +29,7 @@ FEWEST_DOCUMENTS = 2
 
 
 class Batches(Protocol):
-    """The batches of every epoch, as of `PretrainingBatches`."""
+    """The batches of every epoch, such as `PretrainingBatches`."""
 
     def epoch(self, index: int) -> Sequence[Batch]:
         """Return the batches of one epoch."""
@@ -197,7 +197,7 @@ def prepare(
 
     Args:
         options: Options of the run.
-        documents: All documents, or a prepared corpus, which has its tokenizer.
+        documents: All documents, or a prepared corpus, which contains its tokenizer.
         say: Shows a line of text to the user.
         tokenizer: The tokenizer of a run that is resumed.
         batches_per_step: Number of batches that all processes take in one step.

@@ -83,11 +83,11 @@ def pretrain(
     - ``checkpoints/`` has the last checkpoints from which the run can be resumed.
 
     If the folder has a checkpoint of a run with the same options and the same text, the run
-    continues after that step. Its final weights are the same bits as those of a run that was never
-    stopped, on the same machine and with as many processes; the number of `workers` may differ. A
-    run may also continue with another number of processes, if a step has as many batches as before.
-    A checkpoint that is damaged is reported, and the one before it is used. One run at a time
-    writes into a folder.
+    continues after the step of the checkpoint. On the same machine and with as many processes, its
+    final weights are bit-identical to those of a run that was never stopped; the number of
+    `workers` may differ. A run may also continue with another number of processes, if a step has as
+    many batches as before. A checkpoint that is damaged is reported, and an earlier checkpoint is
+    used. One run at a time writes into a folder.
 
     After SIGTERM or SIGINT (Ctrl-C), the run finishes its step, writes a checkpoint and raises
     SystemExit with status 143, or KeyboardInterrupt. A second signal, at least one second after the
@@ -184,7 +184,7 @@ def _pretrain(
         checkpoints.forget(options.folder)
     if run.first:
         meeting.begin(options.folder)
-    # The processes that prepare batches ignore signals; they end when the batches are closed.
+    # The processes that prepare batches ignore signals, and end when `batches` is closed.
     with (
         run.recorded(record),
         record.progress,
@@ -230,7 +230,7 @@ def _resumable(
         **options.decisive(),
     }
     content = checkpoint.content
-    # Older checkpoints are without a task, and without options that had their default then.
+    # Older checkpoints name no task, and lack later options, whose defaults they have used.
     earlier = {
         "task": content.get("task", TASK),
         batches: content.get("processes", 1) * content.get("accumulate", 1),

@@ -102,7 +102,7 @@ class PretrainingRun(Run):
         # `position` counts the batches of the epoch that this process has taken.
         self.epoch = self.position = self.tokens = 0
         self.meter = Meter(accelerator.device)
-        # The FLOP/s of the device, if known, and the FLOPs since the last row of the log.
+        # The peak FLOP/s of the device, if known, and the FLOPs since the last row of the log.
         self.peak, self.flops = peak_flops(accelerator.device, options.precision), 0.0
         # Counts correct predictions in the steps that are logged.
         self.predictions: MaskedPredictions | None = None
@@ -110,8 +110,8 @@ class PretrainingRun(Run):
         self.evaluation: dict[str, float] | None = None
 
     def _count_steps(self) -> int:
-        # Every epoch draws new pairs, so epochs can differ by a batch. The first epoch decides the
-        # number of steps.
+        # Every epoch draws new pairs, so epochs can differ in their number of batches. The first
+        # epoch determines the number of steps.
         options, batches = self.options, len(self.prepared.train.epoch(0))
         if batches < self.batches_per_step:
             raise ValueError(
@@ -142,7 +142,7 @@ class PretrainingRun(Run):
         while True:
             source, begin, end = self.phase()
             if self.step == begin and self.position:
-                # A phase begins with an epoch.
+                # Each phase begins with a new epoch.
                 self.epoch, self.position = self.epoch + 1, 0
             epoch = source.epoch(self.epoch)
             left = len(epoch) // self.batches_per_step - self.position // self.options.accumulate
@@ -163,7 +163,7 @@ class PretrainingRun(Run):
             self.position = 0
 
     def phase(self) -> tuple[Source, int, int]:
-        """Return the batches of the current phase, and its first step and end."""
+        """Return the batches of the current phase, its first step, and the step after its last."""
         short, prepared = round(self.total * self.options.short_steps), self.prepared
         if prepared.short is not None and self.step < short:
             return prepared.short, 0, short
@@ -205,7 +205,7 @@ class PretrainingRun(Run):
         """Add the gradient of one of `share` batches of a step."""
         with self.autocast():
             output = self.parallel.model(**batch)
-        # FSDP2 keeps whole weights only between the forward and the backward pass.
+        # FSDP2 holds whole weights only between the forward and the backward pass.
         self.observe(output, batch)
         loss = output.loss
         (loss if share == 1 else loss / share).backward()
@@ -213,7 +213,7 @@ class PretrainingRun(Run):
     def replay(self, batch: Batch) -> Tensor:
         """Make one update with a CUDA graph, and return the gradient's norm before clipping.
 
-        The hook of `MaskedPredictions` lets a logged step run without a graph.
+        A logged step runs without a graph, because `MaskedPredictions` registers a hook.
         """
         assert self.graphed is not None
         with self.autocast():
@@ -289,7 +289,7 @@ class PretrainingRun(Run):
         )
 
     def content(self) -> dict[str, Any]:
-        """Return the place in the data, the figures, and the facts that must not change."""
+        """Return the position in the data, the figures, and the facts that must not change."""
         return {
             "epoch": self.epoch,
             "position": self.position,
@@ -351,7 +351,7 @@ class PretrainingRun(Run):
 
 
 def _groups(batches: Iterable[Batch], size: int) -> Iterator[Batches]:
-    """Yield the batches in lists of `size` batches, which divides their number."""
+    """Yield the batches in lists of `size` batches; `size` divides the number of batches."""
     iterator = iter(batches)
     while group := list(itertools.islice(iterator, size)):
         yield group

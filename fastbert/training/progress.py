@@ -58,7 +58,7 @@ class TrainingProgress:
         Args:
             console: Where progress is shown.
             total: Number of steps.
-            done: Number of steps before a run that is resumed.
+            done: Number of steps that were made before the run was resumed.
             describe: Formats a training row of the log in one line.
         """
         self._describe = describe
@@ -101,7 +101,7 @@ class TrainingProgress:
             self._bar.advance(self._task)
 
     def report(self, row: dict[str, Any], seconds_left: float) -> None:
-        """Show one training row of the log; plain output also has the remaining time.
+        """Show one training row of the log; without a bar, also show the remaining time.
 
         Args:
             row: The row.
@@ -114,6 +114,6 @@ class TrainingProgress:
             self.note(f"step {step}  {self._describe(row)}  {seconds_left:.0f} s left")
 
     def note(self, message: str) -> None:
-        """Show a line of text; an OSError, as for a full disk, is ignored."""
+        """Show a line of text; an OSError, such as for a full disk, is ignored."""
         with suppress(OSError):
             self._console.print(message, highlight=False, markup=False, soft_wrap=True)

@@ -53,7 +53,7 @@ class Record:
             self.attempt.draw(CURVES, lambda: plot_curves(log.rows, curves, self.panels))
 
     def kept(self, saved: int) -> str:
-        """Name the files that the run leaves, for messages.
+        """Return the names of the files that the run leaves, for messages.
 
         Args:
             saved: Step of the last checkpoint; 0 means that there is none.

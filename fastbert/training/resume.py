@@ -16,7 +16,7 @@ from fastbert.training import checkpoints, meeting
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-# Seconds in which the attempt of a job before this one ends its processes.
+# The longest wait, in seconds, for the processes of an earlier attempt of the same job to end.
 PATIENCE = 60.0
 
 
@@ -24,7 +24,7 @@ def starts_anew(output: Path, overwrite: bool, accelerator: Accelerator) -> bool
     """Return whether a run deletes the checkpoints of its folder.
 
     After a failure, torchrun starts the same command again. The option `overwrite` applies to the
-    first attempt of a job only, so that a later attempt continues the checkpoints of the job.
+    first attempt of a job only, so that a later attempt resumes from the checkpoints of the job.
 
     Args:
         output: Folder of the run.
@@ -58,10 +58,10 @@ def alone(output: Path, accelerator: Accelerator) -> Iterator[None]:
 def find(
     output: Path, say: Callable[[str], None], accelerator: Accelerator
 ) -> checkpoints.Checkpoint | None:
-    """Return the newest sound checkpoint; the first process looks for it, and all return it.
+    """Return the newest sound checkpoint; the first process finds it, and all processes return it.
 
     Args:
-        output: Folder of the run, which all processes see.
+        output: Folder of the run, which all processes can read.
         say: Shows a line of text to the user, for each damaged checkpoint.
         accelerator: The processes of the run.
 
@@ -89,7 +89,7 @@ def refuse_another_run(output: Path, given: Mapping[str, Any], earlier: Mapping[
 
     Args:
         output: Folder of the run.
-        given: The facts by which a run is known, such as its options.
+        given: The facts that identify a run, such as its options.
         earlier: The same facts of the run that wrote the checkpoint.
     """
     for name, value in json.loads(json.dumps(given)).items():

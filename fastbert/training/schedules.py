@@ -65,6 +65,6 @@ def continue_schedule(schedule: torch.optim.lr_scheduler.LambdaLR, step: int) ->
         step: Number of steps that were made, at least 1.
     """
     state: dict[str, Any] = schedule.state_dict()
-    # The count of calls only decides about a warning for a first call that is too early.
+    # `_step_count` only determines whether torch warns about a first call that is too early.
     schedule.load_state_dict({**state, "last_epoch": step - 1, "_step_count": step + 1})
     schedule.step()

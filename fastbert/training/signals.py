@@ -59,6 +59,6 @@ def stopped_by(number: int) -> BaseException:
 
 
 def leave_to_parent(worker: int = 0) -> None:
-    """Ignore the signals in a process that prepares batches; the parent process ends it."""
+    """Ignore the signals in a process that prepares batches; its parent ends the process."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)

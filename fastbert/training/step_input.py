@@ -1,4 +1,4 @@
-"""The batch of a graphed step in memory that keeps its address: tokens and labels."""
+"""The batch of a graphed step in memory with fixed addresses: tokens and labels."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ class Labels(NamedTuple):
 
     Attributes:
         per_token: Whether each token has a label; otherwise each sequence has a label.
-        classes: Number of classes: a field of the configuration, or a number.
+        classes: Number of classes, or the name of the field of the configuration that has it.
     """
 
     per_token: bool
     classes: str | int
 
     def check(self, name: str, labels: Tensor, layout: BatchLayout, config: BertConfig) -> Tensor:
-        """Return labels in the shape of a batch's memory, after checks.
+        """Check labels, and return them in the shape of the memory of a batch.
 
         Args:
             name: Name of the argument, for messages.
@@ -63,8 +63,8 @@ class Labels(NamedTuple):
         return labels
 
 
-# The labels of each model whose loss leaves out the label IGNORED, so that the rows and sequences
-# of a bucket without a token do not change the loss.
+# The labels of each model whose loss leaves out the label IGNORED. Rows and sequences of a bucket
+# that have no token have this label, so they do not change the loss.
 LABELS: dict[type, dict[str, Labels]] = {
     BertForPreTraining: {
         "labels": Labels(per_token=True, classes="vocab_size"),
@@ -111,7 +111,7 @@ class StepInput:
             tokens: The tokens: packed for a `Bucket`, or padded without a mask for a
                 `PaddedBucket`.
             mask: Mask of a padded batch of shape ``(B, L)``; None for a `Bucket`.
-            labels: Labels from `Labels.check`; those of tokens have the rows of `tokens`.
+            labels: Labels from `Labels.check`; labels of tokens have the rows of `tokens`.
         """
         if mask is None:
             assert isinstance(self.batch, StaticBatch)
@@ -121,12 +121,12 @@ class StepInput:
             self.batch.fill(tokens, mask)
         for name, given in labels.items():
             memory = self.labels[name]
-            # The rows and sequences of an earlier batch must not count.
+            # The labels of an earlier batch must not count.
             memory.fill_(IGNORED)
             memory[tuple(map(slice, given.shape))].copy_(given, non_blocking=True)
 
     def arguments(self) -> dict[str, Any]:
-        """Return the arguments of the model's forward, packed; this is recorded."""
+        """Return the packed arguments of the model's forward; a CUDA graph records this method."""
         tokens, labels = self._rows()
         arguments: dict[str, Any] = {
             "input_ids": tokens.ids,
@@ -143,7 +143,7 @@ class StepInput:
         tokens, _ = self.batch.unpadded()
         indices = tokens.layout.indices
         assert indices is not None
-        # The padding of a batch may have labels, which do not count.
+        # The padding of a batch may have labels, which must not count.
         rows = {
             name: x.masked_fill(~self.batch.exists, IGNORED).flatten().index_select(0, indices)
             if x.dim() == 2

@@ -43,15 +43,15 @@ class Tracker:
             name: Name of the tracker.
             accelerator: The accelerator, which was made for the tracker.
             folder: Folder of the run. TensorBoard's files are in its folder ``tensorboard``.
-            step: Number of steps of a run that is resumed; TensorBoard hides later rows of the
-                part that was cut off.
-            settings: Options of the run, as plain data.
+            step: Number of steps that were made before the run was resumed; TensorBoard hides rows
+                of later steps, which an interrupted run has sent.
+            settings: Options of the run, as values of JSON.
         """
         self.name, self._accelerator = name, accelerator
         project = {"tensorboard": "tensorboard", "wandb": "fastbert"}[name]
         keywords: dict[str, dict[str, Any]] = {
-            # A queue without a limit never blocks, even if a full disk ended the thread that
-            # empties the queue.
+            # A queue without a limit never blocks a write, even if a full disk ended the thread
+            # that empties the queue.
             "tensorboard": {"purge_step": step + 1, "max_queue": 0},
             "wandb": {"dir": str(folder), "name": folder.name, "config": settings},
         }

@@ -9,7 +9,7 @@ from fastbert.config import BertConfig
 from fastbert.flops import flops_of_layers
 from fastbert.training.evaluate import IGNORED, Batch
 
-# The backward pass of a product is two products of the same size.
+# The backward pass of a product is two products of the same size, so a step has three.
 PASSES = 3
 
 
@@ -27,7 +27,7 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
 
 
 def model_flops(config: BertConfig, batch: Batch) -> float:
-    """Return the FLOPs of the products of a training step, without those of recomputation.
+    """Return the FLOPs of the products of a training step, without the FLOPs of recomputation.
 
     The products are those of the layers on real tokens, of the masked-LM head at labelled
     positions, and of the pooler, in the forward and the backward pass (Chowdhery et al. 2022,

@@ -28,8 +28,8 @@ def verify(corpus: PreparedCorpus, accelerator: Accelerator, console: Console) -
         ValueError: If a shard is damaged. The message names the file.
     """
     begun = time.perf_counter()
-    # Other launchers do not say how many processes share the disk, so each process compares all
-    # shards.
+    # Launchers other than torchrun do not say how many processes run on this machine, so each of
+    # their processes compares all shards.
     count = processes_here()
     index = accelerator.local_process_index if count > 1 else 0
     size = sum(shard.bytes() for shard in corpus.shards)

@@ -26,8 +26,8 @@ class PreparedBatches:
     packed batches of one step have similar numbers of tokens: they differ by less than the longest
     example, except in the last step of an epoch.
 
-    The masks of an example depend only on the seed, the epoch and the number of the example. They
-    are the same for any number of processes that train or that prepare batches.
+    The masks of an example depend only on the seed, the epoch and the number of the example. The
+    masks are therefore the same for any number of processes that train or that prepare batches.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class PreparedBatches:
         packed: bool = True,
         probability: float = 0.15,
     ) -> None:
-        """Check the options and keep them.
+        """Check and store the options.
 
         Args:
             examples: The examples of every epoch, whose seed also determines the order and the
@@ -66,7 +66,7 @@ class PreparedBatches:
         self.examples, self.tokens_per_batch = examples, tokens_per_batch
         self.batches_per_step = batches_per_step
         self.whole_word, self.packed, self.probability = whole_word, packed, probability
-        # The last epoch, whose plan is not made again.
+        # The index and the batches of the last epoch, so that its plan is made only once.
         self._last: tuple[int, PreparedEpoch] | None = None
 
     def epoch(self, index: int) -> PreparedEpoch:
@@ -113,14 +113,14 @@ class PreparedEpoch(Sequence[Batch]):
         order: np.ndarray,
         bounds: np.ndarray,
     ) -> None:
-        """Keep the parts of an epoch.
+        """Store the parts of an epoch.
 
         Args:
             source: The options of the batches.
             epoch: Number of the epoch.
             examples: The examples of the epoch.
             order: Numbers of the examples, batch after batch, of shape ``(n,)``.
-            bounds: Start of each batch in `order`, and last n.
+            bounds: Start of each batch in `order`, followed by n.
         """
         self._source, self._epoch, self._examples = source, epoch, examples
         self._order, self._bounds = order, bounds
@@ -175,7 +175,7 @@ class PreparedEpoch(Sequence[Batch]):
 
 
 def _bounds(lengths: np.ndarray, budget: int) -> np.ndarray:
-    """Cut examples into consecutive batches whose lengths sum to at most `budget`."""
+    """Return the bounds of consecutive batches whose lengths sum to at most `budget` tokens."""
     ends = np.cumsum(lengths, dtype=np.int64)
     bounds = [0]
     while bounds[-1] < len(lengths):
@@ -185,7 +185,7 @@ def _bounds(lengths: np.ndarray, budget: int) -> np.ndarray:
 
 
 def _divisible(bounds: np.ndarray, share: int) -> np.ndarray:
-    """Halve batches of the last, incomplete step until it has `share` batches."""
+    """Halve batches of the last, incomplete step until the step has `share` batches."""
     if bounds[-1] < share:
         raise ValueError(
             f"corpus: {bounds[-1]} examples for {share} batches per step, allowed: at least one "

@@ -1,4 +1,4 @@
-"""Reading a prepared corpus, of which only the mapped pages are in memory."""
+"""Reading a prepared corpus, whose mapped files are in memory only where they are read."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def _cores() -> int:
 class PreparedCorpus:
     """The documents of a folder that ``fastbert prepare`` wrote, as ids in mapped files.
 
-    The checksums of a shard are compared when the shard is used for the first time, or before that
-    by `verify`.
+    The checksums of a shard are compared when the shard is used for the first time, or earlier by
+    `verify`.
 
     Attributes:
         folder: The folder.
@@ -107,21 +107,21 @@ class PreparedCorpus:
     ) -> None:
         """Read all shards, several at a time, and compare their checksums with the manifest.
 
-        Processes can share the work. Each process verifies its own share, and takes the shares of
-        the others for verified; they must wait for each other before they use the shards.
+        Processes can share the work. Each process verifies its own share and then treats all shards
+        as verified, so the processes must wait for each other before they use the shards.
 
         Args:
             advance: Called, in several threads, with the number of bytes that were verified since
                 its last call.
-            share: Number of this process and number of all processes.
+            share: Index of this process, from 0, and number of processes.
 
         Raises:
             OSError: If a file cannot be read.
-            ValueError: If a file was changed, or has a number that no such file has. The message
-                names the file.
+            ValueError: If a file was changed, or has an id or an offset that is out of range. The
+                message names the file.
         """
         index, count = share
-        # The checksums and the comparisons of arrays run without the lock of the interpreter.
+        # The checksums and the comparisons of arrays release the lock of the interpreter (GIL).
         with ThreadPoolExecutor(max(1, min(THREADS, _cores() // count))) as pool:
             own = [pool.submit(shard.verify, advance) for shard in self.shards[index::count]]
             try:

@@ -22,7 +22,8 @@ class EpochExamples(Sequence[Instance]):
     """The examples of one epoch, each built on access from the mapped tokens.
 
     Attributes:
-        lengths: Number of tokens of each example, int64 or smaller of shape ``(n,)``.
+        lengths: Number of tokens of each example, of shape ``(n,)`` in the smallest unsigned
+            integer dtype that holds ``max_length``.
         label: Label of each pair, bool of shape ``(n,)``; False without pairs.
         pairs: Whether an example has two segments.
     """
@@ -33,8 +34,8 @@ class EpochExamples(Sequence[Instance]):
         """Join the plans of all shards.
 
         Args:
-            shards: For each plan, the shard of the first segment, and the shard of the second
-                segments with the label True.
+            shards: For each plan, the shard of the plan, and the shard of the second segments of
+                NSP whose label is True.
             plans: The plan of each shard.
             source: The `PreparedExamples`.
         """
@@ -48,7 +49,7 @@ class EpochExamples(Sequence[Instance]):
         special = 3 if self.pairs else 2
         sizes = spans[:, 1] - spans[:, 0] + spans[:, 3] - spans[:, 2] + special
         self.lengths = sizes.astype(np.min_scalar_type(source.max_length))
-        # With the label True, a segment of NSP can be from another shard.
+        # A second segment of NSP whose label is True can be from another shard.
         self._other = source.objective == "nsp"
 
     def __len__(self) -> int:
@@ -86,15 +87,15 @@ class PreparedExamples:
     """Examples that are drawn again from a prepared corpus in every epoch.
 
     Example ``i`` of epoch ``k`` depends only on the corpus, the options, the seed, ``k`` and ``i``.
-    An epoch covers all sentences. In memory is only a plan of 19 bytes per example; the tokens stay
-    in the mapped files.
+    Only a plan of about 19 bytes per example is in memory; the tokens stay in the mapped files.
 
-    The documents are cut into runs of sentences as in `NextSentencePairs`. The objective decides
-    about the rest.
+    The documents are cut into runs of sentences as in `NextSentencePairs`. The runs of an epoch
+    cover all sentences, except documents of one sentence if the examples are pairs. The objective
+    determines how a run becomes an example.
 
     - ``"nsp"``: ``[CLS] A [SEP] B [SEP]``, where B follows A (label 0) or is from another document
       (label 1), each with probability 1/2. The other document is from the same shard, unless the
-      shard has no other.
+      shard has no other document.
     - ``"sop"``: A and B are consecutive, and with probability 1/2 they are swapped (label 1), as in
       ALBERT (Lan et al. 2020).
     - ``"none"``: ``[CLS] A [SEP]`` without a label, as the inputs of RoBERTa within one document
@@ -136,7 +137,7 @@ class PreparedExamples:
         self.corpus, self.max_length, self.seed = corpus, max_length, seed
         self.objective, self.short = objective, short
         self._room = max_length - (2 if objective == "none" else 3)
-        # The shards that have documents, with the numbers of these documents in the shard.
+        # Each shard with chosen documents, their numbers in the shard, and how many they are.
         self._chosen = _by_shard(corpus, documents)
         count = sum(number for _, _, number in self._chosen)
         if count < (2 if objective == "nsp" else 1):
@@ -191,7 +192,10 @@ class PreparedExamples:
 def _by_shard(
     corpus: PreparedCorpus, documents: np.ndarray | None
 ) -> list[tuple[Shard, np.ndarray | None, int]]:
-    """Return each shard with chosen documents, their numbers in the shard, and their number."""
+    """Return each shard with chosen documents, their numbers in the shard, and how many they are.
+
+    The numbers are None if all documents are chosen.
+    """
     groups: list[tuple[Shard, np.ndarray | None, int]] = []
     start = 0
     for shard in corpus.shards:

@@ -1,4 +1,4 @@
-"""``manifest.json`` of a prepared corpus, by which its folder is recognised."""
+"""The file ``manifest.json``, which marks a folder as a prepared corpus."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RUN = "run.json"
 FORMAT = "fastbert prepared corpus"
 # The layout of the files; a corpus of another layout is refused.
 VERSION = 1
-# Ids have 4 bytes.
+# The largest size of a vocabulary, because an id has at most 4 bytes.
 MOST_PIECES = 1 << 32
 
 
@@ -28,8 +28,9 @@ class Manifest:
     """The content of ``manifest.json``.
 
     Attributes:
-        options: The options of the preparation that decide about its result.
-        source: Number, size in bytes and SHA-256 of the names and sizes of the text files.
+        options: The options of the preparation that determine its result.
+        source: Number of the text files, their size in bytes, and the SHA-256 of their names and
+            sizes.
         vocabulary: ``size``, and ``sha256`` of ``tokenizer/tokenizer.json``.
         dtype: dtype of the ids in the shards.
         shards: The entries of the shards.
@@ -43,7 +44,7 @@ class Manifest:
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 of the content, which has the checksums of all files of the corpus."""
+        """SHA-256 of the content, which includes the checksums of all shards and the tokenizer."""
         text = json.dumps(self._plain(), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -68,7 +69,8 @@ def read_manifest(folder: Path) -> Manifest:
 
     Raises:
         OSError: If the file cannot be read.
-        ValueError: If the file is damaged, or of another format or version. The message names it.
+        ValueError: If the file is damaged, or of another format or version. The message names the
+            file.
     """
     path = folder / MANIFEST
     content = json_file.read(path)
@@ -86,7 +88,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def _of(content: dict[str, Any]) -> Manifest:
-    """Return the manifest with a content; raise ValueError for a value that no manifest has."""
+    """Return the manifest from parsed JSON; raise ValueError for a value that is not allowed."""
     kinds = {"options": dict, "source": dict, "vocabulary": dict, "dtype": str, "shards": list}
     for name, kind in kinds.items():
         if not isinstance(content.get(name), kind):

@@ -1,7 +1,7 @@
 """The examples that one shard gives in one epoch, as positions in the tokens of the shard.
 
 The documents are cut as in `fastbert.data.NextSentencePairs`, but all documents of a shard at once:
-step k computes run k of every document that has so many runs.
+step k computes run k of every document that has at least k runs.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ class Text(NamedTuple):
     """Documents of a shard, in which no sentence is longer than an example.
 
     Attributes:
-        offsets: Number of the first token of each sentence, and last the number of tokens; int64 of
-            shape ``(S + 1,)``.
-        starts: Number of the first sentence of each chosen document, int64 of shape ``(D,)``.
-        ends: Number after the last sentence of each chosen document, int64 of shape ``(D,)``.
+        offsets: Index of the first token of each sentence, followed by the number of tokens; int64
+            of shape ``(S + 1,)``.
+        starts: Index of the first sentence of each chosen document, int64 of shape ``(D,)``.
+        ends: Index after the last sentence of each chosen document, int64 of shape ``(D,)``.
     """
 
     offsets: np.ndarray
@@ -36,7 +36,7 @@ class Plan(NamedTuple):
         spans: Start and end of the first and of the second segment in the tokens, uint32 of shape
             ``(n, 4)``. Without pairs, the second segment is empty.
         label: The label of each pair, bool of shape ``(n,)``: whether the second segment is from
-            another document, or whether the segments are swapped.
+            another document (NSP), or whether the segments are swapped (SOP).
     """
 
     spans: np.ndarray
@@ -103,11 +103,11 @@ def next_sentence(
 
     Args:
         text: The documents.
-        others: None takes the random second segments from other documents of `text`; otherwise
-            they are from these documents of another shard.
+        others: Documents of another shard, from which the random second segments are drawn; None
+            draws them from other documents of `text`.
         rng: Source of randomness.
         room: Largest number of tokens of both segments.
-        short: Share of the runs that have a random smaller budget.
+        short: Share of the runs that have a random smaller budget, in [0, 1].
     """
     runs = _runs(text, rng, room, short, least=2)
     offsets = text.offsets
@@ -147,7 +147,8 @@ def _steps(
         end = np.searchsorted(offsets, offsets[start] + budget, side="right") - 1
         end = np.maximum(np.minimum(end, last), start + least)
         yield _Runs(document, start, end, budget)
-        # If too few sentences would remain, the next run repeats sentences before them.
+        # If fewer than `least` sentences would remain, the next run also repeats the last sentences
+        # of this run.
         start = np.where(end == last, end, np.minimum(end, last - least))
         more = start < last
         document, start, last = document[more], start[more], last[more]
@@ -158,12 +159,12 @@ def _elsewhere(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Draw sentences from a random start up to `budget` or the end of their document.
 
-    `own` has the numbers of the documents from which nothing is drawn, one for each draw.
+    Draw i takes no sentence of document ``own[i]``; if `own` is None, it may take any document.
     """
     counts = text.ends - text.starts
     before = np.concatenate([[0], np.cumsum(counts)])
     left_out = 0 if own is None else counts[own]
-    # The multiplication draws from a range that differs for each draw.
+    # The product is a random integer whose range differs for each draw.
     drawn = (rng.random(len(budget)) * (before[-1] - left_out)).astype(np.int64)
     if own is not None:
         drawn += np.where(drawn >= before[own], left_out, 0)
@@ -176,7 +177,10 @@ def _elsewhere(
 def _cut(
     a_start: np.ndarray, a_end: np.ndarray, b_start: np.ndarray, b_end: np.ndarray, room: int
 ) -> np.ndarray:
-    """Cut pairs to `room` tokens, the start of A and the end of B, as `truncate_pair` does."""
+    """Cut pairs to `room` tokens, at the start of A and the end of B.
+
+    The lengths are those of `truncate_pair`.
+    """
     a, b = a_end - a_start, b_end - b_start
     short = np.minimum(a, b)
     long = np.maximum(short, room - short)

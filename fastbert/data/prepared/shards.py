@@ -1,8 +1,8 @@
 """One shard of a prepared corpus: three files of little-endian integers.
 
-``00000.tokens`` has the ids of all tokens. ``00000.sentences`` has the number of the first token of
-each sentence, and last the number of tokens. ``00000.documents`` has the number of the first
-sentence of each document, and last the number of sentences.
+``00000.tokens`` has the ids of all tokens. ``00000.sentences`` has the index of the first token of
+each sentence, followed by the number of tokens. ``00000.documents`` has the index of the first
+sentence of each document, followed by the number of sentences.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fastbert.checksum import checksum
 PARTS = ("tokens", "sentences", "documents")
 OFFSETS = "<u4"
 MOST_TOKENS = 2**32 - 1
-# Numbers that are checked in one step.
+# The number of array elements that are checked at once.
 _BLOCK = 1 << 20
 
 
@@ -62,17 +62,17 @@ class ShardRecord:
 
     @classmethod
     def of(cls, content: Any) -> ShardRecord:
-        """Return the entry that has the content of JSON.
+        """Return the entry from parsed JSON.
 
         Raises:
-            ValueError: If a value is missing or of another kind, or if a shard cannot have it. The
-                message names the value.
+            ValueError: If a value is missing, of another type or out of range. The message names
+                the value.
         """
         names = [field.name for field in dataclasses.fields(cls)]
         if not isinstance(content, dict) or content.keys() != set(names):
             raise ValueError(f"shard: got {content!r:.100}, allowed: {', '.join(names)}")
         name, sums = content["name"], content["sha256"]
-        # A name of digits has no path.
+        # A name that consists of digits contains no path.
         if not isinstance(name, str) or not re.fullmatch(r"[0-9]{5,12}", name):
             raise ValueError(f"name: got {name!r:.100}, allowed: at least 5 digits")
         most = MOST_TOKENS
@@ -82,7 +82,8 @@ class ShardRecord:
                 raise ValueError(
                     f"shard {name}: {part}: got {value!r:.100}, allowed: from 0 to {most}"
                 )
-            # A sentence has at least one token, and a document at least one sentence.
+            # A sentence has at least one token, and a document at least one sentence, so each count
+            # limits the next.
             most = value
         if not isinstance(sums, dict) or any(not isinstance(sums.get(p), str) for p in PARTS):
             raise ValueError(f"shard {name}: sha256: got {sums!r:.100}, allowed: one for each file")
@@ -97,7 +98,7 @@ class ShardWriter:
     """
 
     def __init__(self, folder: Path, name: str, dtype: str) -> None:
-        """Keep the arguments; `dtype` is the dtype of the ids."""
+        """Store the arguments; `dtype` is the dtype of the ids."""
         self._folder, self._name, self._dtype = folder, name, dtype
         self._files: dict[str, IO[bytes]] = {}
         self._sums = {part: hashlib.sha256() for part in PARTS}
@@ -106,7 +107,7 @@ class ShardWriter:
     def __enter__(self) -> ShardWriter:
         """Create the files."""
         for part in PARTS:
-            # Without a buffer, an error of the disk is raised by the write that it concerns.
+            # Without a buffer, a disk error is raised by the write that causes it.
             self._files[part] = self._partial(part).open("wb", buffering=0)
         for part in ("sentences", "documents"):
             self._write(part, np.zeros(1, OFFSETS))
@@ -168,7 +169,7 @@ class ShardWriter:
             ]
 
     def _named(self, part: str, act: Any) -> Any:
-        """Return the result of `act`; an OSError, as of a full disk, names the file."""
+        """Call `act` and return its result; an OSError, such as for a full disk, names the file."""
         try:
             return act()
         except OSError as error:
@@ -185,13 +186,13 @@ class Shard:
     def __init__(
         self, folder: Path, record: ShardRecord, dtype: str, vocab_size: int | None = None
     ) -> None:
-        """Map the files after a comparison of their sizes and ends with the record.
+        """Map the files, and compare their sizes and their first and last offsets with the record.
 
         Args:
             folder: Folder of the files.
             record: The entry of the shard in the manifest.
             dtype: dtype of the ids.
-            vocab_size: Every id is smaller; None allows all ids.
+            vocab_size: Size of the vocabulary, above all ids; None allows all ids.
 
         Raises:
             OSError: If a file cannot be read.
@@ -221,12 +222,12 @@ class Shard:
 
     @property
     def sentences(self) -> np.ndarray:
-        """Number of the first token of each sentence, and last T; of shape ``(S + 1,)``."""
+        """Index of the first token of each sentence, followed by T; of shape ``(S + 1,)``."""
         return self._map("sentences")
 
     @property
     def documents(self) -> np.ndarray:
-        """Number of the first sentence of each document, and last S; of shape ``(D + 1,)``."""
+        """Index of the first sentence of each document, followed by S; of shape ``(D + 1,)``."""
         return self._map("documents")
 
     def bytes(self) -> int:
@@ -289,11 +290,12 @@ def _map(path: Path, size: int, dtype: str) -> np.ndarray:
             f"{path}: has {size_on_disk:,} bytes, allowed: {size:,}, as in the manifest; the file "
             "is truncated or of another corpus"
         )
-    # A file without a byte cannot be mapped.
+    # An empty file cannot be mapped.
     if not size:
         return np.empty(0, dtype)
     try:
-        # np.memmap would keep a descriptor for each file, of which a process often has 1,024.
+        # np.memmap would hold a file descriptor for each file, and the limit of a process is often
+        # 1,024 descriptors.
         mapped = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
     except RuntimeError as error:
         raise OSError(f"{path}: it cannot be mapped into memory: {error}") from error
