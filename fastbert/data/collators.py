@@ -3,8 +3,8 @@
 A collator is the ``collate_fn`` of a ``torch.utils.data.DataLoader`` or the ``data_collator`` of
 transformers' ``Trainer``. A feature is a mapping of lists, numpy arrays or tensors. It has the
 column ``input_ids`` of shape ``(n,)``, and may have ``token_type_ids`` and ``attention_mask`` of
-the same shape. Tokens whose ``attention_mask`` is 0 are dropped, so padded features give the same
-batch. A collator ignores columns that its documentation does not name.
+the same shape. Tokens whose ``attention_mask`` is 0 are dropped, so padded and unpadded features
+give the same batch. A collator ignores columns that its documentation does not name.
 
 All ids in a batch are int64, and a batch has ``token_type_ids`` only if the features have that
 column. The argument `layout` decides the names and shapes of a batch.
@@ -22,7 +22,7 @@ as one sequence. A head on top of the pooler then needs ``fastbert.accelerate`` 
 ``fastbert.modules.pool``.
 
 Errors are of type ValueError. A message names the column, the number of the example in the batch
-(from 0), its value and the allowed values. Collators can be pickled.
+(from 0), the value of the column and the allowed values. Collators can be pickled.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from fastbert.text_file import read_text
 DOCUMENT = "-DOCSTART-"
 # A tag of the scheme IOB, IOBES or BILOU.
 _ENTITY = re.compile(r"O$|[BIESLU]-.")
-# CoNLL-U has ten columns. The second one is the word, and the fourth one is its part of speech.
+# CoNLL-U has ten columns. The second column is the word, and the fourth is its part of speech.
 _CONLL_U = 10
 # The first column of CoNLL-U: the number of a word (3), a multiword token (3-4) or an empty node
 # (3.1), which is a word that the text leaves out.

@@ -51,7 +51,10 @@ def _is_compressed(path: Path) -> bool:
 
 
 def _problem(path: Path) -> str | None:
-    """Return why a file is not text in UTF-8, or in UTF-16 with a mark; None if it is text."""
+    """Return why a file is not text, or None if the file is text.
+
+    Text is in UTF-8, or in UTF-16 with a byte order mark.
+    """
     if not is_plain(path):
         return NOT_UTF8 if _bad_line(path) else None
     decoder = codecs.getincrementaldecoder("utf-8")()

@@ -1,7 +1,7 @@
 """Cutting text files into pieces of similar size, and reading the documents of a piece.
 
-A piece is read without the other pieces, so several processes read one file. Every document is in
-exactly one piece.
+A piece is read without the other pieces, so several processes can read parts of one file. Every
+document is in exactly one piece.
 """
 
 from __future__ import annotations
@@ -50,8 +50,9 @@ def find_text(source: Path) -> tuple[list[Path], int]:
     """Find the text files of a folder, at any depth and sorted, or check a single file.
 
     Args:
-        source: A .txt, .jsonl or .parquet file, or a folder. The first two may be compressed and
-            in UTF-16; see `read_text`. Files whose name begins with a dot are not read.
+        source: A .txt, .jsonl or .parquet file, or a folder. A .txt or .jsonl file may be
+            compressed and in UTF-16; see `read_text`. In a folder, files and folders whose name
+            begins with a dot are not read.
 
     Returns:
         The files, and the number of files of another suffix.
@@ -78,7 +79,8 @@ def cut(files: Sequence[Path], piece_bytes: int) -> list[Piece]:
             divided, and neither is a file that is compressed or not in UTF-8.
 
     Returns:
-        The pieces, which depend only on the order and the sizes of the files.
+        The pieces, which depend only on the order, sizes and formats of the files, and on the row
+        groups of .parquet files.
 
     Raises:
         ImportError: If a .parquet file is read without pyarrow.

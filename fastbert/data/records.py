@@ -65,7 +65,7 @@ def read_records(
         path: A .csv, .tsv, .jsonl or .parquet file. All but the last may be compressed, and may be
             in UTF-16 with a byte order mark; see `read_text`.
         fields: Names of the columns or of the fields.
-        optional: Names of further columns or fields; the value of an absent one is None.
+        optional: Names of further columns or fields; if a field is absent, its value is None.
 
     Yields:
         One record per row, with the values of `fields` and of `optional`.

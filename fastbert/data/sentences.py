@@ -1,10 +1,11 @@
 """Sentence splitting by rule: a sentence ends at a mark that ends sentences in its script.
 
 The marks of all scripts are those of the property Sentence_Break of Unicode (UAX #29), from the
-package regex. Space and a capital letter must follow a full stop, a question mark and an
-exclamation mark. The rules cover the exceptions of English prose: titles and abbreviations (Mr.,
-e.g.), initials (J. R. Smith), decimals and versions (2.5), numbered headings (3. Scope) and closing
-quotes. In Thai and Lao, which have no such marks, a blank ends a sentence.
+package regex. A full stop, a question mark or an exclamation mark ends a sentence only before a
+space and a character other than a lower-case letter. The rules cover the exceptions of English
+prose: titles and abbreviations (Mr., e.g.), initials (J. R. Smith), decimals and versions (2.5),
+numbered headings (3. Scope) and closing quotes. In Thai and Lao, which have no such marks, a blank
+ends a sentence.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ import re
 
 import regex
 
-# The marks after which only a space and a capital letter begin a sentence. The Arabic full stop is
-# among these marks because it divides abbreviations too.
+# The marks that end a sentence only before a space and a character other than a lower-case letter.
+# The Arabic full stop is among these marks because it divides abbreviations too.
 _WEAK = ".!?…\u06d4"
 # Marks that always end a sentence. Unicode leaves out the mark of Tibetan, because this mark also
 # ends phrases.
@@ -38,7 +39,7 @@ _MARK = regex.compile(rf"[{_WEAK}]|{_STRONG}|{_GREEK}", regex.VERSION1)
 _UNMARKED = regex.compile(r"[\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}\p{Tibetan}]")
 _OPENERS = "\"'“‘«([{*-–—"
 # Abbreviations are in lower case and without the final stop. Abbreviations that often end a
-# sentence (etc., inc.) are absent, so the capital letter after them decides.
+# sentence (etc., inc.) are absent, so the letter after them decides.
 _ABBREVIATION = re.compile(
     r"mr|mrs|ms|dr|prof|rev|hon|st|sr|jr|gen|col|capt|lt|sgt|gov|sen|rep|pres|vs|e\.g|i\.e|cf|viz|al|"
     r"ca|approx|no|nos|vol|vols|fig|figs|eq|sec|ch|pp|ed|eds|"
@@ -88,7 +89,7 @@ def split_sentences(text: str) -> list[str]:
     """Split one paragraph into sentences, in order, with single spaces between words.
 
     A sentence has at least one letter or digit, so rules and underlines are dropped. In a text
-    without any capital letter (a lower-cased corpus), no capital letter needs to follow a mark.
+    without any capital letter (a lower-cased corpus), a sentence may begin in lower case.
     """
     text = " ".join(text.split())
     needs_capital = text != text.lower()

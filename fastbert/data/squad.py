@@ -12,8 +12,9 @@ from fastbert.text_file import content_suffix, read_text
 
 FORMATS = (".json", ".jsonl", ".parquet")
 FIELDS = ("question", "context")
-# A large file may have one JSON value for this number of characters; the training set of SQuAD 1.1
-# has one for 15. A value needs more memory than its text, so denser data could fill the memory.
+# A large file may have at most one JSON value per this number of characters, on average; the
+# training set of SQuAD 1.1 has one per 15. A value needs more memory than its text, so denser data
+# could fill the memory.
 BYTES_PER_VALUE = 8
 
 

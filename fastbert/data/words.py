@@ -31,7 +31,8 @@ def split_words(sentence: str) -> list[Word]:
     """Divide a sentence into words.
 
     Words are separated by white space. A mark at the start or the end of a word is a word of its
-    own, and a mark inside of a word is a part of it. A character of Chinese or Japanese is a word.
+    own, and a mark inside of a word is a part of the word. Each character of Chinese or Japanese is
+    a word.
 
     Args:
         sentence: The sentence.

@@ -97,8 +97,8 @@ def write_embeddings(rows: NDArray[np.float32], path: Path, ids: Texts | None = 
     """Write embeddings to a parquet file with the columns ``id``, if given, and ``embedding``.
 
     Args:
-        rows: Embeddings, fp32 of shape ``(count, width)``. A value of the column is a list of fp32
-            of the fixed size ``width``.
+        rows: Embeddings, fp32 of shape ``(count, width)``. A value of the column ``embedding`` is a
+            list of fp32 of the fixed size ``width``.
         path: Path of the file.
         ids: The texts with the ids of the rows; None writes no ids.
     """

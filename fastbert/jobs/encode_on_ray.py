@@ -245,7 +245,7 @@ def _begin(target: Path, facts: dict[str, Any]) -> None:
 
 @contextmanager
 def _cluster(ray: Any, address: str) -> Iterator[None]:
-    """Connect this process to a cluster, unless it is connected already."""
+    """Connect this process to a cluster for the block, unless the process is connected already."""
     if ray.is_initialized():
         yield
         return
@@ -343,7 +343,7 @@ def _embeddings(
 
 
 def own_error(error: Exception) -> Exception:
-    """Find the ValueError of a worker in an error of Ray, which contains it only as text.
+    """Find the ValueError of a worker in an error of Ray, which contains only its text.
 
     Args:
         error: An error that Ray raised in this process.

@@ -295,7 +295,7 @@ class _Run:
 
 
 def _key(piece: Piece) -> str:
-    """Return a digest of the parts of files that a piece reads, and of the files' change times."""
+    """Return a digest of the parts of files that a piece reads, and of modification times."""
     parts = [(os.fspath(s.path), s.start, s.end, s.path.stat().st_mtime_ns) for s in piece]
     return _digest(json.dumps(parts))
 

@@ -32,7 +32,7 @@ class Row(NamedTuple):
 class Texts:
     r"""The texts of a .txt, .jsonl, .csv, .tsv or .parquet file, and the ids of its lines.
 
-    An iteration yields a tuple for each line, with a text for each field. It may be repeated. At
+    An iteration yields a tuple for each line, with a text for each field, and may be repeated. At
     most a block of lines is in memory, except for a .csv or .tsv, which is in memory as a whole.
     The attributes ``count`` and ``digest`` are the number of lines and the SHA-256 digest of the
     texts, and of the ids if there are any, in the last complete iteration. The first iteration

@@ -17,8 +17,8 @@ class Lamb(torch.optim.Optimizer):
     to queries, keys and values are one parameter. The update is not scaled if the norm of the layer
     or of the update is zero, as for a bias of zeros at the first step.
 
-    A group of parameters with ``adapt=False`` is not scaled, as in the code of the authors for
-    biases and the parameters of LayerNorm.
+    The updates of a group of parameters with ``adapt=False`` are not scaled, as in the code of the
+    authors for biases and the parameters of LayerNorm.
 
     While the attribute `found_inf` is a tensor that is 1, a step changes neither weights nor
     moments, as in torch's fused optimizers; the CPU does not wait for the tensor.

@@ -303,7 +303,7 @@ class Run(ABC):
         save_checkpoint(self.options.folder / CHECKPOINT, model, self.tokenizer)
 
     def restore(self, checkpoint: checkpoints.Checkpoint) -> None:
-        """Continue where a checkpoint was written."""
+        """Restore the state of the run from a checkpoint."""
         content = checkpoint.content
         if content["step"] > self.total:
             raise ValueError(

@@ -65,7 +65,7 @@ class Meter:
 
     @torch.no_grad()
     def add_masked(self, hits: Tensor, labels: Tensor) -> None:
-        """Add the correct masked-LM predictions of a step; only logged steps count them."""
+        """Add the correct masked-LM predictions of a step; only logged steps call this method."""
         self._add("masked", (labels != IGNORED).sum())
         self._add("mlm_hits", hits)
 

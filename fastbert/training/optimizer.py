@@ -49,7 +49,7 @@ def make_optimizer(
         warmup: Fraction of the steps in which the learning rate rises.
         total_steps: Number of steps.
         kind: ``"adamw"`` (Loshchilov and Hutter 2019), fused; or ``"lamb"`` (You et al. 2020),
-            which scales the updates of matrices and embedding tables.
+            which scales only the updates of matrices and embedding tables.
         schedule: Shape of the schedule; see `schedule_factor`.
         graphed_on: Device of CUDA graphs that contain the step of AdamW; None without graphs.
 

@@ -80,5 +80,5 @@ class Shards:
         return checkpoints.whole_here(nn.utils.clip_grad_norm_(self.model.parameters(), norm))
 
     def rest(self) -> None:
-        """Free the gathered weights, which a forward pass without a backward pass leaves behind."""
+        """Free the gathered weights, which a forward pass alone leaves in memory."""
         self.model.reshard()

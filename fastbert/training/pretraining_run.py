@@ -328,7 +328,7 @@ class PretrainingRun(Run):
         return model
 
     def restore(self, checkpoint: checkpoints.Checkpoint) -> None:
-        """Continue where a checkpoint was written."""
+        """Restore the state of the run from a checkpoint."""
         super().restore(checkpoint)
         content = checkpoint.content
         if self.average is not None:

@@ -9,16 +9,17 @@ from types import FrameType
 from typing import Any
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-# A second signal within this time, in seconds, counts as the first one. Launchers forward a signal
-# that the terminal or the scheduler has already sent to every process.
+# A second signal within this time, in seconds, is taken for a copy of the first signal. Launchers
+# forward a signal that the terminal or the scheduler has already sent to every process.
 REPEAT = 1.0
 
 
 class StopSignals:
     """Context manager that notes the first SIGTERM or SIGINT; a later signal ends the run at once.
 
-    A signal that the process ignores stays ignored. Outside the main thread no signal is noted,
-    because Python allows no handlers there.
+    A second signal within `REPEAT` seconds of the first signal has no effect. A signal that the
+    process ignores stays ignored. Outside the main thread no signal is noted, because Python allows
+    handlers only in the main thread.
 
     Attributes:
         received: Number of the noted signal, or 0.

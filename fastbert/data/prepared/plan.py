@@ -159,7 +159,7 @@ def _elsewhere(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Draw sentences from a random start up to `budget` or the end of their document.
 
-    Draw i takes no sentence of document ``own[i]``; if `own` is None, it may take any document.
+    Draw i takes no sentence of document ``own[i]``; if `own` is None, a draw may take any document.
     """
     counts = text.ends - text.starts
     before = np.concatenate([[0], np.cumsum(counts)])

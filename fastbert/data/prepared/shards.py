@@ -93,8 +93,8 @@ class ShardRecord:
 class ShardWriter:
     """Writes one shard; a context manager.
 
-    The files have temporary names until `finish` has flushed them. If the block raises an error,
-    they are deleted.
+    The files have temporary names until `finish` has flushed them. If the block ends before that,
+    the files are deleted.
     """
 
     def __init__(self, folder: Path, name: str, dtype: str) -> None:
