@@ -9,7 +9,7 @@ pre-trained BERT is fine-tuned for 5 epochs. The reviews have the layout of the 
 the training part is held out for validation.
 
 Without ``--reviews``, reviews are generated, and the pre-trained BERT is trained on generated
-stories first. Such figures say only that the experiment runs.
+stories first. The figures of generated reviews only show that the experiment runs.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ PRETRAINED = "google-bert/bert-base-uncased"
 
 
 def review(is_good: bool, story: list[str], rng: random.Random) -> str:
-    """Return a part of a story with two opinions in it."""
+    """Return the first two sentences of a story, with two good or two bad opinions inserted."""
     sentences = story[:2]
     for _ in range(2):
         adverb = rng.choice(ADVERBS)
@@ -61,13 +61,13 @@ def write_reviews(folder: Path, count: int) -> None:
 
 
 def sentences(folder: Path) -> Iterator[list[str]]:
-    """Yield the sentences of each review, without the line breaks of HTML."""
+    """Yield the sentences of each review; a space replaces each HTML tag ``<br />``."""
     for record in read_text_folder(folder):
         yield split_sentences(str(record.values[0]).replace("<br />", " "))
 
 
 def pretrained(reviews: Path, tokenizer: Path, hidden: int, steps: int, folder: Path) -> Path:
-    """Pre-train a small BERT on the generated reviews, and return its folder."""
+    """Pre-train a small BERT on the generated reviews, and return the folder of the model."""
     text = folder / "text.txt"
     folder.mkdir(parents=True, exist_ok=True)
     documents = ["\n".join(document) for document in sentences(reviews / "train")]

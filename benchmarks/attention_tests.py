@@ -31,7 +31,7 @@ Results = dict[str, Any]
 
 
 def texts(folder: Path, packages: list[str], count: int, max_length: int) -> tests.Texts:
-    """Return the passages of packages; the passages of the validation part are not used."""
+    """Return encoded, labelled passages to train and to test; the validation part is not used."""
     parts = labelled(packages, count)
     encoded = []
     for part in ("train", "test"):
@@ -43,7 +43,7 @@ def texts(folder: Path, packages: list[str], count: int, max_length: int) -> tes
 
 
 def measure(data: tests.Texts, start: Starts, options: argparse.Namespace) -> Results:
-    """Run the four tests."""
+    """Fit the base model, run the four tests on it, and return their results by name."""
     began = time.monotonic()
 
     def progress(line: str) -> None:

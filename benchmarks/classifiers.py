@@ -1,4 +1,4 @@
-"""Classifiers of texts that are fine-tuned and compared: runs, a table and curves of accuracy."""
+"""Fine-tune and compare classifiers of texts: training runs, a table and curves of accuracy."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Classifier:
 
 
 def untrained(config: BertConfig, tokenizer: Path, folder: Path) -> Path:
-    """Write a model with random weights to a folder, with the tokenizer of another folder."""
+    """Write a model with random weights and a copy of a tokenizer to ``folder``."""
     folder.mkdir(parents=True, exist_ok=True)
     for path in tokenizer.iterdir():
         if path.is_file() and path.suffix in (".json", ".txt") and path.name != "config.json":

@@ -46,7 +46,7 @@ def documents(packages: Sequence[str]) -> Iterator[Document]:
         The modules that have prose.
 
     Raises:
-        ValueError: If a package is not installed. The message names it.
+        ValueError: If a package is not installed; the message names the package.
     """
     for package in packages:
         spec = importlib.util.find_spec(package)

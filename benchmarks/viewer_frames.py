@@ -4,8 +4,8 @@
 
 The page has 512 tokens, 12 layers and 12 heads of BERT-base with random weights. A motion makes one
 step in each frame, as a wheel, a pointer or a held key does. The rate counts the frames that the
-browser shows, which depends on the load of the machine. The work is the time of the main thread of
-the page per frame on a processor, which depends on the load less.
+browser shows, which depends on the load of the machine. The work is the CPU time of the page's main
+thread per frame, which depends less on the load.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from benchmarks.viewer import BROWSER, page_of
 from fastbert import json_file, machine
 
 FRAMES = 120
-# A frame that comes within 20 ms is in time for 60 frames per second.
+# Longest time between two frames, in ms, that counts as in time for 60 frames per second.
 LATEST = 20.0
 
 
@@ -33,8 +33,8 @@ class Motion(NamedTuple):
     Attributes:
         view: Name of the view.
         step: JavaScript that makes step number `i`; `find` is querySelector.
-        heads: Heads that are chosen.
-        token: The query token.
+        heads: Numbers of the chosen heads, joined by dots.
+        token: Index of the query token in the URL of the page.
     """
 
     view: str
@@ -95,8 +95,8 @@ MOTIONS = {
     "matrix, arrow keys": Motion("matrix", _press("#view canvas", "ArrowRight")),
 }
 
-# This drawing costs twice as much time as the heaviest motion. A machine that does not show it at
-# 60 frames per second is too slow, or too busy, to judge the page by its rate alone.
+# This drawing costs twice as much time as the heaviest motion. A machine that does not draw it at
+# 60 frames per second is too slow, or too busy, to judge the page by the frame rate alone.
 REFERENCE = Motion(
     "",
     """
@@ -127,7 +127,7 @@ RUN = """([body, frames]) => new Promise((done) => {
 
 
 def measure(tab: Any, page: str, motion: Motion, layer: int = 11) -> dict[str, float]:
-    """Run a motion on a page, and return its frames.
+    """Run a motion on a page, and measure its frames.
 
     Args:
         tab: A page of playwright whose browser is Chromium.
@@ -136,8 +136,8 @@ def measure(tab: Any, page: str, motion: Motion, layer: int = 11) -> dict[str, f
         layer: Number of the layer in the page.
 
     Returns:
-        The ``rate`` per second by the median frame, the share of frames ``in_time``, the
-        ``longest`` frame in ms, and the ``work`` per frame in ms.
+        The ``rate`` in frames per second, from the median time of a frame, the share of frames
+        ``in_time``, the ``longest`` frame in ms, and the ``work`` per frame in ms.
     """
     tab.goto("about:blank")
     state = f"view={motion.view}&layer={layer}&heads={motion.heads}&token={motion.token}"

@@ -27,9 +27,9 @@ from fastbert.bench.contest import to_dict
 from fastbert.machine import cpu_cores, describe
 
 SECTIONS = report.ORDER
-# Seconds for the turns of one match, of one training contest, and of the breakdown of one shape.
+# Seconds of timing for one match, for one training contest, and for the breakdown of one shape.
 TURNS_S, STEPS_S, BREAKDOWN_S = 5.0, 10.0, 2.0
-# Seconds for the schedules of one call on tiles.
+# Seconds of timing for all schedules of one call on AMX tiles.
 TILES_S = 1.5
 # Seconds for the estimate: start and parity gate of a worker, a conversion, a compilation.
 START_S, CONVERT_S, COMPILE_S = 2.5, 25.0, 80.0
@@ -80,7 +80,7 @@ def run(
     quick: bool = False,
     notify: Callable[[str], None] = say,
 ) -> int:
-    """Run the sections and return the exit status: 1 if an engine of fastbert was refused."""
+    """Run the sections and return the exit status: 1 if a row `is_fault`, else 0."""
     folder.mkdir(parents=True, exist_ok=True)
     sizes = {"size": 64, "copied": 1 << 20} if quick else {}
     ceilings = measure(threads, **sizes)
@@ -121,7 +121,7 @@ def run(
 def measured(
     section: str, setting: Setting, threads: int, engines: Sequence[str], *, quick: bool
 ) -> tuple[dict[str, Any], list[CpuRow]]:
-    """Run a section; return its part of the JSON, and its rows if it is a contest."""
+    """Run a section; return its JSON content, and the rows of a contest (else an empty list)."""
     if section in encoder.SCALES:
         scale = encoder.QUICK if quick else encoder.SCALES[section]
         rows = encoder.run(scale, setting, threads, engines)
@@ -144,12 +144,12 @@ def measured(
 
 
 def is_fault(row: CpuRow) -> bool:
-    """Whether an engine of fastbert was refused, although this build has its parts."""
+    """Whether fastbert was refused for any reason but a missing part (NotImplementedError)."""
     return row.ours and row.refused is not None and "NotImplementedError" not in row.refused
 
 
 def estimate(section: str, ceilings: Ceilings) -> float:
-    """Estimate the seconds of a section on this machine from the rates of torch's products."""
+    """Estimate the seconds of a section on this machine from the rates of torch's matmul."""
     fp32, bf16 = ceilings.torch_fp32, ceilings.torch_bf16
     if section in encoder.SCALES:
         scale = encoder.SCALES[section]
@@ -164,7 +164,7 @@ def estimate(section: str, ceilings: Ceilings) -> float:
                 slow = engine.form == BF16 and not engine.ours and engine.kind != "openvino"
                 flops = shape.flops if engine.ours else padded_flops(shape)
                 once = flops / (bf16 if slow else fp32)
-                # A much slower engine is called once, or not at all.
+                # A much slower engine is called once, or not at all if the call is too long.
                 is_behind = slow and bf16 < fp32 / 3
                 seconds += once * (
                     0 if is_behind and once > TOO_LONG_S else 1 if is_behind else CALLS

@@ -1,4 +1,4 @@
-"""The errors of int8 and bf16 in embeddings of real sentences by the real MiniLM checkpoint."""
+"""Errors of int8 and bf16 in sentence embeddings: the real MiniLM checkpoint on real sentences."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MOST = 256
 
 
 def run(notify: Notify, most: int = MOST) -> dict[str, Any]:
-    """Measure the errors, or give the reason why the checkpoint is missing."""
+    """Measure the errors, or return the reason why the checkpoint is missing."""
     try:
         sentences = real_sentences(most)
     except ModuleNotFoundError as error:
@@ -24,7 +24,7 @@ def run(notify: Notify, most: int = MOST) -> dict[str, Any]:
 
 
 def lines(result: dict[str, Any]) -> list[str]:
-    """Return the Markdown table."""
+    """Return the lines of the Markdown table."""
     text = []
     if "rows" in result:
         text += [

@@ -11,7 +11,7 @@ import numpy as np
 
 # Calls take this many batches in turn, so that no engine gets the same ids twice in a row.
 ROTATED = 4
-# Elements of a result that are compared between engines.
+# At most this many elements of a result are compared between engines.
 SAMPLED = 2048
 
 Batch = dict[str, np.ndarray]
@@ -29,7 +29,7 @@ def batches(vocabulary: int, lengths: Sequence[int]) -> list[Batch]:
 
 
 def sample(hidden: np.ndarray, batch: Mapping[str, np.ndarray]) -> list[float]:
-    """Return evenly spread elements of the hidden states (B, L, H) at real tokens."""
+    """Return evenly spaced elements of the hidden states (B, L, H) at real tokens."""
     real = hidden[batch["attention_mask"].astype(bool)].reshape(-1)
     step = max(1, -(-real.size // SAMPLED) | 1)
     return [float(value) for value in real[::step]]

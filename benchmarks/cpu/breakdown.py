@@ -1,10 +1,10 @@
 """The time of each operation of fastbert's encoder, with its fraction of the roofline.
 
-The operations are timed one by one. They use the weights of the model, layer after layer, as in a
-forward pass. The rest is the time of the whole forward pass minus their sum. It is negative where
-one call for a layer is faster than single calls. The time at the roofline is the larger of FLOPs
-over the product rate and bytes over the copy rate of this machine. Every weight, input and result
-counts once.
+The operations are timed one at a time. Successive calls use the weights of successive layers, as
+in a forward pass. The rest is the time of the whole forward pass minus the sum of the operations.
+The rest is negative where one call for a whole layer is faster than separate calls. The roofline
+time is the larger of FLOPs / product rate and bytes / copy rate of this machine. The bytes count
+every weight, input and result once.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ WHOLE, REST = "whole", "rest"
 def operations(
     built: Built, engine: str, lengths: Sequence[int], seconds: float
 ) -> list[dict[str, Any]]:
-    """Return for each operation of a forward pass: calls, and their seconds, FLOPs and bytes."""
+    """Return the calls of each operation in a forward pass, and their seconds, FLOPs and bytes."""
     import torch
 
     from benchmarks.cpu.batches import batches
@@ -69,7 +69,7 @@ def operations(
 def _calls(
     model: nn.Module, tokens: EncoderInput, hidden: Tensor
 ) -> dict[str, Callable[[int], object]]:
-    """Return the operations of a layer as functions of an index, which selects the weights."""
+    """Return the operations of a layer as functions of the index of the layer with the weights."""
     import torch
 
     from fastbert import ops
@@ -117,7 +117,10 @@ def _calls(
 def _projected(
     modules: Sequence[nn.Module], x: Tensor, residual: Tensor
 ) -> Callable[[int], Tensor]:
-    """Return LN(residual + dense(x)), as one call of the extension or as operators without it."""
+    """Return a function of a module's index, which computes LN(residual + dense(x)).
+
+    The function is one call of the extension, or two operators if there is no extension.
+    """
     import torch
 
     from fastbert import ops
@@ -199,7 +202,7 @@ def run(scale: Scale, setting: Setting, threads: int) -> list[dict[str, Any]]:
 
 
 def with_roofline(operations: Sequence[Mapping[str, Any]], limits) -> list[dict[str, Any]]:
-    """Add to each operation its share of the whole and its floor over its time; add the rest."""
+    """Add to each operation its share of the whole and of the roofline; append the rest."""
     whole = next(o["seconds"] for o in operations if o["operation"] == WHOLE)
     named = sum(o["seconds"] for o in operations if o["operation"] != WHOLE)
     rows = []

@@ -1,9 +1,9 @@
-"""The limits of this machine, measured in the run itself: products per format, and memory.
+"""The limits of this machine, measured in the run itself: product rates by format, memory rate.
 
 The products come from a loop in C on operands in registers or the L1 cache (``peak.c``), which is
-compiled for this processor. Without a C compiler, the limit is the best product of torch, and the
-header names it. The memory limit is a copy larger than the caches; it counts bytes read and
-written.
+compiled for this processor. Without a C compiler, the limit is the best rate of torch's matmul, and
+the header says so. The memory limit is the rate of a copy larger than the caches, in bytes read and
+written per second.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from fastbert.bench.timing import copy_rate, product_rate
 
 FORMATS = ("fp32", "bf16", "int8")
 COPY_BYTES = 256 << 20
-# The best of many short samples ran undisturbed.
+# Of many short samples, other programs did not disturb the fastest one.
 SAMPLE_S = 0.005
 SAMPLES = 20
 
 
 @dataclass(frozen=True)
 class Ceilings:
-    """Operations per second of all threads, with the unit of each format, and bytes per second.
+    """Rates of all threads: operations/s by format, with the unit that computes it, and bytes/s.
 
-    ``torch_*`` are the rates of torch's products, from which the duration of the run is estimated.
+    ``torch_*`` are the FLOP/s of torch's matmul, from which the duration of the run is estimated.
     """
 
     threads: int
@@ -101,7 +101,7 @@ def _peaks(threads: int) -> tuple[dict[str, float], dict[str, str]]:
 
 
 def _rate(function: Callable[[int], float], threads: int) -> float:
-    """Return the operations per second of all threads together; ctypes releases Python's lock."""
+    """Return the operations per second of all threads together; ctypes releases the GIL."""
     rounds = 1 << 12
     while True:
         rates, seconds = [0.0] * threads, [0.0] * threads

@@ -1,8 +1,8 @@
-"""One shape for all engines: each engine is called once, then the fast engines take turns.
+"""One shape for all engines: a first and a warm call of each, then the fast engines take turns.
 
-A much slower engine is not called again. On a machine without a unit for its dtype, one call can
-take longer than all turns of the others. An engine that is left out, refused or not installed
-stays among the rows with its reason.
+A much slower engine has only its first call: on a processor without a unit for its dtype, one call
+can take longer than all turns of the other engines. An engine that is left out, refused or not
+installed stays among the rows with its reason.
 """
 
 from __future__ import annotations
@@ -22,20 +22,21 @@ from fastbert.bench.encoder import EncoderShape, Notify
 from fastbert.bench.limits import INFERENCE, Target, Work
 from fastbert.bench.timing import Timing, alternate
 
-# A peer whose warm call takes more than this multiple of the fastest of its group takes no turns,
-# unless the call is shorter than SHORT_S. The time of the warm call is then its time.
+# A peer takes no turns if its warm call takes longer than SHORT_S and longer than this multiple of
+# the fastest call of its group. The time of its warm call is then its result.
 BEHIND = 1.5
 SHORT_S = 0.3
-# A peer that is this many times slower keeps the time of its first call if that exceeds LONG_S. It
-# is left out if, by its rate at the last shape, a call would take longer than TOO_LONG_S.
+# A peer that is this many times slower than the fastest has no warm call if its first call exceeds
+# LONG_S; the first call is then its result. It is left out of a shape if, by its rate at the last
+# shape, a call would take longer than TOO_LONG_S.
 FAR_BEHIND = 3.0
 LONG_S = 4.0
 TOO_LONG_S = 15.0
-# The threads of an engine spin for a while after a call; the next engine starts when they sleep.
+# Seconds before each sample, because the threads of the last engine spin for a while after a call.
 SETTLE_S = 0.02
 MIN_SAMPLES, MAX_SAMPLES = 3, 30
-# An engine is wrong if the RMS of its difference exceeds this fraction of the RMS of the right
-# result. Rounding to bf16 in twelve layers makes a few hundredths.
+# An engine is wrong if the RMS of its error exceeds this fraction of the RMS of the first fp32
+# engine's result. Rounding to bf16 in twelve layers causes a few hundredths.
 CLOSE = 0.25
 
 
@@ -45,7 +46,8 @@ class CpuRow(ContestRow):
 
     Attributes:
         best_ratio: Ratio to the fastest peer in any format.
-        difference: RMS of the difference to the first fp32 engine, over the RMS of its result.
+        difference: RMS of the difference to the first fp32 engine's result, over the RMS of that
+            result.
         peak_bytes: Peak resident memory of the process at this shape, after the first call.
     """
 
@@ -134,7 +136,7 @@ def first_calls(
 
 
 def _compare(answers: Mapping[str, dict[str, Any]], rows: Mapping[str, CpuRow]) -> None:
-    """Refuse results that are not finite or far from the result of the first fp32 engine."""
+    """Refuse engines whose results are not finite or are far from the first fp32 engine's."""
     numbers = {name: np.asarray(answer["sample"]) for name, answer in answers.items()}
     order = sorted(numbers, key=lambda name: (rows[name].dtype != FP32, rows[name].ours))
     right = numbers[order[0]] if order else None
@@ -156,7 +158,8 @@ def take_turns(
 ) -> None:
     """Set the times and the memory of every engine that answered its first call.
 
-    ``first`` has the seconds of that call. Engines of fastbert take turns even if they are slow.
+    ``first`` maps each engine to the seconds of its first call. Engines of fastbert take turns even
+    if they are slow.
     """
     once: dict[str, float] = {}
     fastest = fastest_peers(first, rows)
@@ -211,7 +214,7 @@ def _alternate(
         return {}
 
 
-# Format of fastbert → whether a row is a peer, whose time a target compares with fastbert's.
+# Format of fastbert → whether a row is a peer, with whose time fastbert's time is compared.
 PEERS: dict[str, Callable[[CpuRow], bool]] = {
     BF16: lambda row: not row.ours,
     FP32: lambda row: row.contender.startswith("transformers") and row.dtype == FP32,

@@ -35,7 +35,7 @@ EXPORT_LIMIT_S = 300
 
 @dataclass(frozen=True)
 class Scale:
-    """A model with its batches (B, L), each full and half padded, and its single sequences."""
+    """A model, its batches (B, L), each full and half padded, and lengths of single sequences."""
 
     name: str
     config: BertConfig
@@ -58,7 +58,7 @@ class Match:
 
 
 def matches(scale: Scale) -> list[Match]:
-    """Return the matches of a model; short single sequences first show how fast an engine is."""
+    """Return the matches of a model; single sequences come first, to show slow engines early."""
     listed = []
     for length in scale.single:
         shape = EncoderShape(f"{scale.name} 1×{length}", scale.config, (length,))
@@ -143,7 +143,7 @@ def prepare(
 
 
 def left_out(engine: Runtime, setting: Setting) -> str | None:
-    """Return the reason not to build an engine that compiles for minutes and serves no target."""
+    """Return the reason to leave out an engine that compiles for minutes, or None to build it."""
     fp32, bf16 = setting.ceilings.torch_fp32, setting.ceilings.torch_bf16
     if engine.kind != "compiled":
         return None

@@ -2,8 +2,8 @@
 
     python -m benchmarks.cpu.export FOLDER KIND…
 
-FOLDER has config.json and weights.pt; KIND is onnx or openvino. The converter has its own process,
-so that it does not count as memory of an engine.
+FOLDER has config.json and weights.pt; KIND is onnx or openvino. The converter runs in its own
+process, so that its memory does not count as memory of an engine.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Hidden(nn.Module):
 
 
 def example(vocabulary: int) -> dict[str, Tensor]:
-    """Return a padded batch, from which a converter learns the inputs."""
+    """Return a padded batch of shape (2, 16), with which a converter traces the encoder."""
     ids = torch.randint(1, vocabulary, (2, 16))
     mask = torch.ones_like(ids)
     mask[1, 9:] = 0

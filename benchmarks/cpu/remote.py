@@ -1,4 +1,4 @@
-"""The driver of a worker: starts it, sends requests and ends it."""
+"""The driver of a worker process: start the process, send requests to it, and end it."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ LIMIT_S = 480.0
 
 
 class Failed(RuntimeError):
-    """A request failed; the message is the reason of the worker, or that it gave no answer."""
+    """A request failed; the message is the worker's reason, or says that no answer came."""
 
 
 class Remote:
-    """A process with one engine, as a context manager whose end ends the process."""
+    """A worker process with one engine; leaving this context manager ends the process."""
 
     def __init__(self, engine: str, folder: Path, threads: int) -> None:
         environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
@@ -74,7 +74,7 @@ class Remote:
         return self.ask("measure", first=first, calls=calls)["seconds"]
 
     def _tail(self) -> str:
-        self._process.kill()  # A process that has ended keeps its status.
+        self._process.kill()  # A process that has ended keeps its exit status.
         self._process.wait()
         text = self.log.read_text("utf-8", errors="replace").split("\n")
         said = " ".join(line for line in text if line.strip())[-300:]

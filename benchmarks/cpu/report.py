@@ -18,7 +18,7 @@ ORDER = ("tiles", *CONTESTS, "breakdown", "int8")
 
 
 def write(folder: Path, content: Mapping[str, Any], machine: Machine) -> None:
-    """Add a section to the folder; the page keeps the sections of earlier runs."""
+    """Add a section to the folder; the page also has the sections of earlier runs."""
     section = content["section"]
     json_file.write(folder / f"{section}.json", content, json_file.record)
     if section in CONTESTS:
@@ -32,7 +32,7 @@ def write(folder: Path, content: Mapping[str, Any], machine: Machine) -> None:
 def page(folder: Path) -> Iterator[str]:
     """Yield the lines of all sections in the folder.
 
-    The header of the first section stands at the top. A section of another run has its own.
+    The header of the first section comes first. A section with another header repeats its own.
     """
     yield "# fastbert and its peers on the CPU"
     paths = [path for section in ORDER if (path := folder / f"{section}.json").exists()]
@@ -64,7 +64,8 @@ def _header(content: Mapping[str, Any]) -> Iterator[str]:
 def contest_lines(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """Yield the table of the floors and goals, then the table of every engine at every shape.
 
-    An engine that was refused at every shape for one reason has a line below the tables instead.
+    An engine that was refused at every shape for the same reason has one line below the tables
+    instead.
     """
     claims = [row for row in rows if row["ours"] and "ratio_floor" in row]
     if claims:
@@ -95,7 +96,7 @@ def contest_lines(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def _absent(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Return the reason of each engine that was refused at every shape for one reason."""
+    """Return the reason of each engine that was refused at every shape for the same reason."""
     reasons: dict[str, set[str | None]] = {}
     for row in rows:
         reasons.setdefault(row["contender"], set()).add(row.get("refused"))

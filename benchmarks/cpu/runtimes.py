@@ -25,8 +25,8 @@ class Runtime:
 
     Attributes:
         kind: Key of the builder in `build`.
-        form: Number format of the products.
-        option: Attention of transformers, or variant of fastbert.
+        form: Number format of the matrix products.
+        option: Attention implementation of transformers, or variant of fastbert.
         needs: Packages without which the engine is reported as not installed.
     """
 
@@ -102,7 +102,7 @@ def build(name: str, config: dict[str, Any], folder: Path, threads: int) -> Buil
 def refusal(name: str, config: dict[str, Any]) -> str | None:
     """Return the reason why an engine of fastbert breaks the tolerance rule, or None.
 
-    int8 has no yardstick; the section ``int8`` shows its errors.
+    The tolerance rule does not cover int8; the section ``int8`` reports the errors of int8.
     """
     import torch
 
@@ -126,7 +126,7 @@ def _of_torch(model, threads: int, *, autocast: bool = False, freezing: bool = F
         return {name: torch.from_numpy(value) for name, value in batch.items()}
 
     def call(batch):
-        # A frozen graph is made under no_grad; other engines can use inference_mode.
+        # Freezing the weights requires no_grad; other engines can use inference_mode.
         with (
             torch.no_grad() if freezing else torch.inference_mode(),
             torch.autocast("cpu", torch.bfloat16, enabled=autocast),
@@ -173,10 +173,10 @@ def _transformers(engine: Runtime, config, folder: Path, threads: int) -> Built:
 
 
 def _compiled(engine: Runtime, config, folder: Path, threads: int) -> Built:
-    """Build torch.compile with frozen weights and dynamic shapes.
+    """Build transformers under torch.compile with frozen weights and dynamic shapes.
 
-    It compiles twice, for one sequence and for batches. A compilation for each shape would take
-    most of the time of a run.
+    The model is compiled twice, for one sequence and for batches. A compilation for each shape
+    would take most of the time of a run.
     """
     import torch
     import torch._inductor.config as inductor

@@ -1,4 +1,4 @@
-"""The schedules of the kernels on AMX tiles, timed in turns, and the choice of the fastest.
+"""Time the schedules of the kernels on AMX tiles in turns, and choose the fastest schedule.
 
 The extension has three schedules (``csrc/cpu/isa/kernels.h``) whose results have the same bits.
 This section times each of them on the products and the attention of BERT-base and MiniLM. The
@@ -18,7 +18,7 @@ from fastbert.machine import Machine
 SCHEDULES = ("in_turn", "overlapped", "fetched")
 NO_TILES = "the level in use has no AMX tiles"
 CHOICE = Path(__file__).parents[2] / "fastbert" / "ops" / "tile_schedule.json"
-# A schedule has to be this much faster than the one before it in `SCHEDULES`.
+# A schedule replaces the best earlier one in `SCHEDULES` only if it is faster by this factor.
 MARGIN = 1.01
 # Rows, inputs and outputs of products; batch, length, heads and head dim of attention.
 PRODUCTS = tuple(
@@ -109,9 +109,10 @@ def _calls(products: Any, attention: Any) -> Any:
 
 
 def fastest(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return the first schedule that no later one beats by `MARGIN`, over all calls.
+    """Return the fastest schedule; a later schedule must beat the best so far by `MARGIN`.
 
-    The calls count alike: the ratio of two schedules is the geometric mean over the calls.
+    All calls have the same weight: the ratio of two schedules is the geometric mean of their time
+    ratios over the calls.
     """
     best = SCHEDULES[0]
     for schedule in SCHEDULES[1:]:
@@ -122,7 +123,7 @@ def fastest(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def lines(content: Mapping[str, Any]) -> list[str]:
-    """Return the section's part of the page."""
+    """Return the Markdown lines of this section."""
     if content["fastest"] is None:
         return ["", f"Not timed: {content['reason']}."]
     table = ["", "| call | " + " | ".join(f"{name}, µs" for name in SCHEDULES) + " |"]

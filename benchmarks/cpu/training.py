@@ -17,19 +17,20 @@ from fastbert.bench.contest import line
 from fastbert.bench.encoder import BASE, SMALL, STOCK, EncoderShape, half_padded
 from fastbert.bench.limits import CPU_TARGETS, TRAINING, Target, Work
 
-# The engines are those of inference; for bf16, they run under autocast with fp32 weights.
+# The engines by format, with their names in inference; bf16 is autocast with fp32 weights.
 NAMES = {
     BF16: ("fastbert bf16 autocast", "transformers eager bf16", "transformers sdpa bf16"),
     FP32: ("fastbert fp32", "transformers eager fp32", "transformers sdpa fp32"),
 }
 SHAPE = EncoderShape("BERT-base 8×128 half padded", BASE, half_padded(8, 128))
 QUICK = EncoderShape("tiny 2×16 half padded", SMALL, half_padded(2, 16))
-# The first losses of two new models differ only by their random weights and dropout.
+# Largest relative difference of first losses: two new models differ only by random weights and
+# dropout.
 LOSSES_CLOSE = 0.1
 
 
 def stepper(name: str, config: dict[str, Any], lengths: Sequence[int], threads: int) -> Callable:
-    """Return a function of an index for the worker, which makes one step and returns the loss."""
+    """Return the worker's function of a batch index, which makes one step and returns the loss."""
     import torch
 
     from benchmarks.cpu.batches import ROTATED

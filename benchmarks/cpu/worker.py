@@ -3,8 +3,8 @@
     python -m benchmarks.cpu.worker ENGINE FOLDER THREADS
 
 In separate processes, the thread pools of other engines do not spin on the cores of a timed engine,
-and the peak of the resident memory belongs to one engine. The worker measures the time, so that the
-pipe costs no engine anything. The output of libraries goes to the log.
+and the peak of the resident memory belongs to one engine. The worker measures the time, so that no
+time includes the pipe. The output of libraries goes to the log.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Server:
         return {"refused": refusal(self.engine, self.config)}
 
     def shape(self, lengths: list[int]) -> dict[str, Any]:
-        """Take batches of these lengths from now on; return the first call and a sample of it."""
+        """Use batches of these lengths from now on; return the first call's seconds and sample."""
         assert self.built is not None
         built, made = self.built, batches(self.config["vocab_size"], lengths)
         built.prepare(len(lengths), max(lengths))
@@ -59,7 +59,7 @@ class Server:
         return {"seconds": seconds, "sample": sample(built.array(result), made[0])}
 
     def imports(self) -> dict[str, Any]:
-        """Import what a training step of the engine needs; return the resident memory then."""
+        """Import the modules of the engine's training step; return the resident memory in bytes."""
         from fastbert.bench.encoder import STOCK
         from fastbert.bench.training_step import trainee
         from fastbert.config import BertConfig
@@ -71,7 +71,7 @@ class Server:
         return {"resident": resident_peak()}
 
     def training(self, lengths: list[int]) -> dict[str, Any]:
-        """Make training steps on such batches from now on; return the first step and its loss."""
+        """Train on batches of these lengths from now on; return the first step's time and loss."""
         from benchmarks.cpu.training import stepper
 
         self.call = stepper(self.engine, self.config, lengths, self.threads)
@@ -116,7 +116,7 @@ class Server:
         return {"forgot": True}
 
     def peak(self) -> dict[str, Any]:
-        """Return the peak of the resident memory."""
+        """Return the peak of the resident memory in bytes."""
         return {"peak": resident_peak()}
 
 

@@ -75,7 +75,7 @@ def main() -> int:
 
 
 def dry_run(wanted: list[Section]) -> int:
-    """List, run and compile; return 1 if a toy benchmark or a launch has a fault."""
+    """List commands, run toy benchmarks and compile launches; return 1 if one has a fault."""
     for section in wanted:
         print(f"[{section.name}] {section.about}")
         for command in section.commands:
@@ -89,7 +89,8 @@ def dry_run(wanted: list[Section]) -> int:
             if command is None:
                 continue
             tried = Section(section.name, section.about, (command,))
-            # A new process, as on a GPU machine; here, TRITON_INTERPRET would be read too late.
+            # The section runs in a new process, as on a GPU machine. In this process,
+            # TRITON_INTERPRET would be read too late.
             if run(tried, Path(scratch), notify=_echo)["status"]:
                 failed.append(section.name)
             _show(Path(scratch), section.name)

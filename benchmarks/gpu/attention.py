@@ -36,13 +36,13 @@ class Scale:
     head_dims: tuple[int, ...]
 
 
-# The width of BERT-large: 16 heads of 64, or 32 heads of 32.
+# The width of BERT-large: 16 heads of dimension 64, or 32 heads of dimension 32.
 FULL = Scale(16384, (512, 128, 256, 1024, 2048, 64), 1024, (64, 32))
 TOY = Scale(64, (16, 32), 64, (32,))
 
 
 def dense(scale: Scale, device: str) -> Iterator[Match]:
-    """Yield self-attention of full batches, then padding, dropout and fp16 at lengths of BERT."""
+    """Yield self-attention of full batches, then padding, dropout and fp16 at the main lengths."""
     for head_dim in scale.head_dims:
         for length in scale.lengths:
             yield from _dense(scale, device, length, head_dim, BF16)
@@ -66,7 +66,7 @@ def _dense(scale, device, length, head_dim, dtype, **options) -> Iterator[Match]
 
 
 def first(scale: Scale, device: str) -> Iterator[Match]:
-    """Yield two lengths at the first head dim, forward and backward: Triton beside SDPA only."""
+    """Yield two lengths at the first head dim, forward and backward: Triton against SDPA only."""
     return _first(scale, device, without="cuda")
 
 
@@ -87,7 +87,7 @@ def _first(scale: Scale, device: str, without: str) -> Iterator[Match]:
 
 
 def packed(scale: Scale, device: str) -> Iterator[Match]:
-    """Yield packed batches of equal lengths, beside dense attention, and of spread lengths."""
+    """Yield packed batches of equal lengths, against dense attention, and of spread lengths."""
     for head_dim in scale.head_dims:
         heads = scale.hidden // head_dim
         for length in scale.lengths:

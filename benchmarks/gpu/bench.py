@@ -32,7 +32,7 @@ from fastbert.bench.timing import copy_rate, product_rate
 from fastbert.machine import Machine, describe
 
 Build = Callable[[Any, str], Iterator[Match]]
-# Section → builder of its matches, full size, toy size, and seconds for the turns of one match.
+# Section → builder of its matches, full size, toy size, and seconds of timing for one match.
 SECTIONS: dict[str, tuple[Build, Any, Any, float]] = {
     "bench-attention": (attention.dense, attention.FULL, attention.TOY, 1.0),
     "bench-varlen": (attention.packed, attention.FULL, attention.TOY, 1.0),
@@ -42,13 +42,13 @@ SECTIONS: dict[str, tuple[Build, Any, Any, float]] = {
     "bench-training": (encoder.training, encoder.FULL, encoder.TOY, 6.0),
     "bench-latency": (encoder.latency, encoder.FULL, encoder.TOY, 1.0),
 }
-# The parts of the first contact; `make gpu` has the lengths in bench-attention. A kernel of CUDA
-# C++ that hangs would take the rows of its match, so that Triton's are in another section.
+# The sections of `make gpu-first`; in `make gpu`, bench-attention has the same lengths. A CUDA C++
+# kernel that hangs would lose all rows of its match, so Triton has a section of its own.
 FIRST: dict[str, tuple[Build, Any, Any, float]] = {
     "first-attention": (attention.first, attention.FULL, attention.TOY, 1.0),
     "first-attention-cuda": (attention.first_cuda, attention.FULL, attention.TOY, 1.0),
 }
-# These errors are mistakes of a call; a refusal raises another error.
+# These errors mean that the benchmark calls an engine wrongly; a refusal raises another error.
 MISTAKES = ("TypeError", "AttributeError", "NameError", "KeyError", "IndexError", "UnboundLocal")
 COPY_BYTES = 4 << 30
 PRODUCT = 8192
@@ -60,10 +60,10 @@ def matches_of(section: str, device: str, *, toy: bool) -> list[Match]:
 
 
 def ceilings(device: str, *, copied: int = COPY_BYTES, size: int = PRODUCT) -> Limits:
-    """Measure a large copy, in bytes read and written, and a large bf16 product of random numbers.
+    """Measure the rates of a large copy (bytes read and written) and of a large bf16 product.
 
-    The rate of exponentials is that of the known chip, because no library function measures it
-    alone.
+    The rate of exponentials is the known rate of the chip (H200 if the chip is unknown), because no
+    library function measures it alone.
     """
     moved = copy_rate(copied, device)
     flops = product_rate(size, torch.bfloat16, device)
@@ -78,10 +78,11 @@ def run(
     start = time.monotonic()
     device = "cpu" if toy else "cuda"
     if not toy:
-        # A graph is not captured on the default stream, and a backward pass uses the stream of its
-        # forward pass.
+        # A CUDA graph cannot be captured on the default stream, and a backward pass uses the stream
+        # of its forward pass.
         torch.cuda.set_stream(torch.cuda.Stream())
-    # A compiled backward pass is timed alone: it runs many times after one forward pass.
+    # A compiled backward pass is timed alone. It runs many times after one forward pass, so it must
+    # not reuse the memory of saved tensors.
     functorch.donated_buffer = False
     machine = describe()
     for line in machine.lines():

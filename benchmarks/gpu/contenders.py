@@ -111,7 +111,7 @@ def attention_variants(device: str) -> list[Contender]:
 
 
 def _attention_path(path: str, inputs: Inputs) -> Prepared:
-    """Prepare one path of the launchers of the kernels, without the operator."""
+    """Prepare calls of the kernels' launchers on a forced path, without the operator."""
     kernels = importlib.import_module("fastbert.kernels.attention")
     ready = leaves(inputs)
     q, k, v = (x.detach() for x in list(ready.positional.values())[:3])
@@ -138,7 +138,7 @@ def _attention_path(path: str, inputs: Inputs) -> Prepared:
 
 
 def gemm_variants(op: str, direction: str, device: str) -> list[Contender]:
-    """Return the fused product, and the product of the library with a second pass, if possible."""
+    """Return the fused kernel, and the library's product with a second pass, where Triton runs."""
     prepare = {
         ("linear_gelu", FORWARD): _linear_gelu_path,
         ("feed_forward", BACKWARD): _feed_forward_path,
@@ -159,7 +159,7 @@ def _linear_gelu_path(path: str, inputs: Inputs) -> Prepared:
 
 
 def _feed_forward_path(path: str, inputs: Inputs) -> Prepared:
-    """Prepare the backward pass of a whole layer, whose other products the library computes."""
+    """Prepare the backward pass of both layers; the library computes the other products."""
     kernels = importlib.import_module("fastbert.kernels.feed_forward_backward")
     sum_rows = importlib.import_module("fastbert.kernels.reduction").sum_rows
     x, w1, b1, w2, b2 = (t.detach() for t in inputs.positional.values())

@@ -29,9 +29,9 @@ from fastbert.ops.backend import dtype_name
 from fastbert.testing.cases import Inputs
 from fastbert.testing.compare import Comparison
 
-# Sets of inputs of a match; more sets would take much memory.
+# Most sets of inputs of a match; more sets would take much memory.
 MOST_SETS = 8
-# Plain calls whose mean is ``host_seconds``.
+# Number of calls without a CUDA graph whose mean time is ``host_seconds``.
 HOST_CALLS = 10
 
 
@@ -41,8 +41,8 @@ class GpuRow(ContestRow):
 
     Attributes:
         same_function: Whether the contender computes the function of the match.
-        graphed: Whether ``seconds`` is for the replay of a CUDA graph.
-        host_seconds: Mean of plain calls one after another, with Python and launches.
+        graphed: Whether ``seconds`` comes from replays of a CUDA graph.
+        host_seconds: Mean seconds of consecutive calls without a graph, with Python and launches.
         of_floor: Shortest time that the limits allow, over ``seconds``.
         bound_by: The limit that determines the shortest time.
         goal, of_goal: The rate to reach, and the reached fraction.
@@ -82,7 +82,7 @@ class Setting(contest.Setting):
     # Receives each row as soon as its match has ended.
     keep: Callable[[GpuRow], None] = lambda row: None
     deadline: Deadline = field(default_factory=lambda: Deadline(float("inf")))
-    # The inputs of the last case, which its backward pass uses after its forward pass.
+    # The inputs of the last case; its backward match uses the inputs of its forward match.
     drawn: dict[tuple[Any, ...], Sequence[Inputs]] = field(default_factory=dict)
 
     def inputs(self, match: Match) -> Sequence[Inputs]:
@@ -203,7 +203,7 @@ def _backward(prepared: Prepared, judge: Judge) -> Callable[[], Sequence[Tensor]
 
 
 def _output_gradient(prepared: Prepared, out: Tensor, judge: Judge) -> Tensor:
-    """Return the gradient of the judge in the layout and strides of the engine's output."""
+    """Return the judge's output gradient in the layout and strides of the engine's output."""
     base = torch.zeros_like(out, requires_grad=True)
     restored = prepared.restore(base)
     given = judge.gradient(restored.shape, restored)
@@ -217,7 +217,7 @@ def _time(
     sets: int,
     setting: Setting,
 ) -> None:
-    """Set the times of plain calls, or of replays of ``sets`` calls in a CUDA graph on a GPU."""
+    """Time the calls; on a GPU, time replays of CUDA graphs of ``sets`` calls if it is not 0."""
     watch = Stopwatch(setting.device)
     timed: dict[str, Callable[[int], object]] = {}
     per_call: dict[str, int] = {}
@@ -280,7 +280,7 @@ def finish(match: Match, rows: Sequence[GpuRow], setting: Setting) -> None:
 
 
 def play_all(matches: Sequence[Match], setting: Setting) -> list[GpuRow]:
-    """Play the matches in their order, the most important first, and hand on each at once."""
+    """Run the matches in the given order; pass rows to ``setting.keep`` after each match."""
     rows: list[GpuRow] = []
     for match in matches:
         played = play(match, setting)
@@ -305,5 +305,5 @@ def line(rows: Sequence[GpuRow]) -> str:
 
 
 def is_variant(contender: str) -> bool:
-    """Whether the contender is a forced choice, as ``path=short``, and not the default."""
+    """Whether the contender is a forced choice, such as ``path=short``, and not the default."""
     return "=" in contender

@@ -35,7 +35,7 @@ STOCK = encoder.STOCK
 
 @dataclass(frozen=True)
 class Scale:
-    """Models by name, tokens of a padded batch, its lengths, and sequences of a training step."""
+    """Models by name, tokens of a padded batch, longest lengths, sequences of a training step."""
 
     models: dict[str, BertConfig]
     tokens: int
@@ -102,13 +102,13 @@ def _match(direction, shape, dtype, contenders, unit, amount, goal=None, ratio=N
         goal=goal,
         ratio_goal=ratio,
         batches=[Inputs({"seed": seed}) for seed in range(ROTATED_BATCHES)],
-        # A caller waits for plain calls, with the work and the synchronizations of the host.
+        # Callers run the model without CUDA graphs, so a time includes the CPU's work and waits.
         graphs=False,
     )
 
 
 def own_engines(device: str) -> list[str]:
-    """Return fastbert's own choice and each backend that differs, without the reference."""
+    """Return fastbert's default choice and each backend that differs, without the reference."""
     names = list(encoder.requests(device))
     return [name for name in names if name != f"{OURS}reference"] or names
 
@@ -158,8 +158,8 @@ def model_of(engine: str, config: BertConfig, dtype: torch.dtype, device: str) -
 def training(scale: Scale, device: str) -> Iterator[Match]:
     """Yield pre-training steps with dropout and AdamW, in bf16 autocast with fp32 weights.
 
-    A batch that is half padded to 512 has about the mean length of MLPerf, 254 tokens. 15 % of the
-    tokens have labels.
+    The sequences of a batch that is half padded to 512 tokens have about the mean length of MLPerf,
+    254 tokens. About 15 % of the tokens have labels.
     """
     longest = max(scale.lengths)
     for name in ("BERT-large", "BERT-base", "MiniLM"):
@@ -194,7 +194,7 @@ def _step(engine: str, shape: EncoderShape, device: str, inputs: Inputs) -> Prep
 
 
 def latency(scale: Scale, device: str) -> Iterator[Match]:
-    """Yield single sequences, as plain calls and with the CUDA graphs of an engine."""
+    """Yield single sequences, without CUDA graphs and with the CUDA graphs of an engine."""
     for name, config in scale.models.items():
         for length in scale.lengths:
             for dtype in (FP16, BF16):

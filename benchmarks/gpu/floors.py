@@ -3,7 +3,7 @@
     python -m benchmarks.gpu.floors     # a Markdown table, on any machine
 
 The floor is the largest of three times on an H200 (``fastbert.bench.limits``): FLOPs over the best
-product, bytes over the best copy, and exponentials over the rate of their units.
+rate of a matrix product, bytes over the best rate of a copy, and exponentials over their rate.
 """
 
 from __future__ import annotations

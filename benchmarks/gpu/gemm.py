@@ -65,7 +65,7 @@ def _product(op, tokens, hidden, inner, dtype, direction, device) -> Match:
 
 
 def other_functions() -> list[Contender]:
-    """Return the product alone, and the product with the tanh GELU of the library's epilogue."""
+    """Return the matrix product alone, and with the tanh GELU of the library's epilogue."""
     return [
         Contender("product alone", functools.partial(of_function, F.linear), same_function=False),
         Contender("tanh epilogue", _tanh_epilogue, same_function=False),
@@ -90,7 +90,7 @@ def _loss(scale: Scale, hidden: int, direction: str, device: str) -> Match:
 
 
 def _gathered(change, inputs: Inputs) -> Prepared:
-    """Prepare the loss of the rows with a label, whose indices are computed before the timing."""
+    """Prepare the loss of the labelled rows; their indices are computed before the timing."""
     rows = (inputs.positional["labels"] >= 0).nonzero().squeeze(1)
     function = change(peers.linear_cross_entropy) if change else peers.linear_cross_entropy
 

@@ -1,4 +1,4 @@
-"""The comparison of the results of an engine with the reference."""
+"""The comparison of an engine's results with the results of the reference."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fastbert.bench.limits import BACKWARD
 from fastbert.testing.cases import Inputs
 from fastbert.testing.compare import Comparison, compare
 
-# Elements of a tensor that are compared; they suffice for the largest and the RMS error.
+# At most this many elements of a tensor are compared; they suffice for the largest and RMS error.
 COMPARED = 1 << 18
 
 
@@ -30,13 +30,13 @@ class Judge:
         self._expected: tuple[list[Tensor], list[Tensor]] | None = None
 
     def gradient(self, shape: torch.Size, like: Tensor) -> Tensor:
-        """Return a gradient of the output, rounded to bf16, so that every dtype has its values."""
+        """Return one random output gradient, rounded to bf16 so that all dtypes get its values."""
         if self.dout is None:
             self.dout = torch.randn(shape, device=like.device).bfloat16()
         return self.dout.to(like.dtype)
 
     def expected(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the oracle and the yardstick: outputs or gradients of the reference."""
+        """Return the reference's outputs or gradients in float64 and in the dtype of the match."""
         if self._expected is None:
             exact = self.inputs.map(
                 lambda _, v: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v
@@ -78,6 +78,6 @@ class Judge:
 
 
 def sample(x: Tensor) -> Tensor:
-    """Return evenly spread elements of ``x``, so that large tensors are compared quickly."""
+    """Return evenly spaced elements of ``x``, so that large tensors are compared quickly."""
     flat = x.detach().reshape(-1)
     return flat[:: max(1, -(-flat.numel() // COMPARED) | 1)].clone()

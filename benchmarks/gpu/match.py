@@ -18,8 +18,8 @@ from fastbert.testing.cases import Case, Inputs
 class Contender:
     """An engine: its preparation, whether it is fastbert's, and whether it computes the function.
 
-    A contender with another function, as a product without its GELU, is shown but never counts as
-    the best peer.
+    A contender with another function, such as a product without its GELU, is shown but never counts
+    as the best peer.
     """
 
     name: str
@@ -33,12 +33,12 @@ class Match:
     """One shape in one dtype and direction.
 
     Attributes:
-        series, label: The place of the match in the plot.
+        series, label: Panel of the plot, and label of the match in the panel.
         amount: Work of one call; the rate is amount / seconds, in ``unit``.
         case: Source of the inputs and of the reference. Without a case, ``prepare`` of a contender
             checks the result.
         batches: Inputs without a case: each has the seed of a batch.
-        ratio_goal: Goal of the best peer's time over the time of fastbert.
+        ratio_goal: Goal for the best peer's time over the time of fastbert.
         graphs: Whether replays of a CUDA graph are timed.
         memory: Whether the peak memory of a forward and backward pass is measured, too.
     """

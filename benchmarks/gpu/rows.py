@@ -34,7 +34,7 @@ TOY = Scale((48,), (64,), 97)
 
 def matches(scale: Scale, device: str) -> Iterator[Match]:
     large = (scale.rows[0], scale.columns[0])
-    # With dropout, the gradient of the residual is another tensor: a fourth stream.
+    # With dropout, the backward pass also writes the gradient of the residual, a fourth tensor.
     for options in ({}, {"dropout_p": 0.1}, {"residual": False, "x_bias": False}):
         yield from _norm("layer_norm", large, options, BF16, device, wanted=True)
     yield from _norm("layer_norm", large, {"dropout_p": 0.1}, FP16, device, wanted=True)

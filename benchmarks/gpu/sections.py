@@ -23,7 +23,7 @@ from benchmarks.gpu.bench import SECTIONS as BENCHES
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 540
-# Characters at the end of a log that the summary keeps.
+# The summary has at most this many characters of a log, from its end.
 TAIL = 3000
 TEST_GROUPS = {
     "test-kernels": ("tests/kernels",),
@@ -31,7 +31,7 @@ TEST_GROUPS = {
     "test-modules": ("tests/modules", "tests/inference"),
     "test-training": ("tests/integrations", "tests/training"),
 }
-# Tests that would spend the time of a GPU on what a machine without one tests as well.
+# Tests that a machine without a GPU can run as well, and why they would waste the time of a GPU.
 NOT_ON_A_GPU = {
     "tests/kernels/test_aot.py": "the section compile compiles the launches on all cores",
     "tests/kernels/test_compiled_kernels.py": "the PTX machine is a program for the CPU",
@@ -63,8 +63,8 @@ NOT_ON_A_GPU = {
     "tests/test_turns.py": "the order of CI",
     "tests/test_packaging.py": "wheels, whose build takes minutes",
 }
-# What fits a machine that is lent for ten minutes at a time and starts bare: the sections of each
-# command, the most valuable first. `make gpu-first` comes before all of them.
+# The sections of each command on a machine that is lent for ten minutes at a time and starts with
+# no build. The most valuable commands come first, after `make gpu-first`.
 CALLS = (
     ("bench-attention",),
     ("build", "test-kernels"),
@@ -79,14 +79,14 @@ CALLS = (
     ("build", "test-modules"),
     ("build", "test-training"),
 )
-# Seconds at the end of a benchmark section that it needs for its last match and its files.
+# Seconds that a benchmark section needs at its end for its last match and its files.
 LAST_MATCH_S = 90
 BUILT = (
     "import sys; from fastbert.ops import backend; "
     "sys.exit(None if backend.EXTENSION_HAS_CUDA else "
     "f'the extension has no CUDA kernels: {backend.WITHOUT_CUDA or backend.EXTENSION_STATE}')"
 )
-# An extension from an earlier build may lack them.
+# An extension from an earlier build may lack the kernels of Hopper GPUs.
 HAS_HOPPER = (
     "import sys; from fastbert.ops import backend; "
     "sys.exit(None if backend.capability() != (9, 0) or '9.0a' in backend.CUDA_ARCHS else "
@@ -151,7 +151,7 @@ def refused_architectures() -> str | None:
     setup.py prints the architectures, and whether the kernels of Hopper GPUs are among them.
     """
     if torch.version.cuda is None:
-        return None  # The build gives this reason.
+        return None  # The build reports that torch has no CUDA.
     try:
         runpy.run_path(str(ROOT / "setup.py"))["architectures"]()
     except SystemExit as refused:
@@ -180,8 +180,8 @@ def run(
     """Run one section in the root of the repository, with its output in ``<section>.log``.
 
     A section that exceeds its time limit is ended and counts as failed. The limit is ``LIMIT_S``,
-    or the seconds that are left for the whole command if these are fewer. A benchmark is told how
-    many minutes it has, so that it can leave out its last matches instead.
+    or the seconds that are left for the whole command if these are fewer. A benchmark gets its
+    number of minutes as an argument, so that it can leave out its last matches instead.
     """
     limit = LIMIT_S if seconds is None else min(LIMIT_S, seconds)
     if limit <= 0:
@@ -235,9 +235,9 @@ def run(
 
 
 def _run(command, environment, target, log, seconds: float) -> int:
-    """Run a command and return its exit status, or 124 after so many seconds.
+    """Run a command and return its exit status, or 124 if it runs for longer than ``seconds``.
 
-    The whole group of processes is ended.
+    At the end, the whole process group of a command that still runs is killed.
     """
     process = subprocess.Popen(
         command,

@@ -20,7 +20,7 @@ Matches = Mapping[tuple[str, str], Sequence[GpuRow]]
 
 
 def write(folder: Path, results: Sequence[Mapping[str, object]]) -> None:
-    """Add these sections to the summary of the folder, which keeps those of earlier runs."""
+    """Add sections to the summary of the folder; sections of earlier runs remain in the summary."""
     path = folder / NAME
     known: dict[str, Any] = {}
     if path.exists():
@@ -35,7 +35,7 @@ def write(folder: Path, results: Sequence[Mapping[str, object]]) -> None:
 def lines_of(folder: Path, section: str) -> Iterator[str]:
     """Yield a line per shape of a benchmark section: fastbert, the best peer, ratio and goal.
 
-    A section that was ended has its rows in its log.
+    The rows of a section that was ended early are read from the log of the section.
     """
     path, log = folder / f"{section}.json", folder / f"{section}.log"
     if not section.startswith("bench-"):
@@ -48,7 +48,7 @@ def lines_of(folder: Path, section: str) -> Iterator[str]:
 
 
 def row_of(line: str) -> dict[str, Any] | None:
-    """Return the JSON object of a line of output, or None if the line is none."""
+    """Return the JSON object in a line of output, or None if the line has no JSON object."""
     try:
         content = json.loads(line)
     except json.JSONDecodeError:
@@ -57,12 +57,12 @@ def row_of(line: str) -> dict[str, Any] | None:
 
 
 def rows_of(records: Iterable[Mapping[str, Any]]) -> list[GpuRow]:
-    """Return the rows among JSON objects, which have a contender."""
+    """Return the rows among JSON objects, which are the objects with a contender."""
     return [GpuRow(**record) for record in records if "contender" in record]
 
 
 def lines_of_rows(rows: Sequence[GpuRow]) -> Iterator[str]:
-    """Yield a line per shape, and the lines of what is compared beyond one shape."""
+    """Yield a line per shape, then lines of packing overhead, memory, variants and refusals."""
     matches: dict[tuple[str, str], list[GpuRow]] = {}
     for row in rows:
         matches.setdefault((row.series, row.label), []).append(row)
@@ -75,7 +75,7 @@ def lines_of_rows(rows: Sequence[GpuRow]) -> Iterator[str]:
 
 
 def _varlen_lines(matches: Matches) -> Iterator[str]:
-    """Yield the time of packed attention of equal lengths over that of dense attention."""
+    """Yield by how many percent packed attention of equal lengths takes longer than dense."""
     for (series, label), rows in matches.items():
         dense = fastest(row for row in rows if row.contender.endswith("layout=dense"))
         packed = fastest(row for row in rows if row.contender.endswith("*"))

@@ -1,1 +1,1 @@
-"""The parts of every measurement: timing, peers, limits, the machine, plots and contest rows."""
+"""The parts of every measurement: timing, peers, limits, predictions, plots and contest rows."""

@@ -71,7 +71,7 @@ def _dense_mask(inputs: Inputs) -> Tensor | None:
 
 
 def sdpa(kernel: SDPBackend, inputs: Inputs) -> Prepared:
-    """Prepare ``scaled_dot_product_attention`` with one kernel, which may raise in a run."""
+    """Prepare ``scaled_dot_product_attention`` with one kernel; a run raises if it cannot serve."""
     ready = leaves(inputs)
     q, k, v = ready.positional.values()
     mask, dropout_p = _dense_mask(ready), ready.keyword.get("dropout_p", 0.0)
@@ -138,7 +138,7 @@ def flash_package(inputs: Inputs) -> Prepared:
 
 
 def varlen(inputs: Inputs) -> Prepared:
-    """Prepare ``varlen_attn`` with the seven positional arguments of all PyTorch versions."""
+    """Prepare ``varlen_attn`` with the seven positional arguments that all versions share."""
     from torch.nn.attention.varlen import varlen_attn
 
     if inputs.keyword.get("dropout_p"):
@@ -202,7 +202,7 @@ def flex_documents(compile_with: Callable[..., Any] | None, inputs: Inputs) -> P
 def _padding(inputs: Inputs) -> tuple[Tensor, Tensor]:
     """Return the packed row of each padded position, and the mask of real positions.
 
-    The row of padding is one after the last row.
+    The row of a padded position is the number of packed rows, one more than the last row's index.
     """
     starts = inputs.positional["cu_seqlens_q"][:-1]
     lengths = inputs.positional["cu_seqlens_q"].diff()

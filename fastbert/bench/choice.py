@@ -5,10 +5,10 @@
 
 - Predictions: ``*-predicted-bounds/OP.json`` for Triton and ``OP_cuda.json`` for CUDA C++, as
   ``fastbert bench --predict --json`` writes them, from the newest folder that has the shape. The
-  table takes the estimates of the recorded counts by the present rates of `fastbert.bench.predict`.
+  estimates are computed again: recorded counts with the current rates of `fastbert.bench.predict`.
 - Measurements: ``bench-attention.json``, ``bench-rows.json`` and ``bench-gemm.json`` of
-  ``make gpu``, in any folder. A measurement of both backends replaces the predictions for its
-  architecture and shape.
+  ``make gpu``, in any folder. A measurement replaces the predictions for its architecture and
+  shape; a shape that was measured with one backend only is not in the table.
 
 To record a run, copy the folder of ``make gpu`` into ``benchmarks/results`` and run this command.
 """
@@ -31,7 +31,7 @@ from fastbert.ops.gpu_times import MEASURED, PREDICTED, SIXTEEN_BITS, TABLE, Poi
 from fastbert.testing.ptx.sample import Launched
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
-# The GPU that represents its architecture in predictions.
+# The GPUs that represent their architectures in predictions.
 REPRESENTATIVES = (A100, L4, H200, B200)
 PRODUCTS = ("linear_gelu", "feed_forward")
 OPERATIONS = ("attention", "layer_norm", *PRODUCTS)
@@ -40,12 +40,12 @@ SECTIONS = ("bench-attention.json", "bench-rows.json", "bench-gemm.json")
 ATTENTION = re.compile(r"S(\d+) D(\d+)$")
 ROWS = re.compile(r"(\d+)×(\d+)(?: drop)?$")
 PRODUCT = re.compile(r"(\d+)×(\d+)×\d+$")
-# Seconds by backend, by the key of a point and the direction.
+# Key of a point → direction → backend → seconds.
 Times = dict[tuple[Any, ...], dict[str, dict[str, float]]]
 
 
 def points(results: Path = RESULTS) -> list[Point]:
-    """Return the points of the table, sorted; those with one backend are left out."""
+    """Return the sorted points of the table; points with times of one backend are left out."""
     times_by_key = {key: (PREDICTED, times) for key, times in _predicted(results).items()}
     times_by_key |= {key: (MEASURED, times) for key, times in _measured(results).items()}
     # A measurement replaces the predictions of its architecture, whichever GPU they are for.
@@ -91,7 +91,7 @@ def _predicted(results: Path) -> Times:
 
 
 def _estimate(row: dict[str, Any], launches: dict[str, list[dict[str, Any]]], gpu: Gpu) -> float:
-    """Return the seconds of a recorded row by the counts of its launches."""
+    """Return the estimated seconds of a recorded row from the counts of its launches."""
     case = {(c.op, c.name): c for c in predict.cases()}[row["op"], row["case"]]
     name = f"{case.op} {case.name} {row['dtype']} {row['direction']} sm_{predict.code_for(gpu)}"
     counted = [Launched(**launch) for launch in launches[name]]
@@ -100,7 +100,7 @@ def _estimate(row: dict[str, Any], launches: dict[str, list[dict[str, Any]]], gp
 
 
 def _measured(results: Path) -> Times:
-    """Return the times of runs on GPUs; a later folder and a larger batch count more."""
+    """Return the times of runs on GPUs: for each key, of the last folder and its largest batch."""
     measured: Times = {}
     largest: dict[tuple[Any, ...], tuple[str, int]] = {}
     for file in sorted(path for name in SECTIONS for path in results.glob(f"*/{name}")):
@@ -133,7 +133,7 @@ def _shape_of(row: dict[str, Any]) -> str:
 
 
 def _place(op: str, case: str) -> tuple[str, int, int, int] | None:
-    """Return the name, width, size and batch of a shape, or None if the table has no such."""
+    """Return the name, width, size and batch of a shape, or None if the table lacks the shape."""
     if op == "attention" and (match := ATTENTION.match(case)):
         return case, int(match[2]), int(match[1]), 0
     if op == "layer_norm" and (match := ROWS.match(case)):
@@ -148,7 +148,7 @@ def _bits(dtype: str) -> str:
 
 
 def lines(entries: Iterable[Point]) -> Iterator[str]:
-    """Yield the file with a line for each point; times have four digits."""
+    """Yield the lines of the file, one for each point; times have four significant digits."""
     yield "{"
     yield ' "note": "seconds; python -m fastbert.bench.choice writes this file from the records",'
     yield ' "points": ['

@@ -19,7 +19,7 @@ from fastbert.bench.timing import Timing
 
 @dataclass
 class Setting:
-    """The common settings of a section's matches; ``seconds`` is for the turns of one match."""
+    """The common settings of a section's matches; ``seconds`` limits the timing of one match."""
 
     section: str
     seconds: float
@@ -31,14 +31,14 @@ class ContestRow:
     """One engine at one shape.
 
     Attributes:
-        section, series, label: The place of the row in the run and in the plot.
+        section, series, label: Section of the run, panel of the plot, and label in the panel.
         contender: Name of the engine.
         ours: Whether the engine belongs to fastbert.
         seconds, p10, p90: Median and percentiles of the seconds per call; None if not timed.
         rate: Amount of work per second in ``unit``, or milliseconds if the unit is "ms".
         of_measured_floor: Shortest time that the ceilings of this run allow, over ``seconds``.
-        against: The fastest of the peers that the row is compared with.
-        ratio: Seconds of that peer over ``seconds``.
+        against: Name of the fastest peer of the row.
+        ratio: Seconds of the peer ``against`` over ``seconds``.
         ratio_floor, ratio_goal: The lowest ratio that is accepted, and the ratio to reach.
         peak_bytes: Peak of the memory that the engine used.
         refused: The reason why the engine was not timed.
@@ -69,7 +69,7 @@ class ContestRow:
     refused: str | None = None
 
     def fill(self, timing: Timing, calls: int = 1) -> None:
-        """Set the times from samples that made ``calls`` calls each."""
+        """Set the times per call from samples of ``calls`` calls each."""
         self.seconds, self.p10, self.p90 = (
             t / calls for t in (timing.median, timing.p10, timing.p90)
         )

@@ -24,7 +24,7 @@ MINILM = BertConfig(
 )
 BASE = BertConfig.preset("base")
 SMALL = BertConfig.preset("tiny", vocab_size=4096)
-# Two layers contain every kind of layer, which is enough for the parity gate.
+# Number of layers in the parity gate; two layers contain every kind of layer.
 GATE_LAYERS = 2
 ROTATED_BATCHES = 8
 STOCK = "transformers "
@@ -48,7 +48,7 @@ class EncoderShape:
 
     @property
     def flops(self) -> float:
-        """FLOPs of the products of the layers on real tokens."""
+        """FLOPs of the matrix products of the layers on real tokens."""
         return flops_of_layers(self.config, self.lengths)
 
 

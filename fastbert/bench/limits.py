@@ -1,8 +1,9 @@
 """The limits of a GPU, the least work of each operation, and fastbert's goals on GPU and CPU.
 
 A figure is compared with two bounds. The first bound is computed from the rates of a known GPU
-(``fastbert.gpus``): those of its datasheet, of a large copy and of a large product. The second
-bound is computed from a copy and a product in the run itself. ``GOALS`` has the figures to reach.
+(``fastbert.gpus``): the rates of its datasheet, of a large copy and of a large matrix product. The
+second bound is computed from a copy and a product in the run itself. ``GOALS`` has the figures to
+reach.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ class Limits:
 
 
 H200 = Limits("H200", 989e12, gpus.H200.memory, 790e12, 4.3e12, gpus.H200.exponentials)
-# No H100 was measured: it is the chip of the H200, and its memory is taken to copy at the same
-# share of the rate of the datasheet.
+# No H100 was measured. It has the chip of the H200, and its copies are assumed to reach the same
+# share of the datasheet's memory bandwidth.
 H100 = Limits(
     "H100",
     989e12,
@@ -89,8 +90,8 @@ class Work:
 def work(case: Case, dtype: torch.dtype, direction: str) -> Work:
     """Return the work of one pass over ``case``, with every tensor read or written once.
 
-    The backward pass of a product computes two products. The backward pass of attention also
-    computes the logits again, so it has five products; the forward pass has two.
+    The backward pass of a matrix product computes two matrix products. The backward pass of
+    attention also computes the logits again, so it has five products; the forward pass has two.
 
     Raises:
         KeyError: If the direction is not known.
@@ -118,7 +119,7 @@ def _forward(case: Case, dtype: torch.dtype) -> Work:
 
 def _backward(table: str, case: Case, dtype: torch.dtype, forward: Work) -> Work:
     if table == "attention":
-        # q, k, v, out and dout are read, and dq, dk and dv written: 8 tensors, 4 in the forward.
+        # q, k, v, out and dout are read, and dq, dk and dv written: 8 tensors, against 4 forward.
         return Work(2.5 * forward.flops, 2 * forward.bytes, forward.exponentials)
     if table in ("layer_norm", "rms_norm"):
         rows, columns = case.shape[:2]
@@ -155,7 +156,7 @@ class Goal:
     lower_is_better: bool = False
 
     def reached(self, value: float) -> float:
-        """Return the reached fraction of the goal, which is met from 1 on."""
+        """Return the reached fraction of the goal; the goal is met at a fraction of 1 or more."""
         return self.value / value if self.lower_is_better else value / self.value
 
 
@@ -170,7 +171,8 @@ GOALS = {
     "BERT-large training": Goal(1000, "sequences/s"),
     "BERT-base batch 1": Goal(0.40, "ms", lower_is_better=True),
 }
-# Up to this length, memory bounds attention, and the goal is a fraction of this bound.
+# Up to this sequence length, memory bounds the forward pass of attention, and the goal is
+# MEMORY_BOUND_FRACTION of this bound.
 MEMORY_BOUND_LENGTH = 256
 MEMORY_BOUND_FRACTION = 0.8
 
@@ -200,9 +202,9 @@ RATIO_GOALS = {
     "linear_cross_entropy": 1.0,
     "BERT-base 16×512, 60 % real": 2.3,
 }
-# Goal of the peak memory, over the peak memory of PyTorch with the logits of all tokens.
+# Goal of the loss's peak memory, over the peak memory of PyTorch with the logits of all tokens.
 CROSS_ENTROPY_MEMORY = 0.15
-# Packed attention of equal lengths may take this much longer than dense attention.
+# Packed attention of equal lengths may take longer than dense attention by this fraction.
 VARLEN_OVERHEAD = 0.03
 
 

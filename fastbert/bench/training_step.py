@@ -66,7 +66,7 @@ def trainee(
 
 
 def training_batch(shape: EncoderShape, seed: int, device: str) -> dict[str, Tensor]:
-    """Return a batch with labels at 15 % of the real tokens and next-sentence labels."""
+    """Return a batch with MLM labels at first tokens and about 15 % of the rest, and NSP labels."""
     batch = encoder.random_batch(shape, seed, "cpu")
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.rand(batch["input_ids"].shape, generator=generator) < LABELLED

@@ -1,6 +1,6 @@
 """Parity of a user's own model: the stock code against the accelerated code, by the tolerance rule.
 
-The room stands above ``integrations``, which accelerates, and ``testing``, which has the rule.
+The package uses ``integrations``, which accelerates models, and ``testing``, which has the rule.
 """
 
 from fastbert.parity.report import LeftOut, Report, Row

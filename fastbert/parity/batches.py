@@ -16,7 +16,7 @@ from fastbert.parity.subject import Subject
 # The longest generated sequence, in tokens. It is longer than the windows of ModernBERT, and no
 # multiple of a tile.
 LENGTH = 157
-# Texts of a batch.
+# Most texts of a batch.
 TEXTS = 16
 PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens")
 
@@ -61,7 +61,7 @@ def given(batch: Any) -> Batch:
 
 
 def of_texts(subject: Subject, texts: Any, encoders: Iterable[nn.Module]) -> Iterator[Batch]:
-    """Yield batches of ``TEXTS`` texts.
+    """Yield batches of at most ``TEXTS`` texts.
 
     Args:
         subject: The model, whose tokenizer reads the texts.
@@ -132,7 +132,7 @@ def _tokens(
     side: str,
     generator: torch.Generator,
 ) -> dict[str, Tensor]:
-    """Return ids that are no padding, a mask, and token types if the model takes them."""
+    """Return random ids, a mask, and token types if the model takes them, all of shape (B, L)."""
     places, sizes = torch.arange(max(lengths)), torch.tensor(lengths)[:, None]
     exists = places < sizes if side == "right" else places >= max(lengths) - sizes
     pads = {config.pad_token_id or 0 for config in configs}
@@ -157,7 +157,7 @@ def _tokens(
 def _labelled(
     module: nn.Module, values: dict[str, Tensor], generator: torch.Generator
 ) -> dict[str, Tensor]:
-    """Add the labels of the head, and give the head of multiple choice its choices."""
+    """Add the labels of the head; for multiple choice, also group the sequences into choices."""
     name = type(module).__name__
     for suffix, label in LABELS.items():
         if name.endswith(suffix):
@@ -191,7 +191,7 @@ def _of_pairs(
 
 
 def _of_answers(config: Any, values: dict[str, Tensor], generator: Any) -> dict[str, Tensor]:
-    # The first token that exists is an answer in every sequence.
+    # The answer reaches from the first to the last real token of each sequence.
     first = values["attention_mask"].argmax(1)
     last = values["attention_mask"].shape[1] - 1 - values["attention_mask"].flip(1).argmax(1)
     return values | {"start_positions": first, "end_positions": last}
@@ -203,7 +203,7 @@ def _of_choices(config: Any, values: dict[str, Tensor], generator: Any) -> dict[
     return choices | {"labels": torch.randint(2, (rows,), generator=generator)}
 
 
-# The last part of a class's name → the function that adds what the head takes.
+# End of a class's name → the function that adds the labels of the head.
 LABELS: dict[str, Callable[[Any, dict[str, Tensor], torch.Generator], dict[str, Tensor]]] = {
     "ForSequenceClassification": _of_sequences,
     "ForTokenClassification": lambda c, v, g: _of_tokens(c.num_labels, v, g),

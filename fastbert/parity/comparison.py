@@ -31,7 +31,7 @@ Tensors = Mapping[str, Tensor]
 
 
 class Measured(NamedTuple):
-    """What the three copies return for a batch, by field or by kind of parameter.
+    """The results of the three copies for a batch, by field or by kind of parameter.
 
     Attributes:
         fast: The results of the accelerated copy.
@@ -68,7 +68,7 @@ class Pass:
         """Convert the batch to the tested dtype and to float64."""
         self.subject, self.sides, self.encoders = subject, sides, list(encoders)
         self.name, self.dtype = batch.name, dtype
-        # By whether hidden states and attention weights are asked for.
+        # Whether all outputs are requested → which elements of each field are compared.
         self.comparable: dict[bool, Tensors] = {}
         self.values = moved(batch.values, subject.device, dtype)
         self.wide = moved(self.values, subject.device, torch.float64)
@@ -85,7 +85,7 @@ class Pass:
             others: Returns passes of other batches of the same kind.
 
         Returns:
-            A row for each result, and what is left out.
+            A row for each result, and an entry for each result that is left out.
 
         Raises:
             ValueError: If the stock model cannot be called with the batch.
@@ -167,7 +167,7 @@ class Pass:
         return Measured(joined(fast, groups), joined(oracle, groups), stock, list(rows))
 
     def _differences(self, mode: str, fast: Tensors, oracle: Tensors) -> Iterator[Row]:
-        """Yield a failed row for each result that only one model has, or of another size."""
+        """Yield a failed row for each result that one model lacks, or whose sizes differ."""
         for name in sorted(fast.keys() | oracle.keys()):
             if name not in oracle or name not in fast:
                 which = "the accelerated" if name in fast else "the stock"
@@ -177,10 +177,10 @@ class Pass:
                 yield self._failed(mode, name, f"{name}: the accelerated model gives {sizes}")
 
     def _reading_padding(self, mode: str, comparable: Tensors) -> Iterator[LeftOut]:
-        """Yield the fields that are not compared as a whole.
+        """Yield the fields that are compared only in part.
 
-        A field with an element for each token may lack the elements of padding, which have no
-        meaning.
+        A field of which only the elements at padding are not compared is not among them, because
+        these elements have no meaning.
         """
         mask = self.values.get("attention_mask")
         real, positions = (1, 1) if mask is None else (int(mask.bool().sum()), mask.numel())
@@ -207,7 +207,7 @@ class Pass:
         return exact, self.comparable[asked]
 
     def _not_reading_padding(self, exact: Tensors, run: Callable[[], Tensors]) -> Tensors:
-        """Return which elements do not read padding, whatever the parameters and the states are."""
+        """Return which elements do not read padding for any parameters and hidden states."""
         with ChangedPadding(self.sides.oracle, self.encoders, torch.zeros_like) as changed:
             zeroed = run()
         if not changed.seen:
@@ -235,13 +235,13 @@ class Pass:
 
     @contextlib.contextmanager
     def _same_numbers(self) -> Iterator[None]:
-        """Draw the same random numbers in every block, and leave the state outside as it is."""
+        """Draw the same random numbers in every block; the state outside does not change."""
         device = self.subject.device
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             torch.manual_seed(0)
             yield
 
-    # What is found
+    # Findings
 
     def _row(self, mode: str, result: Comparison) -> Row:
         return Row(
@@ -263,7 +263,7 @@ def _chosen(tensors: Tensors, comparable: Tensors) -> Tensors:
 
 
 def _only(measured: Measured, names: list[str]) -> Measured:
-    """Return the results of a few names."""
+    """Return only the results with the given names."""
 
     def few(tensors: Tensors) -> Tensors:
         return {name: tensors[name] for name in names}
@@ -274,7 +274,7 @@ def _only(measured: Measured, names: list[str]) -> Measured:
 
 
 def _together(parts: list[Tensors]) -> Tensors:
-    """Return the results of several batches, each name as one tensor."""
+    """Concatenate the results of several batches by name."""
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 

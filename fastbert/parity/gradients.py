@@ -1,4 +1,4 @@
-"""The gradients of a drawn linear functional of an output, by kind of parameter."""
+"""The gradients of a random linear functional of an output, by kind of parameter."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 FACTOR = 3.0
 REASON = "a rounding early in the backward pass affects every later gradient"
-# The gradient of a key's bias is 0 except for rounding, because a softmax does not change with a
-# shift. It is therefore judged together with the gradient of the query's bias.
+# The gradient of a key's bias is 0 except for rounding, because a softmax does not change if one
+# number is added to all logits. It is judged together with the gradient of the query's bias.
 KEYS = {r"\bkey\b": "query", r"\bk_lin\b": "q_lin", r"\battn\.k\b": "attn.q"}
 
 
@@ -41,7 +41,7 @@ def kinds(names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def directions(exact: Mapping[str, Tensor], comparable: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Draw the gradient of each field, which is the same for all dtypes and 0 where not compared.
+    """Draw a gradient for each field, equal for all dtypes and 0 at elements not compared.
 
     Args:
         exact: The fields in float64.
@@ -69,7 +69,7 @@ def gradients(
         drawn: The gradient of each field; only fields with a gradient in `drawn` count.
 
     Returns:
-        The gradient of each parameter that requires one and is reached.
+        The gradient of each parameter that requires a gradient and on which a field depends.
     """
     named = {name: p for name, p in side.named_parameters() if p.requires_grad}
     grads = torch.autograd.grad(

@@ -1,12 +1,12 @@
-"""The fields of an output, and which of their elements an accelerated model means to reproduce.
+"""The fields of an output, and which of their elements an accelerated model has to reproduce.
 
 In an accelerated encoder, hidden states at padding are 0 on purpose. An element of an output that
 changes when a stock encoder gives other hidden states at padding reads padding, and the two models
 cannot agree on it. Every other element must agree, and so must its gradients.
 
-Zeros at padding alone do not tell: a hidden state or a parameter that is 0 by chance would hide
-what is read, while its gradient flows. Random numbers alone do not tell either: a maximum over
-positions may read padding for one state and not for another.
+Zeros at padding do not reveal every element that reads padding: a hidden state or a parameter that
+is 0 by chance hides the reading, although its gradient is not 0. Random numbers alone do not reveal
+every element either: a maximum over positions may read padding for one state and not for another.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# Two results in float64 that differ by less than this share of the largest element are equal: the
-# order of sums may differ between two runs.
+# Two results in float64 count as equal if they differ by at most this share of the largest element,
+# because the order of sums may differ between two runs.
 NOISE = 1e-10
 
 
@@ -94,7 +94,7 @@ class ChangedPadding:
     """A context in which stock encoders give other numbers at padding.
 
     The encoders get a separate ``forward`` in the context, because some callers call ``forward``
-    and run no hooks. The attribute ``seen`` is whether an encoder got padding.
+    and run no hooks. The attribute ``seen`` tells whether an encoder got padding.
 
     Args:
         module: A stock module.
@@ -176,7 +176,7 @@ def _changed_pooler(
 
 
 def _changed(value: Any, exists: Tensor, numbers: Callable[[Tensor], Tensor]) -> Any:
-    """Return states or attention weights with other numbers at padding; other values stay."""
+    """Return states or attention weights with other numbers at padding, else `value` itself."""
     if isinstance(value, (tuple, list)):
         return type(value)(_changed(part, exists, numbers) for part in value)
     if not isinstance(value, Tensor):

@@ -12,14 +12,15 @@ HEADINGS = ("field", "mode", "dtype", "batches", "worst batch", "error", "allowe
 
 
 class Row(NamedTuple):
-    """The comparison of one field of the output, or on the gradients of one kind of parameter.
+    """The comparison of one field of the output, or of the gradients of one kind of parameter.
 
     Attributes:
-        batch: Name of the batch, as "padded left" or "texts 1-16".
-        dtype: Dtype of the parameters, as "bfloat16".
+        batch: Name of the batch, such as "padded left" or "texts 1-16".
+        dtype: Dtype of the parameters, such as "bfloat16".
         mode: "inference", "all outputs" or "gradients"; "serving" is whether fastbert runs at all.
-        field: Name of the field, as "logits"; in the mode "gradients" the name of the parameter,
-            with ``*`` for the number of a layer; in the mode "serving" the name of the encoder.
+        field: Name of the field, such as "logits". In the mode "gradients", the name of the
+            parameter, with ``*`` for the number of a layer. In the mode "serving", the name of the
+            encoder.
         error: Largest error against float64; NaN if there is nothing to compare.
         allowed: Limit of `error` by the tolerance rule.
         passed: Whether the field passes.
@@ -37,7 +38,7 @@ class Row(NamedTuple):
 
 
 class LeftOut(NamedTuple):
-    """Something that is not compared, and the reason.
+    """A result that is not compared, and the reason.
 
     Attributes:
         batch: As in `Row`.
@@ -55,12 +56,12 @@ class LeftOut(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What `verify` found.
+    """The result of `verify`.
 
     Attributes:
         model: Name of the class of the model.
         rows: The comparisons.
-        left_out: What was not compared.
+        left_out: The results that were not compared.
     """
 
     model: str
@@ -78,7 +79,7 @@ class Report(NamedTuple):
         return [row for row in self.rows if not row.passed]
 
     def __str__(self) -> str:
-        """Return a table with the worst row of each field, the failures and what was left out."""
+        """Return a table with each field's worst row, then failures and left-out results."""
         cells = [HEADINGS, *summary_cells(self.rows)]
         widths = [max(len(line[column]) for line in cells) for column in range(len(HEADINGS))]
         lines = [
@@ -88,7 +89,7 @@ class Report(NamedTuple):
         return "\n".join([*lines, *self.remarks(), self.conclusion()])
 
     def remarks(self) -> list[str]:
-        """Return a line for each failure, and one for each kind of thing that was left out."""
+        """Return a line for each failure, and one for each mode, field and reason left out."""
         failed = [f"{row.batch}, {row.mode}, {row.dtype}: {row.detail}" for row in self.failures]
         places: dict[tuple[str, str, str], list[str]] = {}
         for each in self.left_out:

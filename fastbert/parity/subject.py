@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from fastbert.integrations.accelerate import accelerate, restore
 
-# These implementations of attention compute the same function, so that plain PyTorch may stand for
-# each of them. A function that the user registered under another name stays.
+# These implementations of attention compute the same function, so the eager implementation replaces
+# them in stock copies. A function that the user registered under another name is not replaced.
 SAME_ATTENTION = (
     *("sdpa", "flash_attention_2", "flash_attention_3", "flex_attention", "fastbert"),
 )
@@ -24,7 +24,7 @@ class Subject(NamedTuple):
     """The user's model.
 
     Attributes:
-        name: Name of its class.
+        name: Name of the model's class.
         module: The module that is copied and called.
         takes_features: Whether the module takes the whole batch as one dict, as a module of
             sentence-transformers does.
@@ -132,7 +132,7 @@ class Sides(NamedTuple):
 
 
 def sides_of(module: nn.Module, dtype: torch.dtype) -> Sides:
-    """Copy a module three times, and change nothing in it.
+    """Copy a module three times, without changing the module.
 
     Args:
         module: The module, accelerated or not.
@@ -161,8 +161,8 @@ def sides_of(module: nn.Module, dtype: torch.dtype) -> Sides:
 def in_dtype(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     """Convert the parameters and buffers of a module in place, as ``from_pretrained`` does.
 
-    A buffer that is not in the state dict, such as the frequencies of rotary positions, keeps its
-    dtype, except that float64 converts everything.
+    A buffer that is not in the state dict, such as the frequencies of rotary positions, is not
+    converted, except to float64.
 
     Args:
         module: The module.

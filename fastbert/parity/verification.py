@@ -19,7 +19,7 @@ from fastbert.parity.subject import Subject, sides_of
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 MODES = (INFERENCE, ALL_OUTPUTS, GRADIENTS)
-# Other batches that are judged jointly with a batch whose result fails narrowly.
+# At most this many other batches are judged jointly with a batch whose result fails narrowly.
 MORE = 7
 
 
@@ -42,9 +42,9 @@ def verify(
     numbers do not change.
 
     Args:
-        model: Whatever `accelerate` takes: a model of transformers with any head or with none, a
-            ``SentenceTransformer``, a ``CrossEncoder``, a pipeline, or a module of your own around
-            an encoder. It may be accelerated already.
+        model: A model that `accelerate` takes: a model of transformers with any head or with none,
+            a ``SentenceTransformer``, a ``CrossEncoder``, a pipeline, or a module of your own
+            around an encoder. The model may be accelerated already.
         batch: The keyword arguments of the model, padded, as a mapping of names to tensors. With
             labels, the loss is compared, too. Without `batch` and `texts`, batches of random tokens
             are generated: full, padded right, padded left, and of one token.
@@ -57,7 +57,7 @@ def verify(
         The report: ``rows``, ``passed``, ``to_json()`` and a table as ``str``.
 
     Raises:
-        TypeError: If an argument is of another type.
+        TypeError: If the type of an argument is not allowed.
         ValueError: If the model cannot be copied or accelerated, if the stock model cannot be
             called with the batch, or if an argument is not allowed. The message names the argument.
 
@@ -93,7 +93,7 @@ def findings(
     seed: int = 0,
     notify: Callable[[str], None] = lambda text: None,
 ) -> Iterator[Row | LeftOut]:
-    """Yield what `verify` finds, as soon as it is known.
+    """Yield the results of `verify`, each as soon as it is known.
 
     Args:
         model: As in `verify`.
@@ -102,10 +102,10 @@ def findings(
         tokenizer: As in `verify`.
         dtypes: As in `verify`.
         seed: As in `verify`.
-        notify: Is told the dtype, the batch and the mode before each comparison.
+        notify: Receives the dtype, the batch and the mode before each comparison.
 
     Yields:
-        Rows, and what is left out.
+        A `Row` for each comparison, and a `LeftOut` for each result that is not compared.
 
     Raises:
         TypeError: As in `verify`.
@@ -140,7 +140,7 @@ def _in_one_dtype(
     seed: int,
     notify: Callable[[str], None],
 ) -> Iterator[Row | LeftOut]:
-    """Yield the findings of one dtype, whose copies are freed at the end."""
+    """Yield the findings of one dtype; the copies in this dtype are freed at the end."""
     notify(f"{name}: copying {subject.name}")
     # A generator runs in the context of its caller, so each step has a separate context.
     with _plain_context():
@@ -193,6 +193,6 @@ def _batches(
 
 @contextlib.contextmanager
 def _plain_context() -> Iterator[None]:
-    """Record gradients inside the block, whatever the caller chose."""
+    """Record gradients inside the block, also if the caller disabled gradients."""
     with torch.inference_mode(False), torch.enable_grad():
         yield

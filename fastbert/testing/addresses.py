@@ -182,8 +182,8 @@ class Graph:
         """Return whether a 32-bit product can exceed 32 bits.
 
         A product can exceed 32 bits in three cases: neither factor is known at compile time, one
-        factor is a stride, or one factor is a position inside a tensor. The number of a program
-        times a block size cannot.
+        factor is a stride, or one factor is a position inside a tensor. The product of a program's
+        number and a block size cannot exceed 32 bits.
         """
         unknown = [name for name in product.operands if not self.is_known(name)]
         if len(unknown) == 2:

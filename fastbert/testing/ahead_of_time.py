@@ -158,9 +158,9 @@ def specialise(launch: Any) -> tuple[dict[str, str], dict[str, Any], dict[tuple[
     Returns:
         The type of each argument by name, the value of each constant by name, and the attributes
         by position. The address of a tensor counts as divisible by 16. So does an integer that is
-        divisible by 16, unless its parameter is marked as not specialised. Like Triton's own, the
-        attributes name constants and other integers without an attribute, so that the binary lies
-        in Triton's cache where a launch looks for it.
+        divisible by 16, unless its parameter is marked as not specialised. As in Triton, constants
+        and integers without an attribute have an empty list, so that a real launch finds the binary
+        in Triton's cache.
     """
     import torch
 
@@ -196,7 +196,7 @@ def specialise(launch: Any) -> tuple[dict[str, str], dict[str, Any], dict[tuple[
 
 
 def _names(constant: Any) -> bool:
-    """Whether Triton's attributes name a constant: each one in 3.9, only a text in 3.6."""
+    """Whether Triton's attributes contain a constant: in 3.9 each, in 3.6 only a string."""
     import triton
 
     version = tuple(int(part) for part in triton.__version__.split(".")[:2])
@@ -322,7 +322,8 @@ def compile_launches(
         architectures: Architectures of GPUs, such as 90 for sm_90.
         processes: Number of processes that compile.
         cache: Folder of Triton's cache; None is Triton's default.
-        unlike: Architectures whose launches are left out. A launch with other tiles remains.
+        unlike: A launch is left out if it is the same on one of these architectures, with the same
+            tiles and options.
         one_of_each: Whether one launch of each kernel is compiled, with 16-bit inputs if the kernel
             has such a launch.
 
@@ -385,7 +386,7 @@ def _jobs(nouns: tuple[str, ...], only: str, arch: int) -> list[tuple[str, Any]]
 
 
 def _one_of_each(nouns: tuple[str, ...], only: str, arch: int) -> set[int]:
-    """Return the number of the first launch of each name, with 16-bit inputs where there is one."""
+    """Return the index of the first launch of each name, with 16-bit inputs if there is one."""
     first: dict[tuple[str, bool], int] = {}
     for number, (_, launch) in enumerate(_jobs(nouns, only, arch)):
         half = bool({"*fp16", "*bf16"} & set(specialise(launch)[0].values()))

@@ -1,6 +1,6 @@
 """The only tolerance rule: tests, ``fastbert check`` and benchmarks all decide with `compare`.
 
-The oracle is the plain reference in float64, on inputs that are rounded to the tested dtype. The
+The oracle is the reference in float64, on inputs that are rounded to the tested dtype. The
 yardstick is the same reference in the tested dtype. A result passes if two inequalities hold:
 
     max error ≤ factor · (yardstick's max error) + a
@@ -35,7 +35,7 @@ RMS_FACTOR = 1.5
 # one lucky rounding would decide. The RMS rule then does not apply, and a is a bound of the
 # rounding errors instead of a sample.
 SAMPLE = 64
-# A result that exceeds a limit by this factor is beyond the luck of an order of terms.
+# If an error exceeds its limit by this factor, no lucky order of terms can explain the error.
 HOPELESS = 10.0
 
 
@@ -83,7 +83,7 @@ class Comparison:
 
     @property
     def is_close(self) -> bool:
-        """Whether both errors are within ``HOPELESS`` times their limits, where luck counts."""
+        """Whether both errors are within ``HOPELESS`` times their limits, so luck may decide."""
         within = self.error <= HOPELESS * self.allowed
         return within and self.rms_error <= HOPELESS * self.rms_allowed
 
@@ -185,10 +185,10 @@ def compare_all(
 ) -> list[Comparison]:
     """Judge several results of one computation by the rule of `compare`.
 
-    The runs of the yardstick are visited once for all results, so that a `Yardstick` that keeps no
-    results needs the memory of one run. A result is not judged again if an error is more than
-    ``HOPELESS`` times its limit after the first run in a fixed order, because other orders of the
-    terms draw their errors from the same distribution.
+    The runs of the yardstick are visited once for all results, so that a `Yardstick` that stores no
+    results needs the memory of one run. After the first run in a fixed order, a result with an
+    error of more than ``HOPELESS`` times its limit is not judged again. The errors in other orders
+    of the terms have the same distribution.
 
     Args:
         actual: The results by name.
@@ -223,7 +223,7 @@ def compare_all(
 
 
 class _Judged:
-    """A result and its present comparison, whose limits grow with each run of the yardstick."""
+    """A result and its current comparison, whose limits can grow with runs of the yardstick."""
 
     def __init__(
         self,
@@ -303,7 +303,7 @@ def _errors(x: Tensor, oracle: Tensor) -> tuple[float, float]:
 
 
 def _representation(oracle: Tensor, dtype: torch.dtype) -> float:
-    """Return the RMS error of the oracle rounded to `dtype`, which no yardstick may fall below.
+    """Return the RMS error of the oracle rounded to `dtype`, the least RMS error of a yardstick.
 
     A yardstick can be exact by luck, as for small integers or a copy. No result can be required to
     be more exact than its rounding.

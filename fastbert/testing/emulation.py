@@ -1,9 +1,9 @@
 """Run cases on the compiled GPU kernels, on the PTX machine, in separate processes.
 
-`emulate` starts this module as a program. The program compiles the kernels of each case, runs them
-forward and backward on CPU tensors, judges every tensor by the tolerance rule, and prints a JSON
-object for each run. A separate process is needed, because Triton decides at import whether it
-interprets.
+`emulate` starts this module as a program. The program compiles the kernels of each case and runs
+them forward and backward on CPU tensors. It judges every tensor by the tolerance rule, and prints a
+JSON object for each run. A separate process is needed, because Triton decides at import whether
+@jit interprets.
 """
 
 from __future__ import annotations
@@ -37,12 +37,13 @@ BACKENDS = ("triton", "cuda")
 
 
 class Selection(NamedTuple):
-    """What runs on the PTX machine.
+    """A selection of cases to run on the PTX machine.
 
     Args:
         arch: "sm_80" or "sm_90".
         backends: Some of "triton" and "cuda".
-        op: The only operation; None is all, and the whole model with Triton. "bert" is the model.
+        op: The only operation, or "bert" for the whole model. None is all operations and, with
+            Triton, the model.
         case: Name of a case; None is all registered cases.
         dtype: Name of the only dtype; None is all.
         quick: Whether only the cases of the quick selection run.
@@ -132,7 +133,7 @@ def emulate(
     """Run cases on the PTX machine.
 
     Args:
-        selections: What runs, one selection after the other.
+        selections: The selections, which run one after another.
         processes: Number of processes that compile and run.
         cache: Folder of Triton's cache; None is Triton's default.
 
@@ -198,7 +199,7 @@ def summarize(runs: Sequence[EmulatedRun]) -> list[dict[str, Any]]:
         runs: The runs, in any order.
 
     Returns:
-        A line for each group, in the order of these names: the numbers of cases and launches, the
+        A record for each group, sorted by these four names: the numbers of cases and launches, the
         worst ratio, the seconds of the runs and of compilation, and whether all runs pass.
     """
     groups: dict[tuple[str, str, str, str], list[EmulatedRun]] = {}

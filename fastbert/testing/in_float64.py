@@ -1,7 +1,7 @@
 """Make code that asks for fp32 compute in float64, so that a model in float64 is an exact oracle.
 
-Models compute a softmax, rotary positions or a loss in fp32 whatever the dtype of their parameters.
-In float64, such a step would round as the tested model does.
+Models compute a softmax, rotary positions or a loss in fp32, also if their parameters are wider.
+In a model in float64, such a step would still round to fp32, as it does in the tested model.
 """
 
 from __future__ import annotations

@@ -69,8 +69,8 @@ class _Counting(TorchDispatchMode):
         if self.paused:
             return func(*args, **kwargs)
         if func.namespace == "fastbert":
-            # The implementation is called directly, because the dispatcher would return here. The
-            # mode is on again, so that the operators inside are counted.
+            # The implementation is called directly, because the dispatcher would call this method
+            # again. The mode is entered again, so that the operators inside are counted.
             with self:
                 return IMPLEMENTATIONS[func._opname](*args)
         with self:

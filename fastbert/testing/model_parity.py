@@ -119,8 +119,8 @@ def check_step(
         sides = _flat(actual, members), _flat(oracle, members)
         best = yardstick.map(functools.partial(_flat, names=members))
         # A loss is a single number in fp32, computed from 16-bit states. If only the rounding of
-        # fp32 counted, plain PyTorch with its operations in another order would fail in 6 of 40
-        # steps, with ratios up to 42. With the rounding of the 16-bit dtype it fails in none.
+        # fp32 counted, PyTorch with its operations in another order would fail in 6 of 40 steps,
+        # with ratios up to 42. With the rounding of the 16-bit dtype, no step fails.
         result = compare(name, *sides, best, factor=factor, reason=reason, tested=dtype)
         rows.append(parity_row(CASE, backend or "auto", dtype, result, seed))
     return rows
@@ -156,8 +156,8 @@ def batch_of(seed: int) -> dict[str, Tensor]:
 def _gradients(model: BertForPreTraining) -> dict[str, Tensor]:
     """Return the gradients of the parameters under the names of Hugging Face.
 
-    The gradients are put into the parameters of a second model. Its state-dict hooks then split
-    them as they split parameters.
+    The gradients are copied into the parameters of a second model. The state-dict hooks of this
+    model then split the gradients as they split parameters.
     """
     gradients = BertForPreTraining(CONFIG).to(next(model.parameters()).dtype)
     with torch.no_grad():
@@ -168,8 +168,8 @@ def _gradients(model: BertForPreTraining) -> dict[str, Tensor]:
 
 
 def _differentiated(name: str) -> bool:
-    # The decoder is tied to the word table and to the bias of the predictions, and these carry the
-    # gradients.
+    # The decoder is tied to the word table and to the bias of the predictions, whose gradients
+    # include the gradients of the decoder.
     return not name.startswith("cls.predictions.decoder.")
 
 

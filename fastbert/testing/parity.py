@@ -32,7 +32,7 @@ class ParityRow:
         op: Name of the operation.
         case: Name of the case.
         backend: Name of the backend.
-        dtype: Dtype of the inputs, as "bfloat16".
+        dtype: Dtype of the inputs, such as "bfloat16".
         tensor: Name of the tensor: "out", or a gradient such as "dq".
         error: Largest error of the tensor.
         yardstick: Largest error of the yardstick.
@@ -174,7 +174,7 @@ def _compare(
 
 
 def _join(results: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Stack the results of several seeds; the results of one seed stay as they are."""
+    """Stack the results of several seeds; the results of one seed are returned unchanged."""
     if len(results) == 1:
         return results[0]
     return {name: torch.stack([result[name] for result in results]) for name in results[0]}
@@ -199,7 +199,7 @@ def refusal(case: Case, backend: str, dtype: torch.dtype, device: str) -> str | 
 
 
 def _attention_request(case: Case) -> dict[str, Any]:
-    """Return what an attention case says of its call in a request for a backend."""
+    """Return the fields of a request for a backend that an attention case determines."""
     if TABLE_OF[case.op] != "attention":
         return {}
     given = case.options

@@ -17,7 +17,7 @@ class Assembler(NamedTuple):
 
     Args:
         path: Path of the program.
-        version: Its version, such as "12.8".
+        version: Version of the program, such as "12.8".
         variable: Environment variable of Triton that names another program.
     """
 

@@ -112,7 +112,8 @@ def _head_dim(pick: Pick) -> int:
 def free_logits(queries: int, keys: int, causal: bool = False, window: Any = None) -> int:
     """Count the logits of one head whose gradients are free.
 
-    A row has one free logit less than visible logits, because the gradients of a row sum to 0.
+    A row has one free logit fewer than it has visible logits, because the gradients of a row sum
+    to 0.
 
     Args:
         queries: Number of queries.
@@ -318,7 +319,7 @@ def random_case(op: str, index: int, seed: int = 0) -> Case:
         seed: Seed of the case.
 
     Returns:
-        The case, which depends on nothing else.
+        The case, which depends only on the arguments.
     """
     pick = Pick(f"{op}/{seed}/{index}")
     shape, options = GENERATORS[op](pick)

@@ -1,4 +1,4 @@
-"""The whole BERT model in plain PyTorch, padded and unfused, in any dtype.
+"""The whole BERT model in unfused PyTorch, on padded batches, in any dtype.
 
 The model is the oracle of `fastbert.modules`. It takes the weights as a state dict under the names
 of Hugging Face. It therefore shares no code with the modules that it judges, and uses only the

@@ -154,7 +154,7 @@ def _attention_short() -> Iterator[Launch]:
 
 
 def _projection(dtype: torch.dtype, depth: int) -> tuple[tuple[Tensor, ...], Tensor, Tensor]:
-    """Return hidden, weight, bias and labels of a cross entropy, its order and its statistics."""
+    """Return (hidden, weight, bias, labels) of a cross entropy, the row order and statistics."""
     given = (
         _empty(dtype, 4096, depth),
         _empty(dtype, VOCABULARY, depth),
@@ -187,7 +187,7 @@ def _cross_entropy_backward() -> Iterator[Launch]:
             statistics[0], *given, statistics, order,
             dlogits, partials, sums, hidden, weight, bias, False,
         )  # fmt: skip
-        # The second chunk is neither the first nor the last.
+        # These are the launches of the second chunk, which is neither the first nor the last.
         dlogits_launch, dbias_launch, dweight_launch, dhidden_launch = launches[4:8]
         if dtype == BF16:
             yield dbias_launch

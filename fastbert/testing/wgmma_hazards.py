@@ -53,7 +53,8 @@ def overwritten_operands(sass: str) -> list[str]:
     return [faults[key] for key in sorted(faults)]
 
 
-# The products in flight: the most dangerous age by (register, address of the product).
+# The products in flight: (register of operand A, address of the product) → age. The age is the
+# number of groups that have ended after the group of the product; where paths join, the lowest age.
 _Flight = dict[tuple[int, int], int]
 
 
@@ -77,7 +78,7 @@ def _merge(one: _Flight, other: _Flight) -> _Flight:
 
 
 def _step(instruction: Instruction, flight: _Flight, faults: dict[tuple[int, int], str]) -> _Flight:
-    """Return the products in flight after an instruction, and note the operands that it writes."""
+    """Return the products in flight after an instruction; add the operands it writes to faults."""
     written = set(_written(instruction))
     for register, product in flight:
         if register in written and product != instruction.address:
@@ -155,15 +156,15 @@ def _following(code: dict[int, Instruction]) -> dict[int, list[int]]:
     return next_addresses
 
 
-# Where the threads of each convergence barrier may meet.
+# Convergence barrier → the addresses at which its threads may meet.
 _Joins = dict[str, frozenset[int]]
 
 
 def _join(code: dict[int, Instruction], following: dict[int, list[int]]) -> None:
-    """Add what follows each BSYNC: the targets of the BSSY of its barrier on the paths to it."""
+    """Add the successors of each BSYNC: targets of its barrier's BSSY on all paths to the BSYNC."""
     every: frozenset[int] = frozenset()
     if any(instruction.name == "BMOV" for instruction in code.values()):
-        # Barriers that move between registers may be any.
+        # A barrier that BMOV moved between registers may be any barrier.
         joins = [_targets(x, code) for x in code.values() if x.name == "BSSY"]
         every = frozenset(itertools.chain.from_iterable(joins))
     before: dict[int, _Joins] = {min(code): {}}

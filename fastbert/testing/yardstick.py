@@ -44,12 +44,12 @@ class Yardstick:
     Args:
         run: Computes a tensor, or a container of tensors, from scratch at every call. The state of
             torch's random numbers on the CPU is the same at every call.
-        keep: Whether the results in fixed orders are kept. With False, a second call of
-            `in_fixed_orders` computes them again.
+        keep: Whether the results in fixed orders are stored. With False, a second call of
+            `in_fixed_orders` computes the results again.
     """
 
     def __init__(self, run: Callable[[], Any], *, keep: bool = True) -> None:
-        """Run the reference by torch, and keep the state of torch's random numbers."""
+        """Run the reference by torch, and store the state of torch's random numbers."""
         state = torch.get_rng_state()
 
         def result(order: int | None) -> Any:
@@ -154,7 +154,8 @@ def fixed_order_sums(order: int = 0) -> Iterator[None]:
     Args:
         order: Order of the terms, as in `fixed_order_product`.
     """
-    # Fused attention hides its products; the math form of torch's attention shows them.
+    # A dispatch mode does not see the products inside fused attention. The math backend of torch's
+    # attention runs each product as an operator.
     with sdpa_kernel(SDPBackend.MATH), _FixedOrderSums(order):
         yield
 

@@ -2,9 +2,9 @@
 
     python -m benchmarks.gpu.first.faults benchmarks.gpu.first.smoke --backend cpu ...
 
-- attention: every call hangs, as a kernel that waits for ever; the canary finds it. A call that
-  hangs puts the clock of its case forward, so that the rehearsal need not wait for the limit.
-- layer_norm: the case with 29 rows hangs, which the canary does not run.
+- attention: every call hangs, like a kernel that waits for ever, and the canary detects the hang.
+  The call advances the clock of its case, so that the rehearsal need not wait for the limit.
+- layer_norm: the case with 29 rows hangs; the canary does not run this case.
 - linear_gelu and feed_forward, which share their kernels: a launch with 33 rows, as in a case of
   linear_gelu, is refused, and the result for 65 rows, as in the case of feed_forward, is wrong.
 """

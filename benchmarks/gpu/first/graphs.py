@@ -31,7 +31,7 @@ BUCKETS = Buckets(max_tokens=512, max_batch=8, max_seqlen=128)
 # All batches have the same bucket, so that all of them but the first are replays.
 LENGTHS = ((100, 60, 30), (90, 80, 20), (70, 70, 50), (96, 95, 1))
 CLIP = 1.0
-# A matrix product inside a graph may choose another algorithm than outside.
+# Largest relative and absolute difference: in a graph, a product may use another algorithm.
 TOLERANCE = 2e-2
 
 
@@ -109,7 +109,7 @@ def batch_of(lengths: tuple[int, ...], device: torch.device) -> dict[str, Any]:
 
 
 def padded(batch: dict[str, Any], lengths: tuple[int, ...]) -> dict[str, Tensor]:
-    """Return the ids and the mask of a packed batch with padding, on its device."""
+    """Return a packed batch as padded ids and mask (B, L), on the device of the batch."""
     device = batch["input_ids"].device
     mask = torch.arange(max(lengths), device=device) < torch.tensor(lengths, device=device)[:, None]
     ids = torch.zeros(mask.shape, dtype=torch.int64, device=device)
@@ -120,7 +120,7 @@ Recorders = Callable[[torch.device], Recorder]
 
 
 def inference(model: BertForPreTraining, recorder: Recorders) -> list[str]:
-    """Compare the hidden states of replays with those of the model, packed and padded."""
+    """Compare the hidden states of replays with the model's states, packed and padded."""
     encoder = model.bert.eval()
     graphs = GraphedModel(encoder, BUCKETS, 8, recorder)
     faults = []
@@ -141,7 +141,7 @@ def largest(got: Tensor, expected: Tensor) -> str:
 
 
 def training(model: BertForPreTraining, recorder: Recorders, mixed: bool = False) -> list[str]:
-    """Compare the losses of replays with those of plain steps with the same seeds of dropout."""
+    """Compare losses and gradient norms of replays with eager steps at the same dropout seeds."""
     eager = copy.deepcopy(model)
     own, graphed = optimizer_of(eager), optimizer_of(model)
     step = GraphedStep(model, graphed, BUCKETS, 8, recorder, clip_norm=CLIP)

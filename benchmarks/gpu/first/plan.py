@@ -1,7 +1,7 @@
-"""The steps of the first contact with a GPU, in the order of their value, with their limits.
+"""The steps of the first contact with a GPU, the most valuable first, with their time limits.
 
-All steps with Triton's kernels come before those with CUDA C++, so that a kernel of CUDA C++ that
-hangs the device takes no row of Triton. A canary of each family of CUDA C++ kernels comes first.
+All steps with Triton's kernels precede the steps with CUDA C++, so that a CUDA C++ kernel that
+hangs the device loses no row of Triton. The first step with CUDA C++ is a canary of each family.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ RERUNS = 20
 SMOKE, TIMES = "benchmarks.gpu.first.smoke", "benchmarks.gpu.bench"
 GRAPHS, CANARY = "benchmarks.gpu.first.graphs", "benchmarks.gpu.first.canary"
 FAULTS = "benchmarks.gpu.first.faults"
-# Without its cache, PyTorch's allocations lie apart, so that memcheck sees an access between them.
+# Without PyTorch's caching allocator, each tensor is a separate allocation, so that memcheck
+# detects an access between two tensors.
 UNCACHED = ("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
 # The operation that `fastbert check` calls bert is the whole model.
 CHECKED = (*OPS, "bert")
-# A case takes longer under compute-sanitizer.
+# Seconds for one case under compute-sanitizer, which slows kernels down.
 SANITIZED_CASE_LIMIT_S = 20
 # A rehearsal runs on processors that are slower than a GPU and may be busy: its limits are longer.
 PATIENCE = 20
@@ -66,14 +67,14 @@ def steps(folder: Path, *, rehearsal: bool = False, faults: bool = False) -> lis
     """Return the plan.
 
     Args:
-        folder: Folder for what the steps write.
+        folder: Folder for the files that the steps write.
         rehearsal: Whether the steps run tiny shapes on a machine without a GPU.
         faults: Whether the backend that stands in for CUDA C++ in a rehearsal has the faults of
             ``faults.py``.
 
     Returns:
-        The steps in the order of their start. The limits of those in the foreground add up to at
-        most ``LIMIT_S``; in a rehearsal, to ``PATIENCE`` times as much.
+        The steps in the order of their start. The limits of the foreground steps add up to at most
+        ``LIMIT_S``; in a rehearsal, to ``PATIENCE`` times as much.
     """
     python = sys.executable
     info = (python, "-m", "fastbert", "info")
@@ -183,7 +184,7 @@ def _sanitizers(rehearsal: bool) -> tuple[tuple[str, ...], ...]:
 
 
 def _sanitized(options: tuple[str, ...], rehearsal: bool) -> Iterator[tuple[str, ...]]:
-    """Yield the smoke of quick cases under each tool of compute-sanitizer."""
+    """Yield the command that runs smoke on quick cases, for each tool of compute-sanitizer."""
     smoke = (sys.executable, "-m", SMOKE, "--quick", "--reruns", "0", "--dtype", "bfloat16")
     limit = PATIENT if rehearsal else ("--limit", str(SANITIZED_CASE_LIMIT_S))
     tools = {"memcheck": (), "racecheck": ("--racecheck-report", "all")}

@@ -1,6 +1,6 @@
-"""Run a plan: each step in processes of its own, with its own limit and the limit of the whole.
+"""Run a plan: each step in its own processes, within its own time limit and that of the plan.
 
-A row that a command prints, which is a JSON object in a line, is handed on as soon as it is there.
+Commands print rows, one JSON object per line. Each row is passed on as soon as it is printed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from benchmarks.gpu.sections import ROOT
 from benchmarks.gpu.summary import row_of
 
 OK, FAILED, OUT_OF_TIME, NOT_RUN = "ok", "FAILED", "OUT OF TIME", "NOT RUN"
-# Seconds for which a killed process is waited for: its driver may not get the device back.
+# Longest wait for a killed process, in seconds; a GPU that hangs can block the end of a process.
 KILLED_S = 5
 # Receives the step and each row of its commands.
 Keep = Callable[[Step, dict[str, Any]], None]
@@ -31,12 +31,12 @@ Keep = Callable[[Step, dict[str, Any]], None]
 
 @dataclass
 class Outcome:
-    """What became of a step.
+    """The outcome of a step.
 
     Args:
         step: The step.
         result: "ok", "FAILED", "OUT OF TIME" or "NOT RUN".
-        reason: The reason of another result than "ok", in words.
+        reason: Why the result is not "ok", in words.
         seconds: Seconds that the step took.
         statuses: Exit status of each command; None if it was ended at the limit.
         outputs: Standard output of each command.
@@ -61,7 +61,7 @@ class Tail:
         self.file, self.rest = path.open("rb"), b""
 
     def lines(self, ended: bool) -> list[str]:
-        """Return the lines that are complete since the last call, and the rest if it `ended`."""
+        """Return the lines completed since the last call; if the process `ended`, also the rest."""
         *complete, self.rest = (self.rest + self.file.read()).split(b"\n")
         if ended:
             complete.append(self.rest)
@@ -102,7 +102,7 @@ class Running:
         self.tails = [Tail(path.with_suffix(".out")) for path in self.paths]
 
     def hand_on(self, ended: bool = False) -> None:
-        """Hand on the rows that the commands have printed since the last call."""
+        """Pass the rows that the commands have printed since the last call to ``keep``."""
         for tail in self.tails:
             for row in filter(None, map(row_of, tail.lines(ended))):
                 self.keep(self.step, row)
@@ -148,17 +148,17 @@ class Running:
 
 
 def last_line(outcome: Outcome, number: int) -> str:
-    """Return the last line that a command of a step wrote, which mostly is its error."""
+    """Return the last line that a command of a step wrote, which usually is its error."""
     text = outcome.errors[number].strip() or outcome.outputs[number].strip()
     return text.splitlines()[-1][:160] if text else "no output"
 
 
 def without_hung_families(step: Step, before: Outcome) -> tuple[Step, dict[str, str]]:
-    """Return a step without the commands of families that hang, and the reasons of these.
+    """Return a step without the commands of families that hang, and family → reason for these.
 
     Args:
         step: The step.
-        before: The outcome of the step before it, which has a command for each family.
+        before: The outcome of the step that ``step`` waits for, which has one command per family.
     """
     pairs = zip(before.step.families, before.statuses, strict=True)
     hung = {family: status for family, status in pairs if status in (None, HUNG)}
@@ -186,10 +186,10 @@ def play(
     notify: Callable[[str], None] = print,
     keep_row: Keep = lambda step, row: None,
 ) -> list[Outcome]:
-    """Run the steps one after another, and those in the background beside them.
+    """Run the steps one after another; background steps run at the same time.
 
-    A step that waits for a step in the background lets later steps pass. A step after one with
-    families leaves out the families whose command hung there.
+    While a step waits for a background step, later steps run first. A step that waits for a step
+    with families leaves out each family whose command hung in that step.
 
     Args:
         plan: The steps.

@@ -1,4 +1,4 @@
-"""One screen of results of the first contact, and its files."""
+"""The results of the first contact: one screen of text, and the result files."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from benchmarks.gpu.first.run import FAILED, OK, Outcome
 from benchmarks.gpu.first.smoke import MARK
 from benchmarks.gpu.summary import lines_of_rows, row_of, rows_of
 
-# Characters at the end of the output of a command that the log keeps.
+# The log has at most this many characters of a command's output, from its end.
 TAIL = 20_000
-# Faults that the screen lists; all of them are in the files.
+# Most lines of details per step on the screen; the files have all lines.
 SHOWN = 6
 
 
 def records(outcome: Outcome) -> list[dict[str, Any]]:
-    """Return the JSON objects that the commands of a step printed, one in a line."""
+    """Return the JSON objects that the commands of a step printed, one per line."""
     return list(filter(None, map(row_of, "\n".join(outcome.outputs).splitlines())))
 
 
@@ -41,7 +41,7 @@ class Rows:
 
 
 def smoke_lines(outcome: Outcome) -> Iterator[str]:
-    """Yield the number of cases that ran, the faults, and the cases that never ended."""
+    """Yield the number of cases without a fault, then the faults and the cases that never ended."""
     said = [record for record in records(outcome) if MARK in record]
     done = [record for record in said if record[MARK] == "done"]
     names = {(r["op"], r["case"]) for r in done}
@@ -162,7 +162,7 @@ def _lines(outcome: Outcome) -> list[str]:
 
 
 def settle(outcome: Outcome) -> None:
-    """Fail a step that ended well but did nothing, or one of whose cases has a fault."""
+    """Mark a step as failed if it exited with 0 but ran nothing, or if a case has a fault."""
     name = outcome.step.name
     if outcome.result != OK:
         return

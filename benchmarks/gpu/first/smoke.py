@@ -125,7 +125,7 @@ def smoke(case: Case, options: argparse.Namespace, device: str) -> dict[str, Any
 
     with counted() as launches:
         first = once()
-    # A fully masked query gives 0, so that every result is finite.
+    # A fully masked query gives 0, so every result must be finite.
     faults = [f"{name} is not finite" for name, x in first.items() if not x.isfinite().all()]
     for number in range(options.reruns):
         again = once()
@@ -148,7 +148,7 @@ def device_works() -> bool:
 def restart(said: dict[str, Any], first: int, reason: str) -> None:
     """Report the case as failed, and start the program again with the next case."""
     say({**said, MARK: "done", "faults": [f"the process was given up: {reason}"], "kernels": {}})
-    # The words before the arguments name this program or the program that starts it.
+    # These words begin with the module that runs: this program, or the program that starts it.
     words = sys.orig_argv[1:]
     if "--first" in words:
         at = words.index("--first")

@@ -1,4 +1,4 @@
-"""The limit of a case: a clock that stands still while kernels are compiled, and its alarm."""
+"""The time limit of a case: a clock that stops while kernels are compiled, and its alarm."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from unittest import mock
 
 from fastbert.ops import backend as backends
 
-# Seconds between two looks at the clock.
+# Seconds between two checks of the clock.
 STEP_S = 0.05
-# A rehearsal replaces this function to put the clock forward.
+# A rehearsal replaces this function to advance the clock.
 now = time.monotonic
 
 
 class Clock:
-    """Seconds since the start, without those in which a kernel is compiled."""
+    """A clock of the seconds since its start, which stops while a kernel is compiled."""
 
     def __init__(self) -> None:
         self.start = now()
@@ -27,12 +27,12 @@ class Clock:
         self.paused_at: float | None = None
 
     def seconds(self) -> float:
-        """Return the seconds so far."""
+        """Return the seconds since the start, without compilations."""
         until = now() if self.paused_at is None else self.paused_at
         return until - self.start - self.compiled
 
     def paused(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the function, during whose outermost call the clock stands still."""
+        """Return a wrapper of the function; the clock stops during its outermost call."""
 
         @functools.wraps(function)
         def call(*arguments: Any, **options: Any) -> Any:
@@ -52,7 +52,7 @@ class Clock:
 def limited(limit_s: float, give_up: Callable[[], Any]) -> Iterator[Clock]:
     """Call `give_up`, in a thread of its own, if the block takes longer than the limit.
 
-    Triton's compilations do not count: a kernel with its launcher and the load of its code.
+    Triton's compilations do not count: compiling a kernel, building its launcher, loading its code.
 
     Args:
         limit_s: Seconds of the block without its compilations.
@@ -82,7 +82,7 @@ def limited(limit_s: float, give_up: Callable[[], Any]) -> Iterator[Clock]:
 
 
 def _compilers() -> list[tuple[Any, str]]:
-    """Return the methods of Triton that compile a kernel, and that build its launcher."""
+    """Return Triton's methods that compile a kernel, build its launcher and load its code."""
     if not backends.HAS_TRITON:
         return []
     from triton.compiler.compiler import CompiledKernel

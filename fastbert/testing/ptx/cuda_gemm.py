@@ -30,12 +30,12 @@ class GemmOperators(CompiledOperators):
     """The operators with GELU in the epilogue, compiled by nvcc, on the PTX machine.
 
     Args:
-        folder: An existing folder for what is compiled.
+        folder: An existing folder for the compiled files.
         arch: Architecture of the GPU, such as 80 for sm_80; 90 compiles for sm_90a.
 
     Attributes:
-        compiled: The library, which keeps the reports of the launches.
-        options: Keyword arguments of `Module.launch`, as ``seed``.
+        compiled: The library, which collects the reports of the launches.
+        options: Keyword arguments of `Module.launch`, such as ``seed``.
     """
 
     def __init__(self, folder: Path, arch: int) -> None:
@@ -59,7 +59,7 @@ def machine_code(folder: Path, arch: int) -> tuple[dict[tuple[str, str, str], st
     """Compile the kernels of one architecture, and disassemble them.
 
     Args:
-        folder: An existing folder for what is compiled.
+        folder: An existing folder for the compiled files.
         arch: Architecture of the GPU, such as 80 for sm_80; 90 compiles for sm_90a.
 
     Returns:

@@ -1,7 +1,8 @@
 """Compile CUDA C++ with nvcc, and run its kernels on the PTX machine.
 
-The host code of the ``.cu`` files runs as nvcc compiled it. It is linked with cuda_runtime.cpp,
-which implements a launch by a call of `CudaLibrary` with the kernel's name and arguments.
+The CPU code of the ``.cu`` files runs as nvcc compiled it. This code is linked with
+cuda_runtime.cpp, which turns a launch into a call of `CudaLibrary` with the kernel's name and
+arguments.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class CudaLibrary:
 
     Args:
         sources: The ``.cu`` files.
-        folder: An existing folder for what is compiled.
+        folder: An existing folder for the compiled files.
         arch: Architecture of the GPU, such as ``"90a"``.
         flags: Further flags of nvcc, such as ``-I``.
 
@@ -93,7 +94,7 @@ class CudaLibrary:
             limits.THREADS, *limits.BLOCK, *limits.GRID, limits.most_cluster(target),
             limits.MAP_BOX, limits.MAP_STRIDE_END,
         )  # fmt: skip
-        # As `Device` in cuda_runtime.cpp.
+        # The numbers have the order of the fields of `Device` in cuda_runtime.cpp.
         self.functions.fastbert_ptx_set_device((ctypes.c_uint64 * len(device))(*device))
 
     def call(self, name: str, *args: Any, memory: Sequence[Tensor], **options: Any) -> int:
@@ -123,7 +124,7 @@ class CudaLibrary:
         return next(module for module in self.modules if kernel in module.text.kernels)
 
     def _bounds(self, name: bytes, static_shared: Any, most_threads: Any, cluster: Any) -> None:
-        """Tell the runtime the limits of a kernel's launches that are in its PTX."""
+        """Tell the runtime the limits that the PTX of a kernel sets for its launches."""
         kernel = name.decode()
         # An error is ignored here, because the launch raises it again.
         with contextlib.suppress(ValueError, StopIteration):

@@ -243,7 +243,7 @@ class Operators(AttentionOperators):
     def mask_places(
         self, mask: Tensor, with_padding: bool
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return indices, rows (or empty), cu_seqlens, and the number and longest length."""
+        """Return indices, rows (or empty), cu_seqlens, and (number of tokens, longest length)."""
         places, unwritten = mask.numel(), -(1 << 30)
         sizes = (places, places if with_padding else 0, mask.shape[0] + 1, 2)
         dtypes = (torch.int64, torch.int64, torch.int32, torch.int32)
@@ -297,14 +297,14 @@ class CompiledOperators(Operators):
     """The operators, compiled by nvcc, on the PTX machine.
 
     Args:
-        folder: An existing folder for what is compiled.
+        folder: An existing folder for the compiled files.
         arch: Architecture of the GPU, such as 90 for sm_90. The code for sm_90 is compiled for
             sm_90a, as in the extension, because only sm_90a has the instructions that exist on
             Hopper alone.
 
     Attributes:
-        compiled: The library, which keeps the reports of the launches.
-        options: Keyword arguments of `Module.launch`, as ``seed``.
+        compiled: The library, which collects the reports of the launches.
+        options: Keyword arguments of `Module.launch`, such as ``seed``.
 
     Raises:
         FileNotFoundError: If nvcc is not on the path.

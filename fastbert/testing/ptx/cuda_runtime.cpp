@@ -19,14 +19,14 @@ using Bounds = void (*)(const char* kernel, size_t* static_shared, size_t* most_
 OnLaunch on_launch = nullptr;
 Bounds bounds_of = nullptr;
 
-// A kernel, with what its PTX says of its launches, which is asked for once.
+// A kernel, with the limits that its PTX sets for launches, which are requested once.
 struct Kernel {
   std::string name;
   bool has_bounds = false;
   size_t static_shared = 0;
   size_t most_threads = 1024;
   unsigned cluster[3] = {};   // blocks of a cluster that the kernel requires, or zeros
-  size_t dynamic_shared = 0;  // the most of a launch, if it was set
+  size_t dynamic_shared = 0;  // limit of a launch in bytes, if it was set
   bool has_dynamic_shared = false;
 };
 std::map<const void*, Kernel>& kernels() {
@@ -66,7 +66,7 @@ struct Device {
 // Whether a context is current in the calling thread. The driver's functions need one.
 thread_local bool has_context = false;
 
-// The error of a launch that a GPU cannot run.
+// The error of a launch that a GPU cannot run, or cudaSuccess.
 cudaError_t refusal(const Kernel& kernel, dim3 grid, dim3 cluster, dim3 block, size_t shared) {
   const uint64_t threads = uint64_t{block.x} * block.y * block.z;
   const unsigned blocks[] = {grid.x, grid.y, grid.z}, sizes[] = {block.x, block.y, block.z};
@@ -87,7 +87,7 @@ cudaError_t refusal(const Kernel& kernel, dim3 grid, dim3 cluster, dim3 block, s
   return kernel.static_shared + shared > most ? cudaErrorInvalidValue : cudaSuccess;
 }
 
-// The driver asks for this multiple; the type asks for more.
+// The driver requires this alignment in bytes; the type CUtensorMap has a larger alignment.
 constexpr uintptr_t kMapAlignment = 64;
 
 // A tensor map as ptxmachine/src/ptxmachine/tensor_map.py lays it out.
@@ -113,7 +113,7 @@ CUresult encode(CUtensorMap* to, CUtensorMapDataType type, cuuint32_t rank, void
                 const cuuint32_t* element_strides, CUtensorMapInterleave interleave,
                 CUtensorMapSwizzle swizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill fill) {
   if (!has_context) return CUDA_ERROR_INVALID_CONTEXT;
-  // By the driver's number of a type: its number in .elemtype of tensormap.replace, and its bytes.
+  // The driver's number of a type → its number in .elemtype of tensormap.replace, and its bytes.
   static const uint8_t types[][2] = {{0, 1}, {1, 2}, {2, 4},  {3, 4}, {4, 8},  {5, 8}, {6, 2},
                                      {7, 4}, {9, 8}, {10, 2}, {8, 4}, {11, 4}, {12, 4}};
   if (rank < 1 || rank > 5 || type > 12 || interleave != CU_TENSOR_MAP_INTERLEAVE_NONE ||
@@ -234,7 +234,7 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char* symbol, void** function
 }
 cudaError_t cudaGetLastError() { return cudaSuccess; }
 cudaError_t cudaPeekAtLastError() { return cudaSuccess; }
-// Only what sets the device or launches a kernel makes a context current in a thread.
+// Only cudaSetDevice and the launch of a kernel make a context current in a thread.
 cudaError_t cudaSetDevice(int number) {
   if (number != 0) return cudaErrorInvalidDevice;
   has_context = true;

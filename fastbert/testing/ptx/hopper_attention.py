@@ -30,8 +30,8 @@ int64_t attention_forward_pair_words(AttentionForward* p) { return attention_pai
 int64_t attention_backward_pair_words(AttentionBackward* p) { return attention_pair_words(*p); }
 }
 """
-# A block with more than MANY instructions of a name in RARE is skipped in a tile without hidden
-# keys in which no maximum grows.
+# A block of code with more than MANY instructions of one name in RARE is skipped in a tile without
+# hidden keys (masked, or after the end of the sequence) in which no row maximum grows.
 RARE, MANY = ("FSEL", "FMUL"), 20
 
 
@@ -39,11 +39,11 @@ class HopperAttention(AttentionOperators):
     """The attention kernels of csrc/cuda/hopper, compiled by nvcc, on the PTX machine.
 
     Args:
-        folder: An existing folder for what is compiled.
+        folder: An existing folder for the compiled files.
 
     Attributes:
-        compiled: The library, which keeps the reports of the launches.
-        options: Keyword arguments of `Module.launch`, as ``seed``.
+        compiled: The library, which collects the reports of the launches.
+        options: Keyword arguments of `Module.launch`, such as ``seed``.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -71,7 +71,7 @@ def machine_code(
     """Compile the kernels of one direction for sm_90a, and disassemble them.
 
     Args:
-        folder: An existing folder for what is compiled.
+        folder: An existing folder for the compiled files.
         direction: "forward", "backward" or "backward_wide".
 
     Returns:
@@ -110,8 +110,8 @@ def loop_over_tiles(code: str) -> list[Instruction]:
 def path_of_a_tile(code: str) -> list[Instruction]:
     """Return the instructions that a warp executes for a tile without hidden keys.
 
-    The path leaves out the selections of hidden scores, and the rescaling of sums. If two groups of
-    warps take turns with some of the products, these are the instructions for two tiles.
+    The path leaves out the code that masks hidden scores and the code that rescales sums. If two
+    groups of warps take turns with some products, the path has the instructions for two tiles.
     """
     body = loop_over_tiles(code)
     places = {x.address: i for i, x in enumerate(body)}
@@ -134,12 +134,11 @@ def path_of_a_tile(code: str) -> list[Instruction]:
 
 
 def _skips(block: Sequence[Instruction], turns: Collection[str], skipped: bool) -> bool:
-    """Return whether the branch at the start of a block skips it in a tile without hidden keys."""
+    """Return whether a block's first branch skips the block in a tile without hidden keys."""
     counts = Counter(x.name for x in block)
     if any(counts[x] > MANY for x in RARE):
         return True
     if block[0].guard in turns:
         return skipped
-    # The code for hidden keys is skipped, both for keys that a mask hides and for keys beyond the
-    # end.
+    # The code for hidden keys is skipped: masked keys, and keys after the end of the sequence.
     return not block[0].guard or len(block) > 2 * MANY

@@ -1,10 +1,10 @@
 """Compile CUDA C++ with nvcc to an object file, PTX and machine code, with a cache of the results.
 
 The cache is in ``$XDG_CACHE_HOME/fastbert/nvcc``, by default in ``~/.cache``. The name of an entry
-is a hash of everything on which its content depends: the source, every header that it can include,
+is a hash of everything on which its content depends: the source, every file that it can include,
 the flags, and the versions of both compilers. An entry is therefore never out of date. After a
-change of a header, all sources of its folder are compiled again. Entries that have not been used
-for 30 days are deleted.
+change of any source or header in csrc, all sources are compiled again. Entries that have not been
+used for 30 days are deleted.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def flags_of(arch: str) -> list[str]:
 
 
 def run(command: Sequence[str | Path]) -> str:
-    """Run a compiler, and return what it prints.
+    """Run a compiler, and return its standard output.
 
     Raises:
         RuntimeError: If the compiler fails. The message is its output.
@@ -137,7 +137,7 @@ def _provide(entry: Path, target: Path, make: Callable[[Path], None]) -> None:
 
 
 def _make(entry: Path, make: Callable[[Path], None]) -> None:
-    """Fill an entry of the cache, which appears complete; a second process waits for the first."""
+    """Fill a cache entry under a lock; other processes wait, and never see half an entry."""
     import fcntl
 
     entry.parent.mkdir(parents=True, exist_ok=True)

@@ -1,9 +1,9 @@
 """Count the instructions of an operation's launches at their true shapes, from some of the blocks.
 
-The PTX machine executes only some blocks of each grid, spread over the grid. The counts of the
-other blocks are taken to be the mean of these. If the blocks do unequal work, more blocks run. The
-results of the operation are wrong, because most blocks do not run; only tensors with counts and
-indices are right.
+The PTX machine executes only some blocks of each grid, spread over the grid. Every other block is
+assumed to have the mean counts of the executed blocks. If the blocks do unequal work, more blocks
+run. The results of the operation are wrong, because most blocks do not run; only tensors with
+counts and indices are right.
 """
 
 from __future__ import annotations
@@ -224,7 +224,8 @@ def _sampled(arch: int, multiprocessors: int, note: Callable[[Launched], None]) 
     def run(launch: Any, on: Tensor) -> None:
         if min(launch.grid) == 0:
             return
-        # A launch with the same binary and grid does the same work on other data.
+        # A launch with a known binary and grid does the same work on other data, so the counts are
+        # reused. A launch of a single block is counted each time.
         key = identity(launch), launch.grid
         if key not in known or launch.grid == (1,):
             known[key] = counted(launch, on)
@@ -244,7 +245,7 @@ def _sampled(arch: int, multiprocessors: int, note: Callable[[Launched], None]) 
 def _sampled_cuda(arch: int, note: Callable[[Launched], None]) -> Iterator[None]:
     """Run some blocks of each CUDA C++ launch on the PTX machine, and note the counts for all.
 
-    The bytes of a launch are those of its sectors.
+    The bytes of a launch are the bytes of the sectors that it accesses.
     """
     operators, codes = _compiled_cuda(arch)
     lengths = {

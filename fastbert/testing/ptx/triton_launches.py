@@ -46,7 +46,7 @@ class Emulator:
 
     Args:
         arch: Architecture of the GPU, such as 90 for sm_90.
-        options: Keyword arguments of `Module.launch`, as ``seed`` or ``races``.
+        options: Keyword arguments of `Module.launch`, such as ``seed`` or ``races``.
 
     Attributes:
         reports: Name and report of each launch so far.
@@ -138,7 +138,7 @@ _BINARIES: dict[str, Binary] = {}
 
 
 def _divisible(value: Any) -> bool:
-    """Return whether an argument is divisible by 16, by the rule of Triton's launcher."""
+    """Return whether a tensor's address is divisible by 16; True for any other argument."""
     return value.data_ptr() % 16 == 0 if isinstance(value, Tensor) else True
 
 
