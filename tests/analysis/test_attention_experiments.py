@@ -30,7 +30,7 @@ LONGER = FitOptions(epochs=30, batch_size=8, learning_rate=3e-3)
 
 @pytest.fixture(scope="module")
 def texts(folder) -> Texts:
-    """The label of a text is its last word."""
+    """Return texts whose last word decides the label."""
 
     def part(count: int):
         rows = [(f"{WORDS[i // 2 % 4]} {('dog', 'bird')[i % 2]}", i % 2) for i in range(count)]
@@ -75,7 +75,7 @@ def test_uniform_weights_are_exactly_uniform_also_after_training(texts, start, l
             assert torch.equal(layer_weights, wanted.expand_as(layer_weights))
         else:
             assert not torch.allclose(layer_weights, wanted.expand_as(layer_weights), atol=0.01)
-    # Keys and values of the layer were trained, and the query projection stayed 0.
+    # The values of the layer were trained, and the query projection stayed 0.
     for layer in chosen:
         now, before = (m.bert.encoder.layer[layer].attention.self.qkv for m in (model, untouched))
         assert now.weight[:32].abs().max() == 0
@@ -113,7 +113,7 @@ def test_other_seeds_give_other_models_and_the_same_seed_gives_the_same(texts, b
 
 
 def test_an_adversary_keeps_the_predictions_and_changes_the_weights(texts, base):
-    """The loss falls, and a larger λ moves the weights further."""
+    """Training reduces the loss, and a larger strength moves the attention weights further."""
     seen = f.observe(base, texts.train)
     for scope in ("read", "every"):
         model = copy.deepcopy(base)
@@ -207,7 +207,7 @@ def test_the_token_classifier_reads_by_the_weights(texts, base):
     weights = on_tokens(torch.rand(part.ids.shape), part)
     assert_close(weights.sum(1), torch.ones(len(weights)))
     assert bool((weights[inside(part) == 0] == 0).all())
-    # A token alone decides where it has all of the weight.
+    # A token that has all of the weight decides the output alone.
     alone = torch.zeros_like(weights)
     alone[:, 2] = 1.0
     assert_close(model(part.ids, alone), model(part.ids[:, 2:3], torch.ones(len(alone), 1)))
@@ -239,7 +239,7 @@ def test_the_seed_of_a_training_decides_its_result(texts, start):
 
 
 def test_a_start_has_a_new_head_by_its_seed_and_the_encoder_of_the_folder(folder):
-    """The folder has a head with as many labels, which is not used."""
+    """The head of the folder is not used, although it has the same number of labels."""
     stored = BertForSequenceClassification.from_pretrained(folder)
     a, b, c = (Starts(folder, 3)(seed) for seed in (0, 0, 1))
     assert torch.equal(a.classifier.weight, b.classifier.weight)

@@ -62,7 +62,7 @@ def test_planted_clusters_are_found_and_their_mixture_is_not():
 
 
 class Planted:
-    """An encoder whose later state knows the word after the word, and whose first one does not."""
+    """An encoder whose second state tells if the next word is ``ran``; its first state is zero."""
 
     states = 2
 
@@ -90,14 +90,14 @@ def test_accuracy_by_layer_and_by_word(encoder, monkeypatch):
     monkeypatch.setattr("fastbert.analysis.senses.ContextEncoder", Planted)
     result = sense_accuracy(planted, usages, folds=3)
     assert result.by_word == {"dog": [0.5, 1.0], "cat": [1.0, 1.0]}
-    # Six of nine sentences have the word with two senses.
+    # The first layer is right for three of the six sentences with dog, and for the three with cat.
     assert result.layers == [pytest.approx(2 / 3), 1.0]
     assert result.most_frequent == pytest.approx(2 / 3)
     assert (result.sentences, result.senses, result.folds) == (9, {"dog": 2, "cat": 1}, 3)
 
 
 def test_a_held_out_sentence_is_not_in_its_centroid(encoder, monkeypatch):
-    """With one sentence in each fold, a sentence that were in its own centroid would be found."""
+    """Every vector is unique, so a sentence in its own centroid would always be right."""
 
     class Alone(Planted):
         def words(self, texts):
@@ -113,7 +113,7 @@ def test_real_vectors_of_a_word_depend_on_the_context_in_later_layers_only(encod
     a, b = (rows[:, 1] for rows in encoder.words(texts))
     assert_close(a[0], b[0])
     assert float((a[1:] - b[1:]).abs().amax(-1).min()) > 1e-3
-    # A text alone gives the same vectors as in a batch, and a word the mean of its tokens.
+    # A text has the same vectors alone and in a batch, and a word has the mean of its tokens.
     assert_close(encoder.words(texts[:1])[0], encoder.words(texts)[0])
     long = encoder.split("unbelievably")
     assert len(long.of_word(0)) > 1
@@ -154,7 +154,7 @@ def test_the_projection_is_the_principal_components():
     flat = torch.randn(50, 2) * torch.tensor([5.0, 1.0])
     vectors = (flat.double() @ plane.double().T) + 3.0
     points, explained = project(vectors)
-    # Distances in the plane are kept, and the shares are those of the covariance.
+    # The projection preserves distances, and the explained shares are those of the covariance.
     exact = vectors.double()
     exact = exact - exact.mean(0)
     assert_close(points @ points.T, exact @ exact.T)
@@ -253,7 +253,7 @@ def test_the_spanning_tree_of_tree_distances_is_the_tree():
 
 
 def test_a_planted_metric_is_recovered_among_noise():
-    """Points whose squared distances are those of the tree, in a part of the space."""
+    """The probe finds the part of the space in which squared distances are those of the tree."""
     torch.manual_seed(0)
     rotation = torch.linalg.qr(torch.randn(24, 24)).Q
     vectors, distances = [], []
@@ -261,7 +261,7 @@ def test_a_planted_metric_is_recovered_among_noise():
         count = len(tree.words)
         if count > 12:
             continue  # The edges of the last words of long sentences would be seen too rarely.
-        # Each edge is a dimension of its own, so squared distances count the edges of the path.
+        # Each edge has its own dimension, so a squared distance counts the edges of the path.
         points = torch.zeros(count, 24)
         for word in range(count):
             node = word
@@ -287,7 +287,7 @@ def test_scores_of_the_tree_itself_and_of_the_order_of_words():
     assert score(chain, chain).uuas == 1.0
     assert score(chain, chain).spearman == pytest.approx(1.0)
     assert score([linear_distances(6)], chain).uuas == 1.0
-    # All words depend on the first; the order of words finds one of the five edges.
+    # All words depend on the first one; the order of the words has one of the five edges.
     star = [tree_distances([-1, 0, 0, 0, 0, 0])]
     assert score([linear_distances(6)], star).uuas == pytest.approx(0.2)
     short = [tree_distances([-1, 0])]
@@ -320,7 +320,7 @@ def test_the_trees_of_generated_sentences_follow_the_grammar():
             if head < 0:
                 assert word in verbs
             elif word in nouns:
-                # A noun depends on a verb, or on the noun before its preposition.
+                # A noun depends on a verb, or on another noun if it has a preposition such as of.
                 is_of_noun = words[head] in nouns
                 cases = [words[k] for k in range(i) if heads[k] == i]
                 assert is_of_noun == bool(set(cases) & set(grammar.OF_NOUN))
@@ -336,7 +336,7 @@ def test_the_trees_of_generated_sentences_follow_the_grammar():
                 assert head > i
                 assert words[head] in verbs
             else:
-                # The verb of a relative clause depends on its noun, that of a report on its verb.
+                # The verb of a relative clause depends on a noun, a reported verb on another verb.
                 marks = {words[k] for k in range(i) if heads[k] == i}
                 assert words[head] in (nouns if "who" in marks else grammar.SPEECH)
     assert {"who", "that", "of", "during"} <= seen

@@ -70,7 +70,7 @@ def test_unknown_picture(refused):
 
 
 def bounds(monkeypatch):
-    """Replace the execution of the kernels by one launch with known counts."""
+    """Replace the counting of instructions by one launch with known counts."""
     monkeypatch.setattr(predict.backends, "interpreted", lambda: False)
     launch = Launched("kernel", 132, 24, {"mufu": 132 * 500e3, "tensor_flops": 0})
     launches = {"forward": [launch], "backward": [launch]}

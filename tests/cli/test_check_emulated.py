@@ -30,7 +30,7 @@ def run_of(**changes) -> EmulatedRun:
 
 @pytest.fixture
 def emulated(monkeypatch):
-    """Let ``emulate`` yield given runs, and return the selections that it was called with."""
+    """Return the list of runs that ``emulate`` yields, and the list of selections it receives."""
     runs, seen = [], []
 
     def emulate(selections, processes):

@@ -17,7 +17,7 @@ FP32 = ("--dtype", "float32")
 
 @pytest.fixture
 def wrong(monkeypatch) -> None:
-    """Let accelerated encoders be wrong by a thousandth."""
+    """Let accelerated encoders return states that are too large by a thousandth."""
     honest = integration._run
 
     def run(*arguments: Any) -> Any:

@@ -72,7 +72,7 @@ def read(path: Path) -> list[dict]:
 
 
 def exact_scores(folder: Path, inputs: list, function: str) -> torch.Tensor:
-    """Return the scores of transformers in float64."""
+    """Return the scores of the transformers model in float64, computed text by text."""
     transformers = pytest.importorskip("transformers")
     model = transformers.AutoModelForSequenceClassification.from_pretrained(folder).double().eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
@@ -228,7 +228,7 @@ def test_labels_without_names(refused, classifier, names, message):
 
 
 def test_a_full_disk_names_the_file(run, classifier, tmp_path):
-    """A limit on the size of a file fails as a full disk does."""
+    """A limit on the file size imitates a full disk."""
     resource = pytest.importorskip("resource")
     source, target = tmp_path / "texts.txt", tmp_path / "labels.jsonl"
     source.write_text("the dog ran.\n" * 300)

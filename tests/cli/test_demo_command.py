@@ -1,4 +1,4 @@
-"""``fastbert demo``: its arguments and exit status. tests/training tests the demo itself."""
+"""``fastbert demo``: its arguments and exit status. tests/demo tests the demo itself."""
 
 from __future__ import annotations
 

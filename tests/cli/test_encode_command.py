@@ -130,7 +130,7 @@ def test_a_length_above_the_positions_is_refused(
 
 @pytest.fixture
 def small_disk():
-    """Limit each file to 20 KB during a call; a larger file fails as it does on a full disk."""
+    """Return a function that limits files to 20 KB during a call, to imitate a full disk."""
     resource = pytest.importorskip("resource")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
 
@@ -202,7 +202,7 @@ def _folder(path: Path) -> Path:
 
 
 class Counting:
-    """A tokenizer of the Rust library that counts its texts."""
+    """A wrapper around a tokenizer of the Rust library that counts the encoded texts."""
 
     def __init__(self, backend):
         self.backend, self.texts = backend, 0

@@ -38,7 +38,7 @@ def lines(tmp_path):
 
 @pytest.fixture(scope="module")
 def stock(model_folder):
-    """Return transformers' model of the folder, with the states of all layers."""
+    """Return transformers' model of the folder, which computes the states of all layers."""
     model = transformers.BertModel.from_pretrained(
         model_folder, attn_implementation="eager", add_pooling_layer=False
     )

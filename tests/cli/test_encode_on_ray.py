@@ -32,7 +32,7 @@ def cluster():
 
 
 def sentences(count: int, seed: int) -> list[str]:
-    """Return so many texts of many lengths."""
+    """Return `count` texts of different lengths."""
     story = [s for s in stories(count, seed) for s in s]
     return [" ".join(story[i : i + 1 + i % 3]) for i in range(count)]
 
@@ -43,7 +43,7 @@ def embeddings(path: Path) -> np.ndarray:
 
 @pytest.fixture
 def shards(tmp_path):
-    """Return a folder with a shard of each format, and the texts of each."""
+    """Return a folder with one shard in each format, and with a file that is no shard."""
     folder = tmp_path / "texts"
     folder.mkdir()
     texts = {name: sentences(count, count) for name, count in (("a", 300), ("b", 7), ("c", 600))}
@@ -72,7 +72,7 @@ def test_each_shard_becomes_the_file_of_the_plain_command(
         *("a.parquet", "b.parquet", "c.parquet", "manifest.json")
     ]
 
-    # The same command computes what is missing, and nothing else.
+    # The same command computes only the file that is missing.
     before = {name: (out / name).stat().st_mtime_ns for name in ("a.parquet", "c.parquet")}
     missing = embeddings(out / "b.parquet")
     (out / "b.parquet").unlink()
@@ -83,13 +83,13 @@ def test_each_shard_becomes_the_file_of_the_plain_command(
     assert np.array_equal(embeddings(out / "b.parquet"), missing)
     assert before == {name: (out / name).stat().st_mtime_ns for name in before}
 
-    # Other spellings of the same options are no other options.
+    # Options with the same meaning may be spelt differently when the run continues.
     same = ("--normalize", "--layers", "1,2", "--combine", "sum", "--pooling", "mean")
     result = run("encode", model_folder, shards, out, "--ray", "auto", *same, "--json")
     assert result.exit_code == 0, result.output
     assert '"resumed": 3' in result.stdout
 
-    # Another option, or other texts, would mix two kinds of rows.
+    # Other options or other texts are refused, because the files would not belong together.
     message = refused("encode", model_folder, shards, out, "--ray", "auto", "--pooling", "cls")
     assert "begun with another layers, combine, pooling, normalize, allowed" in message
     others = ("--normalize", "--layers", "0,2", "--combine", "sum")
@@ -123,7 +123,7 @@ def test_ids_are_carried_into_each_file(cluster, run, model_folder, tmp_path):
 @pytest.mark.every_case
 def test_a_run_on_a_new_cluster_ends_without_a_complaint(model_folder, shards, tmp_path):
     out = tmp_path / "out"
-    # A cluster of the other tests, in the same process or not, is not joined.
+    # The command starts its own cluster, and does not join the cluster of the other tests.
     code = (
         "import ray; from fastbert.cli import app; begin = ray.init\n"
         "ray.init = lambda address=None, **o: begin(num_cpus=2, include_dashboard=False, **o)\n"
@@ -168,7 +168,7 @@ def test_the_batches_end_before_the_cluster(model_folder, shards, tmp_path, monk
 def test_a_killed_worker_costs_its_batch_only(
     cluster, run, model_folder, tmp_path, monkeypatch, count
 ):
-    """The first worker that comes to a batch in the middle is killed before it returns it."""
+    """All rows are right although one worker is killed before it returns a batch."""
     source, out, killed = tmp_path / "texts", tmp_path / "out", tmp_path / "killed"
     source.mkdir()
     for number in range(4):

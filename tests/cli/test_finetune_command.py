@@ -121,7 +121,7 @@ def test_weights_and_patience_reach_the_run(run, model_folder, reviews, tmp_path
     assert result.exit_code == 0, result.output
     content = json.loads(result.stdout)
     assert content["stopped_early"]
-    # The weights barely change, so that the second evaluation is no better than the first.
+    # The weights barely change, so the second evaluation is no better than the first one.
     assert content["kept"] == {"epoch": 1, "step": 1}
     assert content["best"]["figure"] == "accuracy"
     written = json.loads((tmp_path / "out" / "metrics.json").read_text(encoding="utf-8"))

@@ -12,7 +12,7 @@ import pytest
 
 from fastbert.cli.arguments import name_as_typed, typed_names
 
-# Python decodes and encodes by the locale with these settings, as it does in other locales than C.
+# With these settings, Python uses the encoding of the locale C, which is ASCII, and not UTF-8.
 PLAIN_C = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 ROOT = str(Path(__file__).resolve().parent.parent.parent)
 NAMES = {
@@ -42,7 +42,7 @@ def reviews(tmp_path):
         ("lower x (3) or raise warmup (0.1).", "lower x (3) or raise --warmup (0.1)."),
         ("see save_every.", "see --save-every."),
         ("data: a.csv does not exist", "DATA: a.csv does not exist"),
-        # Names of files and columns, and words of a sentence, stay.
+        # Names of files and columns, and words of a sentence, do not change.
         ("/data/batch_size/text_field.csv: no column 'text_field'", None),
         ("a.csv, line 3: the labels and data of warmup", None),
         ("batch_sizes and my_batch_size, batch_size.csv, --batch_size", None),
@@ -143,9 +143,9 @@ def test_a_training_that_diverges_is_one_line(run, model_folder, reviews, tmp_pa
 
 
 def call(command: str, utf_8: bool = False, **options) -> subprocess.CompletedProcess:
-    """Run Python code in a shell, in which ``$PYTHON`` is Python."""
-    # The finder of an editable install has the path of the checkout as text, which Python cannot
-    # turn into the bytes of a path in this locale. It takes the bytes of an environment variable.
+    """Run a shell command in the locale C; ``$PYTHON`` is the path of this Python."""
+    # An editable install names the checkout by a text, which Python cannot encode in this locale.
+    # PYTHONPATH names the checkout by the bytes of its path.
     environment = {**os.environ, **PLAIN_C, "PYTHON": sys.executable, "PYTHONPATH": ROOT}
     if utf_8:
         environment["PYTHONUTF8"] = "1"
@@ -183,7 +183,7 @@ def test_an_arrow_is_no_error_in_the_locale_c():
 
 
 def test_a_text_in_the_locale_c_is_utf_8(model_folder):
-    """Python 3 decodes arguments by the locale, here as ASCII with surrogates."""
+    """Arguments are read as UTF-8, although Python decodes them as ASCII in this locale."""
     command = f'"$PYTHON" -m fastbert fill-mask {model_folder} "$(cat)" --json'
     # Libraries in Rust cannot open a path beyond ASCII without the UTF-8 mode of Python.
     utf_8 = not ROOT.isascii()
@@ -199,7 +199,7 @@ def test_a_text_in_the_locale_c_is_utf_8(model_folder):
 
 @pytest.mark.parametrize("closed", [">&-", ">&- 2>&-", "<&- >&- 2>&-"])
 def test_a_closed_standard_output_is_no_error_and_no_file_becomes_it(tmp_path, closed):
-    """A file that is opened later would have the number 1, and receive what libraries print."""
+    """No later file gets the descriptor 1, because libraries would then print into that file."""
     opens = "import os; os.write(1, b'printed'); file = open(sys.argv[0]); sys.exit(file.fileno())"
     script = tmp_path / "arrow.py"
     script.write_text(

@@ -1,4 +1,4 @@
-"""``fastbert encode`` stopped at any point: the same command resumes, others start again."""
+"""A stopped ``fastbert encode`` is resumed by the same command; other commands start again."""
 
 from __future__ import annotations
 
@@ -247,7 +247,7 @@ def test_an_input_that_changes_under_the_run(encode, monkeypatch, tmp_path, sour
 
 
 def small_blocks(kind):
-    """Return a class of texts that reads line by line, as from a file above Python's buffer."""
+    """Return a class of texts that reads one line at a time, as it would read a large file."""
 
     class Small(kind):
         def _lines(self, fields):

@@ -30,7 +30,7 @@ HIDDEN = 32
 
 @pytest.fixture(scope="module")
 def transformer(model_folder):
-    """Return the Transformer of ``model_folder``, which a save does not change."""
+    """Return a Transformer of ``model_folder``; saving it does not change it."""
     return models.Transformer(str(model_folder), max_seq_length=24)
 
 
@@ -51,7 +51,7 @@ def save(transformer, tmp_path, monkeypatch):
 
 @pytest.fixture
 def encode(run, tmp_path):
-    """Return a function that returns the rows of ``fastbert encode`` for TEXTS."""
+    """Return a function that runs ``fastbert encode`` on TEXTS and returns the rows."""
     (tmp_path / "texts.txt").write_text("".join(text + "\n" for text in TEXTS))
 
     def call(folder: Path, *options: object) -> torch.Tensor:
@@ -64,7 +64,7 @@ def encode(run, tmp_path):
 
 @pytest.fixture
 def refusal(refused, tmp_path):
-    """Return a function that returns the message of ``fastbert encode`` for a refused folder."""
+    """Return a function that expects ``fastbert encode`` to fail, and returns its message."""
     (tmp_path / "texts.txt").write_text("a text\n")
 
     def call(folder: Path) -> str:
@@ -95,7 +95,7 @@ def rewrite(folder: Path, index: int, **values: Any) -> None:
     (folder / "modules.json").write_text(json.dumps(content))
 
 
-# Folders that are served
+# Folders that are accepted
 
 
 def dense(inputs: int = HIDDEN, outputs: int = 8, **options: Any) -> Any:
@@ -245,7 +245,7 @@ def test_options_replace_the_folder_s_pooling_and_last_normalize(save, encode):
 
 
 def test_other_weights_of_a_dense_are_not_resumed(save, encode, run, tmp_path, monkeypatch):
-    """The kept rows of an interrupted run belong to the weights of all modules."""
+    """An interrupted run is resumed only if all modules, Dense included, have the same weights."""
     from fastbert.jobs.batch_job import fingerprint
     from fastbert.jobs.texts import Texts
 

@@ -29,7 +29,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 from fastbert.cli import main
 main()
 """
-# A limit of the file size at a step acts like a full disk.
+# A limit on the file size, set before a step, imitates a full disk.
 FULL = """
 import json, os, resource
 from fastbert.training import pretraining_run

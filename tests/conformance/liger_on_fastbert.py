@@ -1,9 +1,9 @@
 """A pytest plugin that puts fastbert's operations in the place of Liger's kernels.
 
-Liger's tests compare a module of Liger with transformers' or torch's, and a function with its
-module. The modules run the backend that the environment names, and the functions of
-``liger_kernel.transformers.functional`` run the reference. What fastbert does not offer skips the
-test, with the reason.
+Liger's tests compare a module of Liger with a module of transformers or torch, and a function with
+its module. The modules run the backend that the environment names, and the functions of
+``liger_kernel.transformers.functional`` run the reference. A test of an option that fastbert does
+not offer is skipped with the reason.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ BACKEND = os.environ["CONFORMANCE_BACKEND"]
 
 
 def not_offered(**values: Any) -> None:
-    """Skip the test if an option is set that fastbert does not have."""
+    """Skip the test if it sets an option that fastbert does not have."""
     for name, value in values.items():
         if value:
             pytest.skip(f"{name}: got {value!r}, not offered")
@@ -36,7 +36,7 @@ def layer_norm(backend: str, x: Tensor, weight: Tensor, bias: Tensor, eps: float
 def rms_norm(
     backend: str, x: Tensor, weight: Tensor, eps: float, offset: float = 0.0, *ways: Any
 ) -> Tensor:
-    """The ways differ in where they round, and in whether the gradient is written in place."""
+    """Ignore `ways`: where to round, and whether the gradient is written in place."""
     not_offered(offset=offset, no_weight=weight is None)
     return ops.rms_norm(x, weight, eps=eps, backend=backend)
 
@@ -44,7 +44,7 @@ def rms_norm(
 def rope(
     backend: str, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *places: Any
 ) -> tuple[Tensor, ...]:
-    """Rotate q ``(B, H, T, D)`` and k; cos and sin are ``(1 or B, T, D)``, each half alike."""
+    """Rotate q ``(B, H, T, D)`` and k; both halves of cos and sin ``(1 or B, T, D)`` are equal."""
     batch, heads, tokens, dim = q.shape
     not_offered(odd_head_dim=dim % 2, rotated_part_of_a_head=cos.shape[-1] < dim)
     both = torch.cat([q, k], dim=1).transpose(1, 2).reshape(batch * tokens, -1, dim)
@@ -70,13 +70,13 @@ def linear_cross_entropy(
         return_predicted_tokens=return_predicted_tokens, parallel=any(parallel),
     )  # fmt: skip
     options = {"ignore_index": ignore_index, "reduction": reduction, "backend": backend}
-    # Their loss has the dtype of the logits.
+    # Liger's loss has the dtype of the logits.
     loss = ops.linear_cross_entropy(hidden, weight, bias, target, **options)
     return loss.to(hidden.dtype), None, None, None
 
 
 class Served:
-    """A function in the place of an ``autograd.Function``."""
+    """A function with the interface of an ``autograd.Function``."""
 
     def __init__(self, function: Any, backend: str) -> None:
         self.apply = partial(function, backend)

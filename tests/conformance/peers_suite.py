@@ -19,28 +19,28 @@ from recorded import CACHE, compare, report, results
 from source_distribution import unpacked
 
 LIGER = "0.8.5"
-# File of Liger → the tests that fastbert's operations can serve.
+# File of Liger → selection of the tests whose operations fastbert offers.
 FILES = {
-    # For bf16, torch's own gradient of the weight on a CPU is twice as far from float64 as ours,
-    # and farther than the tolerance.
+    # In bf16 on a CPU, the weight gradient of torch is twice as far from float64 as fastbert's, and
+    # farther than the tolerance.
     "layer_norm": "not dtype1",
-    # The distributed tensors need several processes, and 35 s each.
+    # Tests of distributed tensors need several processes, and 35 s each.
     "rms_norm": "not dtensor",
-    # The other forms rotate a part of a head, or pairs of neighbours.
+    # The other tests rotate a part of a head, or pairs of neighbours.
     "rope": "(test_correctness or test_functional) and not partial",
-    # The other modules multiply by constants between the products.
+    # The modules of the other tests multiply by constants between the products.
     "swiglu": "llamamlp",
     "fused_linear_cross_entropy": "",
 }
 # Triton's interpreter is too slow for the products of the other files.
 BACKENDS = {"reference": tuple(FILES), "cpu": tuple(FILES), "triton": ("layer_norm",)}
-# PEFT's tests import these packages, and those of encoders do not use them.
+# PEFT's tests import these packages, but the tests of encoders do not use them.
 STUBS = {
     "tests/__init__.py": "",
     "stubs/diffusers/__init__.py": "class StableDiffusionPipeline:\n    pass\n",
     "stubs/datasets/__init__.py": "load_dataset = None\n",
 }
-# The two families of the tests that fastbert accelerates. An accelerated encoder refuses the
+# PEFT tests two families that fastbert accelerates. An accelerated encoder refuses the
 # past_key_values of prefix tuning by name.
 ENCODERS = "(BertModel or RobertaModel) and not (PrefixTuning and ({}))".format(
     "training_prompt_learning_tasks or inference_safetensors or passing_input_embeds"

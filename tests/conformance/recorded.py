@@ -24,13 +24,13 @@ def results(
     Args:
         name: Name of the run, for its files in `CACHE`.
         tests: Files with tests.
-        paths: Folders that the tests import from, before those of fastbert and of this file.
+        paths: Folders for imports, searched before the folders of fastbert and of this file.
         plugins: Plugins of pytest.
         chosen: Expression for pytest's -k.
         environment: Variables for the plugins.
 
     Raises:
-        SystemExit: If pytest does not end in order. The message names the log.
+        SystemExit: If pytest does not end normally. The message names the log.
     """
     out = CACHE / f"{name}.json"
     out.unlink(missing_ok=True)
@@ -67,7 +67,7 @@ def compare(
     """Print the counts of a comparison, and the reasons why stock code ran.
 
     Returns:
-        The counts of the line, and the tests that pass with stock encoders only.
+        The counts of the printed line, and the tests that pass with stock encoders only.
     """
     lost = sorted(set(passed(stock)) - set(passed(fast)))
     fallbacks = Counter(reason for test in fast.values() for reason in test["fallbacks"])

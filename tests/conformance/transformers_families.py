@@ -64,7 +64,7 @@ OWN: dict[str, dict[str, Any]] = {
     "albert": {"embedding_size": 16, "num_hidden_groups": 2},
     "distilbert": {"dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 37},
     "electra": {"embedding_size": 16},
-    # Layers that see 4 tokens on each side alternate with layers that see all tokens.
+    # Layers that attend to 4 tokens on each side alternate with layers that attend to all tokens.
     "modernbert": {
         "local_attention": 8,
         "global_attn_every_n_layers": 2,
@@ -131,9 +131,9 @@ class Conformance(common.ModelTesterMixin, unittest.TestCase):
 def accelerate_every_encoder() -> None:
     """Accelerate each encoder of the family when its model moves to the device of the tests.
 
-    ``accelerate`` compares the code that a call reaches with the code in the files, so no method is
-    replaced, but the function of torch's C++ code that reads the arguments of ``Module.to``. An
-    encoder that is refused remains stock, with a warning that the table counts.
+    ``accelerate`` compares the code that a call reaches with the code in the files, so no method
+    can be replaced. The function of torch's C++ code that reads the arguments of ``Module.to`` is
+    replaced instead. A refused encoder remains stock, with a warning that the table counts.
     """
     kind, read = Conformance.all_model_classes[0], torch._C._nn._parse_to
     tried: weakref.WeakSet[Any] = weakref.WeakSet()

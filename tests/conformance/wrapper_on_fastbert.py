@@ -2,7 +2,7 @@
 
     python tests/conformance/wrapper_on_fastbert.py NAME OUT
 
-Writes what was found into the file OUT as JSON. ``wrappers_suite.py`` calls this script in the
+The script writes the comparison into the file OUT as JSON. ``wrappers_suite.py`` calls it in the
 environment of the library.
 """
 
@@ -43,7 +43,7 @@ def measured(run: Callable[[Any], Any], made: Any) -> tuple[Tensor, int]:
 
 
 def cut(module: nn.Module, given: Any, out: Tensor) -> Tensor:
-    """Clear positions of each sequence; a hook that gets rows would clear features instead."""
+    """Clear positions of each sequence; if `out` were packed rows, this would clear features."""
     out = out.clone()
     out[:, 1:4] = 0
     return out
@@ -54,7 +54,7 @@ def hook(encoder: nn.Module) -> None:
 
 
 def compared(name: str, cache: Path) -> dict[str, Any]:
-    """Return the differences between stock and accelerated, without and with a hook."""
+    """Compare stock and accelerated results, without and with a hook, and return the record."""
     wrapper, given = WRAPPERS[name], folders(cache)
     stock, fast = wrapper.build(given), wrapper.build(given)
     expected, rows = measured(wrapper.run, stock)

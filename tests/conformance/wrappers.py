@@ -140,7 +140,7 @@ def haystack(given: Folders) -> Any:
 
     made = components.SentenceTransformersDocumentEmbedder(model=given.encoder, progress_bar=False)
     made.warm_up()
-    # Components of the same settings share their model, and a comparison needs two models.
+    # Components with the same settings share their model, and a comparison needs two models.
     made.embedding_backend = copy.deepcopy(made.embedding_backend)
     return made
 
@@ -225,7 +225,7 @@ def gliner(given: Folders) -> Any:
 
 
 def entity_logits(made: Any) -> list[Tensor]:
-    """Return the logits, because the chosen entities differ by a whole span at a tie."""
+    """Return logits, because at a tie the predicted entities may differ by a whole span."""
     logits = []
     handle = made.model.register_forward_hook(lambda *given: logits.append(given[-1].logits))
     made.inference(TEXTS[:3], ENTITIES, threshold=0.0)
@@ -288,7 +288,7 @@ WRAPPERS: dict[str, Wrapper] = {
         ("infinity-emb", "requests"), infinity, infinity_embeddings, pins=("numpy<2",)
     ),
 }
-# Library → why it is not compared.
+# Library → reason why the library is not compared.
 NOT_COMPARED = {
     "spacy-transformers": "version 1.4.0 requires transformers < 4.53.3, and fastbert.accelerate "
     "requires transformers >= 5",

@@ -49,7 +49,7 @@ def environment(name: str, wrapper: Wrapper) -> tuple[Path, str]:
 
 
 def compared(name: str, python: Path) -> tuple[dict[str, Any], str]:
-    """Return what ``wrapper_on_fastbert.py`` found, and why it failed or an empty reason."""
+    """Return the record of ``wrapper_on_fastbert.py``, and the reason of a failure, or ""."""
     out = CACHE / f"wrapper-{name}.json"
     out.unlink(missing_ok=True)
     paths = (ROOT, HERE, ROOT / "tests" / "integrations")
@@ -73,7 +73,7 @@ def compared(name: str, python: Path) -> tuple[dict[str, Any], str]:
 
 
 def show(name: str, record: dict[str, Any]) -> bool:
-    """Print the line of an object, and return whether all its results are equal."""
+    """Print the line of an object, and return whether all its results agree with stock."""
     ran = f"{record['rows']} rows in fastbert" if record["rows"] else "stock code ran"
     words = [
         f"{part} {'equal' if record[part]['equal'] else 'DIFFERS'} ({record[part]['largest']:.0e})"

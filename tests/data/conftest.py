@@ -22,7 +22,7 @@ def tokenizer(documents):
 
 @pytest.fixture(scope="session")
 def prepared(documents, tokenizer, tmp_path_factory):
-    """The folder of a prepared corpus: the stories in several shards, the last with one story."""
+    """Return the folder of a prepared corpus: the stories in several shards, and one long story."""
     folder = tmp_path_factory.mktemp("prepared")
     tokenizer.save(folder / "given")
     text = folder / "stories.jsonl"
@@ -48,7 +48,7 @@ def pairs(documents, tokenizer):
 @pytest.fixture(scope="session")
 def assert_binomial():
     def check(successes, trials, probability):
-        """The normal tail of the count is above 1e-6 on either side (4.9 standard deviations)."""
+        """Check a binomial count to 4.9 standard deviations, two-sided probability 1e-6."""
         deviation = math.sqrt(trials * probability * (1 - probability))
         assert abs(successes - trials * probability) < 4.9 * deviation
 

@@ -1,6 +1,6 @@
 """Packed collators: the content of a batch, and the outputs of the models.
 
-A model gives the same outputs for a packed batch as for each sequence alone in float64.
+The outputs for a packed batch are those of float64 for each sequence alone, within tolerance.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ REASON = "roundings early in the backward pass are shared by every gradient afte
 
 
 def examples(seed: int = 0) -> list[dict[str, Any]]:
-    """Five features with token types, labels of tokens and labels of sequences."""
+    """Return five features with token types, and with labels of tokens and of sequences."""
     rng = np.random.default_rng(seed)
     return [
         {
@@ -248,7 +248,7 @@ def test_whole_words(tokenizer) -> None:
 
 
 def loaded(collator: Any, features: list[Any], epochs: int, **options: Any) -> list[list[Any]]:
-    """Return the labels of every batch of some epochs, from two workers."""
+    """Return the labels of every batch of `epochs` epochs, made by two workers."""
     loader = DataLoader(
         features, 2, collate_fn=collator, num_workers=2, multiprocessing_context="fork", **options
     )
@@ -284,7 +284,7 @@ def test_collators_can_be_pickled(tokenizer) -> None:
 
 
 class Sides:
-    """A model with random weights in `dtype`, its copy on the reference backend, and in float64."""
+    """A random model in `dtype`, its copy on the reference backend, and that copy in float64."""
 
     def __init__(self, name: str, dtype: torch.dtype) -> None:
         torch.manual_seed(1)
@@ -331,7 +331,7 @@ def gradient(model: nn.Module) -> Tensor:
 
 
 def alone(model: nn.Module, packed: dict[str, Any], bounds: list[int]) -> dict[str, Tensor]:
-    """Call the model once per sequence, and weight the losses as one batch would weight them."""
+    """Call the model once per sequence, and weight the losses as in one batch of all sequences."""
     logits: dict[str, list[Tensor]] = {}
     total: Any = 0.0
     count = len(bounds) - 1

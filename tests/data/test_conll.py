@@ -1,4 +1,4 @@
-"""Layouts of files with a word in each line: the columns of words and tags, comments, damage."""
+"""Layouts of files with one word per line: columns of words and tags, comments, and damage."""
 
 from __future__ import annotations
 

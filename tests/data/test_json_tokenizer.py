@@ -15,7 +15,7 @@ TEXTS = ["Anna the sailor walked to the harbour.", "", "naïve 漢字 <mask> end
 
 @pytest.fixture(params=["roberta", "template"])
 def folder(request, documents, tmp_path):
-    """A folder with byte-level BPE as in RoBERTa, or with a template that has token types."""
+    """Return a folder of a tokenizer with RoBERTa's format, or a template with token types."""
     special = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -35,7 +35,7 @@ def folder(request, documents, tmp_path):
             pair="<s> $A </s> $B:1 </s>:1",
             special_tokens=[("<s>", 0), ("</s>", 2)],
         )
-    # A saved file may have both switched on, but the caller decides.
+    # A saved file may turn on padding and truncation, but the caller decides on both.
     tokenizer.enable_padding(length=50)
     tokenizer.enable_truncation(10)
     tokenizer.save(str(tmp_path / "tokenizer.json"))
@@ -139,7 +139,7 @@ def test_names_of_inputs_that_are_none(folder):
 
 
 def test_a_panic_of_the_library_is_a_value_error(folder):
-    """The error is a PanicException, which derives from BaseException."""
+    """The library raises a PanicException, which derives from BaseException, not from Exception."""
     path = folder / "tokenizer.json"
     sound = json.loads(path.read_text(encoding="utf-8"))
     broken = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}

@@ -78,7 +78,7 @@ def test_whole_words_are_predicted_together(tokenizer):
 
 def test_whole_words_do_not_reach_over_special_tokens_or_sequences(tokenizer):
     piece = next(i for i in tokenizer.ordinary_ids if not tokenizer.word_starts(np.array([i]))[0])
-    # There are pieces without their word after [SEP], after [UNK], and at the start of a sequence.
+    # These pieces do not follow a word, but [SEP], [UNK] or the start of a sequence.
     ids = np.array([10, tokenizer.sep_id, piece, tokenizer.unk_id, piece, piece, piece])
     rng = np.random.default_rng(0)
     picked = set()

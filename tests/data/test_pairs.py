@@ -123,8 +123,8 @@ def test_a_sentence_longer_than_the_room_counts_as_several(tokenizer):
     for k in range(20):
         *parts, last = source.epoch(k)
         assert not last.is_random or "a a" in tokenizer.decode(last.ids)
-        # The sentence has 11 parts of 9 or 10 tokens. They make five pairs, and a sixth pair of the
-        # last two parts.
+        # The sentence has 11 parts of 9 or 10 tokens. The first ten parts make five pairs, and the
+        # last two parts make a sixth pair.
         assert len(parts) == 6
         assert all(len(part.ids) in (21, 22, 23) for part in parts if not part.is_random)
 

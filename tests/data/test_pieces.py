@@ -1,4 +1,4 @@
-"""Pieces of files: a document is in exactly one piece, and errors name the file and the line."""
+"""Files are divided into pieces: each document is in one piece, and errors name file and line."""
 
 import gzip
 import json

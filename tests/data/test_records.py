@@ -21,7 +21,7 @@ TEXTS = ("plain", 'with "quotes", commas', "two\nlines", "zwölf 漢字\u2028\x0
 
 
 def written(suffix: str, texts: list[str], tmp_path) -> bytes:
-    """Return the texts as a program writes them that knows the format, in the column ``a``."""
+    """Return a file in the format `suffix` with the texts in the column ``a``."""
     if suffix == ".jsonl":
         rows = [json.dumps({"b": 1, "a": text}, ensure_ascii=draw_ascii(text)) for text in texts]
         return "\n".join(rows).encode()

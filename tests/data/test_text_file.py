@@ -1,4 +1,4 @@
-"""The same text in every encoding and compression; damage is named with the file and the line."""
+"""A text is the same in every encoding and compression; an error names the file and the line."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_the_text_is_the_same(tmp_path, suffix, encoding):
     path = tmp_path / f"a.txt{suffix}"
     path.write_bytes(PACK[suffix](content))
     assert read_text(path) == TEXT
-    # Programs that compress in parallel write several frames.
+    # Programs that compress in parallel write several frames into one file.
     path.write_bytes(PACK[suffix](content[:999]) + PACK[suffix](content[999:]))
     assert read_text(path) == TEXT
 

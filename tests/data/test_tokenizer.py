@@ -97,7 +97,7 @@ def test_real_checkpoint(minilm, tmp_path):
     assert len(tokenizer) == 30522
     assert tokenizer.encode("Hello world!") == [101, 7592, 2088, 999, 102]
     assert_same_as_transformers(minilm, tokenizer)
-    # Its tokenizer.json pads and truncates to 128 tokens, but the caller decides.
+    # MiniLM's tokenizer.json truncates to 128 tokens, but only the caller decides on truncation.
     assert len(tokenizer.encode("word " * 300)) == 302
     for name in ("vocab.txt", "tokenizer_config.json"):
         shutil.copy(minilm / name, tmp_path)

@@ -1,4 +1,4 @@
-"""The words of plain sentences: all characters but the white space, at their positions."""
+"""The words of a plain sentence have all its characters except white space, with positions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The site builds without network and without a broken link, and loads nothing from elsewhere."""
+"""The site builds without network and broken links, and loads nothing from other sites."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_page_loads_nothing_from_another_machine(site: Path):
 
 @pytest.mark.parametrize("width", [400, 1280])
 def test_no_page_is_cut(browser: Any, site: Path, width: int):
-    """A page does not scroll sideways, and what is wider than the page scrolls in its own box."""
+    """No page scrolls sideways; an element that is wider than the page scrolls in its own box."""
     cut = """width => [...document.querySelectorAll('article *')].filter((node) => {
       if (node.getBoundingClientRect().right <= width + 1) return false;
       const boxes = [];
@@ -62,7 +62,7 @@ def test_no_page_is_cut(browser: Any, site: Path, width: int):
         page.goto(file.as_uri())
         assert page.evaluate("document.documentElement.scrollWidth") <= width, file.name
         assert page.evaluate(cut, width) == [], file.name
-    # A screen of 1280 pixels shows all columns of the results.
+    # At a width of 1280 pixels, the page shows all columns of the results.
     page.goto((site / "performance.html").as_uri())
     page.wait_for_selector(".md-typeset__scrollwrap")
     boxes = "[...document.querySelectorAll('.md-typeset__scrollwrap')]"
@@ -86,7 +86,7 @@ def test_every_public_name_is_in_the_reference(name: str, site: Path):
 
 
 def test_examples_are_shown_as_code(site: Path):
-    """Markdown turns the prompts of an example into quotes unless its section is ``Examples:``."""
+    """No example becomes a quote; Markdown quotes prompts outside ``Examples:`` sections."""
     pages = sorted((site / "api").glob("*.html"))
     assert len(pages) > 5
     assert not [page.name for page in pages if "<blockquote>" in page.read_text(encoding="utf-8")]

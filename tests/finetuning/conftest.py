@@ -22,7 +22,7 @@ def no_slow_pictures(quick_pictures):
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """One thread, so that sums have the same order everywhere and tests do not share cores."""
+    """Use one thread, so that sums have one order everywhere and tests do not share cores."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -31,14 +31,14 @@ def one_thread():
 
 @pytest.fixture(scope="session")
 def tokenizer() -> WordPieceTokenizer:
-    # Words that are absent from the stories are cut into several pieces.
+    # Without the additional texts, most of their words would be cut into several pieces.
     documents = [*stories(30, 0), *([" ".join((*NAMES, *PLACES, *OTHERS))] for _ in range(20))]
     return train_tokenizer(documents, 260)
 
 
 @pytest.fixture(scope="session")
 def pretrained(tmp_path_factory: pytest.TempPathFactory, tokenizer) -> Path:
-    """The folder of a small model with random weights, as pre-training writes it."""
+    """Return the folder of a small model with random weights, as pre-training writes it."""
     folder = tmp_path_factory.mktemp("pretrained")
     config = BertConfig(
         vocab_size=len(tokenizer),

@@ -1,4 +1,4 @@
-"""Generated problems for the fine-tuning tests, and the files that hold them."""
+"""Generated problems for the fine-tuning tests, and functions that write them into files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OTHERS = ("old", "the", "saw", "ran", "and", "new")
 
 
 def reviews(count: int, seed: int) -> list[dict]:
-    """Return texts whose label tells whether the first word is a name."""
+    """Return texts labelled ``animal`` or ``place`` by the kind of their first word."""
     draw = random.Random(seed)
     rows = []
     for _ in range(count):

@@ -1,4 +1,4 @@
-"""Questions without an answer: the figures, the threshold, predictions.json and kept options."""
+"""Questions without an answer: figures, thresholds, predictions.json and saved options."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_figures_and_thresholds_are_those_of_a_search_over_all_thresholds(seed):
     truths = [draw.choice([[], [draw.choice(words)], words[:2]]) for _ in range(30)]
     truths[:2] = [[], ["cat"]]
     candidates = [draw.choice(words) for _ in truths]
-    # Few different numbers, so that several questions have the same difference.
+    # The values are few, so that several questions have the same difference.
     differences = [draw.randrange(-4, 5) / 2 for _ in truths]
     answers = ["" if d > 0 else c for c, d in zip(candidates, differences, strict=True)]
     figures = answer_figures(answers, candidates, differences, truths)
@@ -73,7 +73,7 @@ def test_an_answer_of_an_article_only_is_not_a_right_one():
 def trained(answer, tmp_path):
     train = write_squad(tmp_path / "train.json", questions(160, 0, without=0.4))
     test = write_squad(tmp_path / "test.json", questions(40, 1, without=0.4))
-    # The model is not perfect, so that thresholds matter.
+    # The model makes some errors, so that the threshold changes the figures.
     return run(answer(train, test=test, epochs=3, no_answer_threshold=1.5)), test
 
 
@@ -112,7 +112,7 @@ def test_transformers_opens_a_model_with_these_keys(trained):
 
 
 def long_questions(count: int) -> list[dict]:
-    """Return questions that leave less room than the default stride takes of the windows."""
+    """Return questions so long that a window has less room for context than the default stride."""
     rows = questions(count, 0, length=30)
     asked = " ".join(random.Random(0).choices((*OTHERS, *PLACES), k=14))
     return [{**row, "question": asked} for row in rows]

@@ -1,4 +1,4 @@
-"""Answers to questions: windows, what is learnt, the figures, and that transformers opens it."""
+"""Answers to questions: windows, learning, the figures, and loading the model in transformers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fastbert.modules import BertForQuestionAnswering
 
 
 def questions(count: int, seed: int, *, length: int = 8, without: float = 0.0) -> list[dict]:
-    """Return questions that are answered by the only name of an animal in the context."""
+    """Return questions whose answer, if any, is the only name of an animal in the context."""
     draw = random.Random(seed)
     rows = []
     for number in range(count):
@@ -180,7 +180,7 @@ def test_a_window_with_a_part_of_the_answer_has_no_answer(pretrained, answer, tm
     context = " ".join(words)
     start = context.index("dog")
     asked = Question("place", "id", "mill", context, (Answer("dog cat fox", start),))
-    # [CLS] mill [SEP], at most six words, [SEP].
+    # A window is: [CLS] mill [SEP], at most six words of the context, [SEP].
     tokenizer = ModelTokenizer(pretrained, 10)
     features = AnswerQuestions(3, 30).features(asked, tokenizer)
     spans = [(f["start_positions"], f["end_positions"]) for f in features]
@@ -189,5 +189,5 @@ def test_a_window_with_a_part_of_the_answer_has_no_answer(pretrained, answer, tm
     assert spans == [(6, 8), (3, 5), (0, 0)]
     features = AnswerQuestions(2, 30).features(asked, tokenizer)
     spans = [(f["start_positions"], f["end_positions"]) for f in features]
-    # The second window begins inside the answer.
+    # The second window has only the end of the answer.
     assert spans == [(6, 8), (0, 0)]

@@ -1,4 +1,4 @@
-"""Weights of labels: the loss is torch's, for one batch, for parts of it, and in an evaluation."""
+"""Weights of labels: the loss equals torch's, in one batch, in micro-batches and in evaluations."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fastbert.training.log import read_log
 
 
 def uneven(count: int, seed: int, share: int = 4) -> list[dict]:
-    """Return texts of which one label is rare."""
+    """Return texts in which one of the two labels is rare."""
     rows = reviews(count, seed)
     return [row for i, row in enumerate(rows) if row["label"] == "animal" or i % share == 0]
 
@@ -36,7 +36,7 @@ def tagged(rows: list[dict]) -> list[dict]:
 
 @pytest.fixture
 def prepared(pretrained, tmp_path):
-    """Return a function that gives the task, the sequences and the model of options."""
+    """Return a function that makes the task, the sequences and the model from options."""
 
     def make(kind, rows, **options):
         data = write_rows(tmp_path / "train.jsonl", rows)
@@ -75,7 +75,7 @@ def test_the_loss_and_its_gradient_are_those_of_torch(prepared, name, balanced):
         known = labels[labels >= 0].numpy()
         expected = compute_class_weight("balanced", classes=np.arange(len(names)), y=known)
     else:
-        # A label without a number has the weight 1, as in scikit-learn.
+        # A label without a given weight has the weight 1, as in scikit-learn.
         expected = [weights.get(name, 1.0) for name in names]
     expected = torch.tensor(expected, dtype=torch.float32)
     logits = model(**{k: v for k, v in batch.items() if k != "labels"}).logits
@@ -85,7 +85,7 @@ def test_the_loss_and_its_gradient_are_those_of_torch(prepared, name, balanced):
     model.zero_grad(set_to_none=True)
     weighted_loss = task.output(model, batch).loss
     torch.testing.assert_close(weighted_loss, truth)
-    # Micro-batches of other sizes and other shares of the labels accumulate the same gradient.
+    # Micro-batches with other sizes and label counts accumulate the same gradient.
     whole = task.labels_in(features)
     assert whole == pytest.approx(float(expected[labels[labels >= 0]].sum()), rel=1e-6)
     order = sorted(range(len(features)), key=lambda i: str(features[i]["labels"]))
@@ -96,7 +96,7 @@ def test_the_loss_and_its_gradient_are_those_of_torch(prepared, name, balanced):
     actual = [p.grad for p in model.parameters() if p.grad is not None]
     for ours, stock in zip(actual, gradients, strict=True):
         torch.testing.assert_close(ours, stock, rtol=1e-4, atol=1e-6)
-    # An evaluation divides the sequences into batches, too.
+    # An evaluation that divides the sequences into several batches gives the same loss.
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(evaluate, "TOKENS_PER_BATCH", 40)
         outputs = evaluate.compute(model, task, features)
@@ -120,7 +120,7 @@ def test_two_processes_have_the_gradient_of_one(prepared, name):
         )
         own = FinetuningRun.__new__(FinetuningRun)
         own.accelerator, own.judging = accelerator, task
-        # DDP divides the sum of the gradients by the number of processes.
+        # DDP averages the gradients, so each process contributes half of its gradient.
         loss = own.share(features, task.output(model, task.collate(features[index::2])).loss)
         (loss / 2).backward()
     actual = [p.grad for p in model.parameters() if p.grad is not None]

@@ -1,4 +1,4 @@
-"""Classification and regression: what is learnt, what is written, and that transformers opens it.
+"""Classification and regression: learning, written files, and loading in transformers.
 
 The figures are compared with those of scikit-learn and scipy.
 """
@@ -131,7 +131,7 @@ def test_pairs_are_compared(classify, tmp_path):
     )
     options = {"text_field": "a", "pair_field": "b", "test": test}
     result, _ = run(classify(train, **options))
-    # The second text alone decides, so that a run that lost it would guess.
+    # Only the second text decides the label, so a model that does not see this text would guess.
     assert result.figures["test"]["accuracy"] >= 0.95
     assert result.figures["test"]["labels"].keys() == {"0", "1"}
     said = predictions(result, test, tmp_path, text_field="a", pair_field="b")

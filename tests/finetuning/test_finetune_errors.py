@@ -1,4 +1,4 @@
-"""A mistake in the data, the model or the options is named before anything is written."""
+"""A mistake in the data, the model or the options is an error before anything is written."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GOOD = [{"text": "dog ran", "label": "animal"}, {"text": "mill the", "label": "p
 
 @pytest.fixture
 def refused(tmp_path):
-    """Return a function that expects ValueError and no output folder, and returns the message."""
+    """Return a function that expects an error and no output folder, and returns the message."""
 
     def call(options) -> str:
         with pytest.raises((ValueError, FileNotFoundError)) as failure:

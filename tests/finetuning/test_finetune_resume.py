@@ -21,7 +21,7 @@ from fastbert.io import safetensors_file
 from fastbert.training import checkpoints
 from fastbert.training.log import read_log
 
-# 6 steps per epoch, so that steps 4 and 8 are inside an epoch.
+# An epoch has 6 steps, so that steps 4 and 8 are inside an epoch.
 SETTINGS = {"epochs": 2, "batch_size": 8, "save_every": 4, "log_every": 3, "held_out": 0.0}
 
 
@@ -33,7 +33,7 @@ def data(tmp_path: Path) -> Path:
 
 
 def cut(monkeypatch, options, step):
-    """Let a run end like a killed one at the beginning of a step (from 0)."""
+    """Interrupt a run at the beginning of a step; the first step is 0."""
     original = FinetuningRun.update
 
     def update(self, features):
@@ -206,7 +206,7 @@ def test_a_killed_process_is_resumed_by_the_same_command(pretrained, data, tmp_p
     assert second.returncode == 0, text
     assert "resumed after step " in text
     assert_same(final(output), final(tmp_path / "whole"))
-    # The best epoch is the one of the run that was never killed.
+    # The killed run and the whole run choose the same best epoch.
     kept = [
         json.loads((folder / "metrics.json").read_text()) for folder in (output, tmp_path / "whole")
     ]
@@ -240,7 +240,7 @@ def test_a_loss_that_is_not_finite_changes_no_weight_and_names_the_batch(
 
     def update(self, features):
         if self.step == 7:
-            # Infinite logits give an infinite loss.
+            # Infinite logits make the loss infinite.
             with torch.no_grad():
                 self.model.classifier.bias.fill_(float("inf"))
             weights.update(checkpoints.weights_of(self.model))

@@ -1,4 +1,4 @@
-"""Two processes fine-tune as one: the same loss curve, each example once, and resumption."""
+"""Two processes fine-tune as one process does: same loss curve, each example once, resumption."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from fastbert.io import safetensors_file
 from fastbert.training import checkpoints
 from fastbert.training.log import read_log
 
-# 43 sequences make 7 steps per epoch, and one process of two has no share of the last one.
+# 43 sequences make 7 steps per epoch; the last step has one sequence, so one process has none.
 SETTINGS: dict[str, Any] = {"epochs": 2, "batch_size": 7, "log_every": 1, "learning_rate": 3e-3}
-# The runs of a job, in the order of the second argument. A process notes the examples of each step,
-# and may end a run before a step, which all processes do together.
+# The first argument lists the jobs, whose runs are made in order. A process records the examples
+# of each step. Before the steps in `cuts`, all processes interrupt the run, which is then resumed.
 SCRIPT = """
 import io, json, os, sys
 import torch
@@ -65,7 +65,7 @@ for job in json.loads(sys.argv[1]):
 """
 
 
-# The runs of two processes take a minute.
+# The runs of two processes take about a minute.
 pytestmark = pytest.mark.every_case
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2)
 ACCELERATE = (
@@ -76,7 +76,7 @@ ACCELERATE = (
 
 
 def launch(launcher: tuple[object, ...], tmp_path: Path, jobs: list[dict[str, Any]]) -> None:
-    """Make runs in two processes."""
+    """Run the jobs in two processes."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     finished = subprocess.run(
@@ -102,7 +102,7 @@ def without_dropout(pretrained, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> dict[str, Path]:
-    """The folder of each task, with a test part that makes several batches of an evaluation."""
+    """Return the folder of data of each task; its test part takes several evaluation batches."""
     folder, counts = tmp_path_factory.mktemp("data"), {"train": 43, "validation": 12, "test": 1501}
     for seed, (part, count) in enumerate(counts.items()):
         rows = reviews(count, seed)
@@ -122,14 +122,15 @@ def job(task: str, output: Path, cuts: tuple[int, ...] = (), **options: Any) -> 
 
 @pytest.fixture(scope="module")
 def runs(without_dropout, pretrained, data, tmp_path_factory) -> Path:
-    """The folder of runs in two processes, and of the runs in one process to compare with."""
+    """Return the folder of all runs: in two processes, and in one process for comparison."""
     folder = tmp_path_factory.mktemp("runs")
     jobs = []
     for task, kind in (("classify", ClassifyOptions), ("tag", TagOptions)):
         options = {"model": without_dropout, "data": data[task]}
         run(kind(**{**SETTINGS, **options, "output": folder / f"{task}-alone"}))
         jobs.append(job(task, folder / task, **options))
-    # Both processes continue a run of one process after step 7, and a run of two with dropout.
+    # Two processes continue a run of one process after step 7. With dropout, they make a whole run
+    # and a run that is interrupted twice.
     shutil.copytree(folder / "classify-alone", folder / "taken-over")
     shutil.rmtree(checkpoints.folder_of(folder / "taken-over", 14))
     options = {"model": without_dropout, "data": data["classify"]}
@@ -156,10 +157,10 @@ def rows(folder: Path) -> list[dict[str, Any]]:
 
 
 def learned(checkpoint: checkpoints.Checkpoint) -> dict[str, torch.Tensor]:
-    """Return the weights without the biases of keys.
+    """Return the weights except the biases of the keys.
 
-    A softmax does not depend on these biases. Their gradient is rounding alone, which Adam scales
-    to whole steps.
+    The softmax does not depend on these biases. Their gradient is only rounding error, which Adam
+    scales up to full steps.
     """
     weights = checkpoint.tensors("weights")
     for name in [name for name in weights if name.endswith("qkv.bias")]:
@@ -201,7 +202,7 @@ def test_accelerate_launch_starts_two_processes_and_one_continues_them(
     assert "14 steps of 7 sequences in 2 epochs on 2 process(es)" in first["text"]
     assert second["text"] == ""
     assert_close(tmp_path / "out", runs / "classify-alone")
-    # One process continues the run of two processes after step 7.
+    # One process continues, after step 7, the run that two processes started.
     shutil.rmtree(checkpoints.folder_of(tmp_path / "out", 14))
     _, text = run(ClassifyOptions(**{**SETTINGS, **options, "output": tmp_path / "out"}))
     assert "resumed after step 7 of 14" in text
@@ -217,7 +218,7 @@ def test_the_processes_see_each_example_once_per_epoch(runs):
             number for own in seen for _, numbers in own[first : first + 7] for number in numbers
         )
         assert examples == Counter(range(43))
-    # The last batch of an epoch has one sequence, so that the second process has no share.
+    # The last batch of an epoch has one sequence, so the second process has none.
     assert [[len(numbers) for _, numbers in own] for own in seen] == [
         [4, 4, 4, 4, 4, 4, 1] * 2,
         [3, 3, 3, 3, 3, 3, 0] * 2,
@@ -226,7 +227,7 @@ def test_the_processes_see_each_example_once_per_epoch(runs):
 
 @pytest.mark.parametrize("name", ["classify", "tag"])
 def test_the_figures_of_all_parts_are_those_of_one_process(runs, name):
-    """A sequence that counts twice, or never, changes a figure of the 1,501 examples."""
+    """The loss of the 1,501 test examples differs if an example counts twice or never."""
     first, second = told(runs, name)
     assert first["figures"] == second["figures"]
     alone = json.loads((runs / f"{name}-alone" / "metrics.json").read_text(encoding="utf-8"))[
@@ -262,7 +263,7 @@ def test_cuts_of_two_processes_change_no_bit(runs):
 def test_a_checkpoint_without_rows_of_processes_is_continued(
     runs, without_dropout, data, tmp_path, monkeypatch
 ):
-    """The random numbers of a run of one process once had no dimension of processes."""
+    """Earlier releases saved the random state of one process without a dimension of processes."""
     options = {"model": without_dropout, "data": data["classify"], "output": tmp_path / "out"}
     original = FinetuningRun.tensors, FinetuningRun.content
 

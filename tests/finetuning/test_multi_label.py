@@ -1,4 +1,4 @@
-"""Several labels per text: what is learnt, the figures, the scores, and models of transformers."""
+"""Several labels per text: learning, figures, scores, and models of transformers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LABELS = ("animal", "place")
 
 
 def texts(count: int, seed: int, form=list) -> list[dict]:
-    """Return texts whose labels say whether a name of an animal and one of a place are in them."""
+    """Return texts with a label for each kind of name, animal or place, that the text contains."""
     draw = random.Random(seed)
     rows = []
     for _ in range(count):
@@ -209,7 +209,7 @@ def test_figures_are_those_of_scikit_learn(seed):
     expected, predicted = draw.random((2, 12, 5)) < draw.random((2, 1, 5)) / 2
     figures = metrics.multi_label(expected, predicted, list("abcde"))
     for average in ("micro", "macro"):
-        # A label that is neither expected nor predicted has no F1.
+        # A label that is neither expected nor predicted has an undefined F1.
         score = sk.f1_score(expected, predicted, average=average, zero_division=np.nan)
         assert figures[f"{average}_f1"] == pytest.approx(np.nan_to_num(score))
     assert figures["subset_accuracy"] == pytest.approx(sk.accuracy_score(expected, predicted))

@@ -1,6 +1,6 @@
-"""A folder of pre-training is refused by fine-tuning, and a folder of fine-tuning by pre-training.
+"""Fine-tuning refuses the folder of a pre-training run, and the other way round.
 
-The message says what the folder has, and the folder stays as it is.
+The message names the kind of run in the folder, and the folder does not change.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The confusion matrix as a picture: literal names, no overlap, no empty boxes, many labels."""
+"""The confusion matrix as a picture: literal names, no overlaps, and many labels."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CHINESE = ["正面", "负面"]
 
 @pytest.fixture(autouse=True)
 def only_the_fonts_of_matplotlib(monkeypatch):
-    """Hide the fonts of the machine."""
+    """Hide the fonts that are installed on the machine."""
     own = Path(font_manager.findfont("DejaVu Sans")).parent
     manager = font_manager.fontManager
     fonts = [entry for entry in manager.ttflist if own in Path(entry.fname).parents]
@@ -35,7 +35,7 @@ def only_the_fonts_of_matplotlib(monkeypatch):
 
 @pytest.fixture
 def figures(drawn, monkeypatch):
-    """Collect the figures that are written."""
+    """Return a list that receives each figure when it is saved."""
     plotted: list[Figure] = []
     write = Figure.savefig
 
@@ -50,7 +50,7 @@ def figures(drawn, monkeypatch):
 
 
 def matrix(labels: int) -> np.ndarray:
-    """Return counts in which the label 2 i is often taken for 2 i + 1, most often for large i."""
+    """Return counts in which label 2i is taken 2i times for label 2i + 1."""
     counts = np.diag(np.full(labels, 5))
     even = np.arange(0, labels - 1, 2)
     counts[even, even + 1] = even
@@ -77,7 +77,7 @@ def square():
 
 
 def font(path: Path, family: str, characters: str) -> Path:
-    """Write a font that has these characters as rectangles."""
+    """Write a font in which each of `characters` is a rectangle."""
     glyphs = {".notdef": TTGlyphPen(None).glyph()} | {f"u{ord(c):X}": square() for c in characters}
     builder = FontBuilder(1000, isTTF=True)
     builder.setupGlyphOrder(list(glyphs))
@@ -108,14 +108,14 @@ def test_names_do_not_overlap(figures, tmp_path, labels, length):
     drawn_names(figures, tmp_path / "a.png", names)
     (figure,) = figures
     (axes,) = figure.axes
-    # After savefig, the figure has another number of pixels per inch than its texts.
+    # Drawing again makes the figure and its texts use the same number of pixels per inch.
     figure.draw_without_rendering()
     ticks = axes.get_xticklabels()
     boxes = [label.get_window_extent() for label in ticks]
     for first, second in pairwise(zip(ticks, boxes, strict=True)):
         (label, box), (_, following) = first, second
         if label.get_rotation():
-            # The distance of the two lines of text, which are parallel.
+            # The labels are parallel lines of text; `apart` is the distance between two lines.
             apart = (following.x1 - box.x1) * math.sin(math.radians(label.get_rotation()))
             assert apart > label.get_fontsize() * figure.dpi / 72
         else:
@@ -160,7 +160,7 @@ def test_a_font_of_the_machine_draws_the_names(figures, tmp_path, monkeypatch):
 def test_many_labels_show_those_that_are_confused_most_often(figures, tmp_path):
     names = [f"label {i}" for i in range(3000)]
     shown = drawn_names(figures, tmp_path / "a.png", names)
-    # 29 labels: 14 pairs, and the label 2970 of the next pair.
+    # 29 labels are shown: 14 pairs, and label 2970 of the next pair.
     assert shown == [*(f"label {i}" for i in (2970, *range(2972, 3000))), "2,971 others"]
     (axes,) = figures[0].axes
     assert axes.get_title() == "test: 29 of 3,000 labels, which are confused most often"

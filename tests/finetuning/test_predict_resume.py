@@ -1,4 +1,4 @@
-"""A prediction that is stopped anywhere goes on where it stopped, and OUT appears once."""
+"""A stopped prediction continues where it stopped, and OUT appears only when it is complete."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ predict(*sys.argv[1:])
 
 
 class Told(Reporter):
-    """A reporter that keeps what it is told."""
+    """A reporter that records its notes and its progress."""
 
     def __init__(self):
         self.notes, self.began, self.done = [], None, 0
@@ -60,7 +60,7 @@ def small_windows(monkeypatch):
 
 
 def stop(monkeypatch, window):
-    """Let a prediction end at the beginning of a window (from 1) until the block ends."""
+    """Interrupt the next prediction at the beginning of a window; the first window is 1."""
     calls, compute = [], evaluate.compute
 
     def stopped(*arguments):
@@ -77,7 +77,7 @@ TASKS = ("classify", "tag", "answer")
 
 @pytest.fixture(scope="module", params=TASKS)
 def fine_tuned(request, pretrained, tmp_path_factory):
-    """The folder of a model of each task, and a file that takes several windows."""
+    """Return the folder of a fine-tuned model, and a data file that takes several windows."""
     from fastbert.finetuning import AnswerOptions, ClassifyOptions, TagOptions
 
     folder = tmp_path_factory.mktemp(request.param)

@@ -1,4 +1,4 @@
-"""Tags of words: alignment, what is learnt, the figures, and that transformers opens the result."""
+"""Tags of words: alignment, learning, figures, and loading the model in transformers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fastbert.modules import BertForTokenClassification
 
 
 def sentences(count: int, seed: int) -> list[dict]:
-    """Return sentences in which an animal and the word after it are a name."""
+    """Return sentences with two kinds of entities: an animal and the word after it, or a place."""
     draw = random.Random(seed)
     rows = []
     for _ in range(count):
@@ -51,7 +51,7 @@ def trained(tag, tmp_path):
 
 
 def spans(tags):
-    """Entities of well-formed BIO tags."""
+    """Return the entities of well-formed BIO tags."""
     entities, start = set(), None
     for i, tag in enumerate([*tags, "O"]):
         if start is not None and not tag.startswith("I-"):
@@ -134,7 +134,7 @@ def test_scores_of_entities_are_those_of_seqeval():
     truth = [draw.choices(tags, k=6) for _ in range(40)]
     given = [[t if draw.random() < 0.8 else draw.choice(tags) for t in row] for row in truth]
     scores = metrics.entity_scores(truth, given)
-    # The figures that seqeval 1.2.2 gives for these tags in its default mode.
+    # seqeval 1.2.2 in its default mode gives these figures for the same tags.
     assert scores["precision"] == pytest.approx(0.8163265306122449)
     assert scores["recall"] == pytest.approx(0.837696335078534)
     assert scores["f1"] == pytest.approx(0.82687338501292)

@@ -1,4 +1,4 @@
-"""Reads damaged files in processes with limits, and keeps each case that ends badly.
+"""Read damaged files in processes with limits, and keep each case that ends badly.
 
     make fuzz SECONDS=600
     python tests/fuzz/fuzz.py [--seconds 120] [--seed 0] [--targets model ...] [--out out/fuzz]
@@ -6,11 +6,11 @@
 
 A case is a folder of sound files (``fuzz_targets.py``) of which one or two are damaged
 (``fuzz_mutations.py``). Its name, TARGET/SEED/NUMBER, decides the damage. A forked process reads
-the folder within 10 seconds of a processor and 1 GiB of memory (``fuzz_pool.py``). Accepted are a
-success, because some damage is harmless, and a ValueError, TypeError or OSError whose message names
-the folder. Any other end is a failure: its folder is kept in OUT with ``case.txt``, which has the
-damage and the traceback. Of failures with the same place in the code, the first is kept. The exit
-status is 1 if there was a failure.
+the folder within 10 seconds of processor time and 1 GiB of memory (``fuzz_pool.py``). A case may
+succeed, because some damage is harmless, or raise a ValueError, TypeError or OSError whose message
+names the folder. Any other end is a failure: its folder is kept in OUT with ``case.txt``, which has
+the damage and the traceback. If failures have the same place in the code, the first one is kept.
+The exit status is 1 if there was a failure.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ import torch
 from fuzz_pool import LIMITS, Limits, Outcome, judged
 from fuzz_targets import TARGETS, Target
 
-# Folders in memory; otherwise the disk decides the speed.
+# The folders of the cases are in memory, because a disk would limit the speed.
 MEMORY = Path("/dev/shm")
 
 
@@ -79,12 +79,12 @@ class Fuzz:
             shutil.copytree(folder, home / "case")
             target.read(home / "case")
             shutil.rmtree(home / "case")
-        # The forked processes then copy fewer pages of memory.
+        # After a collection, forked processes copy fewer pages of memory.
         gc.collect()
         gc.freeze()
 
     def damaged(self, target: Target, seed: int, number: int) -> tuple[Path, str]:
-        """Return the folder of a case, and what is damaged in it."""
+        """Return the folder of a case, and a description of its damage."""
         folder = self.home / "case"
         shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(self.home / "sound" / target.name, folder)
@@ -107,7 +107,8 @@ class Fuzz:
         kept = self.out / f"{target.name}-{seed}-{number}"
         shutil.rmtree(kept, ignore_errors=True)
         kept.mkdir(parents=True)
-        # The process may have changed the files, and pipes and holes cannot be copied.
+        # The folder is damaged again, because the process may have changed it. Pipes and holes
+        # cannot be copied.
         folder, _ = self.damaged(target, seed, number)
         for path in folder.rglob("*"):
             if path.is_file() and not path.is_symlink() and path.stat().st_size < 1 << 26:
@@ -143,7 +144,7 @@ def opened(targets: Sequence[Target], out: Path, limits: Limits = LIMITS) -> Ite
 
 
 def fuzz(fuzzing: Fuzz, seed: int, seconds: float, most: int, say: Callable[[str], None]) -> None:
-    """Run cases of all targets by turns, until `seconds` are over or there were `most` cases."""
+    """Run cases of all targets in turn, until `seconds` are over or `most` cases have run."""
     begun = told = time.monotonic()
     while fuzzing.cases < most and (now := time.monotonic()) - begun < seconds:
         number, place = divmod(fuzzing.cases, len(fuzzing.targets))

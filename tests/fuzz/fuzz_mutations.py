@@ -20,14 +20,14 @@ JUNK = (
     *("", "x", "/etc/passwd", "../outside", "\0", "\ud800", "x" * 100_000),
     *([], {}, [[]], [5], ["x"], [None], {"a": {}}, [0] * 10_000, {"x": 1, "y": [2]}),
 )
-# Texts in the place of a whole JSON file.
+# Texts that replace the whole content of a JSON file.
 WHOLE = ("", "[]", "{}", "null", "5", '"x"', "[" * 100_000, '{"a":' * 5000, "[],", "\ufeff{}", "{")
 
 Mutation = Callable[[Path, Random], str]
 
 
 def any_file(path: Path, chance: Random) -> str:
-    """Damage a file by its suffix, or as any file."""
+    """Damage a file by a mutation for its suffix, or by a mutation for any file."""
     own = {".json": json_values, ".safetensors": safetensors_header, ".jsonl": json_line}
     kinds: list[Mutation] = [flipped, cut, moved_bytes]
     special = own.get(path.suffix)
@@ -39,7 +39,7 @@ def any_file(path: Path, chance: Random) -> str:
 
 
 def flipped(path: Path, chance: Random) -> str:
-    """Flip bits, most of them near the ends, where binary files have their headers."""
+    """Flip bits, most of them near both ends, where binary files have their headers."""
     content = bytearray(path.read_bytes())
     count = chance.choice((1, 1, 3, 30))
     for _ in range(count if content else 0):
@@ -51,7 +51,7 @@ def flipped(path: Path, chance: Random) -> str:
 
 
 def cut(path: Path, chance: Random) -> str:
-    """Cut the end off, add bytes, or make the file as large as a terabyte without content."""
+    """Cut the end off, add zeros, or extend the file by a hole to a terabyte."""
     size = path.stat().st_size
     length = chance.choice((0, chance.randrange(size + 1), size + 1, size + 4096, TERABYTE))
     os.truncate(path, length)
@@ -92,7 +92,7 @@ def json_line(path: Path, chance: Random) -> str:
 
 
 def replaced(content: Any, chance: Random) -> tuple[Any, str]:
-    """Return JSON content in which one value is replaced, removed or nested, and what was done."""
+    """Return JSON content with one value replaced, removed or nested, and a description."""
     root = holder = [content]
     key: Any = 0
     while chance.random() < 0.8 and isinstance(holder[key], (dict, list)) and holder[key]:
@@ -147,7 +147,7 @@ def lines(path: Path, chance: Random) -> str:
 
 
 def something_else(path: Path, chance: Random) -> str:
-    """Put a folder, a pipe, a device or a link in the place of a file, or nothing."""
+    """Replace a file by a folder, a pipe, a device or a link, or only delete it."""
     path.unlink()
     kinds: dict[str, Callable[[], object]] = {
         "nothing": lambda: None,

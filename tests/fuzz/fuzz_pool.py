@@ -1,4 +1,4 @@
-"""Runs a function in a forked process with limits of time and memory, and judges how it ends."""
+"""Run a function in a forked process with limits of time and memory, and judge how it ends."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 SECONDS = 10.0
-# Memory beyond that of the forked process, in bytes.
+# Bytes that a case may use in addition to the memory of the forked process.
 MEMORY = 1 << 30
 
 
@@ -27,12 +27,12 @@ class Limits(NamedTuple):
 
 
 LIMITS = Limits()
-# The signature of a case that the limit of the clock or of the processor ended.
+# The signature of a case that exceeded the limit of wall-clock time or processor time.
 LATE = "it did not end in time"
 
 
 class Outcome(NamedTuple):
-    """How a case ended: ``"success"``, ``"refused"`` or ``"failure"``, and the reason in words.
+    """The kind of end of a case, ``"success"``, ``"refused"`` or ``"failure"``, and the reason.
 
     Two failures with the same signature have one cause.
     """
@@ -46,17 +46,17 @@ def judged(case: Callable[[], object], named: str, limits: Limits = LIMITS) -> O
     """Call `case` in a forked process.
 
     Args:
-        case: Reads files.
-        named: Text that the message of an accepted error has.
+        case: Function that reads files.
+        named: Text that the message of an accepted error contains.
         limits: The limits.
 
     Returns:
-        The outcome. Accepted are a return, and a ValueError, TypeError or OSError that has `named`.
+        The outcome; `case` may return, or raise a ValueError, TypeError or OSError with `named`.
     """
     reader, writer = os.pipe()
     number = os.fork()
     if number == 0:
-        # No handler of the forked process runs, whatever happens.
+        # `os._exit` ends the forked process without the cleanup of the parent, whatever happens.
         try:
             os.close(reader)
             _limit(limits)
@@ -71,7 +71,7 @@ def judged(case: Callable[[], object], named: str, limits: Limits = LIMITS) -> O
 
 
 def _limit(limits: Limits) -> None:
-    # The process of a test prints the stacks of a crash.
+    # In a process of pytest, faulthandler would print the stacks of a crash.
     faulthandler.disable()
     # A reader may write to the standard output or, as Rust, to the standard error.
     nowhere = os.open(os.devnull, os.O_RDWR)
@@ -110,7 +110,7 @@ def _failure(error: BaseException, what: str) -> Outcome:
 
 
 def _received(number: int, reader: int, limits: Limits) -> Outcome:
-    # A busy machine may give a process half of its time.
+    # The limit is doubled, because a busy machine may give a process half of its time.
     deadline = time.monotonic() + 2 * limits.seconds
     parts = []
     while True:

@@ -1,13 +1,14 @@
 """The folders of sound files, and the functions that read them.
 
-To add a kind of files, write a function that makes sound files in an empty folder, and one that
-reads a folder, and add a `Target` to `TARGETS`. If the mutations of ``fuzz_mutations.any_file`` do
-not fit the files, give the target its own `mutate`: it receives the folder and a generator of
-random numbers, changes files of the folder, and returns what it did. If the errors do not name a
-file, give the text that the message of every accepted error has as `named`; "" accepts any message.
+To add a kind of files, write a function that makes sound files in an empty folder and a function
+that reads a folder, and add a `Target` to `TARGETS`. If the mutations of
+``fuzz_mutations.any_file`` do not fit the files, give the target its own `mutate`. It receives the
+folder and a generator of random numbers, changes files of the folder, and describes the changes. If
+the errors do not name a file, set `named` to a text that every accepted error contains; an empty
+text accepts any message.
 
-The texts of PTX are such a target: the mutations are those of ``ptxmachine/tests/_mutations.py``,
-the one changed text is alone in its folder, and reading it launches its kernels.
+The target of PTX texts is an example: it uses the mutations of ``ptxmachine/tests/_mutations.py``,
+leaves the changed text alone in its folder, and launches the kernels of this text.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ CONFIG = BertConfig(
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """A kind of folder.
+    """A kind of folder that the fuzzer damages and reads.
 
     Attributes:
         name: Name, for messages and for the random numbers.
@@ -85,8 +86,8 @@ class Target:
         files: Globs of the files that are changed.
         seal: Computes the checksums of a changed folder again, which is done in half of the cases.
         special: Share of the cases in which a file is replaced by something that is no file.
-        mutate: Replaces the mutations; it receives the folder and the generator.
-        named: Text that the message of an accepted error has; None is the path of the folder.
+        mutate: Replaces the usual mutations; it receives the folder and the generator.
+        named: Text that the message of an accepted error contains; None is the path of the folder.
     """
 
     name: str
@@ -99,7 +100,7 @@ class Target:
     named: str | None = None
 
     def damage(self, folder: Path, chance: Random) -> str:
-        """Change one file, sometimes two, and return what was done."""
+        """Change one file, sometimes two, and return a description of the changes."""
         if self.mutate is not None:
             return self.mutate(folder, chance)
         done = []
@@ -213,7 +214,7 @@ def read_tokenizers(folder: Path) -> None:
         try:
             loaded.encode_within(9, "the dog ran to the garden", "and the cat went home")
         except ValueError as error:
-            # A text has no file; the files were accepted, and only the text cannot be encoded.
+            # The files were accepted; the error is about a text that the tokenizer cannot encode.
             if not str(error).startswith(("tokenizer: it fails", "max_length: got 9")):
                 raise
 
@@ -258,7 +259,7 @@ def read_committed(folder: Path) -> None:
 
 @cache
 def run_to_restore() -> PretrainingRun:
-    """Return a run of pre-training before its first step, for which the checkpoint is."""
+    """Return a pre-training run before its first step, which can restore the checkpoint."""
     documents = [list(story) for story in stories(40, 0)]
     options = run_options(Path("unused"))
     accelerator = pretraining.start_processes("pre-training", options.folder)
@@ -332,7 +333,7 @@ def build_corpus(folder: Path) -> None:
     text = folder / "text.jsonl"
     text.write_text("".join(json.dumps({"text": t}) + "\n" for t in texts() * 3), encoding="utf-8")
     tokenizer().save(folder / "given")
-    # The pieces of 32 MB would be one.
+    # With the usual pieces of 32 MB, the whole corpus would be one piece.
     whole, preparation.PIECE_BYTES = preparation.PIECE_BYTES, 3000
     clean, preparation._Run._clean = preparation._Run._clean, lambda self: None
     try:
@@ -455,7 +456,7 @@ def build_ptx(folder: Path) -> None:
 
 
 def mutate_ptx(folder: Path, chance: Random) -> str:
-    """Change one text, and delete the others, whose launches would take most of the time."""
+    """Change one text, and delete the other texts, whose launches would take most of the time."""
     chosen = chance.choice(sorted(folder.iterdir()))
     for path in folder.iterdir():
         if path != chosen:
@@ -466,7 +467,7 @@ def mutate_ptx(folder: Path, chance: Random) -> str:
 
 
 def read_ptx(folder: Path) -> None:
-    """Launch the kernels. A fault of a kernel is an allowed end."""
+    """Launch the kernels; a fault of a kernel is allowed."""
     for path in sorted(folder.iterdir()):
         with contextlib.suppress(ptx.PtxFault):
             _attempts.launch_kernels(path.read_text(encoding="utf-8"))

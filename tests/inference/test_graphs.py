@@ -1,4 +1,4 @@
-"""Graphs of the encoder: buckets, static memory, and the same numbers as without graphs.
+"""Graphs of the encoder: buckets, static memory, and results equal to those without graphs.
 
 Without a GPU, a recording is the trace of a function. A replay repeats the recorded operators on
 the recorded memory. A value that Python reads from the data therefore stays fixed, as in a CUDA
@@ -83,7 +83,7 @@ def packed(*lengths: int, slack: int = 0) -> dict[str, Any]:
 
 
 def poison(graphs: GraphedModel) -> None:
-    """Make every row of every bucket NaN; the rows that a batch does not fill stay NaN."""
+    """Fill every bucket with an id whose embedding is NaN; rows outside a batch keep this id."""
     for graph in graphs._cache.graphs.values():
         graph.batch.ids.fill_(POISONED)
 
@@ -165,7 +165,7 @@ def test_the_static_batch_ends_where_the_batch_does():
     assert memory == [t.data_ptr() for t in (static.ids, static.positions, static.cu_seqlens)]
 
 
-# The same numbers
+# Results equal to the model's
 
 BATCHES = {
     "one": padded(7),
@@ -258,7 +258,7 @@ def test_recorded_in_one_mode_and_used_in_another(mode):
 
 @pytest.fixture
 def far(monkeypatch):
-    """Let every mask count as one on the GPU."""
+    """Treat every mask as if it were on the GPU."""
     monkeypatch.setattr(static_batch, "is_far", lambda mask: True)
 
 
@@ -367,7 +367,7 @@ def test_the_recorded_function_asks_the_device_nothing():
 
 @interpreted
 def test_a_packed_call_of_the_model_asks_the_device_nothing(monkeypatch):
-    # The model checks values only on the CPU and not while it is compiled; this imitates a GPU.
+    # A model checks values on the CPU unless it is being compiled, and never on a GPU.
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     plain, inputs = model("triton", num_hidden_layers=1), packed(9, 4)
     with torch.no_grad(), counted() as launches:

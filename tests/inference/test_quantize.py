@@ -105,7 +105,7 @@ def test_agrees_with_the_reference_backend(model: modules.BertModel) -> None:
 
 @pytest.mark.skipif(not ON_CPU, reason="fastbert._C was not built")
 def test_a_sequence_alone_is_bitwise_the_same_as_in_a_batch(model: modules.BertModel) -> None:
-    """The test covers a quantized layer; the other modules have their own tests."""
+    """Only a quantized layer is tested here; the other modules have their own tests."""
     dense = fastbert.quantize(model).encoder.layer[0].output.dense
     rows = torch.randn(50, SIZES["intermediate_size"])
     together = dense(rows)
@@ -148,7 +148,7 @@ def test_a_state_of_floats_or_of_another_shape_is_refused(model: modules.BertMod
 
 
 def test_dtypes(model: modules.BertModel) -> None:
-    """Scales stay fp32. The result has the dtype of the model, or of autocast inside autocast."""
+    """Scales stay fp32. The result has the dtype of the model, or that of autocast."""
     inputs = batch()
     quantised = fastbert.quantize(model).to(torch.bfloat16)
     dense = quantised.encoder.layer[0].output.dense

@@ -26,15 +26,15 @@ def child(work: Callable[[], None]) -> int:
 
 
 def end_of(number: int) -> int:
-    """Wait for a child; return its exit status, or the negative number of the signal."""
+    """Wait for a child; return its exit status, or the negative number of its signal."""
     return os.waitstatus_to_exitcode(os.waitpid(number, 0)[1])
 
 
 def killed_at_every_call(work: Callable[[], None], stride: int = 1) -> Iterator[int]:
-    """Run `work` in one child after another, and kill each before another of its watched calls.
+    """Run `work` in several child processes, and kill each one just before a different call.
 
-    The calls are 1, 1 + `stride` and so on. Yields the number of the call after each kill, and ends
-    when a child has finished its work.
+    The calls are the watched calls 1, 1 + `stride` and so on. Yields the number of the call after
+    each kill, and ends when a child has finished its work.
     """
     for call in range(1, 1000, stride):
         status = end_of(child(lambda last=call: _work_until(last, work)))

@@ -19,7 +19,7 @@ from fastbert.jobs.texts import Texts
 from fastbert.training.log import read_log
 
 SECONDS = 10
-# Parsed, each of these texts needs many times its own size.
+# Each of these texts, when parsed, needs many times its own size in memory.
 DENSE = {"lists": "[],", "objects": '{"a":1},', "strings": '"abc",', "quotes": '""""', "mixed": ","}
 
 
@@ -109,7 +109,7 @@ def test_brackets_without_a_partner_are_no_json(text: str) -> None:
 
 @pytest.mark.parametrize("text", [r'{"a": "x\ud800y"}', r'{"a": {"\uDFFF": [1]}}'])
 def test_half_of_a_surrogate_pair_is_named(text: str, tmp_path: Path) -> None:
-    """No file in UTF-8 can hold such a text, so it could not be saved again."""
+    """Half of a surrogate pair cannot be written in UTF-8, so reading it is an error."""
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ValueError, match=r"config\.json: not valid JSON: .*surrogate"):
         json_file.read(tmp_path / "config.json")

@@ -37,7 +37,7 @@ def test_a_killed_run_holds_no_lock_though_its_own_processes_live_on(tmp_path) -
 
     def hold() -> None:
         lock(tmp_path / "out", "output")
-        # As a process that prepares batches, this one is forked by the run and outlives it.
+        # The run forks this child, which outlives it like a process that prepares batches.
         os.write(writer, child(lambda: time.sleep(60)).to_bytes(8, "little"))
         time.sleep(60)
 

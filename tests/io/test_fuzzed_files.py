@@ -44,7 +44,7 @@ JUNK = (None, True, False, -1, 0, 3, 1.5, 1e400, 10**30, "x", "", [], {}, [[]], 
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a small sound file of every kind."""
+    """Return a folder with a small undamaged file of every kind."""
     folder = tmp_path_factory.mktemp("sound")
     tokenizer = train_tokenizer(stories(30, 0), 200)
     tokenizer.save(folder, max_length=16)
@@ -179,7 +179,7 @@ def test_settings_of_every_family(family: str, tmp_path: Path) -> None:
 
 
 def judge(read: Callable[[], Any], folder: Path) -> None:
-    """Check that `read` returns, or raises one of the three errors with the folder's name."""
+    """Check that `read` returns, or raises one of the three errors and names the folder."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -166,7 +166,7 @@ def test_a_sparse_file_of_a_terabyte(end: int, reason: str, tmp_path: Path) -> N
     (tmp_path / "file").write_bytes(start)
     os.truncate(tmp_path / "file", len(start) + TERABYTE)
     limits = resource.getrlimit(resource.RLIMIT_AS)
-    # Without a limit, a machine may map a terabyte, of which no byte is read.
+    # Without this limit, a machine may map the terabyte, because no byte of the mapping is read.
     resource.setrlimit(resource.RLIMIT_AS, (1 << 39, limits[1]))
     try:
         with pytest.raises(ValueError, match=reason) as caught:

@@ -43,12 +43,12 @@ def models() -> tuple[modules.BertModel, modules.BertModel]:
 
 @pytest.fixture
 def no_flush(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replace the flush, which is not needed here: a killed process loses no written bytes."""
+    """Skip flushes to the disk, because a killed process loses no bytes that it has written."""
     monkeypatch.setattr(os, "fsync", lambda handle: None)
 
 
 def which(folder: Path, models: tuple[modules.BertModel, ...]) -> int:
-    """Return the number of the one model in the folder; a mixture of models fails the test."""
+    """Return which of the models is in the folder; a mixture of models fails the test."""
     loaded = modules.BertModel.from_pretrained(folder)
     numbers = [n for n, model in enumerate(models) if model.config == loaded.config]
     assert len(numbers) == 1
@@ -61,7 +61,7 @@ def which(folder: Path, models: tuple[modules.BertModel, ...]) -> int:
 def assert_visible_files_are_of_one_model(
     folder: Path, models: tuple[modules.BertModel, ...]
 ) -> None:
-    """Check a reader without support for commits: it finds one model, or a file is missing."""
+    """Check that a reader without support for commits sees one model, or misses a file."""
     if not all((folder / name).exists() for name in (checkpoint.CONFIG, checkpoint.WEIGHTS)):
         return
     layers = json.loads((folder / checkpoint.CONFIG).read_text(encoding="utf-8"))[
@@ -152,8 +152,8 @@ def test_saves_killed_at_random_moments_leave_one_of_the_two_models(
             for model in models:
                 model.save_pretrained(folder)
 
-    # Every child begins with the first model. The moments spread, because a child may start so late
-    # that no kill finds the second model.
+    # Every child saves the first model first. The time before a kill grows, because a child may
+    # start too late to reach the second model.
     generator, result, kills = random.Random(0), set(), 0
     while kills < 25 or (kills < 150 and len(result) < 2):
         kills += 1
@@ -204,7 +204,7 @@ def test_two_writers_into_one_folder_leave_one_of_the_two_models(models, tmp_pat
 def test_a_checkpoint_of_a_run_killed_at_any_call_has_its_own_tokenizer(
     no_flush, tmp_path, stride
 ) -> None:
-    """Weights, configuration and the tokenizer's four files are one commit."""
+    """Weights, configuration and the tokenizer's four files are saved in one commit."""
     torch.manual_seed(1)
     folder, sides = tmp_path / "model", []
     for size in (100, 120):
@@ -336,7 +336,7 @@ def test_files_of_a_living_writer_are_left_alone_and_a_dead_ones_are_deleted(
 def test_a_commit_that_cannot_be_finished_is_a_clear_error(models, tmp_path, monkeypatch) -> None:
     models[0].save_pretrained(tmp_path)
     with monkeypatch.context() as patch:
-        # The save ends as if it were killed before this call.
+        # The save ends as if it were killed before it moves the files.
         patch.setattr(commit, "_move_in", lambda folder, left: None)
         models[1].save_pretrained(tmp_path)
 

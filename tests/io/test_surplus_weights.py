@@ -128,12 +128,12 @@ def albert(folder: Path, **sizes: int) -> None:
 
 
 def test_layers_that_albert_shares_are_no_surplus(tmp_path) -> None:
-    """Three groups of two layers have six stored layers, however often the groups run."""
+    """Three groups of two layers have six stored layers, whatever `num_hidden_layers` is."""
     albert(tmp_path, num_hidden_groups=3, inner_group_num=2)
     for layers in (3, 4, 12):
         change_config(tmp_path, num_hidden_layers=layers)
         assert len(modules.BertModel.from_pretrained(tmp_path).encoder.layer) == 6
-    # With fewer layers than groups, transformers also computes without the last groups.
+    # With fewer layers than groups, transformers does not run the last groups either.
     change_config(tmp_path, num_hidden_layers=2)
     ours = modules.BertModel.from_pretrained(tmp_path)
     stock = transformers.AlbertModel.from_pretrained(tmp_path, attn_implementation="eager")

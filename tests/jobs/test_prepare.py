@@ -1,4 +1,4 @@
-"""Preparation of a corpus: the same bytes for any processes and any interruptions; no text lost."""
+"""Preparing a corpus gives the same bytes despite interruptions, and loses no text."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def documents():
 
 @pytest.fixture
 def text(tmp_path, documents):
-    """Three files with 80 stories each, a heading before each story, and an empty file."""
+    """Return a folder with an empty file and three files of 80 stories, each with a heading."""
     home = tmp_path / "text"
     (home / "inner").mkdir(parents=True)
     parts = documents[:80], documents[80:160], documents[160:]
@@ -89,7 +89,7 @@ SCRIPTS = (
 
 
 def test_a_corpus_of_eight_scripts_loses_no_language(tmp_path):
-    """The text is repeated, with another number, so that a vocabulary can be trained."""
+    """No sentence is lost; each paragraph is repeated, so that a vocabulary can be trained."""
     text = tmp_path / "text"
     text.mkdir()
     for number, (paragraph, _) in enumerate(SCRIPTS):
@@ -249,7 +249,7 @@ def test_a_broken_line_keeps_the_finished_pieces_and_is_read_again_when_it_is_re
     place = broken.rindex(b'{"text"')
     broken[place : place + 1] = b"!"
     path.write_bytes(broken)
-    # The vocabulary is trained on text before the broken line.
+    # The sample for the vocabulary ends before the broken line.
     monkeypatch.setattr(job, "SAMPLE_BYTES", 5000)
     with pytest.raises(ValueError, match=rf"{path}, line 80: not valid JSON"):
         prepare(options())
@@ -278,7 +278,7 @@ def test_a_full_disk_names_the_file_and_the_same_command_continues(options, monk
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def add(self, documents):
-        # From the third shard on, no file can have more than 100 bytes.
+        # From the third shard on, a file can have at most 100 bytes.
         limit = 100 if self._name >= "00002" else before[0]
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
         try:

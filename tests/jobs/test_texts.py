@@ -119,8 +119,8 @@ def test_a_txt_has_no_fields(tmp_path):
         Texts(write(tmp_path / "texts.txt"), ("text",), id_field="id")
 
 
-# A .txt has one text per line, and its first one may have a byte-order mark; a .tsv has no line
-# breaks, tabs and quotation marks.
+# These texts have no line breaks, tabs and quotation marks, which not every format can hold. They
+# have no byte-order mark, because a mark at the start of a .txt is not part of the text.
 PLAIN = st.text(
     st.characters(exclude_categories=["Cs", "Cc", "Zl", "Zp"], exclude_characters='"\ufeff')
 )

@@ -1,4 +1,4 @@
-"""The small models of the tests of integrations, which the tests of parity share."""
+"""Small models for the tests of parity, shared with the tests of integrations."""
 
 from __future__ import annotations
 

@@ -37,10 +37,10 @@ def failed(report: Any) -> set[tuple[str, str]]:
     return {(row.mode, row.field) for row in report.failures}
 
 
-# Models that are right
+# Models that pass
 
 
-# The families that verify treats in a way of their own: padding positions, windows, no token types.
+# Families with rules of their own in `verify`: padding positions, windows, no token types.
 QUICK = ("bert", "roberta", "modernbert")
 
 
@@ -128,7 +128,7 @@ def test_a_batch_without_a_mask() -> None:
 
 
 class Around(nn.Module):
-    """A module around an encoder, whose forward has names and outputs of its own."""
+    """A module around an encoder whose forward has its own argument names and outputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -208,7 +208,7 @@ def test_the_real_checkpoint() -> None:
     assert report.passed, str(report)
 
 
-# Models that are wrong
+# Models that fail
 
 
 class WrongGradient(torch.autograd.Function):
@@ -269,7 +269,7 @@ def test_a_fault_is_found_and_named(monkeypatch, fault: Callable, modes: set[str
 
 
 def test_an_operation_that_is_slightly_wrong_is_found(monkeypatch) -> None:
-    """The operation is that of inference alone, so the gradients stay right."""
+    """If an operation of inference alone is wrong, outputs fail and the gradients pass."""
     honest = ops.encoder
 
     def wrong(*arguments: Any, **options: Any) -> Any:
@@ -326,7 +326,7 @@ def test_a_forward_of_its_own_is_told() -> None:
     assert "has a forward of its own" in row.detail
 
 
-# What is refused
+# Arguments that are refused
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 # -O1 keeps the sums of a tile in registers; -g1 gives line numbers in reports.
 FLAGS = ["-O1", "-g1", "-fno-omit-frame-pointer"]
-# With the second option, a too large allocation fails as usual instead of ending the process.
+# With the second option, an allocation that is too large fails, and does not end the process.
 ASAN = "detect_leaks=0:allocator_may_return_null=1"
 
 

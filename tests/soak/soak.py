@@ -1,12 +1,12 @@
-"""Use models in turns for a long time, and find out whether the process grows.
+"""Use models for a long time, and find out whether the resources of the process grow.
 
     python tests/soak/soak.py [--minutes 60]    # or: make soak MINUTES=60
 
-Every round takes the turns of `turns`, with other lengths and batch sizes. After each round
-the resident memory, the open files and the threads are read from /proc. The first quarter of the
-time is for what a process keeps for good: caches, pools, threads of a library. From then on the
-numbers must stay flat: the median of the last quarter is compared with that of the second. The exit
-status is 1 if one of them grew.
+Every round calls the turns of `turns`, with new lengths and batch sizes. After each round, the
+script reads the resident memory, the open files and the threads from /proc. The first quarter of
+the time is for caches, pools and threads that a process keeps. After that, usage must not grow: the
+script compares the median of the last quarter with the median of the second one. The exit status
+is 1 if memory, files or threads grew.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-# Stock code runs in each round. For each new shape oneDNN keeps code, until it has that of 1,024
-# products: 15 KB a round for an hour. With room for few, the cache is full at once.
+# oneDNN caches its code for each new shape, up to 1,024 products. Stock code in every round would
+# fill this cache by 15 KB per round for an hour, so the cache has room for 32 products only.
 os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "32")
 
 import torch
@@ -38,13 +38,13 @@ from fastbert.config import BertConfig
 from fastbert.modules import BertForPreTraining, BertModel
 
 LIBC = ctypes.CDLL(None)
-# Allowed growth of the resident memory. An allocator that splits its blocks differently moves it by
-# a few MiB; a leak of one hidden state of 8 x 128 x 128 in fp32 in each round passes it in an hour.
+# Allowed growth of the resident memory. Other splits of an allocator's blocks change it by a few
+# MiB. A leak of one fp32 hidden state of 8 x 128 x 128 in each round exceeds the limit in an hour.
 ALLOWED_SHARE, ALLOWED_MIB = 0.01, 8.0
 # A round of every turn takes about two seconds on two cores, so each quarter needs a minute.
 FEWEST_ROUNDS = 8
-# Turns that are taken in one of so many rounds. safetensors 0.8.0 keeps two small objects of each
-# tensor that it maps, which is 4 KB for each model that is read.
+# A turn in this table is called in every n-th round only. safetensors 0.8.0 keeps two small objects
+# per mapped tensor, which is 4 KB for each model that is read.
 ROUNDS = {"save_and_load": 8}
 SIZES = {
     "vocab_size": 2000,
@@ -57,7 +57,7 @@ SIZES = {
 
 
 class Usage(NamedTuple):
-    """What the process uses: resident memory in MiB, open files, threads."""
+    """Resources that the process uses: resident memory in MiB, open files, threads."""
 
     mib: float
     files: int
@@ -65,7 +65,7 @@ class Usage(NamedTuple):
 
 
 def usage() -> Usage:
-    """Read the usage of this process from /proc, after its free memory went back to the system."""
+    """Return the usage of this process from /proc, after returning free memory to the system."""
     gc.collect()
     if hasattr(LIBC, "malloc_trim"):
         LIBC.malloc_trim(0)
@@ -75,10 +75,10 @@ def usage() -> Usage:
 
 
 def growth(seen: list[Usage]) -> list[str]:
-    """Return what grew from the second to the last quarter, in words; empty if nothing did.
+    """Return which resources grew from the second to the last quarter, in words; may be empty.
 
     Raises:
-        ValueError: If there are too few rounds to tell.
+        ValueError: If there are too few rounds for a comparison.
     """
     if len(seen) < FEWEST_ROUNDS:
         raise ValueError(f"minutes: {len(seen)} rounds were made, allowed: {FEWEST_ROUNDS} or more")
@@ -98,7 +98,7 @@ def growth(seen: list[Usage]) -> list[str]:
 
 
 def batch(draw: random.Random) -> tuple[Tensor, Tensor]:
-    """Draw ids and a mask of any size."""
+    """Draw ids and a mask of random size."""
     rows, length = draw.randint(1, 8), draw.randint(1, 128)
     ids = torch.randint(5, 2000, (rows, length))
     lengths = torch.randint(1, length + 1, (rows, 1))
@@ -113,7 +113,7 @@ def of_transformers() -> nn.Module:
 
 
 def turns(folder: Path, draw: random.Random) -> Iterator[tuple[str, Callable[[], None]]]:
-    """Yield the name of each turn, and what takes it."""
+    """Yield the name and the function of each turn."""
     native, accelerated = (
         BertModel(BertConfig(**SIZES)).eval(),
         fastbert.accelerate(of_transformers()),

@@ -19,7 +19,7 @@ def no_slow_pictures(quick_pictures):
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """One thread, so that sums have the same order everywhere and tests do not share cores."""
+    """Use one thread, so that sums have one order everywhere and tests do not share cores."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

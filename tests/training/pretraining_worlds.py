@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-# The options of the run are the second argument. The run kills a rank with SIGKILL before a step of
-# the first attempt of torchrun if KILL says "RANK STEP".
+# The second argument of the script has the options of the run. If the variable KILL is "RANK STEP",
+# that rank ends with SIGKILL before that step in the first attempt of torchrun.
 SCRIPT = """
 import json, os, signal, sys
 import torch
@@ -48,7 +48,7 @@ SETTINGS: dict[str, Any] = {
     "held_out": 0.2,
     "learning_rate": 3e-3,
 }
-# Longer than any of these runs takes on a busy machine; a run that hangs fails the test.
+# Time limit in seconds; no run takes so long even on a busy machine, so a longer run has hung.
 PATIENCE = 240
 
 

@@ -1,4 +1,4 @@
-"""The moving average of the weights: its values, and that it is evaluated and exported."""
+"""The moving average of the weights has the right values, is evaluated, and is exported."""
 
 import io
 

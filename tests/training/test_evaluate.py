@@ -42,7 +42,7 @@ def model_and_batches(documents):
     prepared = prepare(options, documents, lambda text: None)
     torch.manual_seed(0)
     config = options.model_config(prepared.tokenizer.vocab_size, prepared.tokenizer.pad_id)
-    # With larger weights than at the start of a run, the losses depend on every token.
+    # Larger weights than a run starts with make the losses depend on every token.
     model = BertForPreTraining(config.replace(initializer_range=0.2))
     return model, prepared.held_out
 

@@ -1,4 +1,4 @@
-"""Graphed training steps: the updates of eager steps, from recordings that are replayed.
+"""Graphed training steps replay recordings, and make the same updates as eager steps.
 
 Without a GPU, a recording is the trace of a step. A replay repeats the recorded operators on the
 recorded memory. A value that Python reads, such as a learning rate, therefore stays fixed, as in a
@@ -49,13 +49,13 @@ MODELS = {
     "BertForSequenceClassification": ("labels",),
     "BertForTokenClassification": ("labels",),
 }
-# The lengths fill their bucket, so that an eager step computes the same shapes.
+# Sequences of these lengths fill their bucket, so an eager step computes the same shapes.
 FULL = (16, 8)
 
 
 @pytest.fixture(autouse=True)
 def no_reads(monkeypatch):
-    """Let models skip the reads of values on the CPU, as they do on a GPU."""
+    """Let models skip checks that read values, which they do on a CPU but not on a GPU."""
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
 
 
@@ -116,7 +116,7 @@ def padded(model: Any, *lengths: int, length: int | None = None) -> dict[str, An
 
 
 class Eager:
-    """The same steps without `GraphedStep`."""
+    """Eager training steps with the interface of a `GraphedStep`."""
 
     def __init__(self, model: Any, schedule: Callable[[int], float] | None = None) -> None:
         self.model = copy.deepcopy(model)
@@ -148,7 +148,7 @@ def same_weights(one: nn.Module, other: nn.Module, **tolerance: float) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_replays_are_eager_steps_bit_for_bit(name):
-    """Weights, losses and norms are equal, with dropout and a schedule of the learning rate."""
+    """Weights, losses and norms have equal bits, with dropout and a learning-rate schedule."""
     model, factor = make(name), lambda step: 1.0 / (1 + step)
     eager, step = Eager(model, factor), traced(model, clip_norm=CLIP)
     schedule = scheduled(step.optimizer, factor)
@@ -180,7 +180,7 @@ def test_replays_are_eager_steps_bit_for_bit(name):
     ],
 )
 def test_the_rest_of_a_bucket_changes_nothing(name):
-    """In fp64, the updates of batches that do not fill their buckets are those of eager steps."""
+    """In fp64, batches that do not fill their buckets give the updates of eager steps."""
     model = make(name, **NO_DROPOUT, classifier_dropout=0.0).double()
     eager, step = Eager(model), traced(model, clip_norm=CLIP)
     for lengths in ((9, 4), (20, 3, 7), (13, 2), (1, 2)):
@@ -273,7 +273,7 @@ CHANGES: dict[str, Callable[[Any, Any], Any]] = {
 
 @pytest.mark.parametrize(
     "change",
-    # A change of the model, of the optimizer, and of a value that a recording reads.
+    # Each case changes the model, the optimizer, or a value that a recording reads.
     [
         "states",
         *map(long_case, ("frozen", "dropout", "moved", "backend", "decay", "rate")),
@@ -343,7 +343,7 @@ def test_hooks_are_called():
 
 
 def test_a_failed_first_step_is_not_recorded():
-    """The batch after it runs without a graph, because nothing has compiled the kernels yet."""
+    """The next batch also runs without a graph, because no whole step has compiled the kernels."""
     model, broken = make(), [True]
 
     def observe(output: Any, arguments: dict[str, Any]) -> None:
@@ -412,7 +412,7 @@ def test_a_step_needs_no_mode_of_the_caller(mode):
 
 @pytest.mark.every_case
 def test_pretraining_with_graphs_logs_the_same(options, documents, monkeypatch):
-    """Logged steps run without a graph, since a hook counts their correct predictions."""
+    """A logged step runs without a graph, because a hook counts its correct predictions."""
     steps: list[GraphedStep] = []
 
     def substitute(model: Any, optimizer: Any, **given: Any) -> GraphedStep:
@@ -430,7 +430,7 @@ def test_pretraining_with_graphs_logs_the_same(options, documents, monkeypatch):
         result = pretrain(given, documents=documents, console=Console(quiet=True))
         logs.append(read_log(result.log))
     recorder = steps[0]._cache.recorder
-    # Two of the eight steps are logged, and the first step of each bucket runs as it is.
+    # Two of the eight steps are logged, and the first step of each bucket runs without a graph.
     assert recorder.replayed >= 3
     assert recorder.replayed + recorder.ran == 8
     for one, other in zip(*logs, strict=True):
@@ -514,7 +514,7 @@ def test_errors_of_a_batch_name_the_argument(monkeypatch):
 @pytest.mark.parametrize("mixed", [False, True], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("name", ["BertForPreTraining", "BertForSequenceClassification"])
 def test_cuda_graphs_train(monkeypatch, name, mixed):
-    """Replays on a GPU give the losses of eager steps, with equal seeds of dropout."""
+    """Replays on a GPU give the losses of eager steps if the dropout seeds are equal."""
     monkeypatch.undo()
     model = make(name, initializer_range=0.1).to("cuda")
     model.set_backend(None)

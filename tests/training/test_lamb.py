@@ -1,4 +1,4 @@
-"""LAMB makes the updates of a written-out reference, and skips those of gradients not finite."""
+"""LAMB makes the updates of a written-out reference, and skips gradients that are not finite."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ RATE, FIRST, SECOND, EPSILON, DECAY = 0.02, 0.9, 0.999, 1e-6, 0.01
 
 
 def reference(weight, gradients, *, decay, adapt):
-    """You et al. 2020, algorithm 2, in float64, one line per line of the paper."""
+    """Return the weight after the updates of You et al. 2020, algorithm 2, in float64."""
     x = weight.double().numpy().copy()
     m, v = np.zeros_like(x), np.zeros_like(x)
     for t, gradient in enumerate(gradients, 1):

@@ -18,7 +18,7 @@ ROWS = [{"event": "train", "step": step, "note": "x" * 50} for step in range(1, 
 
 
 class Disk(io.RawIOBase):
-    """A file of limited size. As on a disk, a write that does not fit is written in part."""
+    """A file of limited size; a write that does not fit is written in part, as on a disk."""
 
     def __init__(self, path: Path, room: int) -> None:
         self.file, self.room = path.open("wb", buffering=0), room

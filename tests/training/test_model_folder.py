@@ -10,7 +10,7 @@ from fastbert.training.model_folder import refuse_existing, save_checkpoint
 
 
 class Writer:
-    """A substitute for a model or tokenizer, which writes one file or fails during the write."""
+    """A substitute for a model or a tokenizer that writes one file, and may then raise an error."""
 
     def __init__(self, name, content, error=None):
         self.name, self.content, self.error = name, content, error

@@ -1,4 +1,4 @@
-"""A second run into the folder of a run is refused, and the first run ends as if it were alone."""
+"""A second run into the same folder is refused, and the first run ends as if it were alone."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_the_second_run_is_refused_and_changes_nothing(
     others, expected = results_of(alone.folder)
     assert rows == others
     assert all(torch.equal(tensors[name], tensor) for name, tensor in expected.items())
-    # After the end of the first run, the folder is free.
+    # Once the first run has ended, another run may use the folder.
     run(dataclasses.replace(second, overwrite=True), documents)
 
 

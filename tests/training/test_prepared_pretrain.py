@@ -1,4 +1,4 @@
-"""Pre-training on a prepared corpus: objectives, phases, processes, and cuts that change no bit."""
+"""Pre-training on a prepared corpus: objectives, phases, processes, and runs that are resumed."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def weights(options):
 
 
 def watch_batches(monkeypatch):
-    """Let every run collect the longest sequence and the epoch of each step."""
+    """Return a list that receives the epoch and the longest sequence of each step of every run."""
     seen = []
     original = PretrainingRun.train_step
 
@@ -123,7 +123,7 @@ def test_cuts_anywhere_change_no_bit(settings, monkeypatch, tmp_path, changes, c
     expected = weights(whole)
     for step in cuts:
         options = settings(output=tmp_path / str(step), **steps)
-        # The number of processes that prepare batches may differ between the parts.
+        # The number of processes that prepare batches may change when a run is resumed.
         changed = settings(output=options.output, workers=int(step == 3), **steps)
         cut(monkeypatch, changed, step)
         _, text = run(options)
@@ -160,7 +160,7 @@ def test_an_epoch_of_steps_takes_every_example_once(settings, monkeypatch):
     monkeypatch.setattr(PretrainingRun, "train_step", train_step)
     result, _ = run(settings(steps=None, epochs=1, accumulate=3, held_out=0.0))
     assert len(taken) == 3 * result.steps
-    # Every story of the corpus is short enough for few examples.
+    # All steps together have as many examples as one epoch of the corpus.
     options = settings(held_out=0.0)
     corpus = pretraining.gather_documents(options, None)
     prepared = pretraining.prepare(options, corpus, lambda line: None)
@@ -230,7 +230,7 @@ pretrain(PretrainOptions(
 
 @pytest.mark.every_case
 def test_two_processes_share_one_epoch(settings, folder, tmp_path):
-    """Two processes take together as many tokens as one process, in half as many steps."""
+    """Two processes together take as many tokens as one process, in half as many steps."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     command = [*("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"), script]

@@ -26,7 +26,7 @@ def rows_without_times(path):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory, documents):
-    """One longer run that several tests look at."""
+    """Train one longer run, whose results several tests check."""
     from fastbert.training.options import PretrainOptions
 
     torch.set_num_threads(1)

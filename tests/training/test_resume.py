@@ -26,7 +26,7 @@ DROPOUT = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
 
 @pytest.fixture
 def settings(options):
-    """Options of a run with dropout, several epochs, and an odd distance between checkpoints."""
+    """Return a function that makes options: dropout, several epochs, a checkpoint every 3 steps."""
 
     def make(**changes):
         fields = {"steps": STEPS, "save_every": 3, "eval_every": 4, "config": DROPOUT, **changes}
@@ -42,7 +42,7 @@ def run(options, documents):
 
 
 def cut_at(monkeypatch, step):
-    """Let the next run end like a killed one at the beginning of a step; None cuts none."""
+    """Interrupt the next run at the beginning of a step; with None, interrupt no run."""
     original = pretraining_run.PretrainingRun.train_step
 
     def train_step(self, batch):
@@ -86,7 +86,7 @@ def assert_same(actual, expected):
 
 @pytest.fixture
 def corpus(documents):
-    # Some epochs end within the run.
+    # The corpus is so small that some epochs end within the run.
     return documents[:24]
 
 
@@ -97,7 +97,7 @@ def made(tmp_path_factory):
 
 @pytest.fixture
 def seven(made, settings, corpus, monkeypatch, tmp_path):
-    """The options of a run of 7 steps that was cut after step 6, and those of the whole run."""
+    """Return the options of a run of 7 steps cut after step 6, and those of an uncut run."""
     if not (made / "whole").exists():
         cut(monkeypatch, settings(steps=7, output=made / "cut"), corpus, 6)
         run(settings(steps=7, output=made / "whole"), corpus)
@@ -105,7 +105,7 @@ def seven(made, settings, corpus, monkeypatch, tmp_path):
     return settings(steps=7), settings(steps=7, output=made / "whole")
 
 
-# Every option whose state a checkpoint must have.
+# Options whose state a checkpoint must contain.
 RICH = {"optimizer": "lamb", "schedule": "cosine", "accumulate": 2, "ema": 0.95}
 
 
@@ -127,7 +127,7 @@ def test_cuts_anywhere_change_no_bit(settings, corpus, monkeypatch, tmp_path, ch
         options = settings(output=tmp_path / f"cut{number}", **changes)
         steps = sorted(draw.sample(range(1, whole.steps), 2))
         for step in steps:
-            # The number of processes that prepare batches may differ between the parts.
+            # The number of processes that prepare batches may change when a run is resumed.
             changed = settings(output=options.output, workers=int(number == 0), **changes)
             cut(monkeypatch, changed, corpus, step)
         result, text = run(options, corpus)
@@ -178,7 +178,7 @@ def test_a_run_that_ends_between_its_last_checkpoint_and_its_model_is_completed(
     assert "resumed after step 14 of 14" in run(options, corpus)[1]
     for name in names:
         assert (options.folder / name).read_bytes() == (whole.folder / name).read_bytes()
-    # A model that is complete stays as it is.
+    # A resumed run does not write a complete model again.
     (options.folder / "model" / "notes.txt").write_text("mine")
     run(options, corpus)
     assert (options.folder / "model" / "notes.txt").exists()
@@ -188,7 +188,7 @@ def test_overwrite_starts_anew(settings, corpus, monkeypatch):
     run(settings(seed=5), corpus)
     options = settings(overwrite=True)
     cut(monkeypatch, options, corpus, 1)
-    # The interrupted run left no checkpoint, and those of the earlier run are gone.
+    # The interrupted run left no checkpoint, and the checkpoints of the earlier run are deleted.
     assert not checkpoints.exists(options.folder)
     run(options, corpus)
     rows = read_log(options.folder / "log.jsonl")
@@ -326,7 +326,7 @@ def test_a_gradient_that_is_not_finite_changes_no_weight(settings, corpus, monke
 
     def update(self, batch):
         if self.step == 4:
-            # Infinite logits give an infinite loss.
+            # Infinite logits make the loss infinite.
             with torch.no_grad():
                 self.model.get_parameter("cls.seq_relationship.bias").fill_(float("inf"))
         try:

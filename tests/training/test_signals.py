@@ -1,4 +1,4 @@
-"""Signals are noted while a run trains, and have their usual effect before and after the run."""
+"""A training run notes signals; before and after the run, signals have their usual effect."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fastbert.training.signals import StopSignals, stopped_by
 
 @pytest.fixture(autouse=True)
 def usual_handlers():
-    """Sets the usual handlers, because a shell starts background jobs with SIGINT ignored."""
+    """Set the usual handlers, because a shell starts background jobs with SIGINT ignored."""
     before = {number: signal.getsignal(number) for number in signals.SIGNALS}
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -30,7 +30,7 @@ def test_the_first_signal_is_noted_and_the_handlers_come_back(number) -> None:
         assert stop.received == 0
         os.kill(os.getpid(), number)
         assert stop.received == number
-        # A launcher forwards a signal that the terminal has already sent to every process.
+        # A launcher may forward a signal that the terminal has already sent to every process.
         os.kill(os.getpid(), number)
     assert signal.getsignal(number) == before
 

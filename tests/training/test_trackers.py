@@ -1,4 +1,4 @@
-"""Trackers receive the figures of the log, and a tracker that is not installed is named."""
+"""Trackers receive the figures of the log; a tracker that is not installed is an error."""
 
 import struct
 import sys
@@ -20,7 +20,7 @@ def events(folder):
     for path in sorted(folder.glob("events.*"), key=lambda path: path.stat().st_mtime_ns):
         content = path.read_bytes()
         while content:
-            # A record has its length, 4 bytes of checksum, the event, and 4 bytes of checksum.
+            # A record has a length (8 bytes), a checksum (4), the event, and a checksum (4).
             (length,) = struct.unpack("<Q", content[:8])
             event = Event.FromString(content[12 : 12 + length])
             content = content[16 + length :]
@@ -58,16 +58,16 @@ def test_a_resumed_run_hides_the_figures_of_the_steps_that_were_lost(
         patch.setattr(pretraining_run.PretrainingRun, "train_step", train_step)
         with pytest.raises(KeyboardInterrupt):
             pretrain(chosen, documents=documents, console=Console(quiet=True))
-    # The names of TensorBoard's files have the second in which a session began.
+    # TensorBoard's file names have a resolution of one second, so the next session waits.
     time.sleep(1.0)
-    # A run may be resumed with another tracker, or with none.
+    # The run resumes after the checkpoint of step 3.
     pretrain(chosen, documents=documents, console=Console(quiet=True))
     steps = [
         step
         for step, name, _ in events(chosen.folder / "tensorboard")
         if name in ("train/loss", "start of a session")
     ]
-    # TensorBoard drops earlier figures from the step of the start of a session on.
+    # When a session starts at a step, TensorBoard drops the earlier figures from that step on.
     assert steps == [1, 1, 2, 3, 4, 5, 4, 4, 5, 6, 7, 8]
 
 

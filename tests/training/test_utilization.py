@@ -1,4 +1,4 @@
-"""Model FLOPs are those that torch counts, and the share of a peak is in the log if it is known."""
+"""Model FLOPs agree with torch's count, and the log has their share of a known peak."""
 
 import io
 from types import SimpleNamespace
@@ -33,7 +33,7 @@ def test_flops_are_those_that_torch_counts():
     with FlopCounterMode(display=False) as counter:
         stock(**batch).loss.backward()
     config = BertConfig(num_attention_heads=4, **sizes)
-    # The next-sentence head has two more columns.
+    # The tolerance covers the two outputs of the next-sentence head, which are not counted.
     assert model_flops(config, batch) == pytest.approx(counter.get_total_flops(), rel=1e-3)
 
 
@@ -64,7 +64,7 @@ def test_the_share_of_a_known_peak_is_logged_and_shown(options, documents, monke
     result = pretrain(options(accumulate=2, steps=4), documents=documents, console=console)
     rows = [row for row in read_log(result.log) if row["event"] == "train"]
     assert len(rows) == 2
-    # Two steps of two batches took this time.
+    # The run has two logged periods, each of two steps with two batches.
     seconds = sum(4 * 5e9 / 1e12 / row["utilization"] for row in rows)
     assert seconds == pytest.approx(result.seconds)
     assert f"{rows[0]['utilization']:.0%} of the peak" in console.file.getvalue()

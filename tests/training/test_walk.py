@@ -1,4 +1,4 @@
-"""The walk through pre-training in docs/design.md is what a run does."""
+"""The walk through pre-training in docs/design.md names the functions that a run calls."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ DESIGN = Path(__file__).resolve().parents[2] / "docs" / "design.md"
 
 
 def stops() -> list[str]:
-    """Return the functions that the walk names, in their order, each once, as ``file.function``."""
+    """Return the functions that the walk names, each once and in order, as ``file.function``."""
     text = DESIGN.read_text(encoding="utf-8").partition("## A walk through pre-training\n")[2]
     names = re.findall(r"`(\w+(?:\.\w+)+)`", text.partition("\n## ")[0])
     return list(dict.fromkeys(re.sub(r"\.\w+\.", ".", name) for name in names))
 
 
 def called(run) -> list[str]:
-    """Return the functions of fastbert.training that a function calls, by their first call."""
+    """Return the functions of fastbert.training that `run` calls, in the order of first calls."""
     folder, names = str(Path(training.__file__).parent), {}
 
     def note(frame, event, argument):

@@ -1,6 +1,6 @@
 """One process, copies in two processes and shards in two processes train the same model.
 
-A run may continue with another number of processes if a step has as many batches as before.
+A run may continue with another number of processes if a step keeps its number of batches.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fastbert.modules import BertForPreTraining
 from fastbert.training import PretrainOptions, checkpoints, pretrain
 from fastbert.training.log import read_log
 
-# An average, LAMB and accumulation have state or gradients that processes share.
+# LAMB, the average and accumulation have state or gradients that processes share.
 CHANGES = {"accumulate": 2, "optimizer": "lamb", "ema": 0.9, "learning_rate": 0.02, "save_every": 3}
 
 
@@ -39,7 +39,7 @@ def losses(folder: Path) -> list[list[float]]:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory) -> Path:
-    """The folder of a run in one process."""
+    """Return the folder of a run in one process."""
     folder = tmp_path_factory.mktemp("whole") / "out"
     alone(folder)
     return folder
@@ -70,7 +70,7 @@ def test_two_processes_train_as_one_and_one_continues_them(tmp_path, whole, laun
     assert process.returncode == 0, text[-3000:]
     assert "2 process(es), 2 batches each" in text
     assert_close(tmp_path / "out", whole)
-    # One process continues the run of two processes after step 3.
+    # One process continues, after step 3, the run that two processes started.
     shutil.rmtree(checkpoints.folder_of(tmp_path / "out", 6))
     text = alone(tmp_path / "out")
     assert "resumed after step 3 of 6" in text

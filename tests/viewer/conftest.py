@@ -29,7 +29,7 @@ def masked_lm(tokenizer) -> fastbert.BertForMaskedLM:
 
 @pytest.fixture(scope="session")
 def page_file(masked_lm, tokenizer, tmp_path_factory) -> Path:
-    """A page of a pair of texts with a mask and padding."""
+    """Return a page of a pair of texts with a mask and padding."""
     torch.manual_seed(0)
     page = fastbert.view(masked_lm, tokenizer, *TEXTS, pad_to=34)
     return page.save(tmp_path_factory.mktemp("page") / "page.html")
@@ -37,7 +37,7 @@ def page_file(masked_lm, tokenizer, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def tokens(tokenizer) -> Tokens:
-    """The tokens of `page_file`."""
+    """Return the tokens of `page_file`."""
     found = tokenize(tokenizer, *TEXTS)
     found.pad(34, tokenizer.pad_id)
     return found
@@ -45,13 +45,13 @@ def tokens(tokenizer) -> Tokens:
 
 @pytest.fixture(scope="session")
 def collected(masked_lm, tokens) -> Collected:
-    """What the model computes for `page_file`."""
+    """Return the results of the model that `page_file` shows."""
     return collect(masked_lm, tokens)
 
 
 @pytest.fixture(scope="session")
 def sparse_file(collected, tokens, tmp_path_factory) -> Path:
-    """A page with queries and keys of one layer, and with the mean of gradients over the heads."""
+    """Return a page with queries and keys of one layer, and with gradients averaged over heads."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pages, "NEURON_BUDGET", 1)
         patch.setattr(pages, "RELEVANCE_BUDGET", 1)
@@ -60,7 +60,7 @@ def sparse_file(collected, tokens, tmp_path_factory) -> Path:
 
 
 class Opened:
-    """A page in the browser, with what it asked for and what went wrong."""
+    """A page in the browser, with its requests and its errors."""
 
     def __init__(self, context: Any, file: Path) -> None:
         context.add_init_script(path=Path(__file__).parent / "record_uses.js")
@@ -89,16 +89,16 @@ class Opened:
         self.page.wait_for_selector("#view:not([aria-busy])")
 
     def state(self) -> dict[str, str]:
-        """Return the state in the hash of the URL, which follows a change after 0.35 s.
+        """Return the state in the hash of the URL, which the page updates 0.35 s after a change.
 
-        A later timer of the page fires after the page's own, however busy the machine is.
+        A timer that ends later than the page's timer waits for the update even on a busy machine.
         """
         self.page.evaluate("() => new Promise((done) => setTimeout(done, 400))")
         script = "Object.fromEntries(new URLSearchParams(location.hash.slice(1)))"
         return self.page.evaluate(script)
 
     def picture(self) -> list[str]:
-        """Return what the view shows: its elements, and the pixels of its canvases."""
+        """Return the picture of the view: its elements, and the pixels of its canvases."""
         self.page.wait_for_selector("#view:not([aria-busy])")
         self.page.wait_for_function("() => !document.querySelector('#view [data-drawing]')")
         # A change is drawn in the next frame.
@@ -109,7 +109,7 @@ class Opened:
         return self.page.evaluate(script)
 
     def controls(self) -> set[str]:
-        """Return the controls of the page as it is: elements with events and key bindings."""
+        """Return the controls that the page has now: elements with events, and key bindings."""
         return set(self.page.evaluate("window.controls()"))
 
     def used(self) -> set[str]:
@@ -117,7 +117,7 @@ class Opened:
         return set(self.page.evaluate("[...window.used]"))
 
     def check(self) -> None:
-        """Fail on a request of the page, and on an error or a warning in its console."""
+        """Fail if the page requested another file, or if its console has an error or a warning."""
         own = f"file://{self.file}"
         others = [url for url in self.requests if not url.startswith((own, "blob:", "data:"))]
         assert others == []

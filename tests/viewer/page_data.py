@@ -1,4 +1,4 @@
-"""What a page holds, read from its file as the specification says, and how exact it is."""
+"""Read the data of a page from its file as the specification says, and bound their errors."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def block_of(html: str, name: str) -> bytes:
 
 
 def planes_of(html: str, name: str, levels: int) -> np.ndarray:
-    """Return the planes ``(heads, L, L)`` of a block of weights, queries before keys."""
+    """Return the planes of a block of shape ``(heads, L, L)``, indexed by head, query and key."""
     codes = np.frombuffer(block_of(html, name), np.uint8)
     length = len(data_of(html)["tokens"])
     return quantize.decode(codes.reshape(-1, length, length), levels).astype(float)
@@ -79,7 +79,7 @@ def relevance_of(html: str, layer: int) -> np.ndarray:
 
 
 def half_digit(value: float) -> float:
-    """Return half a unit of the last digit that the page prints of a value, and fp32's rounding."""
+    """Return half a unit of the last printed digit of a value, plus the rounding of fp32."""
     if value == 0:
         return 0.0
     digits = 1 - math.floor(math.log10(abs(value))) if value < 0.0995 else 2 - (value >= 9.95)

@@ -1,4 +1,4 @@
-"""The page in Chromium: views, links and pictures, accessibility, and what a page may not do."""
+"""The page in Chromium: views, links, pictures, accessibility, and the limits of a page."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_a_picture_is_saved(open_page, page_file, view, tmp_path):
     opened.check()
 
 
-# What a page may not do
+# Limits of a page
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -133,7 +133,7 @@ def test_no_violation_of_accessibility(open_page, page_file, view, scheme):
         pytest.skip("no axe-core: `make test-viewer` installs it")
     page = open_page(page_file, color_scheme=scheme).go(view=view, token=3)
     page.locator("details summary").click()
-    # The page forbids scripts from elsewhere, but the tool evaluates in it.
+    # The page forbids scripts from elsewhere, but Playwright may evaluate axe in the page.
     page.evaluate(axe.read_text(encoding="utf-8"))
     found = page.evaluate("axe.run().then(({violations}) => violations)")
     told = [(each["id"], [node["html"][:120] for node in each["nodes"]][:3]) for each in found]
@@ -178,7 +178,7 @@ def test_the_measures_are_not_cut(open_page, page_file, width):
         inside, whole = box.evaluate("box => [box.clientWidth, box.scrollWidth]")
         assert box.bounding_box()["x"] + inside <= width
         assert whole <= inside or width == 400
-        # The last column of a wider table comes into view.
+        # Scrolling shows the last column of a table that is wider than its box.
         box.evaluate("box => { box.scrollLeft = box.scrollWidth; }")
         last = box.locator("thead th").last.bounding_box()
         assert last["x"] + last["width"] <= box.bounding_box()["x"] + inside + 1.5

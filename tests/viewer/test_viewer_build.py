@@ -1,4 +1,4 @@
-"""The committed page is what its sources build."""
+"""The committed page equals a new build of its sources."""
 
 from __future__ import annotations
 

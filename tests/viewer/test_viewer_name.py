@@ -12,14 +12,14 @@ from fastbert.viewer.model_name import model_name
     ("place", "source", "name"),
     [
         ("sentence-transformers/all-MiniLM-L6-v2", "", "all-MiniLM-L6-v2"),
-        # A fine-tuned model names in its configuration the model that it was made of.
+        # The configuration of a fine-tuned model names the model from which it was made.
         ("runs/tweets", "bert-base-uncased", "tweets"),
         ("runs/tweets/model", "google-bert/bert-base-uncased", "bert-base-uncased"),
         ("runs/tweets/model", "", "tweets"),
         ("runs/tweets/final_model/", "./checkpoint-500", "tweets"),
         ("tweets/Best-Model/0_Transformer", "", "tweets"),
         ("models--gt--tweets/snapshots/" + "0123456789" * 4, "", "models--gt--tweets"),
-        # A word of a name may be generic.
+        # A generic word may be a part of a name.
         ("model/tweet-model", "", "tweet-model"),
         ("out/checkpoints/1", "", None),
         ("model", "model", None),

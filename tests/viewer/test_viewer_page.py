@@ -26,8 +26,8 @@ def test_the_error_of_a_weight_is_within_its_bound(levels):
     codes = quantize.encode(weights, levels)
     error = np.abs(quantize.decode(codes, levels) - weights.astype(float))
     assert (error <= error_bound(weights, levels)).all()
-    # The largest error is that of the weight halfway between the last two codes, from which the
-    # nearest weight of the test is less than one step away.
+    # The error is largest halfway between the last two codes. The nearest weight of the test is
+    # less than one step away from there.
     assert error.max() <= quantize.largest_error(levels) + ROUNDING
     assert error.max() > quantize.largest_error(levels) - 1 / 89_999
 
@@ -81,7 +81,7 @@ def test_a_cell_of_a_thumbnail_is_the_largest_weight_of_its_rectangle():
 
 
 def brute_force(weights: list, tokens: Tokens) -> dict[str, float]:
-    """The measures of one head by their definitions."""
+    """Return the measures of one head, computed from their definitions."""
     n = len(tokens.ids)
     real = [i for i in range(n) if tokens.sentences[i] != PADDING]
     ends = [i for i in real if tokens.ids[i] in tokens.separator_ids]
@@ -222,7 +222,7 @@ def test_a_page_of_32_tokens_of_bert_base_is_below_one_megabyte(tokenizer):
 
 @pytest.mark.every_case
 def test_a_page_of_512_tokens_of_bert_base_is_below_fifteen_megabytes():
-    """Random weights compress worst: every head is a sharp random distribution."""
+    """The page stays small even with random weights, which compress worst."""
     generator = torch.Generator().manual_seed(0)
     length, heads, size = 512, 12, 64
     layers = []

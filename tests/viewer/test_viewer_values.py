@@ -1,4 +1,4 @@
-"""What each view shows is what the model computes, within the codes and the printed digits."""
+"""Each view shows the values of the model, within the rounding of codes and printed digits."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def html(page_file) -> str:
 
 @pytest.fixture(scope="module")
 def weights(html) -> np.ndarray:
-    """The weights of the page, of shape ``(layers, heads, L, L)``."""
+    """Return the weights of the page, of shape ``(layers, heads, L, L)``."""
     return weights_of(html)
 
 
 def places(cells: list[str]) -> list[int]:
-    """Return the numbers of the tokens that cells of a table name."""
+    """Return the token numbers in the cells of a table."""
     return [int(re.findall(r"\((\d+)\)$", cell)[0]) for cell in cells]
 
 
@@ -52,7 +52,7 @@ def largest(page: Any) -> list[list[str]]:
 
 
 def pixels(page: Any, selector: str, points: list[tuple[float, float]] | None = None) -> np.ndarray:
-    """Return the RGBA of a canvas: of all pixels, or of points, of shape ``(…, 4)``."""
+    """Return the RGBA values of a canvas, at all pixels or at points, of shape ``(…, 4)``."""
     script = """([selector, points]) => {
       const canvas = document.querySelector(selector);
       const {data} = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height);
@@ -86,7 +86,7 @@ def test_the_file_differs_from_the_model_by_at_most_its_bounds(html, weights, co
         exact = layer.weights.double().numpy()
         assert (np.abs(weights[number] - exact) <= error_bound(exact, data["levels"])).all()
         norms = layer.norms.double().numpy()
-        # A code is computed in fp32, whose rounding is at most 1/128 of a code.
+        # A code is computed in fp32, whose rounding error is at most 1/128 of a code.
         half_code = norms.max() / 65535 * (0.5 + 65535 * 2.0**-23)
         assert (np.abs(norms_of(html, number) - norms) <= half_code).all()
         relevance = layer.relevance.double().numpy()
@@ -101,7 +101,7 @@ def test_the_file_differs_from_the_model_by_at_most_its_bounds(html, weights, co
 
 
 def expected(html: str, weights: np.ndarray, quantity: str, layer: int, head: int) -> np.ndarray:
-    """Return the plane of a quantity, computed from the numbers of the file."""
+    """Return the plane of a quantity, computed from the numbers in the file."""
     if quantity == "attention":
         return weights[layer, head]
     if quantity == "norm":
@@ -113,7 +113,7 @@ def expected(html: str, weights: np.ndarray, quantity: str, layer: int, head: in
 
 @pytest.mark.parametrize("quantity", ["attention", "norm", "rollout", "gradient"])
 def test_the_matrix_tells_the_largest_values(open_page, page_file, html, weights, quantity):
-    """The numbers are those of the file, within half a unit of the last printed digit."""
+    """The ten largest values are those of the file, up to half a unit of the last printed digit."""
     opened = open_page(page_file)
     for layer, head in ((0, 0), (2, 1), (1, 2)):
         plane = expected(html, weights, quantity, layer, head)
@@ -136,7 +136,7 @@ def test_several_heads_are_their_mean(open_page, page_file, weights):
 
 
 def test_the_cells_of_the_matrix_tell_the_weights(open_page, page_file, weights):
-    """The keys walk along a row and then down a column."""
+    """Arrow keys move along a row and then down a column; each cell shows its weight."""
     page = open_page(page_file).go(view="matrix", layer=1, heads=2)
     canvas = page.locator("#view canvas")
     walk = [("ArrowRight", (0, key)) for key in range(1, 12)]
@@ -150,7 +150,7 @@ def test_the_cells_of_the_matrix_tell_the_weights(open_page, page_file, weights)
 
 
 def test_lines_are_the_largest_weights(open_page, page_file, weights):
-    """The table counts all rows; each plane has its own head."""
+    """The table has the largest weights of all chosen heads, and names the head of each."""
     page = open_page(page_file).go(view="head", layer=1, heads="0.2")
     values = []
     for head, query, key, value in largest(page):
@@ -243,7 +243,7 @@ def test_thumbnails_are_lighter_where_weights_are_larger(open_page, page_file, w
         assert follows(inside, found[:real, :real].reshape(-1, 4))
         assert (found[real:, :, :3] == 128).all()
         assert (found[:, real:, :3] == 128).all()
-    # The darkest colour of cividis is blue, the lightest yellow.
+    # The darkest colour of cividis is blue, and the lightest colour is yellow.
     first, last = (found.reshape(-1, 4)[luminance(found[:real, :real].reshape(-1, 4)).argmin()],
                    found[:real, :real].reshape(-1, 4)[inside.argmax()])  # fmt: skip
     assert last[0] > last[2]
@@ -291,7 +291,7 @@ def test_the_matrix_is_lighter_where_weights_are_larger(open_page, page_file, we
 
 
 def test_lines_end_at_the_keys_of_large_weights(open_page, page_file, weights):
-    """Before the labels of the keys, the canvas has ink where a weight is 2 % of the largest."""
+    """To the left of the label of a key, there is ink if the weight is over 2 % of the largest."""
     opened = open_page(page_file)
     page = opened.go(view="head", layer=1, heads=1, token=4)
     opened.picture()
@@ -368,7 +368,7 @@ def test_words_have_a_stronger_colour_the_more_they_receive(open_page, page_file
 
 @pytest.fixture(scope="module")
 def window_file(tmp_path_factory) -> Path:
-    """A page of ModernBERT, whose second layer attends to 4 tokens on each side, with padding."""
+    """Return a page of ModernBERT with padding; its second layer has a window of 4 tokens."""
     pytest.importorskip("transformers")
     sys.path.append(str(Path(__file__).parents[1] / "integrations"))
     from stock_families import build
@@ -397,7 +397,7 @@ def test_a_window_and_padding_are_grey_and_named(open_page, window_file):
         ("attention", 0, ~exists),
         ("attention", 1, ~(exists & near)),
         ("norm", 1, ~(exists & near)),
-        # Rollout passes through the layers before, which have no window.
+        # Rollout combines both layers, and the first layer has no window.
         ("rollout", 1, ~exists),
     ):
         page = opened.go(view="matrix", layer=layer, quantity=quantity)
