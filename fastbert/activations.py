@@ -17,10 +17,10 @@ class Activation(NamedTuple):
     Attributes:
         name: Name in ``fastbert.ops``, in the C++ operators and in the launchers of the Triton
             kernels.
-        function_name: Name of `function` in the Triton kernels, as their constant FUNCTION.
-        function: The function of one column, in differentiable PyTorch.
+        function_name: Value of the constant FUNCTION of the Triton kernels for `function`.
+        function: The elementwise function, in differentiable PyTorch.
         slope: The derivative of `function`.
-        hidden_act: Names in a ``config.json``.
+        hidden_act: Names of the activation in a ``config.json``.
         approximate: Value of the argument `approximate` of ``ops.linear_gelu``; empty if gated.
         gated: Whether `function` is applied to the first half of the columns and the result is
             multiplied by the second half (Shazeer 2020).
@@ -59,7 +59,7 @@ def _relu(x: Tensor) -> Tensor:
 
 
 def _relu_slope(x: Tensor) -> Tensor:
-    # As in torch, the slope at NaN is 1, so that NaN is seen in what is computed from it.
+    # As in torch, the slope at NaN is 1, so that the gradient of a NaN input is not set to 0.
     return (~(x <= 0)).to(x.dtype)
 
 
@@ -75,7 +75,7 @@ def _silu_slope(x: Tensor) -> Tensor:
     return torch.ops.aten.silu_backward(torch.ones_like(x), x)
 
 
-# function_name, function and slope
+# The fields function_name, function and slope of exact GELU and of GELU with tanh.
 _exact = ("gelu", partial(_gelu, "none"), partial(_gelu_slope, "none"))
 _tanh = ("gelu_tanh", partial(_gelu, "tanh"), partial(_gelu_slope, "tanh"))
 
@@ -92,7 +92,7 @@ ACTIVATIONS = {
 }
 # The names of the activations that are not gated.
 UNGATED = tuple(name for name, activation in ACTIVATIONS.items() if not activation.gated)
-# Value of the argument `approximate` of ``ops.linear_gelu`` → name of the activation.
+# Maps values of the argument `approximate` of ``ops.linear_gelu`` to names of activations.
 APPROXIMATIONS = {ACTIVATIONS[name].approximate: name for name in UNGATED}
 
 
@@ -104,7 +104,7 @@ def of_name(name: str) -> Activation:
 
 
 def of_config(gated: bool) -> dict[str, Activation]:
-    """Return the activations, gated or not, by the names `hidden_act` of a ``config.json``."""
+    """Map each name `hidden_act` of a ``config.json`` to its gated or ungated activation."""
     return {
         hidden_act: activation
         for activation in ACTIVATIONS.values()

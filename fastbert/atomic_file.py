@@ -12,8 +12,8 @@ from pathlib import Path
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     """Call ``write`` with a temporary path in the folder of ``path``, then rename the file.
 
-    The temporary file has the suffix of ``path``, by which numpy and matplotlib choose a format. An
-    OSError that names no file, as of a full disk, receives the name of ``path``.
+    The temporary file has the suffix of ``path``, by which numpy and matplotlib choose a format. If
+    an OSError names no file, such as the error of a full disk, ``path`` is added to the error.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.stem}.{secrets.token_hex(4)}{path.suffix}")
@@ -27,13 +27,13 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Give the name of a file to an OSError of the block that names none, as of a full disk.
+    """Add a file name to an OSError of the block without a name, such as that of a full disk.
 
     Args:
         path: The file that the block writes.
 
     Raises:
-        OSError: The error of the block, with the name.
+        OSError: The error of the block, with the name of the file.
     """
     try:
         yield
@@ -47,7 +47,7 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def write_durably(path: Path, write: Callable[[Path], object]) -> None:
-    """Do as `write_atomically`, and flush the file and its name to the disk before returning."""
+    """Call `write_atomically`, and flush the file and its name to the disk before returning."""
 
     def flushed(temporary: Path) -> None:
         write(temporary)

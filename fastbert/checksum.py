@@ -16,7 +16,7 @@ def checksum(path: Path, advance: Callable[[int], object] = lambda size: None) -
 
     Args:
         path: The file.
-        advance: Called with the number of bytes that were read since its last call.
+        advance: Function that is called with the number of bytes read since the previous call.
 
     Raises:
         OSError: If the file cannot be read.

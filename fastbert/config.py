@@ -167,8 +167,8 @@ class BertConfig:
         vocab_size: Number of tokens of the vocabulary.
         hidden_size: Width of the hidden states, a multiple of `num_attention_heads`.
         num_hidden_layers: Number of layers.
-        num_attention_heads: Number of heads of attention.
-        intermediate_size: Width of the feed-forward.
+        num_attention_heads: Number of attention heads.
+        intermediate_size: Width between the two projections of the feed-forward.
         hidden_act: Activation of the feed-forward.
         hidden_dropout_prob: Dropout of hidden states, in [0, 1].
         attention_probs_dropout_prob: Dropout of attention weights, in [0, 1].
@@ -186,8 +186,8 @@ class BertConfig:
             labels decide.
         model_type: Name of the model family, such as ``"bert"``.
         architecture: Differences of the model family from BERT.
-        extra: Keys of a ``config.json`` that are not fields. They are written again when the
-            checkpoint is saved.
+        extra: Keys of a ``config.json`` that are not fields, with their values. A saved checkpoint
+            contains these keys again.
 
     Raises:
         ValueError: If a value is not allowed. The message names the field.
@@ -269,7 +269,7 @@ class BertConfig:
 
     @property
     def head_dim(self) -> int:
-        """Width of one head of attention."""
+        """Width of one attention head."""
         return self.hidden_size // self.num_attention_heads
 
     @property
@@ -320,7 +320,7 @@ class BertConfig:
         """Build a configuration from the content of a ``config.json``.
 
         Args:
-            content: The content. Unknown keys are kept in `extra`.
+            content: The content. Unknown keys are stored in `extra`.
             architecture: Differences of the model family from BERT; None means BERT.
                 ``fastbert.io.families`` reads other families.
 

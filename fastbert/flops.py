@@ -1,4 +1,4 @@
-"""The FLOPs of the products of an encoder."""
+"""The FLOPs of the matrix products of an encoder."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from fastbert.config import BertConfig
 
 
 def flops_of_layers(config: BertConfig, lengths: Sequence[int]) -> float:
-    """Return the FLOPs of the products of all layers, in a forward pass without padding.
+    """Return the FLOPs of the matrix products of all layers, in a forward pass without padding.
 
-    A layer has 2 T (4H² + 2HI) + 4 H Σ L² FLOPs for T tokens in sequences of L tokens, with the
-    width H and the width I between the two products of the feed-forward.
+    A layer has 2 T (4H² + 2HI) + 4 H Σ L² FLOPs for T tokens in sequences of L tokens. H is the
+    hidden size, and I the intermediate size. Gates and attention windows are not considered.
 
     Args:
         config: The configuration of the model.

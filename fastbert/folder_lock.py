@@ -8,20 +8,20 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-# The open files of the locks that this process holds.
+# The file descriptors of the locks that this process holds.
 _held: set[int] = set()
 
 
 def lock(folder: Path, argument: str, patience: float = 0.0) -> int:
-    """Lock `folder` and return the open file that holds the lock; `unlock` ends the lock.
+    """Lock `folder` and return the file descriptor that holds the lock; `unlock` ends the lock.
 
-    The lock ends with the process, even if the process is killed. A process that is forked, such as
-    one that prepares batches, does not keep the lock. A file system without locks gives no lock and
-    no error.
+    The lock ends with the process, even if the process is killed. A forked process, such as a
+    worker that prepares batches, does not hold the lock. If the file system has no locks, the
+    folder stays unlocked and no error is raised.
 
     Args:
         folder: The folder, which is created if it does not exist.
-        argument: Name of the argument, for the error.
+        argument: Name of the argument in the message of the error.
         patience: Time to wait for the lock, in seconds.
 
     Raises:
@@ -65,7 +65,8 @@ def unlock(handle: int) -> None:
 def locked(folder: Path, argument: str, patience: float = 0.0) -> Iterator[None]:
     """Lock a folder during the block; see `lock`.
 
-    A folder that the block creates and leaves empty is deleted at the end, with its new parents.
+    A folder that did not exist before and is empty after the block is deleted, with its new
+    parents.
     """
     new = [path for path in (folder, *folder.parents) if not path.exists()]
     handle = lock(folder, argument, patience)

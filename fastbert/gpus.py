@@ -1,6 +1,6 @@
-"""The rates of the GPUs for which bounds are predicted, from NVIDIA's documents.
+"""The rates of the GPUs for which lower bounds of kernel times are predicted.
 
-The columns come from the documents that are named here.
+Each field of `Gpu` comes from one of these documents of NVIDIA.
 
 - Multiprocessors, dense 16-bit matrix rate and memory bandwidth: the data sheets of A100, H100,
   H200 and L4, the white paper "NVIDIA Ada GPU Architecture" for the RTX 4090, and the data sheet of
@@ -74,12 +74,13 @@ class Gpu:
 
 A100 = Gpu("A100", 80, 108, 1.41e9, 2048, 2.039e12, fma=64)
 L4 = Gpu("L4", 89, 58, 2.04e9, 1024, 300e9)
-# A GeForce multiplies 16-bit operands with fp32 sums at half the rate of an L4.
+# Per clock and multiprocessor, a GeForce multiplies 16-bit operands with fp32 sums at half the rate
+# of an L4.
 RTX_4090 = Gpu("RTX 4090", 89, 128, 2.52e9, 512, 1.008e12)
 H100 = Gpu("H100", 90, 132, 1.83e9, 4096, 3.35e12)
 H200 = Gpu("H200", 90, 132, 1.83e9, 4096, 4.8e12)
 B200 = Gpu("B200", 100, 148, 1.856e9, 8192, 8.0e12)
 GPUS = (A100, L4, RTX_4090, H100, H200, B200)
-# By the name that CUDA reports. Other parts, such as "NVIDIA H100 PCIe" or "NVIDIA GH200 480GB",
-# have other rates.
+# The keys are the device names that CUDA reports. Other devices, such as "NVIDIA H100 PCIe" or
+# "NVIDIA GH200 480GB", have other rates.
 BY_CUDA_NAME = {"NVIDIA H200": H200, "NVIDIA H100 80GB HBM3": H100}

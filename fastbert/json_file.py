@@ -29,12 +29,12 @@ def read(path: Path, kind: type = dict) -> Any:
 
     Args:
         path: The file.
-        kind: The kind of its value.
+        kind: The expected Python type of its value, ``dict`` or ``list``.
 
     Raises:
         OSError: If the file cannot be read.
         ValueError: If the file is larger than ``MAX_BYTES``, is not JSON in UTF-8, has more values
-            or levels than `parse` allows, or holds another kind of value. The message names the
+            or levels than `parse` allows, or holds a value of another type. The message names the
             file.
     """
     check_file(path, MAX_BYTES)
@@ -48,18 +48,18 @@ def read(path: Path, kind: type = dict) -> Any:
 
 
 def parse(text: str, most_values: int = MAX_VALUES) -> Any:
-    """Return the value of a JSON text; the memory and the levels are bounded before it is parsed.
+    """Return the value of a JSON text, after a check of its number of values and levels.
 
     Args:
         text: The text.
-        most_values: About the largest number of its values.
+        most_values: Largest number of values, which are counted approximately.
 
     Raises:
         ValueError: If the text is not JSON, if it has more than `most_values` values or more than
             ``MAX_DEPTH`` levels of arrays and objects, or if a string has half of a surrogate pair.
     """
     opened = text.count("[") + text.count("{")
-    # Commas and brackets inside strings count too; texts have few of them.
+    # The count includes commas and brackets inside strings, which are few.
     values = opened + text.count(",")
     if values > most_values:
         raise ValueError(f"it has {values:,} values, allowed: at most {most_values:,}")
@@ -75,7 +75,7 @@ def parse(text: str, most_values: int = MAX_VALUES) -> Any:
 
 
 def _check_text(content: Any) -> None:
-    """Raise ValueError for half of a surrogate pair, which is no text in UTF-8."""
+    """Raise ValueError for half of a surrogate pair, which UTF-8 cannot encode."""
     try:
         json.dumps(content, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
@@ -87,14 +87,14 @@ def _check_text(content: Any) -> None:
 
 def _check_depth(text: str) -> None:
     """Raise ValueError if arrays and objects are nested in more than ``MAX_DEPTH`` levels."""
-    # Without escapes, every second part between quotation marks is outside of the strings.
+    # After the removal of escapes, the parts at even indices of the split are outside of strings.
     parts = text.replace(r"\\", "").replace(r"\"", "").split('"')
     nested = re.sub(r"[^][{}]+", "", "".join(parts[::2])).replace("{", "[").replace("}", "]")
     for _ in range(MAX_DEPTH):
         if not nested:
             return
         nested = nested.replace("[]", "")
-    # Brackets without a partner are for the parser to refuse.
+    # Unmatched brackets are no error here, because the parser refuses them.
     if "[]" in nested:
         raise ValueError(f"it is nested more deeply than allowed: at most {MAX_DEPTH} levels")
 
@@ -127,7 +127,7 @@ def line(value: Any) -> str:
 def record(value: Mapping[str, Any]) -> str:
     """Return the record of a measurement as JSON text, with a line for each entry and each row.
 
-    An entry whose values are all arrays or objects has rows.
+    If the values of an entry are all arrays or objects, each of these values is a row.
     """
     lines = []
     for key, entry in jsonable(value).items():

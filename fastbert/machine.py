@@ -32,8 +32,8 @@ class Machine:
     """The machine, the versions and the date of a measurement.
 
     ``cores`` counts the cores that this process may use, and ``threads`` the threads of torch.
-    ``isa`` is the level of the C++ operators, or of torch without the extension. ``gpu`` and
-    ``driver`` are None without a GPU.
+    ``isa`` is the CPU instruction set of the C++ operators, or of torch without the extension.
+    ``gpu`` and ``driver`` are None without a GPU.
     """
 
     cpu: str
@@ -73,12 +73,12 @@ def cpu_model() -> str:
                 if line.lower().startswith("model name"):
                     return line.split(":", 1)[1].strip()
     except OSError:
-        pass  # On other systems than Linux, only the generic name is known.
+        pass  # Systems other than Linux report a generic name only.
     return platform.processor() or platform.machine()
 
 
 def cpu_cores() -> int:
-    """Return the number of cores that this process may use; a container may have fewer."""
+    """Return the number of cores that this process may use, without CPU quotas of a container."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -97,7 +97,7 @@ def gpu_driver() -> str | None:
 
 
 def describe() -> Machine:
-    """Describe the machine of this process, with the present date."""
+    """Describe the machine of this process, with the current date and time in UTC."""
     if backend.EXTENSION is not None:
         isa = f"{backend.EXTENSION.cpu_isa()} (extension)"
     else:

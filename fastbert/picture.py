@@ -1,4 +1,4 @@
-"""Pictures of matplotlib, in which text of the user is literal and no character is an empty box."""
+"""Pictures by matplotlib, with literal text and fonts for characters the default font lacks."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def picture(
     """Yield an empty figure, which is written to a file if the block ends without an error.
 
     Args:
-        path: A PNG, SVG or PDF by its suffix. It appears complete or not at all.
+        path: The file, whose suffix selects PNG, SVG or PDF. It appears complete or not at all.
         width: Width in inches.
         height: Height in inches.
-        dpi: Pixels of an inch.
+        dpi: Pixels per inch.
         fonts: Families for the characters that the default font lacks, from `fonts_for`.
 
     Yields:
@@ -53,10 +53,10 @@ def picture(
 
 
 def literal(text: str) -> str:
-    r"""Return a text as matplotlib must receive it, so that each character means itself.
+    r"""Escape a text for matplotlib, so that each character is drawn literally.
 
-    A dollar sign would begin a formula. Control characters are escaped, characters for the
-    direction or the joining of others are left out, and every kind of space is a space.
+    Dollar signs, which would begin a formula, and control characters are escaped. Format
+    characters, such as direction marks and joiners, are removed. Every separator becomes a space.
 
     Args:
         text: Any text.
@@ -79,8 +79,8 @@ def fonts_for(texts: Iterable[str]) -> tuple[list[str], set[str]]:
         texts: The texts.
 
     Returns:
-        The families that are needed beside the default font, and the characters that no font has.
-        matplotlib would draw each of these characters as an empty box.
+        The families that are needed in addition to the default font, and the characters that no
+        font has. matplotlib would draw each of these characters as an empty box.
     """
     from matplotlib import font_manager
 
@@ -124,7 +124,7 @@ def _families(fonts: Sequence[str]) -> list[str]:
 
 
 def _visible(text: str) -> str:
-    """Return a text without invisible characters, and on one line."""
+    """Return a text on one line, without format characters and with escaped control characters."""
     return "".join(_visible_character(character) for character in text)
 
 
@@ -138,11 +138,11 @@ def _visible_character(character: str) -> str:
 
 
 def _installed() -> list[FontEntry]:
-    """Return the fonts of this machine, the upright ones of regular weight first."""
+    """Return the fonts of this machine, with upright fonts of regular weight first."""
     from matplotlib import font_manager, get_data_path
 
     manager = font_manager.fontManager
-    # matplotlib keeps a list of the fonts, in which a font that was installed later is absent.
+    # matplotlib caches its list of fonts, so the list lacks fonts that were installed later.
     known = {Path(entry.fname) for entry in manager.ttflist}
     for path in font_manager.findSystemFonts():
         if Path(path) not in known:
@@ -150,7 +150,8 @@ def _installed() -> list[FontEntry]:
                 manager.addfont(path)
             except (OSError, RuntimeError, ValueError):
                 continue  # The file is not a font that matplotlib can read.
-    # matplotlib's own fonts are for formulas, and one of them has a box for every character.
+    # The fonts that matplotlib ships are left out, because one of them has a box for every
+    # character.
     own = Path(get_data_path())
     entries = [entry for entry in manager.ttflist if own not in Path(entry.fname).parents]
     return sorted(
@@ -165,12 +166,12 @@ def _installed() -> list[FontEntry]:
 
 
 def _drawn_by(path: str, characters: Iterable[str]) -> set[str]:
-    """Return those of the characters that a font can draw."""
+    """Return the subset of `characters` that a font can draw."""
     from matplotlib.ft2font import FT2Font
 
     try:
         font = FT2Font(path)
-        # A font of coloured bitmaps has no outlines of this size.
+        # This call fails for a font of coloured bitmaps, which has no outlines.
         font.set_size(10, 72)
     except (OSError, RuntimeError, ValueError):
         return set()

@@ -1,4 +1,4 @@
-"""Text files as people have them: compressed or not, in UTF-8 or UTF-16."""
+"""Reading of text files, compressed or uncompressed, in UTF-8, UTF-16 or UTF-32."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from typing import Any, BinaryIO, TextIO, cast
 
 from fastbert.file_size import check_file
 
-# The suffixes of compressed files, after the suffix of their content.
+# The suffixes of compressed files, which come after the suffix of the content, as in .csv.gz.
 COMPRESSED = (".gz", ".xz", ".zst")
-# The text of a file that is in memory as a whole.
+# The largest size, in bytes, of a text that is read into memory as a whole.
 MOST_BYTES = 1 << 33
 _BLOCK = 1 << 20
-# The byte order marks by the encodings that they stand for. That of UTF-16 begins that of UTF-32.
+# Maps byte order marks to encodings. UTF-32 comes before UTF-16, because the little-endian mark of
+# UTF-32 begins with the little-endian mark of UTF-16.
 MARKS = {
     codecs.BOM_UTF8: "utf-8-sig",
     codecs.BOM_UTF32_LE: "utf-32",
@@ -53,7 +54,8 @@ def open_bytes(path: Path) -> BinaryIO:
         path: Path of the file.
 
     Returns:
-        The bytes of the content. `damage_named` names the file in the errors of a damaged one.
+        A stream of the bytes of the content. Reads belong inside `damage_named`, which adds the
+        file name to the error of a damaged file.
 
     Raises:
         OSError: If the file cannot be opened.
@@ -80,7 +82,7 @@ def open_bytes(path: Path) -> BinaryIO:
 
 @contextmanager
 def damage_named(path: Path) -> Iterator[None]:
-    """Turn the errors of a damaged compressed file into a ValueError that names it."""
+    """Turn the errors of a damaged compressed file into a ValueError that names the file."""
     try:
         yield
     except (EOFError, lzma.LZMAError, zlib.error, OSError) as error:
@@ -90,12 +92,12 @@ def damage_named(path: Path) -> Iterator[None]:
 
 
 def encoding_of(start: bytes) -> str:
-    """Return the encoding of a text by its first four bytes: UTF-8 without a byte order mark."""
+    """Return the encoding by the byte order mark in the first four bytes; UTF-8 without a mark."""
     return next((name for mark, name in MARKS.items() if start.startswith(mark)), "utf-8")
 
 
 def is_plain(path: Path) -> bool:
-    """Return whether the bytes of a file are its text in UTF-8, so that it can be read in parts."""
+    """Return whether a file is uncompressed UTF-8, so that parts of the file can be read alone."""
     return path.suffix.lower() not in COMPRESSED and _encoding(path).startswith("utf-8")
 
 
@@ -110,12 +112,13 @@ def open_text(path: Path) -> TextIO:
 
 
 def lines_in_utf8(path: Path) -> Iterator[bytes]:
-    """Yield the lines of a file in UTF-8, each with its end, whatever its encoding.
+    """Yield the lines of a file, each with its line end, converted to UTF-8 from any encoding.
 
-    Bytes that are no text stay bytes that are not UTF-8, for the caller to refuse.
+    Invalid bytes of a UTF-8 file and lone surrogates of UTF-16 or UTF-32 become bytes that are not
+    valid UTF-8, and the caller must refuse them.
 
     Args:
-        path: Path of a file as of `read_text`.
+        path: Path of a file that `read_text` can read.
 
     Raises:
         OSError: If the file cannot be read.
@@ -157,7 +160,7 @@ def read_text(path: Path) -> str:
         check_file(path, MOST_BYTES)
     content = bytearray()
     with damage_named(path), open_bytes(path) as file:
-        # A read of a number of bytes takes the memory for all of them at once.
+        # One read of MOST_BYTES would allocate that memory at once, so blocks are read.
         while block := file.read(_BLOCK):
             content += block
             if len(content) > MOST_BYTES:

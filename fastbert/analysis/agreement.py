@@ -1,4 +1,4 @@
-"""How much rankings and distributions agree: rank correlations and distances of distributions."""
+"""Rank correlations of numbers, and distances between probability distributions."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def kendall(x: Tensor, y: Tensor) -> float:
         ValueError: If the shapes differ.
 
     Note:
-        Kendall 1945. Jain and Wallace 2019 compare attention and gradients by it.
+        Kendall 1945. Jain and Wallace 2019 compare attention and gradients by this correlation.
     """
     _check(x, y)
     a, b = ((z[:, None] - z[None, :]).sign().double() for z in (x, y))
@@ -113,8 +113,8 @@ def jensen_shannon(p: Tensor, q: Tensor) -> Tensor:
 
 
 def _relative_entropy(p: Tensor, q: Tensor) -> Tensor:
-    """Compute ``Σ p ln(p / q)`` for a `q` that is not 0 where `p` is not."""
-    # A logarithm of 0 must not be computed at all, because 0 · ∞ makes NaN gradients.
+    """Compute ``Σ p ln(p / q)`` for a `q` that is not 0 where `p` is not 0."""
+    # The logarithm of 0 must not be computed, because 0 · ∞ would make the gradient NaN.
     there = p > 0
     safe_p, safe_q = torch.where(there, p, 1.0), torch.where(there, q, 1.0)
     return torch.where(there, p * (safe_p.log() - safe_q.log()), 0.0).sum(-1)

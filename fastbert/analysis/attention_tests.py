@@ -45,10 +45,10 @@ class Texts:
 
 @dataclass(frozen=True)
 class Guided:
-    """The accuracy of token-wise classifiers that are guided by the same weights.
+    """The accuracy of token-wise classifiers that use the same attention weights.
 
     Attributes:
-        weights: Name of the weights.
+        weights: Name of the attention weights.
         accuracy: Mean accuracy over the seeds.
         deviation: Standard deviation over the seeds; 0 for one seed.
     """
@@ -63,8 +63,8 @@ class Adversary:
     """A model that was trained to the predictions of the base model with other attention weights.
 
     Attributes:
-        scope: The weights that had to differ: ``"read"`` or ``"every"``.
-        strength: The factor λ of their divergence in the loss.
+        scope: The attention weights that had to differ: ``"read"`` or ``"every"``.
+        strength: The factor λ of the divergence of the attention weights in the loss.
         distance: Distance of the model's predictions from those of the base model.
     """
 
@@ -116,10 +116,10 @@ def uniform_weights(
     seed: int = 0,
     progress: Progress = silent,
 ) -> list[Distance]:
-    """Test 1: make attention uniform in the finished model, and in a model while it is trained.
+    """Test 1: make attention uniform in the fine-tuned model, and in models during their training.
 
-    If a model with uniform weights is as good, the task does not need attention, and its weights
-    explain nothing.
+    If a model with uniform attention weights is as good, the task does not need attention, and the
+    attention weights explain nothing.
 
     Args:
         base: The fine-tuned model.
@@ -159,7 +159,7 @@ def seed_variance(
 ) -> list[Distance]:
     """Test 2: train the same model with other seeds, which decide head, order and dropout.
 
-    The distances show how much the weights of models differ that were trained in the same way.
+    The distances show how much attention weights differ between models of the same training.
 
     Args:
         base: The fine-tuned model.
@@ -195,12 +195,12 @@ def frozen_weights(
     """Test 3: guide a token-wise classifier by the frozen attention weights of a model.
 
     The weights of special tokens are left out, because a classifier without context learns nothing
-    from these tokens; the other weights are scaled to the sum 1.
+    from these tokens. The other weights are scaled to the sum 1.
 
     Args:
         base: The fine-tuned model, whose word embeddings the classifiers use.
         texts: The texts.
-        others: Further models, by the name of their weights.
+        others: Other models, by the name of their attention weights.
         seeds: Seeds of the classifiers.
         options: Options of the training of the classifiers.
         progress: Receives a line after each epoch.
@@ -263,11 +263,11 @@ def adversarial_attention(
 
     Args:
         base: The fine-tuned model.
-        start: Returns the classifier that becomes the adversary, for a seed. A copy of `base` needs
-            the fewest steps.
+        start: Returns the classifier from which an adversary is trained, for a seed. A copy of
+            `base` needs the fewest steps.
         texts: The texts.
         options: Options of the training.
-        strengths: The factors λ; 0 imitates the predictions only, in one model for all scopes.
+        strengths: The factors λ. With 0, one model for all scopes imitates the predictions only.
         scopes: The weights that must differ: ``"read"``, ``"every"`` or both.
         seed: Seed of the models.
         progress: Receives a line after each epoch.
@@ -280,7 +280,7 @@ def adversarial_attention(
 
     Note:
         Wiegreffe and Pinter 2019, section 4, subtract the Kullback-Leibler divergence of the
-        weights. The Jensen-Shannon divergence, by which they judge, is bounded.
+        weights. Here, the loss has the Jensen-Shannon divergence, their figure, which is bounded.
     """
     for scope in scopes:
         if scope not in SCOPES:
@@ -293,7 +293,7 @@ def adversarial_attention(
     for scope in scopes:
         for strength in sorted(strengths):
             if strength == 0 and adversaries:
-                continue  # Without a divergence in the loss, the scopes give the same model.
+                continue  # With λ = 0, all scopes give the same model.
             model = start(seed)
             name = f"adversary, {scope}, λ = {strength:g}"
             loss = adversarial_loss(train, scope, strength)

@@ -1,4 +1,4 @@
-"""Five explanations of one prediction, side by side, with their rank correlations."""
+"""Explanations of one prediction by five methods, with the rank correlations of the methods."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ METHODS = {
     "rollout": "the weights of that token through all layers and residual connections",
     "leave-one-out": "the fall of the logit when the token or the word is removed",
 }
-# Fewer words than this have no meaningful ranking.
+# With fewer words, a ranking has no meaning.
 FEWEST = 3
 
 
@@ -30,7 +30,7 @@ class Attribution:
     """The values of one method.
 
     Attributes:
-        pieces: A value for each token, special tokens included; None where the method has none.
+        pieces: A value for each token, special tokens included; None if the method gives no value.
         words: A value for each word: the sum over its tokens. For leave-one-out, the whole word is
             removed.
     """
@@ -46,8 +46,8 @@ class Explanation:
     Attributes:
         text: The text, or the first text of a pair.
         label: The explained label.
-        scores: The softmax of the logits by label; the plain logit of a model with one label.
-        logit: The logit of the label, which all methods but attention explain.
+        scores: The softmax of the logits by label; the logit itself of a model with one label.
+        logit: The logit of the label, which all methods except attention and rollout explain.
         pieces: The tokens, special tokens included.
         words: The words of both texts.
         word_of: Index of the word of each token; None for special tokens.
@@ -57,7 +57,7 @@ class Explanation:
         completeness_error: Sum of integrated gradients over all tokens, minus the difference of
             `logit` and `baseline`. It tends to 0 with more steps.
         special: Share of the attention, and of rollout, on special tokens.
-        spearman: Spearman's correlation of the absolute values of the words, by two methods.
+        spearman: Spearman's correlation of the words' absolute values, for each pair of methods.
         kendall: Kendall's τ-b of the same values.
         pair: The second text of a pair, or None.
         second: Index in `words` of the first word of the second text; None without a pair.
@@ -178,8 +178,8 @@ def correlations(
         correlate: `spearman` or `kendall`.
 
     Returns:
-        The correlations by two names of methods; NaN for fewer than three words, or if all words
-        have the same value.
+        The correlations by the names of both methods; NaN for fewer than three words, or if all
+        words have the same absolute value by one of the methods.
     """
     sizes = {
         name: torch.tensor(a.words, dtype=torch.float64).abs() for name, a in attributions.items()
@@ -203,7 +203,7 @@ def integrated_gradients(
     """Compute integrated gradients by Captum.
 
     The baseline has the embedding of padding in place of each token of the text, or zeros if the
-    model has no padding token. Special tokens stay.
+    model has no padding token. Special tokens keep their embeddings.
 
     Args:
         subject: The model.

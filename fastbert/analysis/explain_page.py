@@ -19,7 +19,7 @@ def number(value: float | None, digits: int = 4) -> str:
 
 
 def write_page(explanation: Explanation, output: str | os.PathLike[str]) -> None:
-    """Write an explanation as a page of one file, which loads nothing.
+    """Write an explanation as an HTML page of one file, which loads no other file.
 
     Args:
         explanation: The explanation.
@@ -35,7 +35,7 @@ def write_page(explanation: Explanation, output: str | os.PathLike[str]) -> None
 
 
 def html(explanation: Explanation) -> str:
-    """Return the page of an explanation as text.
+    """Return the HTML page of an explanation as text.
 
     Args:
         explanation: The explanation.

@@ -17,7 +17,7 @@ from fastbert.analysis.subject import padded
 from fastbert.data import load_tokenizer
 from fastbert.modules import BertForSequenceClassification, BertModel
 
-# Reports the name of a run and the mean loss of each epoch.
+# A function that receives a line with the name of a run and the mean loss of an epoch.
 Progress = Callable[[str], None]
 WARMUP = 0.1
 
@@ -49,12 +49,12 @@ class FitOptions:
 
 
 class Examples(NamedTuple):
-    """Texts as padded batches, with labels.
+    """N texts as one padded batch, with labels.
 
     Attributes:
-        ids: int64 of shape ``(N, L)``.
-        mask: int64 of shape ``(N, L)``, 1 at tokens.
-        labels: int64 of shape ``(N,)``.
+        ids: Ids of the tokens, int64 of shape ``(N, L)``.
+        mask: int64 of shape ``(N, L)``, 1 at tokens and 0 at padding.
+        labels: Label of each text, int64 of shape ``(N,)``.
     """
 
     ids: Tensor
@@ -62,7 +62,7 @@ class Examples(NamedTuple):
     labels: Tensor
 
     def at(self, rows: Tensor) -> Examples:
-        """Return the examples at `rows`."""
+        """Return the examples with the indices `rows`."""
         return Examples(self.ids[rows], self.mask[rows], self.labels[rows])
 
 
@@ -86,7 +86,7 @@ def encode(
 
     Raises:
         FileNotFoundError: If the folder has no tokenizer.
-        ValueError: If there is no text, or if there are not as many labels.
+        ValueError: If there is no text, or if the numbers of texts and labels differ.
     """
     if not texts or len(texts) != len(labels):
         raise ValueError(
@@ -98,10 +98,10 @@ def encode(
 
 
 class Starts:
-    """New classifiers on a pre-trained encoder; a seed decides the weights of the head."""
+    """A function that makes classifiers from a pre-trained encoder and a head by a seed."""
 
     def __init__(self, folder: str | os.PathLike[str], num_labels: int) -> None:
-        """Keep the folder of a pre-trained BERT, and the number of labels."""
+        """Store the folder of a pre-trained BERT, and the number of labels."""
         self.folder, self.num_labels = folder, num_labels
 
     def __call__(self, seed: int) -> BertForSequenceClassification:
@@ -115,7 +115,7 @@ class Starts:
         """
         torch.manual_seed(seed)
         encoder = BertModel.from_pretrained(self.folder, dtype=torch.float32)
-        # A folder that was fine-tuned has a head and the names of its labels, which are not used.
+        # The folder of a fine-tuned model has a head and names of labels, which are not used.
         extra = {k: v for k, v in encoder.config.extra.items() if k not in ("id2label", "label2id")}
         config = encoder.config.replace(num_labels=self.num_labels, extra=extra)
         model = BertForSequenceClassification(config)
@@ -149,7 +149,7 @@ def fit(
         options: The options.
         seed: Seed of the order and of the dropout.
         name: Name of the run for `progress`.
-        loss: Function of the model, a batch, and the numbers of its examples.
+        loss: Function of the model, a batch, and the indices of the examples of the batch.
         progress: Receives a line after each epoch.
 
     Returns:
@@ -225,8 +225,8 @@ def observe(model: nn.Module, examples: Examples, batch_size: int = 64) -> Obser
                 output.logits.softmax(-1),
                 read(weights),
                 every(weights),
-                # A query at padding has no weights, so its row of the rollout is a row of the
-                # identity matrix.
+                # A query at padding has weights 0, so its row of the rollout is only a scaled row
+                # of the identity matrix. The row of the first token does not use these rows.
                 rollout(weights)[:, 0],
             )
         )
@@ -236,10 +236,10 @@ def observe(model: nn.Module, examples: Examples, batch_size: int = 64) -> Obser
 def read(attentions: Sequence[Tensor]) -> Tensor:
     """Return the attention of the first token in the last layer, averaged over the heads.
 
-    The mean does not change when heads change places, which leaves the model as it was.
+    Like the output of the model, the mean does not depend on the order of the heads.
 
     Args:
-        attentions: Weights of each layer, ``(B, heads, L, L)``; those of the last layer suffice.
+        attentions: Weights of each layer, ``(B, heads, L, L)``; only the last layer is used.
 
     Returns:
         Tensor of shape ``(B, L)``.
@@ -278,13 +278,14 @@ def divergence(a: Tensor, b: Tensor, mask: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Distance:
-    """How far a model is from the base model, on average over texts.
+    """The distance of a model from the base model, on average over texts.
 
     Attributes:
         name: Name of the model.
         accuracy: Accuracy of the model.
         tvd: Total variation distance of the predictions, from 0 to 1.
-        jsd_read: Jensen-Shannon divergence of the attention of the first token in the last layer.
+        jsd_read: Jensen-Shannon divergence, in nats, of the attention of the first token in the
+            last layer.
         jsd_every: The same divergence, as a mean over all layers and tokens.
     """
 

@@ -2,7 +2,7 @@
 
 The trees follow from the rules that make the sentences, so no parser and no treebank is needed.
 Each preposition attaches either to nouns or to verbs, so that the words of a sentence decide its
-tree. The sentences are simpler than real text, so a result on them says less than one on real text.
+tree. Real text is more complex, so results on these sentences say less than results on real text.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ TRANSITIVE = """
 INTRANSITIVE = ("slept", "laughed", "arrived", "waited", "smiled", "worked", "vanished", "sang")
 SPEECH = ("said", "thought", "believed", "claimed", "knew", "feared")
 ADVERBS = ("often", "quickly", "quietly", "rarely", "gladly", "suddenly")
-# A phrase with the first kind belongs to the noun before it, and with the second to the verb.
+# A phrase with a preposition of OF_NOUN depends on the preceding noun, and a phrase with a
+# preposition of OF_VERB depends on the verb.
 OF_NOUN = ("of", "from")
 OF_VERB = ("during", "after", "before", "despite")
 EVENTS = ("war", "lesson", "storm", "dinner", "trial", "party", "winter", "concert", "election")
@@ -69,7 +70,7 @@ def sentences(count: int, *, seed: int) -> list[Tree]:
 
 
 class _Writer:
-    """Writes the words of a sentence from left to right, and returns the index of each head."""
+    """A writer of a sentence from left to right; methods return the index of a phrase's head."""
 
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
@@ -85,7 +86,7 @@ class _Writer:
         return self.rng.random() < share
 
     def clause(self, depth: int) -> int:
-        """Write a subject and a verb with its parts; return the index of the verb."""
+        """Write a subject and a verb with its dependents; return the index of the verb."""
         subject = self.noun_phrase(depth)
         adverb = self.word(ADVERBS) if self.chance(0.25) else None
         verb = self.predicate(depth)

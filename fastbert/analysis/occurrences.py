@@ -79,13 +79,13 @@ class ContextEncoder:
         return vectors
 
     def layer(self, number: int) -> int:
-        """Return the number of a state from 0; a negative number counts from the last state.
+        """Return the index of a state, from 0; a negative number counts from the last state.
 
         Args:
             number: 0 is the embedding output, and N the output of layer N.
 
         Returns:
-            The number.
+            The index.
 
         Raises:
             ValueError: If there is no such state.
@@ -104,7 +104,7 @@ def _of_words(states: Tensor, pieces: Pieces) -> Tensor:
 
 
 def places(pieces: Pieces, word: str) -> list[int]:
-    """Return the indices of a word among the words of a text, in upper or lower case.
+    """Return the indices of a word among the words of a text, regardless of upper and lower case.
 
     Args:
         pieces: The text.

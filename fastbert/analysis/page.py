@@ -1,6 +1,7 @@
 """The parts that the HTML pages of the analyses share: frame, tables and heat maps.
 
-A page is one file. It loads nothing, and its content policy forbids requests. All text is escaped.
+A page is one file that loads no other file, and its content security policy forbids requests. All
+text is escaped.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ def table(caption: str, header: Sequence[str], rows: Iterable[Sequence[str]]) ->
 
 
 def _cell(text: str) -> str:
-    """Return a cell; a number stands at its right side."""
+    """Return a cell of a table; numbers are aligned at the right."""
     is_number = text.removeprefix("-").replace(".", "", 1).isdigit()
     kind = ' class="number"' if is_number else ""
     return f"<td{kind}>{escape(text)}</td>"
@@ -106,7 +107,8 @@ def heat(words: Sequence[str], values: Sequence[float], second: int | None = Non
         second: Index of the word that begins a second line; None means one line.
 
     Returns:
-        The HTML text. Its numbers are in the title of each word only, so a page needs a table too.
+        The HTML text. The numbers are only in the titles of the words, so a page also needs a
+        table.
     """
     largest = max((abs(v) for v in values if math.isfinite(v)), default=0.0)
     spans = []
@@ -120,7 +122,7 @@ def heat(words: Sequence[str], values: Sequence[float], second: int | None = Non
 
 
 def check_output(output: Path) -> None:
-    """Refuse a path of a page before anything is computed.
+    """Check that a path may be the path of a page.
 
     Args:
         output: The path.

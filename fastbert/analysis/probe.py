@@ -58,7 +58,7 @@ def edges(distances: Tensor) -> set[tuple[int, int]]:
         distances: Symmetric distances of shape ``(n, n)``.
 
     Returns:
-        ``n − 1`` edges. Of equal distances, that of the words with the lower indices is taken.
+        ``n − 1`` edges. Of equal distances, the pair of words with lower indices is taken.
     """
     rows = distances.tolist()
     joined, others = [0], set(range(1, len(rows)))
@@ -134,7 +134,7 @@ def fit_probe(
     torch.manual_seed(seed)
     probe = DistanceProbe(vectors[0].shape[1], rank)
     optimizer = torch.optim.Adam(probe.parameters(), lr=learning_rate)
-    # Sentences of one length form a batch without padding.
+    # Sentences of the same length form batches without padding.
     by_length: dict[int, list[int]] = defaultdict(list)
     for i, (count, _) in enumerate(shapes):
         by_length[count].append(i)
@@ -157,11 +157,11 @@ def fit_probe(
 
 @dataclass(frozen=True)
 class ProbeScore:
-    """How well distances match syntax trees.
+    """The agreement of distances with syntax trees.
 
     Attributes:
-        spearman: Spearman's correlation of the distances from one word to the others, as a mean
-            over the words of each length of sentence, and then over the lengths 5 to 50.
+        spearman: Spearman's correlation of the distances from one word to all words of a sentence.
+            The mean is over the words of each length of sentence, then over the lengths 5 to 50.
         uuas: Share of the tree's edges, without direction, in the minimum spanning tree of the
             distances.
     """
@@ -171,7 +171,7 @@ class ProbeScore:
 
 
 def score(predicted: Sequence[Tensor], expected: Sequence[Tensor]) -> ProbeScore:
-    """Compare distances with the distances in trees.
+    """Compare predicted distances with the distances in trees.
 
     Args:
         predicted: Distances ``(n, n)`` of each sentence.
@@ -189,13 +189,13 @@ def score(predicted: Sequence[Tensor], expected: Sequence[Tensor]) -> ProbeScore
         total += len(wanted)
         if count in LENGTHS:
             rows = (spearman(a, b) for a, b in zip(ours, true, strict=True))
-            # A word whose distances are all equal has no ranking.
+            # The correlation is NaN for a word whose distances are all equal.
             by_length[count] += [row for row in rows if not math.isnan(row)]
     means = [statistics.mean(values) for values in by_length.values() if values]
     return ProbeScore(statistics.mean(means) if means else math.nan, right / max(1, total))
 
 
 def linear_distances(count: int) -> Tensor:
-    """Return the distances ``|i − j|`` of the words in the sentence, the baseline ``(n, n)``."""
+    """Return the baseline, the distances ``|i − j|`` of words in a sentence, fp32 ``(n, n)``."""
     places = torch.arange(count, dtype=torch.float32)
     return (places[:, None] - places[None, :]).abs()

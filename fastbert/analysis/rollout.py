@@ -12,7 +12,7 @@ def rollout(attentions: Sequence[Tensor]) -> Tensor:
     """Multiply the attention of all layers, with half of each layer for the residual connection.
 
     A layer contributes ``0.5 A + 0.5 I``, where ``A`` is the mean of its heads. The result is the
-    product of these matrices, the last layer first.
+    product of these matrices, with the last layer as the leftmost factor.
 
     Args:
         attentions: Weights of each layer, from the first to the last, of shape

@@ -15,7 +15,8 @@ from torch import Tensor
 from fastbert.analysis.occurrences import ContextEncoder, places
 from fastbert.data.records import read_records
 
-# 156 sentences that were written for this test: six words, two or three senses, 12 sentences each.
+# 156 sentences that were written for this test: six words with two or three senses each, and 12
+# sentences for each sense.
 SENTENCES = Path(__file__).with_name("senses.jsonl")
 
 
@@ -35,12 +36,12 @@ class Usage(NamedTuple):
 
 @dataclass(frozen=True)
 class SenseAccuracy:
-    """The share of words whose sense is found, on sentences that were held out.
+    """The share of usages whose sense is predicted correctly, on held-out sentences.
 
     Attributes:
         layers: Accuracy by layer; 0 is the embedding output.
         by_word: Accuracy by word and layer.
-        most_frequent: Accuracy of the most frequent sense of the word.
+        most_frequent: Accuracy of a prediction of the most frequent sense of each word.
         sentences: Number of sentences.
         senses: Number of senses of each word.
         folds: Number of parts of the cross-validation.
@@ -66,7 +67,7 @@ def read_usages(path: str | os.PathLike[str] = SENTENCES) -> list[Usage]:
 
     Raises:
         FileNotFoundError: If there is no such file.
-        ValueError: If a row is broken. The message names the file and the line.
+        ValueError: If a value is missing or blank. The message names the file and the line.
     """
     usages = []
     for place, values in read_records(Path(path), Usage._fields):
@@ -101,7 +102,7 @@ def nearest_centroids(train: Tensor, labels: Sequence[str], test: Tensor) -> lis
 
 
 def folds_of(usages: Sequence[Usage], folds: int) -> list[int]:
-    """Divide usages into folds, so that each sense is spread over the folds evenly.
+    """Divide usages into folds, so that each sense is distributed evenly over the folds.
 
     Args:
         usages: The usages.
@@ -134,11 +135,11 @@ def sense_accuracy(
     *,
     folds: int = 4,
 ) -> SenseAccuracy:
-    """Find the sense of each word by the nearest centroid, for each layer.
+    """Predict the sense of each word by the nearest centroid, for each layer.
 
     A centroid is the mean vector of the usages of a sense in the other folds; each sentence is held
     out once. The embedding output depends on the word and its position only, so its accuracy shows
-    how much is possible without context.
+    the accuracy without context.
 
     Args:
         model: Folder or hub id of an encoder, or a loaded `ContextEncoder`.
@@ -215,7 +216,7 @@ def _accuracy(vectors: Tensor, senses: Sequence[str], fold: Sequence[int]) -> fl
 
 
 def _majority(senses: Sequence[str], fold: Sequence[int]) -> float:
-    """Return the accuracy of the most frequent sense of the other folds."""
+    """Return the accuracy of a prediction of the most frequent sense of the other folds."""
     right = 0
     for part in set(fold):
         counts = Counter(s for s, f in zip(senses, fold, strict=True) if f != part)

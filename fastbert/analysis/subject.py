@@ -1,4 +1,4 @@
-"""The subject of an analysis: a model with a classification head, and texts as its tokens."""
+"""The subject of an analysis: a model with a classification head, and texts as tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fastbert.io import checkpoint
 from fastbert.jobs.classify import Classifier
 from fastbert.modules import BertForSequenceClassification
 
-# Tokens of a batch in inference; the results do not depend on it.
+# Number of tokens of a batch in inference; the results do not depend on this number.
 TOKENS_PER_BATCH = 4096
 
 
@@ -28,7 +28,7 @@ class Pieces:
         ids: Ids of the tokens, special tokens included.
         pieces: The tokens as the vocabulary spells them.
         words: The words of both texts. The tokenizer decides where a word ends.
-        word_of: Index in `words` of each token; None for special tokens.
+        word_of: Index in `words` of the word of each token; None for special tokens.
         types: Token types; empty if all are 0.
         second: Index in `words` of the first word of the second text; None without a pair.
     """
@@ -226,7 +226,7 @@ class Subject:
 
         Args:
             ids: Ids of a text.
-            types: Token types; nothing means that all are 0.
+            types: Token types; if empty, all token types are 0.
 
         Returns:
             The weights of each layer, of shape ``(1, heads, L, L)``.
@@ -263,10 +263,10 @@ class Subject:
         return weights[0]
 
     def target(self, name: str | None, logits: Tensor) -> int:
-        """Return the index of a label; None is the label with the largest logit.
+        """Return the index of a label.
 
         Args:
-            name: Name of the label.
+            name: Name of the label; None means the label with the largest logit.
             logits: Logits of shape ``(labels,)``.
 
         Returns:
@@ -286,7 +286,7 @@ class Subject:
 
 
 def padded(sequences: Sequence[Sequence[int]], pad: int) -> tuple[Tensor, Tensor]:
-    """Pad sequences to the longest.
+    """Pad sequences at the right to the length of the longest sequence.
 
     Args:
         sequences: B sequences of ids.

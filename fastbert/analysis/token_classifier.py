@@ -1,4 +1,4 @@
-"""A classifier that sees each token alone, and reads the tokens by given attention weights."""
+"""A classifier that encodes each token alone, and sums the tokens by given attention weights."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class TokenClassifier(nn.Module):
     """A token-wise MLP whose outputs are summed by attention weights.
 
     ``logits = W₂ Σᵢ αᵢ tanh(W₁ eᵢ + b₁) + b₂``, where ``eᵢ`` is the fixed word embedding of token
-    i. Only the weighted sum combines tokens. If weights from elsewhere give a better classifier
-    than uniform weights, they say which tokens matter without their context.
+    i. Only the weighted sum combines tokens. If the weights of another model give a better
+    classifier than uniform weights, these weights show which tokens matter without context.
 
     Args:
         embeddings: The table of word embeddings ``(V, H)``, which is not trained.
@@ -41,8 +41,8 @@ class TokenClassifier(nn.Module):
 
         Args:
             ids: Token ids of shape ``(B, L)``.
-            weights: Weights of shape ``(B, L)``. A model that learns its own weights reads only
-                where they are above 0.
+            weights: Weights of shape ``(B, L)``. A model that learns its own weights uses the
+                tokens whose weight here is above 0, and ignores the size of the weights.
 
         Returns:
             Logits of shape ``(B, labels)``.
@@ -55,7 +55,7 @@ class TokenClassifier(nn.Module):
 
 
 def inside(examples: Examples) -> Tensor:
-    """Return 1.0 at the tokens of the texts, without the first and the last token.
+    """Return 1.0 at the tokens of each text except its first and last token, and 0.0 elsewhere.
 
     Args:
         examples: Texts whose first and last tokens are special tokens.
@@ -76,7 +76,7 @@ def inside(examples: Examples) -> Tensor:
 
 
 def on_tokens(weights: Tensor, examples: Examples) -> Tensor:
-    """Return weights on the tokens of the texts alone, with the sum 1.
+    """Set the weights of special tokens and padding to 0, and scale the others to the sum 1.
 
     Args:
         weights: Weights of shape ``(N, L)``.

@@ -1,4 +1,4 @@
-"""A two-dimensional map of the occurrences of one word in texts, as a page."""
+"""A two-dimensional map of the occurrences of one word in texts, as an HTML page."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fastbert.data.sentences import split_sentences
 from fastbert.text_file import read_text
 
 WIDTH, HEIGHT, MARGIN = 800, 500, 25
-# Readers cannot tell more points apart.
+# Largest number of points; readers cannot tell more points apart.
 MOST = 500
 
 
@@ -26,10 +26,10 @@ class Occurrence:
     """An occurrence of a word.
 
     Attributes:
-        place: The file.
+        place: Name of the file.
         text: The sentence.
-        x: First coordinate of its vector.
-        y: Second coordinate.
+        x: First coordinate of the word's vector.
+        y: Second coordinate of the word's vector.
     """
 
     place: str
@@ -47,8 +47,10 @@ class WordMap:
         layer: Number of the state: 0 is the embedding output, and N the output of layer N.
         occurrences: The occurrences in the order of the texts.
         explained: Share of the variance in each of the two dimensions.
-        found: Number of sentences with the word. At most ``MOST`` of them are in `occurrences`.
-        too_long: Number of sentences with the word that are longer than the model's positions.
+        found: Number of sentences with the word that fit the model's positions. At most ``MOST`` of
+            these sentences are in `occurrences`.
+        too_long: Number of sentences with more tokens than the model has positions, among the
+            sentences that contain the word, as a whole word or inside another word.
     """
 
     word: str
@@ -60,7 +62,7 @@ class WordMap:
 
 
 def project(vectors: Tensor) -> tuple[Tensor, tuple[float, float]]:
-    """Project vectors on their two principal components.
+    """Project vectors on their first two principal components.
 
     Args:
         vectors: Vectors of shape ``(N, H)``, at least two, with H of at least 2.
@@ -98,12 +100,12 @@ def word_map(
     Args:
         model: Folder or hub id of an encoder, or a loaded `ContextEncoder`.
         texts: A .txt file, or a folder whose .txt files are read, subfolders included.
-        word: The word, in upper or lower case.
+        word: The word; upper and lower case are equal.
         layer: Number of the state whose vectors are projected; 0 is the embedding output, and a
             negative number counts from the last layer.
 
     Returns:
-        The map. Of more than 500 sentences, 500 at equal distances are taken.
+        The map. Of more than 500 sentences, 500 evenly spaced sentences are taken.
 
     Raises:
         FileNotFoundError: If the model or the texts do not exist.
@@ -159,10 +161,10 @@ def _sentences(files: Sequence[Path], word: str) -> Iterator[tuple[str, str]]:
 
 
 def write_map(result: WordMap, output: str | os.PathLike[str]) -> None:
-    """Write a map as a page of one file, which loads nothing.
+    """Write a map as an HTML page of one file, which loads no other file.
 
-    The sentence of a point appears when the mouse is on it or when it has the focus; the arrow keys
-    move the focus. A table has all sentences.
+    The sentence of a point appears when the mouse is on the point or when the point has the focus.
+    The arrow keys move the focus. A table lists all sentences of the map.
 
     Args:
         result: The map.
@@ -198,7 +200,7 @@ for (const [i, point] of points.entries()) {
 
 
 def html(result: WordMap) -> str:
-    """Return the page of a map as text.
+    """Return the HTML page of a map as text.
 
     Args:
         result: The map.

@@ -1,4 +1,4 @@
-"""The command line. Each command has a file, which parses, calls the storey below and prints.
+"""The command line. Each command has a file, which parses options, calls the library and prints.
 
 No file here imports torch before a command runs, so that ``fastbert --help`` answers at once.
 """

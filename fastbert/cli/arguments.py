@@ -1,4 +1,4 @@
-"""The names of arguments in messages: those that the user typed, not those of Python functions."""
+"""The names of arguments in error messages, as the user typed them on the command line."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import Any
 
 import typer
 
-# What Python functions call an argument of a command.
+# Maps names that Python functions use for an argument of a command to the names in the help.
 ALIASES = {"path_or_hub_id": "MODEL"}
 
 
 def typed_text(parameter: typer.CallbackParam, text: str | None) -> str | None:
-    """Return a text of the command line, which Python may have decoded by a locale without Unicode.
+    """Decode a text of the command line as UTF-8, even if Python used a locale without Unicode.
 
     Args:
         parameter: The parameter of the command.
         text: The text as Python decoded it, with surrogates for the bytes that the locale lacks.
 
     Returns:
-        The text that the bytes are in UTF-8.
+        The text, with its bytes decoded as UTF-8.
 
     Raises:
         ValueError: If the bytes are not UTF-8.
@@ -61,8 +61,9 @@ def typed_names(parameters: Sequence[Any]) -> dict[str, str]:
 def name_as_typed(message: str, names: Mapping[str, str]) -> str:
     """Replace the names of Python parameters in a message by the names that the user typed.
 
-    These names are at the start of a message, before a colon, or before a number in parentheses. A
-    name with an underscore is replaced everywhere except in a path, a quotation or another name.
+    A name is replaced at the start of a message if a colon follows, and wherever a number in
+    parentheses follows. A name with an underscore is replaced everywhere except in a path, a
+    quotation or another name.
 
     Args:
         message: The message.

@@ -1,4 +1,4 @@
-"""``fastbert bench``: the speed of the operations and the encoder beside stock PyTorch."""
+"""``fastbert bench``: the speed of the operations and the encoder compared with stock PyTorch."""
 
 from __future__ import annotations
 
@@ -88,11 +88,11 @@ def bench(
 
 
 def print_bounds(names: list[str], json_path: Path | None, backend: str) -> None:
-    """Print the bounds as Markdown, and write them to a JSON file; - prints JSON instead.
+    """Print lower bounds of kernel times as Markdown, and write them to a JSON file if given.
 
     Args:
         names: Names of operations; an empty list takes all.
-        json_path: The file, or None.
+        json_path: The JSON file, or None; ``-`` prints JSON instead of Markdown.
         backend: "triton" or "cuda".
     """
     from fastbert.bench import predict
@@ -169,7 +169,7 @@ def _times(ratio: float | None) -> str:
 
 
 def _operations_table(rows: list[OpRow]) -> Table:
-    """Make a table with a line per case, dtype and backend, and the time of PyTorch beside it."""
+    """Make a table with a line per case, dtype and backend, with the time of stock PyTorch."""
     stock = {(r.op, r.case, r.dtype, r.direction): r.seconds for r in rows if r.engine == "torch"}
     table = new_table(
         "operations: median times in ms; speed = time of stock PyTorch / time of the backend;\n"

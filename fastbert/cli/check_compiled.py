@@ -1,4 +1,4 @@
-"""``fastbert check --aot``: every shipped Triton launch compiled ahead of time, and judged."""
+"""``fastbert check --aot``: every shipped Triton launch compiled ahead of time, and checked."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def check_emulated(
         Whether no run has a fault and every tensor passes.
 
     Raises:
-        ValueError: If an option has no such value, or if a backend that was asked for cannot run.
+        ValueError: If a value of an option is not allowed, or if no requested backend can run.
     """
     from fastbert.testing import emulation
 
@@ -68,7 +68,7 @@ def _outcome(runs: list[EmulatedRun]) -> dict[str, Any]:
 
 
 def _backends(asked: str | None) -> tuple[str, ...]:
-    """Return the backend that was asked for, or those that can run here, with a note on others."""
+    """Return the requested backend, or all that can run here, with a note on each of the others."""
     from fastbert.testing import emulation
 
     if asked is not None:

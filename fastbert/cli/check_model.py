@@ -1,4 +1,4 @@
-"""``fastbert check MODEL``: a user's own model in stock code against the same model accelerated."""
+"""``fastbert check MODEL``: a model of the user in stock code against the accelerated model."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from fastbert.jobs.texts import Texts
 if TYPE_CHECKING:
     from fastbert.parity import LeftOut, Report, Row
 
-# The parameters of the command that go with MODEL, and those that need TEXTS.
+# The parameters of the command that are allowed with MODEL, and the parameters that need TEXTS.
 OF_MODEL = {"model", "texts", "field", "pair_field", "dtype", "seed", "as_json"}
 OF_TEXTS = ("field", "pair_field")
 
 
 def refuse_together(ctx: typer.Context, model: str | None, texts: Path | None) -> None:
-    """Raise ValueError if two arguments were typed that make no sense together.
+    """Raise ValueError if the user typed two arguments that do not fit together.
 
     Args:
         ctx: The context of the command.
@@ -58,12 +58,12 @@ def check_model(
     *,
     as_json: bool,
 ) -> bool:
-    """Check a model and print what was found.
+    """Check a model and print the results.
 
     Args:
         model: Folder or hub id.
         texts: File of texts, or None for generated batches.
-        fields: Names of the field with the text, and of that with the second text of a pair.
+        fields: Name of the field with the text, and for pairs of the field with the second text.
         dtype: The only dtype; None checks fp32 and bf16.
         seed: Seed of generated batches.
         as_json: Whether JSON is printed instead of a table.
@@ -99,7 +99,7 @@ def check_model(
 def _rows(
     model: str, texts: list[Any] | None, dtype: str | None, seed: int, left_out: list[LeftOut]
 ) -> Iterator[Row]:
-    """Yield the rows as soon as they are known, and append the rest to `left_out`."""
+    """Yield each compared row as soon as it is known, and append other results to `left_out`."""
     import torch
 
     from fastbert.io import checkpoint

@@ -1,4 +1,4 @@
-"""The output of all commands: text, tables, JSON, progress, and the mistakes of the user."""
+"""The output of all commands: text, tables, JSON, progress, and errors of the user."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ err = Console(stderr=True)
 BACKENDS = ("reference", "triton", "cuda", "cpu")
 DTYPES = ("float32", "float16", "bfloat16")
 
-# A user can cause these errors, and one line explains them. Other errors are bugs and keep their
-# traceback. FloatingPointError is a training that diverged.
+# A user can cause these errors, so the command prints them as one line. Other errors are bugs and
+# print their traceback. A training that diverges raises FloatingPointError.
 USER_ERRORS = (ValueError, OSError, ImportError, FloatingPointError)
-# The command that the user typed, in the data that all contexts of click share.
+# Key of the command that the user typed, in the data that all contexts of click share.
 COMMAND = "fastbert.command"
 
 Row = TypeVar("Row")
@@ -101,7 +101,8 @@ def print_json_rows(
 ) -> list[Row]:
     """Write a JSON object to stdout, with a line for each row as soon as the row exists.
 
-    Each line is JSON by itself, so that the rows of a command that hangs or is ended can be read.
+    The line of a row is JSON by itself, so the rows of a command that hangs or is killed can be
+    read.
 
     Args:
         name: Key of the list of rows.
@@ -153,7 +154,7 @@ def print_summary(summary: dict[str, Any], detail: str, *, as_json: bool) -> Non
 
 
 def is_first_process() -> bool:
-    """Tell whether this process prints the result of all processes that train together."""
+    """Return whether this process has rank 0, which prints the result of a distributed training."""
     from torch import distributed
 
     several = distributed.is_available() and distributed.is_initialized()

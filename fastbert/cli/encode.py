@@ -156,7 +156,7 @@ def encode(
 
 
 def _numbers(argument: str, text: str | None) -> tuple[int, ...] | None:
-    """Return the integers in a text that separates them by commas."""
+    """Return the integers of a text in which commas separate them."""
     if text is None:
         return None
     try:

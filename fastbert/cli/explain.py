@@ -1,4 +1,4 @@
-"""``fastbert explain``: five explanations of one prediction, side by side."""
+"""``fastbert explain``: explanations of one prediction by five methods."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """``fastbert info``: the machine, the extension, the assembler and the backend of each operation.
 
-On a GPU, the command also shows the times by which operations choose, the calls that CUDA C++ does
-not serve, and the products of its feed-forward that the library computes. With a model, the command
-shows the model's configuration and backends instead.
+On a GPU, the command also shows the times by which operations choose a backend, and the calls that
+the CUDA C++ kernels do not serve. It shows which matrix products of the feed-forward cuBLAS
+computes. With a model, the command shows the model's configuration and backends instead.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fastbert.cli.common import DTYPES, new_table, out, print_json
 if TYPE_CHECKING:
     from fastbert.config import BertConfig
 
-# Labels of the tables, where a key of the JSON does not explain itself.
+# Labels of the tables for keys of the JSON that do not explain themselves.
 LABELS = {
     "isa": "instruction set",
     "cuda": "CUDA kernels",
@@ -28,7 +28,8 @@ LABELS = {
     "cpu_isas_slow": "slower here than a lower one",
 }
 
-# The call whose choice the table of backends shows: BERT-base in inference, 32 sequences of 512.
+# The table of backends shows the choice for this call: BERT-base in inference, 32 sequences of 512
+# tokens.
 TYPICAL: dict[str, Any] = {"head_dim": 64, "columns": 768, "length": 512, "rows": 16384}
 ATTENTION_OPTIONS = ("bias", "window", "scale", "weights")
 
@@ -233,9 +234,10 @@ def _calls_without_cuda() -> list[dict[str, str]]:
 
 
 def _products_of_cuda() -> list[dict[str, str]]:
-    """Return the products of a feed-forward of the backend "cuda", and the reasons of the library.
+    """Return which products of a feed-forward of the backend "cuda" cuBLAS computes, and why.
 
-    A row is for a product and its operands. The reasons are those that decide a call.
+    Each row is for one product with one kind of operands. The reasons come from the functions that
+    also decide each call.
     """
     import torch
 

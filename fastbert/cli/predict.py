@@ -1,4 +1,4 @@
-"""``fastbert predict``: what a fine-tuned model says about each example of a file."""
+"""``fastbert predict``: the prediction of a fine-tuned model for each example of a file."""
 
 from __future__ import annotations
 

@@ -11,8 +11,8 @@ def prepare() -> None:
     """Let a command print any text, whatever its standard output is.
 
     A character that the encoding of the output lacks is escaped, as Python does on stderr. A stream
-    that the caller has closed becomes the null device. Without it, the next file that is opened
-    would get the number of the stream, and would receive text that libraries print.
+    that the caller has closed becomes the null device. Otherwise, the next file that is opened
+    would get the stream's file descriptor, and would receive text that libraries print.
     """
     for number in range(3):
         try:

@@ -1,4 +1,4 @@
-"""``fastbert view``: a page that shows the attention of a model for one text."""
+"""``fastbert view``: an HTML page that shows the attention of a model for one text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``fastbert word-map``: a map of the sentences that have a word, as a page."""
+"""``fastbert word-map``: a map of the sentences that contain a word, as an HTML page."""
 
 from __future__ import annotations
 

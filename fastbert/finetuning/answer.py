@@ -22,9 +22,9 @@ from fastbert.finetuning.task import Batch, Feature, Judgement, Task
 from fastbert.modules import BertForQuestionAnswering
 from fastbert.training.options import check, is_count, is_number
 
-# The keys of config.json that say whether a question may have no answer, and how answers are found.
-# The example run_qa.py of transformers has options with the same names. The models of transformers
-# ignore these keys.
+# These keys of config.json say whether a question may have no answer, and store the options of
+# `AnswerOptions`. The example run_qa.py of transformers has options with the same names. The models
+# of transformers ignore these keys.
 UNANSWERED = "version_2_with_negative"
 KEYS = {
     "stride": "doc_stride",
@@ -40,7 +40,7 @@ DEFAULTS: dict[str, Any] = {
 
 
 def check_answering(stride: Any, longest_answer: Any, no_answer_threshold: Any) -> None:
-    """Raise ValueError if an option of `AnswerOptions` is not allowed; the message names it."""
+    """Raise ValueError, naming the option, if an option of `AnswerOptions` is not allowed."""
     sound = is_count(stride) or (stride == 0 and stride is not False)
     check("stride", stride, "an integer >= 0", sound)
     check("longest_answer", longest_answer, "an integer >= 1", is_count(longest_answer))
@@ -61,10 +61,10 @@ class AnswerOptions(FinetuneOptions):
             third of `max_length` is used.
         longest_answer: Largest number of tokens of an answer that the model gives.
         no_answer_threshold: The model gives no answer if the score of no answer minus the score of
-            the best answer is larger than this number. Each score is a sum of two logits. It has no
-            effect if all questions of the training part have an answer.
+            the best answer is larger than this number. Each score is a sum of two logits. The
+            threshold has no effect if all questions of the training part have an answer.
 
-    The model keeps these options in its ``config.json``.
+    The ``config.json`` of the model stores these options.
     """
 
     stride: int = STRIDE
@@ -100,12 +100,12 @@ class _Span(NamedTuple):
 
 
 class _Candidate(NamedTuple):
-    """The best answer to a question over all windows of its context, which is not empty.
+    """The best answer that is not empty to a question, over all windows of its context.
 
     Attributes:
         text: The answer.
         score: Score of the answer; see `_Span`.
-        none: The smallest score of no answer in a window.
+        none: The smallest of the windows' scores of no answer.
     """
 
     text: str
@@ -116,10 +116,10 @@ class _Candidate(NamedTuple):
 class AnswerQuestions(Task):
     """The task of `BertForQuestionAnswering` (Devlin et al. 2019, sections 4.2 and 4.3).
 
-    If a window does not contain the answer, its start and end are the token ``[CLS]``.
+    If a window does not contain the answer, the targets of start and end are the token ``[CLS]``.
 
     Attributes:
-        unanswered: Whether a question may have no answer; `learn` takes this from the data.
+        unanswered: Whether a question may have no answer; `learn` reads this from the data.
     """
 
     name = "qa"
@@ -137,7 +137,7 @@ class AnswerQuestions(Task):
         no_answer_threshold: float = NO_ANSWER_THRESHOLD,
         unanswered: bool = False,
     ) -> None:
-        """Keep the options."""
+        """Store the options."""
         self.stride, self.longest_answer, self.unanswered = stride, longest_answer, unanswered
         self.no_answer_threshold = no_answer_threshold
         self._collate = PackedCollatorForSequenceClassification()
@@ -147,9 +147,9 @@ class AnswerQuestions(Task):
         """Return the task of a fine-tuned model.
 
         Args:
-            config: The configuration, with the options of the training if it has them.
-            given: Options of `AnswerOptions` that replace those of the training; None keeps an
-                option. A threshold allows questions without an answer.
+            config: The configuration, which may store the options of the training.
+            given: Options of `AnswerOptions` that replace the options of the training. None leaves
+                an option unchanged. A threshold allows questions without an answer.
 
         Raises:
             ValueError: If an option is not allowed.
@@ -171,7 +171,7 @@ class AnswerQuestions(Task):
         return list(read_questions(path, answered=labelled))
 
     def unlabelled(self, path: Path) -> str | None:
-        """Look for answers; see `Task.unlabelled`."""
+        """Return why no answer is known, or None; see `Task.unlabelled`."""
         try:
             answered = any(question.answers for question in read_questions(path))
         except NoField as error:
@@ -182,15 +182,15 @@ class AnswerQuestions(Task):
         return None if answered or self.unanswered else f"{path}: no question has an answer"
 
     def learn(self, examples: Sequence[Question]) -> None:
-        """Look whether the training part has questions without an answer."""
+        """Record whether the training part has questions without an answer."""
         self.unanswered = any(not example.answers for example in examples)
 
     def group(self, example: Question) -> Hashable:
-        """Return the context, because the questions about a context are held out together."""
+        """Return the context, because all questions about one context are held out together."""
         return example.context
 
     def settings(self) -> dict[str, Any]:
-        """Return the two labels, start and end, and the options by which answers are found."""
+        """Return the number of labels, start and end, and the options of answering."""
         options = {key: getattr(self, name) for name, key in KEYS.items()}
         return {"num_labels": 2, UNANSWERED: self.unanswered, **options}
 
@@ -242,11 +242,11 @@ class AnswerQuestions(Task):
     def answers(
         self, examples: Sequence[Question], features: Sequence[Feature], rows: Sequence[Tensor]
     ) -> list[dict[str, Any]]:
-        """Return the answer to each question; an empty answer means that there is none.
+        """Return the answer to each question; an empty text means that the question has no answer.
 
         The score of an answer is the sum of the logits of its start and its end. ``no_answer`` is
-        the smallest sum of the logits of ``[CLS]`` in a window; the answer is empty if questions
-        may have no answer and this number is larger than the score by more than the threshold.
+        the smallest sum over all windows of the two logits of ``[CLS]``. If questions may have no
+        answer and ``no_answer`` exceeds the score by more than the threshold, the answer is empty.
         """
         return [
             {
@@ -261,14 +261,14 @@ class AnswerQuestions(Task):
         ]
 
     def _said(self, candidate: _Candidate) -> str:
-        """Return the answer, which is empty if there is none."""
+        """Return the text of the answer, which is empty if no answer is given."""
         difference = candidate.none - candidate.score
         return "" if self.unanswered and difference > self.no_answer_threshold else candidate.text
 
     def _candidates(
         self, examples: Sequence[Question], features: Sequence[Feature], rows: Sequence[Tensor]
     ) -> list[_Candidate]:
-        """Return the best answer to each question. Arguments as `judge`."""
+        """Return the best answer to each question; the arguments are as for `judge`."""
         best: list[tuple[float, str]] = [(-float("inf"), "")] * len(examples)
         none = [float("inf")] * len(examples)
         for feature, row in zip(features, rows, strict=True):
@@ -296,7 +296,7 @@ class AnswerQuestions(Task):
 
 
 def _tokens(window: Window, answer: Answer | None) -> tuple[int, int]:
-    """Return the first and the last token of an answer; (0, 0) if the window lacks a part of it."""
+    """Return the first and last token of an answer; (0, 0) if the window lacks a part of it."""
     if answer is None:
         return 0, 0
     start, end = answer.start, answer.start + len(answer.text)
@@ -313,7 +313,7 @@ def _tokens(window: Window, answer: Answer | None) -> tuple[int, int]:
 
 
 def _best_span(row: Tensor, offsets: Sequence[Any], longest: int) -> _Span:
-    """Return the best span of at most `longest` tokens of the context."""
+    """Return the best span of at most `longest` tokens of the context, from logits ``(L, 2)``."""
     places = [index for index, offset in enumerate(offsets) if offset is not None]
     none = float(row[0, 0] + row[0, 1])
     if not places:

@@ -17,26 +17,26 @@ def answer_figures(
     """Compute the figures of the answers to questions, some of which may have no answer.
 
     Args:
-        answers: The answers of the model, of which an empty one means that there is none.
-        candidates: The best answer of the model that is not empty, to each question.
-        differences: By how much the score of no answer is larger than that of the candidate.
+        answers: The model's answer to each question; an empty text means that it gives no answer.
+        candidates: The model's best answer to each question that is not empty.
+        differences: The score of no answer minus the score of the candidate, for each question.
         truths: The right answers to each question; an empty list means that the question has no
             answer.
 
     Returns:
         ``exact_match`` (called ``exact`` in the script) and ``f1`` of all questions. If a question
-        has no answer, also ``NoAns_exact`` and ``NoAns_f1`` of such questions, ``HasAns_exact`` and
-        ``HasAns_f1`` of the others, if there are any, and their numbers ``NoAns_total`` and
-        ``HasAns_total``; and ``best_exact`` and ``best_f1`` with the thresholds
-        ``best_exact_thresh`` and ``best_f1_thresh``. With such a threshold, a question has no
-        answer if its difference is larger than the threshold.
+        has no answer, there are more figures. ``NoAns_exact`` and ``NoAns_f1`` are for the
+        ``NoAns_total`` questions without an answer. ``HasAns_exact`` and ``HasAns_f1`` are for the
+        ``HasAns_total`` other questions, if there are any. ``best_exact`` and ``best_f1`` are the
+        best figures by a threshold, with the thresholds ``best_exact_thresh`` and
+        ``best_f1_thresh``. No answer is given if the difference is larger than the threshold.
     """
     scores = {"exact": exact_match, "f1": word_f1}
     kinds = {
         "HasAns": [i for i, truth in enumerate(truths) if truth],
         "NoAns": [i for i, truth in enumerate(truths) if not truth],
     }
-    # As in the script, an answer of articles and punctuation only is not a right one.
+    # As in the script, right answers of articles and punctuation only are left out.
     wanted = [[text for text in truth if normal_words(text)] for truth in truths]
     figures: Figures = {}
     grouped: Figures = {}
@@ -57,16 +57,16 @@ def answer_figures(
 def _best_threshold(
     answered: Sequence[float], differences: Sequence[float], empty: Sequence[bool]
 ) -> tuple[float, float]:
-    """Return the best mean score, and the smallest threshold among the differences that gives it.
+    """Return the best mean score, and the smallest difference that gives it as the threshold.
 
     If it is best to give no answer at all, the threshold is just below the smallest difference. The
     script of SQuAD gives 0 in this case, because its differences are probabilities.
 
     Args:
-        answered: Score of each question if it is answered.
-        differences: The difference of each question, which is answered if its difference is at most
-            the threshold.
-        empty: Whether a question has no answer, so that its score is 1 if none is given.
+        answered: Score of each question if the candidate is given as the answer.
+        differences: The difference of each question. The candidate is given if the difference is at
+            most the threshold.
+        empty: Whether a question has no answer, so that its score is 1 if no answer is given.
     """
     order = sorted(range(len(differences)), key=differences.__getitem__)
     total = best = float(sum(empty))

@@ -1,4 +1,4 @@
-"""The best evaluation of a run, and the weights of the model after it."""
+"""The best evaluation of a run, and the weights of the model at this evaluation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fastbert.training import checkpoints
 
-# Which model of a run the user receives.
+# The model of a run that the user receives: of the best evaluation, or of the last step.
 KEPT = ("best", "last")
 
 
@@ -32,13 +32,13 @@ class Evaluation(NamedTuple):
 
 
 class BestEvaluation:
-    """The best of the evaluations so far, by one figure; of equal ones, the first is the best.
+    """The best of the evaluations so far, by one figure; of equal evaluations, the first is best.
 
     Attributes:
-        evaluation: The best evaluation; None before the first one.
-        misses: Number of evaluations after the best one.
-        weights: Weights of the model after the best evaluation, on the CPU; None if they are not
-            kept, or before the first evaluation.
+        evaluation: The best evaluation; None before the first evaluation.
+        misses: Number of evaluations after the best evaluation.
+        weights: Weights of the model at the best evaluation, on the CPU; None if they are not
+            stored, or before the first evaluation.
     """
 
     def __init__(self, model: nn.Module, *, keeps_weights: bool) -> None:
@@ -46,7 +46,7 @@ class BestEvaluation:
 
         Args:
             model: The model that is evaluated.
-            keeps_weights: Whether the weights of the best evaluation are kept.
+            keeps_weights: Whether the weights of the best evaluation are stored.
         """
         self._model, self._keeps_weights = model, keeps_weights
         self.evaluation: Evaluation | None = None
@@ -54,23 +54,23 @@ class BestEvaluation:
         self.weights: dict[str, Tensor] | None = None
 
     def offer(self, evaluation: Evaluation) -> bool:
-        """Compare an evaluation with the best one, and return whether it is better.
+        """Compare an evaluation with the best evaluation, and return whether it is better.
 
         Args:
-            evaluation: An evaluation of the model with its present weights.
+            evaluation: An evaluation of the model with its current weights.
         """
         if self.evaluation is not None and not evaluation.value > self.evaluation.value:
             self.misses += 1
             return False
         self.evaluation, self.misses = evaluation, 0
         if self._keeps_weights:
-            # A tensor on the CPU would change with the next step.
+            # On the CPU, `weights_of` returns the model's own tensors, which the next step changes.
             present = checkpoints.weights_of(self._model)
             self.weights = {name: tensor.clone() for name, tensor in present.items()}
         return True
 
     def content(self) -> dict[str, Any] | None:
-        """Return the plain data that a checkpoint needs; None before the first evaluation."""
+        """Return the data for the JSON of a checkpoint; None before the first evaluation."""
         if self.evaluation is None:
             return None
         return {**self.evaluation._asdict(), "misses": self.misses}
@@ -108,7 +108,7 @@ class BestEvaluation:
                 self.weights = weights
 
     def model(self) -> Any:
-        """Return a new model with the best weights, or the model itself if none are kept."""
+        """Return a new model with the best weights, or the model itself without stored weights."""
         if self.weights is None:
             return self._model
         # The new model draws random weights, which must not change the random numbers of dropout.
@@ -118,7 +118,7 @@ class BestEvaluation:
         return model
 
     def apply(self) -> None:
-        """Give the model the best weights, if they are kept."""
+        """Write the best weights into the model, if they are stored."""
         if self.weights is not None:
             checkpoints.restore_weights(self._model, self.weights)
 

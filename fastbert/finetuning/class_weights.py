@@ -17,7 +17,7 @@ MOST_SHOWN = 20
 
 
 def check_class_weights(value: Any) -> None:
-    """Raise ValueError unless a value is None, ``"balanced"``, or numbers > 0 by their labels."""
+    """Raise ValueError unless a value is None, ``"balanced"``, or maps labels to numbers > 0."""
     allowed = f"None, {BALANCED!r}, or a finite number > 0 for each label that it names"
     sound = value is None or value == BALANCED
     if isinstance(value, Mapping) and value:
@@ -31,14 +31,14 @@ class ClassWeights:
 
     The loss of a batch is the sum of the weighted losses of its labels, divided by the sum of their
     weights, as in ``torch.nn.CrossEntropyLoss``. The mean of the losses of several batches, each
-    weighted by `total`, is therefore the loss of all of them together.
+    weighted by `total`, is therefore the loss of all batches together.
 
     Attributes:
         values: The weight of each label by its index; None without weights, and before `learn`.
     """
 
     def __init__(self, given: Given | None) -> None:
-        """Keep the weights that `check_class_weights` allows."""
+        """Store the weights, which `check_class_weights` must allow."""
         self._given = given
         self.values: list[float] | None = None
 
@@ -78,7 +78,7 @@ class ClassWeights:
         return f"class weights: {', '.join(shown[:MOST_SHOWN])}{more}"
 
     def total(self, labels: Iterable[int]) -> float:
-        """Return the sum of the weights of labels, by which their loss is a mean."""
+        """Return the sum of the weights of labels, the denominator of their mean loss."""
         values = self.values
         return sum(1 if values is None else values[label] for label in labels)
 
@@ -87,8 +87,8 @@ class ClassWeights:
 
         Args:
             model: A model with logits of shape ``(N, C)``.
-            batch: A packed batch; its ``labels``, if there are any, are int64 of shape ``(N,)``,
-                and a negative label does not count.
+            batch: A packed batch; its ``labels``, if there are any, are int64 of shape ``(N,)``.
+                The loss ignores the label -100.
 
         Returns:
             The output of the model. The loss with weights is computed in fp32.
@@ -103,7 +103,7 @@ class ClassWeights:
 
 
 def parse_class_weights(text: str | None) -> Given | None:
-    """Return the weights that a text such as ``"balanced"`` or ``"no=1,yes=4.5"`` means.
+    """Parse the weights in a text such as ``"balanced"`` or ``"no=1,yes=4.5"``.
 
     Args:
         text: The text of an option, or None.

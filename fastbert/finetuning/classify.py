@@ -97,8 +97,8 @@ class Text(NamedTuple):
     Attributes:
         place: The file and the line.
         texts: One text or two.
-        label: The name or the index of the label, all labels of a task with several of them, a
-            number of a regression, or None.
+        label: The name or index of the label, a tuple of all labels of a multi-label task, the
+            number of a regression, or None if it is unknown.
     """
 
     place: str
@@ -130,7 +130,7 @@ class Classify(Task):
         multi: MultiLabel | None = None,
         weights: ClassWeights | None = None,
     ) -> None:
-        """Keep the names of the fields, and the labels if they are known."""
+        """Store the names of the fields, and the labels if they are known."""
         self.weights = weights or ClassWeights(None)
         self.fields, self.label_field = fields, label_field
         self.labels, self.regression, self.multi = labels, regression, multi
@@ -153,7 +153,7 @@ class Classify(Task):
         return [self._text(record, labelled) for record in records]
 
     def unlabelled(self, path: Path) -> str | None:
-        """Look for a field of labels that are not all absent or -1; see `Task.unlabelled`."""
+        """Return why all labels are absent or -1, or None; see `Task.unlabelled`."""
         if path.is_dir():
             return None
         try:
@@ -183,7 +183,7 @@ class Classify(Task):
         return Text(place, texts, label)
 
     def learn(self, examples: Sequence[Text]) -> None:
-        """Take the labels of the training part, unless they are known."""
+        """Read the labels from the training part, unless they are known."""
         if self.labels is None and not self.regression:
             self.labels = Labels.of_values(_labels_of(examples))
 

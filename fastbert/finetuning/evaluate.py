@@ -32,7 +32,7 @@ class Outputs(NamedTuple):
 
 
 class _Computed(NamedTuple):
-    """The outputs of a batch: the sequences with their rows, and the sum of the loss."""
+    """The index and rows of each sequence of a batch, the summed loss, and the number of labels."""
 
     rows: list[tuple[int, Tensor]]
     loss: float
@@ -56,12 +56,12 @@ def compute(
         task: The task.
         features: The sequences.
         bf16: Whether autocast to bf16 is used.
-        accelerator: The processes that share the batches, all of which call this; None means that
-            this process computes all batches.
+        accelerator: The processes that share the batches, all of which call this function. None
+            means that this process computes all batches.
 
     Returns:
-        The outputs in the order of the sequences, in every process. They agree bit for bit for any
-        number of processes.
+        The outputs in the order of the sequences, in every process. The outputs are bitwise equal
+        for any number of processes.
     """
     own, processes = 0, 1
     if accelerator is not None:
@@ -71,7 +71,7 @@ def compute(
     if processes > 1:
         from accelerate.utils import gather_object
 
-        # The processes take the batches in turn.
+        # Process p of P has computed the batches p, p + P, p + 2P and so on.
         parts = gather_object([computed])
         turns = range(len(batches))
         computed = [parts[turn % processes][turn // processes] for turn in turns]

@@ -50,8 +50,8 @@ class FinetuneResult:
         metrics: Path of ``metrics.json``.
         log: Path of ``log.jsonl``.
         curves: Path of ``curves.png``.
-        confusion: Path of ``confusion.png``; None for a task without labels, and if it could not
-            be drawn.
+        confusion: Path of ``confusion.png``; None if there is no confusion matrix of the validation
+            or test part, or if the picture could not be drawn.
         steps: Number of steps.
         seconds: Duration of the steps in seconds, without evaluations.
         best: The best evaluation: the name of the ``figure``, its ``value``, the ``epoch`` (from 1)
@@ -95,21 +95,22 @@ def finetune(options: FinetuneOptions, *, console: Console | None = None) -> Fin
 
     The folder ``options.output`` receives these results.
 
-    - ``model/`` has the weights, configuration and tokenizer in the layout of Hugging Face, after
-      the best epoch by the main figure of the task; see ``options.keep_epoch``. It is always either
-      complete or absent.
+    - ``model/`` has the weights, configuration and tokenizer in the layout of Hugging Face. The
+      weights are from the best evaluation by the main figure of the task, or from the last step;
+      see ``options.keep_epoch``. The folder is always either complete or absent.
     - ``metrics.json`` has the figures of this model on the training, validation and test parts.
     - ``log.jsonl`` has one JSON object per line. The event ``"train"`` has means since the last
       such event, and the event ``"evaluation"`` has figures of the validation part. The event
       ``"stop"`` means that the run stopped early.
-    - ``curves.png`` shows the loss and the main figure, with the best epoch; ``confusion.png``
-      shows the confusion matrix of the validation and test parts.
+    - ``curves.png`` shows the loss and the main figure, and marks the best evaluation.
+      ``confusion.png`` shows the confusion matrices of the validation and test parts.
     - ``checkpoints/`` has the last checkpoints from which the run can be resumed.
 
-    If the folder has a checkpoint of a run with the same options, the same data and the same files
-    of the model, the run continues after that step. Its final weights are the same bits as those of
-    a run that was never stopped, on the same machine and with as many processes. With another
-    number of processes, dropout draws other masks. One run at a time writes into a folder.
+    If the folder has a checkpoint of a run with the same options, data and files of the model, the
+    run continues after the step of this checkpoint. On the same machine with the same number of
+    processes, its final weights are bitwise equal to the final weights of a run without a stop.
+    With another number of processes, dropout draws other masks. One run at a time writes into a
+    folder.
 
     After SIGTERM or SIGINT (Ctrl-C), the run finishes its step, writes a checkpoint and raises
     SystemExit with status 143, or KeyboardInterrupt. A loss or a gradient that is not finite stops
@@ -118,7 +119,7 @@ def finetune(options: FinetuneOptions, *, console: Console | None = None) -> Fin
 
     Args:
         options: Options of the run, which decide the task.
-        console: Where progress is shown; None shows it on the standard output.
+        console: Console that shows the progress; None shows it on the standard output.
 
     Returns:
         Paths and figures of the run.
@@ -126,8 +127,8 @@ def finetune(options: FinetuneOptions, *, console: Console | None = None) -> Fin
     Raises:
         FileNotFoundError: If the model or a data file does not exist.
         ValueError: If the data, the model or the output folder is not usable, if another run is
-            writing into the folder, or if an earlier run in the folder has other options; nothing
-            has been written then. For data, the message names the file and the line.
+            writing into the folder, or if an earlier run in the folder has other options. In these
+            cases, no file has been written. For data, the message names the file and the line.
         ImportError: If accelerate or matplotlib is not installed, or pyarrow for a .parquet file.
         RuntimeError: If a loss or a gradient is not finite; the message names the batch.
         OSError: If the last checkpoint, the log or a figure could not be written.
@@ -196,7 +197,7 @@ def _remove_earlier(folder: Path, *, with_checkpoints: bool) -> None:
 
 
 def _finish(run: FinetuningRun, record: Record, signals: StopSignals) -> FinetuneResult:
-    """Make the remaining steps, judge the model, and write the figures."""
+    """Make the remaining steps, evaluate the model, and write the figures."""
     options, task, attempt = run.options, run.judging, record.attempt
     figures: dict[str, dict[str, Any]] = {}
     confusions: dict[str, Confusion] = {}
@@ -253,7 +254,7 @@ def _finish(run: FinetuningRun, record: Record, signals: StopSignals) -> Finetun
 
 
 def _kept(run: FinetuningRun) -> str:
-    """Say which model a finished run keeps, and why."""
+    """Return a line that names the model that a finished run writes, and the reason."""
     last, evaluation = run.kept(), run.best.evaluation
     model = f"kept: the model after epoch {last['epoch']} of {run.options.epochs}"
     if run.options.eval_every is not None:

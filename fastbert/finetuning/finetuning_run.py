@@ -89,13 +89,13 @@ class FinetuningRun(Run):
         self.counted = self.tokens = 0
 
     def train_mode(self) -> None:
-        """Switch dropout on, except in an encoder that is frozen."""
+        """Switch dropout on, except in a frozen encoder."""
         self.model.train()
         if self.options.freeze:
             self.model.bert.eval()
 
     def epoch(self) -> tuple[int, int]:
-        """Return the epoch of the current step, and the number of its batch in the epoch."""
+        """Return the epoch of the current step and its batch in this epoch, both from 0."""
         return divmod(self.step, self.steps_per_epoch)
 
     def batches(self) -> Iterator[list[Feature]]:
@@ -116,7 +116,8 @@ class FinetuningRun(Run):
         share of the labels, so that the gradient is the same as in one process with all sequences.
         """
         processes, index = self.accelerator.num_processes, self.accelerator.process_index
-        # A process without a share takes part in the exchange of gradients, with a weight of 0.
+        # A process without a share computes one sequence with the weight 0, because all processes
+        # must take part in the exchange of gradients.
         own = features[index::processes] or features[:1]
         batch = to_device(self.judging.collate(own), self.device)
         bf16 = self.options.precision == "bf16"
@@ -141,10 +142,10 @@ class FinetuningRun(Run):
 
         Args:
             features: The sequences of all processes.
-            loss: The loss of the sequences of this process, the mean over their labels.
+            loss: The mean loss over the labels of the sequences of this process.
 
         Returns:
-            The loss whose mean over the processes is the loss of all sequences.
+            The weighted loss. Its mean over all processes is the loss of all sequences.
         """
         processes, index = self.accelerator.num_processes, self.accelerator.process_index
         if processes == 1:
@@ -243,18 +244,18 @@ class FinetuningRun(Run):
         return self.ends_epoch() or self.stops_early() or super().saves()
 
     def export(self, tensors: Mapping[str, Mapping[str, Tensor]]) -> Any:
-        """Return the model that the user receives, of the best evaluation or of this step."""
+        """Return the model that the user receives: of the best evaluation, or of this step."""
         return self.best.model()
 
     def kept(self) -> dict[str, int]:
-        """Return the step and the epoch, from 1, of the model that a finished run keeps."""
+        """Return the step and the epoch, from 1, of the model that a finished run writes."""
         best = self.best.evaluation
         if self.best.weights is not None and best is not None:
             return {"epoch": best.epoch, "step": best.step}
         return {"epoch": (self.step - 1) // self.steps_per_epoch + 1, "step": self.step}
 
     def content(self) -> dict[str, Any]:
-        """Return the sums that the host knows, and the facts of the run that must not change."""
+        """Return the sums that are Python numbers, and the facts that a resumed run compares."""
         return {
             "batches": self.counted,
             "tokens": self.tokens,
@@ -265,7 +266,7 @@ class FinetuningRun(Run):
         }
 
     def tensors(self) -> dict[str, Mapping[str, Tensor]]:
-        """Return the weights, the optimizer's state, the random-number states and the sums."""
+        """Return the current and best weights, and the states of optimizer, generators and loss."""
         random = {**self.gathered(self.random_state()), "losses": self.losses.cpu()}
         return {
             "weights": checkpoints.weights_of(self.model),

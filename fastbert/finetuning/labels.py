@@ -6,10 +6,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 Value = str | int
-# The loss of a regression is computed in fp32, whose largest number is 3e38, from squares.
+# The loss of a regression squares its targets in fp32, whose largest number is 3e38.
 LARGEST_TARGET = 1e18
 
-# The texts of a test part in place of labels, if the publisher of the data keeps the labels secret.
+# These texts replace the labels of a test part if the publisher of the data withholds the labels.
 NO_LABELS = {"-1", "-1.0", "", "None", "_"}
 
 
@@ -21,12 +21,12 @@ class Labels:
     """
 
     def __init__(self, names: Sequence[str], *, by_index: bool = False, least: int = 2) -> None:
-        """Keep the names.
+        """Store the names.
 
         Args:
             names: The names.
             by_index: Whether data may have the index of a label instead of its name, because the
-                user gave the order of the names. Labels that are numbers have no indices.
+                user gave the order of the names. If any name is an integer, indices are refused.
             least: Smallest number of names.
 
         Raises:
@@ -42,7 +42,7 @@ class Labels:
 
     @classmethod
     def of_values(cls, values: Iterable[Value]) -> Labels:
-        """Return the labels that appear in data, sorted as numbers if all of them are numbers."""
+        """Return the labels that appear in data, sorted as integers if all of them are integers."""
         names = {str(value) for value in values}
         numbers = all(name.removeprefix("-").isdecimal() for name in names)
         return cls(sorted(names, key=(lambda name: (int(name), name)) if numbers else None))
@@ -100,7 +100,8 @@ def check_number(value: Any, place: str) -> float:
         The number.
 
     Raises:
-        ValueError: If the value is not a finite number. The message names the place.
+        ValueError: If the value is not a number, or its absolute value is larger than 1e18. The
+            message names the place.
     """
     try:
         number = float("nan" if value is None or isinstance(value, bool) else value)

@@ -1,4 +1,4 @@
-"""The figures by which fine-tuned models are judged."""
+"""The figures that evaluate fine-tuned models."""
 
 from __future__ import annotations
 
@@ -127,9 +127,9 @@ def _ranks(values: NDArray[np.float64]) -> NDArray[np.float64]:
 
 # Token classification
 
-# A tag of one letter marks entities of one type, which has no name.
+# A tag of one letter, such as B, marks entities of a type without a name.
 ENTITY = re.compile(r"([BIESLU])(?:-(.+))?$", re.DOTALL)
-# The name of this type.
+# The name that figures give to the type of tags of one letter.
 UNNAMED = "entity"
 Entity = tuple[str, int, int]
 
@@ -147,9 +147,9 @@ def have_entities(names: Sequence[str]) -> bool:
 def entities(tags: Sequence[str]) -> list[Entity]:
     """Return the entities that the tags of a sentence mark.
 
-    The rule is that of the script conlleval and of the default mode of seqeval: an entity ends
-    before another type, before ``O``, before ``B``, ``S`` and ``U``, and after ``E``, ``L``, ``S``
-    and ``U``. An ``I`` without a ``B`` begins an entity.
+    The script conlleval and the default mode of seqeval use the same rule. An entity ends before
+    another type, before ``O``, ``B``, ``S`` and ``U``, and after ``E``, ``L``, ``S`` and ``U``. An
+    ``I`` without a ``B`` begins an entity.
 
     Args:
         tags: The tags of the words.
@@ -227,11 +227,11 @@ def normal_words(text: str) -> list[str]:
 
 
 def exact_match(answer: str, truths: Sequence[str]) -> float:
-    """Return 1 if an answer is one of the right ones, else 0 (Rajpurkar et al. 2016).
+    """Return 1 if an answer equals one of the right answers, else 0 (Rajpurkar et al. 2016).
 
     Args:
-        answer: The answer of the model; empty means that there is none.
-        truths: The right answers; empty means that the question has none.
+        answer: The answer of the model; an empty text means that it gives no answer.
+        truths: The right answers; empty means that the question has no answer.
 
     Returns:
         The score.

@@ -16,12 +16,12 @@ from fastbert.io import checkpoint
 from fastbert.jobs.batch_job import digest_of_model
 from fastbert.modules import BertPreTrainedModel
 
-# These settings are fields of BertConfig; the others of a task are kept in its `extra`.
+# These settings of a task are fields of BertConfig; its `extra` stores the other settings.
 FIELDS = ("num_labels", "problem_type")
 
 
 class Source:
-    """A pre-trained model that has been read.
+    """The weights and the configuration of a pre-trained model.
 
     Attributes:
         folder: Folder of its files.
@@ -49,11 +49,11 @@ class Source:
 
     @cached_property
     def digest(self) -> str:
-        """The SHA-256 of the files, by which a resumed run knows its model."""
+        """The SHA-256 of the files, by which a resumed run recognises its model."""
         return digest_of_model(self.folder)
 
     def max_length(self) -> int:
-        """Return the largest number of tokens of the training, or the limit of the model."""
+        """Return the largest number of tokens that both the tokenizer and the model allow."""
         limit = self.config.max_length
         return min(model_max_length(self.folder) or limit, limit)
 
@@ -97,8 +97,8 @@ class Source:
     def build(self, task: Task, backend: str | None, *, whole: bool = False) -> BertPreTrainedModel:
         """Build the model of a task in fp32, with the weights of the checkpoint.
 
-        The weights of a head are taken over if the checkpoint has the same head with the same
-        labels; otherwise the head is new. The seed of torch decides the weights of a new head.
+        The weights of the head are loaded if the checkpoint has the same head with the same labels.
+        Otherwise, the head is new, and the seed of torch decides its weights.
 
         Args:
             task: The task.

@@ -1,4 +1,4 @@
-"""Classification by any number of labels: their values in data, the targets and the answers."""
+"""Classification by any number of labels: parsing of the labels, targets and predictions."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def check_threshold(value: Any) -> None:
 
 @dataclass(frozen=True)
 class MultiLabel:
-    """How a task with several labels per example reads them and chooses them.
+    """How a task with several labels per example parses labels and predicts labels.
 
     Attributes:
         separator: The text between two labels of a value that is a text.
-        threshold: A label is chosen if its score, a sigmoid, is larger.
+        threshold: A label is predicted if its score, a sigmoid, is larger than this number.
     """
 
     separator: str = SEPARATOR
@@ -45,7 +45,7 @@ class MultiLabel:
             The labels.
 
         Raises:
-            ValueError: If the value is of another kind, or has a label that is empty. The message
+            ValueError: If the value has another type, or contains an empty label. The message
                 names the place.
         """
         if isinstance(value, str):
@@ -62,7 +62,7 @@ class MultiLabel:
         return tuple(check_label(label, place) for label in value)
 
     def chosen(self, logits: Tensor) -> NDArray[np.bool_]:
-        """Return which labels the model gives to each example.
+        """Return which labels the model predicts for each example.
 
         Args:
             logits: The logits of all examples, fp32 of shape ``(N, C)``.
@@ -73,7 +73,7 @@ class MultiLabel:
         return (logits.sigmoid() > self.threshold).numpy()
 
     def answers(self, logits: Tensor, names: Sequence[str]) -> list[dict[str, Any]]:
-        """Return the chosen ``labels`` and the ``scores`` of all labels, for each example.
+        """Return the predicted ``labels`` and the ``scores`` of all labels, for each example.
 
         Args:
             logits: As in `chosen`.

@@ -12,8 +12,8 @@ from fastbert.finetuning.task import Task
 from fastbert.ops.backend import validate
 from fastbert.training.options import PRECISIONS, check, is_count, is_number
 
-# A run may be resumed with other values of these options, which do not change its results. The
-# content of the data is compared instead of its paths.
+# A run may be resumed with other values of these options, which do not change its results. For the
+# options with paths of data, a resumed run compares the content of the data instead.
 FREE = (
     "output", "data", "validation", "test", "overwrite", "save_every", "save_minutes",
     "keep_checkpoints",
@@ -36,8 +36,8 @@ class FinetuneOptions:
         test: File or folder of the test part; None takes the part in `data`, if there is one.
         held_out: Fraction of the training part that is held out if there is no validation part,
             in [0, 1).
-        overwrite: Whether the run starts anew and replaces an earlier run in `output`. With False,
-            the earlier run is resumed.
+        overwrite: Whether the run starts from its first step and replaces an earlier run in
+            `output`. With False, the earlier run is resumed.
         epochs: Number of epochs.
         batch_size: Number of sequences of a batch.
         learning_rate: Peak of the learning rate, which rises linearly and then falls linearly to
@@ -46,17 +46,17 @@ class FinetuneOptions:
         weight_decay: Weight decay of matrices and embedding tables.
         clip_norm: Largest L2 norm of the gradient.
         max_length: Largest number of tokens of a sequence; None is the default of the task.
-        freeze: Whether the embeddings and the layers of the encoder keep their weights, so that
-            only the head is trained.
+        freeze: Whether the embeddings and the layers of the encoder are frozen, so that only the
+            head, with the pooler if it has one, is trained.
         precision: ``"fp32"``, or ``"bf16"`` for autocast with fp32 weights.
         seed: Seed of the held-out part, the weights of a new head, the batches and dropout.
         backend: ``"reference"``, ``"triton"``, ``"cuda"`` or ``"cpu"`` for all operations; None
             lets each operation choose.
-        keep_epoch: ``"best"`` keeps the model after the best evaluation, by the main figure of the
-            task; of equal evaluations, the first is the best. ``"last"`` keeps the model after the
-            last step. Without a validation part, the last model is kept.
+        keep_epoch: The model that the run writes. ``"best"`` means the model of the best evaluation
+            by the main figure of the task; of equal evaluations, the first is the best. ``"last"``
+            means the model after the last step, as does ``"best"`` without a validation part.
         patience: Number of evaluations without a better main figure after which the run stops;
-            None makes all steps. The learning rate falls as if all steps were made.
+            None makes all steps. The learning rate always falls as if all steps were made.
         eval_every: Number of steps between two evaluations of the validation part; None evaluates
             after each epoch.
         log_every: Number of steps between two rows of the log.
@@ -123,7 +123,7 @@ class FinetuneOptions:
         validate(self.backend)
 
     def task(self) -> Task:
-        """Return the task, which the subclass decides."""
+        """Return the task; each subclass implements this method."""
         raise NotImplementedError
 
     @property
@@ -139,6 +139,6 @@ class FinetuneOptions:
         }
 
     def decisive(self) -> dict[str, Any]:
-        """Return the options that decide about the results of a run, as plain data."""
+        """Return the options that change the results of a run, as data for JSON."""
         chosen = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in FREE}
         return {**chosen, "model": os.fspath(self.model)}

@@ -17,9 +17,10 @@ from fastbert.picture import fonts_for, literal, picture, width_of
 
 # Rows of a matrix. With more labels, the numbers and the names would be too small to be read.
 MOST_ROWS = 30
-# Characters of a name; a longer name loses its middle.
+# Largest number of characters of a name; the middle of a longer name is left out.
 LONGEST_NAME = 32
-# Inches: the smallest cell, the smallest and the largest side of a matrix with horizontal names.
+# Sizes in inches: the smallest cell, and the smallest and the largest side of a matrix with
+# horizontal names.
 CELL, SMALLEST, LARGEST = 0.45, 2.5, 6.0
 
 
@@ -27,12 +28,12 @@ def plot_confusion(matrices: Mapping[str, Confusion], path: Path) -> None:
     """Draw the confusion matrix of each part, with the share of each row as the colour.
 
     With more than 30 labels, the matrix has the 29 labels that are confused most often, and a row
-    and a column for all others together. A name is literal; a long name is shortened in its middle.
-    If no font of the machine has the characters of a name, the number of the label in
+    and a column for all others together. Names are drawn literally, and the middle of a long name
+    is left out. If no font of the machine has the characters of a name, the number of the label in
     ``config.json`` replaces the name, and a warning names the labels.
 
     Args:
-        matrices: The matrices by the name of the part, at least one. Their labels are the same.
+        matrices: At least one matrix, by the name of its part. All matrices have the same labels.
         path: The PNG file, which appears complete or not at all.
 
     Raises:
@@ -76,7 +77,7 @@ def plot_confusion(matrices: Mapping[str, Confusion], path: Path) -> None:
 
 
 def _most_confused(matrices: Sequence[NDArray[np.int64]]) -> list[int]:
-    """Return the labels that are shown, in their order: all, or those most often confused."""
+    """Return the sorted indices of the shown labels: all, or the labels most often confused."""
     total = np.sum(matrices, axis=0)
     labels = len(total)
     if labels <= MOST_ROWS:
@@ -85,14 +86,14 @@ def _most_confused(matrices: Sequence[NDArray[np.int64]]) -> list[int]:
     first, second = np.nonzero(mistakes)
     order = np.argsort(-mistakes[first, second], kind="stable")
     pairs = np.stack([first, second], axis=1)[order]
-    # Without enough mistakes, the most frequent labels follow.
+    # If too few labels are confused, the most frequent labels fill the matrix.
     frequent = np.argsort(-total.sum(1), kind="stable")
     ranked = dict.fromkeys([*pairs.ravel().tolist(), *frequent.tolist()])
     return sorted(list(ranked)[: MOST_ROWS - 1])
 
 
 def _merged(matrix: NDArray[np.int64], chosen: Sequence[int]) -> NDArray[np.int64]:
-    """Return the counts of the chosen labels, with all others together as the last label."""
+    """Return the counts of the chosen labels, with all other labels merged into a last label."""
     if len(chosen) == len(matrix):
         return matrix
     group = np.full(len(matrix), len(chosen))
@@ -130,7 +131,7 @@ def _side(labels: int, widest: float) -> tuple[float, bool]:
 
 
 def _draw(axes: Any, matrix: NDArray[np.int64], names: list[str], *, left_out: bool) -> None:
-    """Draw a matrix; the cell of other labels with other labels has no colour."""
+    """Draw a matrix; with `left_out`, the cell of merged labels with merged labels is grey."""
     from matplotlib import colormaps
 
     shares = np.ma.array(matrix / matrix.sum(1, keepdims=True).clip(min=1))
@@ -150,6 +151,6 @@ def _draw(axes: Any, matrix: NDArray[np.int64], names: list[str], *, left_out: b
             va="center",
             fontsize=size,
             color="white" if dark[row, column] else "black",
-            # The layout has no need to measure these texts.
+            # The layout does not need to measure these texts, which are inside the axes.
             in_layout=False,
         )

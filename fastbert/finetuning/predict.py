@@ -1,4 +1,4 @@
-"""What a fine-tuned model says about each example of a file."""
+"""The predictions of a fine-tuned model for the examples of a file."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Prediction:
         task: Name of the task.
         examples: Number of examples.
         sequences: Number of sequences of tokens, into which long examples are divided.
-        resumed: Number of the sequences that an earlier run had computed.
+        resumed: Number of these sequences that an earlier run had computed.
         truncated: Number of texts that were cut.
         max_length: Largest number of tokens of a sequence.
     """
@@ -80,18 +80,18 @@ def predict(
     backend: str | None = None,
     reporter: Reporter = SILENT,
 ) -> Prediction:
-    """Write what a fine-tuned model says about each example of a file.
+    """Write the prediction of a fine-tuned model for each example of a file.
 
     The class in ``config.json`` decides the task. The data have the format of the training, and
     their labels are not read. The file of the predictions has one JSON object per line, in the
-    order of the examples. It appears once it is complete. Until then, the folder ``OUT.partial``
-    keeps the finished sequences, after which the same call continues. The objects have these
-    entries:
+    order of the examples. The file appears when it is complete. Until then, the folder
+    ``OUT.partial`` stores the finished sequences, and the same call continues after them. The
+    objects have these entries:
 
     - ``label``, ``score`` and ``scores`` for a classification, whose scores are a softmax;
     - ``labels`` and ``scores`` for a classification by several labels, or by one label that is
       present or absent, whose scores are sigmoids;
-    - ``score`` for a regression, or ``scores`` for one with several numbers;
+    - ``score`` for a regression, or ``scores`` for a regression with several numbers;
     - ``words``, ``tags`` and, if the tags mark entities, ``entities`` for sentences of words;
     - ``id``, ``answer``, ``score`` and ``no_answer`` for questions;
     - ``id`` for other examples too, if `id_field` is given.
@@ -108,19 +108,19 @@ def predict(
         words_field: As in `TagOptions`.
         id_field: Column or field of a .csv, .tsv, .jsonl or .parquet file whose value is the
             ``id`` of a prediction; None writes no ids. Questions always have ids.
-        threshold: Score above which a label of several is chosen; None means 0.5. Only a model that
-            classifies by several labels has a threshold.
+        threshold: A label of a multi-label classification is predicted if its score is larger; None
+            means 0.5. For other models, only None is allowed.
         stride: As in `AnswerOptions`; None takes the value of the training, from ``config.json``.
         longest_answer: As `stride`.
-        no_answer_threshold: As `stride`. A number allows empty answers, also of a model whose
-            ``config.json`` does not say that questions may have none.
+        no_answer_threshold: As `stride`. A number allows empty answers, even if ``config.json``
+            does not say that questions may have no answer.
         max_length: Largest number of tokens of a sequence; None takes the value of the training,
             from ``tokenizer_config.json``.
         backend: Backend of every operation; None lets each operation choose.
         reporter: Receives notes and the progress in sequences.
 
     Returns:
-        The path and the numbers.
+        The path of the predictions, and the numbers of examples and sequences.
 
     Raises:
         FileNotFoundError: If the model or the data do not exist.
@@ -229,7 +229,7 @@ def _compute(
 def _logits(task: Task, features: Sequence[Feature], rows: NDArray[np.float32]) -> list[Tensor]:
     """Divide the rows of all sequences into the logits of each sequence."""
     ends = [0, *accumulate(map(task.size, features))]
-    # A copy, because the rows are a file that cannot be written.
+    # torch needs memory that it may write to, but the rows are read-only, so they are copied.
     return [torch.from_numpy(rows[start:end].copy()) for start, end in pairwise(ends)]
 
 
@@ -257,10 +257,11 @@ def _labels(source: Source, least: int = 2) -> Labels:
 
 
 def _set_threshold(task: Task, source: Source, threshold: float | None) -> None:
-    """Give a task the threshold of a classification by several labels.
+    """Set the threshold of a multi-label classification, unless it is None.
 
     Raises:
-        ValueError: If the threshold is not in (0, 1), or if the task is another one.
+        ValueError: If the threshold is not in (0, 1), or if the task is not multi-label
+            classification.
     """
     if threshold is None:
         return
@@ -274,7 +275,7 @@ def _set_threshold(task: Task, source: Source, threshold: float | None) -> None:
 
 
 def _refuse_repeated_ids(questions: Sequence[Question]) -> None:
-    """Raise ValueError if two questions have the same id, because a .json has an answer per id."""
+    """Raise ValueError if two questions have one id, because a .json file has one answer per id."""
     places: dict[str, str] = {}
     for question in questions:
         earlier = places.setdefault(str(question.id), question.place)

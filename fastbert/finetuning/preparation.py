@@ -1,4 +1,4 @@
-"""The examples and sequences of a run, from the files to the ids."""
+"""The examples and token sequences of a run, read from the files of the data."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def read_parts(
     Args:
         task: The task, which learns from the training part.
         options: The options of the run.
-        say: Shows a line of text to the user.
+        say: Function that shows a line of text to the user.
 
     Returns:
         The examples by the name of the part, in the order of ``PARTS``.
@@ -90,7 +90,7 @@ def encode(task: Task, examples: Sequence[Example], tokenizer: ModelTokenizer) -
 
 
 def fingerprint(parts: Mapping[str, Sequence[Example]]) -> str:
-    """Return the SHA-256 of all examples, without the places where they were read."""
+    """Return the SHA-256 of all examples, without the file and line of each example."""
     digest = hashlib.sha256()
     for name, examples in parts.items():
         digest.update(f"{name} {len(examples)}\n".encode())

@@ -16,7 +16,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "validation": ("validation", "valid", "val", "dev", "testa"),
     "test": ("test", "testb"),
 }
-# A shard of a part, as the library datasets names its files.
+# The name of a shard of a part, in the format of the Hugging Face library datasets.
 _SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})(\..+)")
 Item = TypeVar("Item")
 
@@ -26,19 +26,19 @@ def find_parts(
 ) -> dict[str, list[Path]]:
     """Find the files or the folder of each part.
 
-    A file is the training part. In a folder, a part is the file whose name begins or ends with the
-    name of the part, such as ``train.csv``, ``dev-v2.0.json`` or ``de-train.conllu``, or the
-    subfolder with this name, or all its shards, such as ``train-00000-of-00002.parquet``. A file
-    may be compressed, as ``train.csv.gz``.
+    If `data` is a file, it is the training part. In a folder, a part is the file whose name begins
+    or ends with the name of the part, such as ``train.csv``, ``dev-v2.0.json`` or
+    ``de-train.conllu``. A part may also be the subfolder with this name, or all its shards, such as
+    ``train-00000-of-00002.parquet``. A file may be compressed, as ``train.csv.gz``.
 
     Args:
         data: A file or a folder.
-        given: The paths of parts that the caller names, which replace those that are found.
+        given: The paths of parts that the caller names, which replace the parts in `data`.
         formats: The suffixes of files, in lower case.
         folders: Whether a part may be a folder.
 
     Returns:
-        The paths of each part. Only a part in shards has several paths, and the training part is
+        The paths of each part. Only a sharded part has several paths, and the training part is
         always present.
 
     Raises:
@@ -83,7 +83,7 @@ def _is_part(path: Path, names: Sequence[str], formats: Sequence[str]) -> bool:
 
 
 def _are_shards(paths: Sequence[Path]) -> bool:
-    """Return whether files are the shards of one part; raise if one is missing."""
+    """Return whether files are the shards of one part; raise if a shard is missing."""
     matches = [_SHARD.fullmatch(path.name) for path in paths]
     names = {(match[1], match[3], match[4]) if match else None for match in matches}
     if len(names) > 1 or None in names:
@@ -110,7 +110,7 @@ def hold_out(
         group: Function from an example to its group. Examples of one group stay together.
 
     Returns:
-        The examples to train on and those that are held out, both in their order.
+        The examples to train on and the held-out examples, both in their original order.
 
     Raises:
         ValueError: If no example is left for the training.

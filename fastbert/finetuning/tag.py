@@ -25,7 +25,7 @@ from fastbert.modules import BertForTokenClassification
 from fastbert.text_file import content_suffix, read_text
 from fastbert.training.options import check
 
-# The label of tokens that do not begin a word, which the loss leaves out.
+# The label of tokens that do not begin a word; the loss ignores these tokens.
 IGNORED = -100
 ROWS = (".jsonl", ".parquet")
 # CoNLL 2003 names its files eng.train, eng.testa and eng.testb, and GermEval 2014 writes .tsv.
@@ -41,7 +41,7 @@ class TagOptions(FinetuneOptions):
 
     Args:
         words_field: Field of a .jsonl or .parquet file that has the words, or number of the column
-            of a CoNLL file, from 1. The default finds the column.
+            of a CoNLL file, from 1. With the default, the column of a CoNLL file is detected.
         tags_field: Field or number of the column that has the tags, as `words_field`.
         labels: Names of the tags in the order of their indices; if empty, the tags of the training
             part, sorted. The data may have indices instead of names only if names are given.
@@ -85,7 +85,7 @@ class Sentence(NamedTuple):
 
 
 class PlainSentence(NamedTuple):
-    """A plain sentence that `split_words` divided; the first attributes are those of `Sentence`.
+    """A sentence that `split_words` divided into words; see also `Sentence`.
 
     Attributes:
         text: The sentence.
@@ -102,7 +102,7 @@ class PlainSentence(NamedTuple):
 class Tag(Task):
     """The task of `BertForTokenClassification`.
 
-    The label of a word is at its first token, and the other tokens do not count (Devlin et al.
+    The label of a word is at its first token, and the loss ignores the other tokens (Devlin et al.
     2019, section 5.3).
 
     Attributes:
@@ -121,7 +121,7 @@ class Tag(Task):
         labels: Labels | None,
         weights: ClassWeights | None = None,
     ) -> None:
-        """Keep the names of the fields, and the labels if they are known."""
+        """Store the names of the fields, and the labels if they are known."""
         self.weights = weights or ClassWeights(None)
         self.fields, self.labels = (words_field, tags_field), labels
         self.main = ("accuracy", "accuracy")
@@ -135,8 +135,8 @@ class Tag(Task):
     def read(self, path: Path, *, labelled: bool = True) -> list[Any]:
         """Read sentences; see `Task.read`.
 
-        Without labels, a .txt file may have a plain sentence in each line, and a field of words may
-        be a plain sentence; they are divided by `split_words`.
+        Without labels, a .txt file may have an undivided sentence in each line, and a field of
+        words may have an undivided sentence. `split_words` divides such sentences into words.
         """
         if not labelled and self._is_plain(path):
             return _plain_sentences(path)
@@ -166,7 +166,7 @@ class Tag(Task):
         filled = [fields for fields in lines if fields and fields[0] != DOCUMENT]
         widths = {len(fields) for fields in filled}
         if widths <= {1}:
-            # Words have a blank line after each sentence.
+            # A file with one word per line has blank lines between sentences.
             return [] not in lines[:-1]
         tagged = sum(fields[-1] in self._names() for fields in filled)
         if len(widths) > 1 or not tagged:
@@ -201,7 +201,7 @@ class Tag(Task):
         return Sentence(place, words, [check_label(tag, place) for tag in tags])
 
     def unlabelled(self, path: Path) -> str | None:
-        """Look for tags that are not all absent or -1; see `Task.unlabelled`."""
+        """Return why all tags are absent or -1, or None; see `Task.unlabelled`."""
         try:
             records = self._records(path, labelled=True)
             tags = {str(tag) for record in records for tag in record.values[1] or [None]}
@@ -214,7 +214,7 @@ class Tag(Task):
         return None
 
     def learn(self, examples: Sequence[Sentence]) -> None:
-        """Take the tags of the training part, unless they are known."""
+        """Read the tags from the training part, unless they are known."""
         if self.labels is None:
             self.labels = Labels.of_values(tag for example in examples for tag in example.tags)
             self._choose_main()
@@ -246,7 +246,7 @@ class Tag(Task):
             for number, place in enumerate(places):
                 if tags:
                     labels[place] = tags[first + number]
-            # The collator ignores the column with the places of the words.
+            # The collator ignores the entry "places", the index of the first token of each word.
             feature = {"input_ids": ids, "token_type_ids": [0] * len(ids), "places": places}
             features.append({**feature, "labels": labels} if tags else feature)
         return features
@@ -282,7 +282,7 @@ class Tag(Task):
     def judge(
         self, examples: Sequence[Sentence], features: Sequence[Feature], rows: Sequence[Tensor]
     ) -> Judgement:
-        """Compute the figures of the words, and those of entities if the tags mark entities."""
+        """Compute the figures of words, and the figures of entities if the tags mark entities."""
         assert self.labels is not None
         names = self.labels.names
         predicted = self._predicted(examples, features, rows)

@@ -16,11 +16,11 @@ from fastbert.data.model_tokenizer import ModelTokenizer
 from fastbert.finetuning.metrics import Figures
 from fastbert.modules import BertPreTrainedModel
 
-# A sequence of tokens as a packed collator takes it. Its entry "example" is the index of the
-# example from which it was made.
+# A sequence of tokens in the form that a packed collator takes. The entry "example" is the index of
+# the example that the sequence encodes.
 Feature = dict[str, Any]
 Batch = dict[str, Any]
-# A NamedTuple whose first field is ``place``, the file and line for error messages.
+# An example is a NamedTuple whose first field ``place`` names the file and line in error messages.
 Example = Any
 
 
@@ -49,15 +49,15 @@ class Judgement(NamedTuple):
 
 
 class Task(ABC):
-    """A task: how its data are read, encoded and judged.
+    """A task, with the methods that read and encode its data and evaluate its models.
 
     Attributes:
         name: Name of the subcommand.
-        formats: The suffixes of its files.
+        formats: The suffixes of its data files.
         folders: Whether a part may be a folder.
         kind: The class of its model.
-        head: Beginnings of the names of the weights that belong to the head.
-        main: The figure that the curves show beside the loss, and its title.
+        head: Prefixes of the names of the weights that belong to the head.
+        main: Name and title of the main figure, which decides the best evaluation.
         longest: Default of the largest number of tokens; None means the limit of the model.
     """
 
@@ -86,9 +86,9 @@ class Task(ABC):
 
     @abstractmethod
     def unlabelled(self, path: Path) -> str | None:
-        """Return why a part has no labels by which a model can be judged; None if it has labels.
+        """Return why a part has no labels that can evaluate a model; None if it has labels.
 
-        Test parts are often published so. `learn` was called before.
+        Test parts are often published without labels. `learn` must be called before this method.
 
         Args:
             path: A file or folder.
@@ -98,10 +98,10 @@ class Task(ABC):
         """
 
     def learn(self, examples: Sequence[Example]) -> None:  # noqa: B027
-        """Take over facts from the whole training part, such as the names of the labels."""
+        """Store facts about the whole training part, such as the names of the labels."""
 
     def weigh(self, examples: Sequence[Example]) -> str | None:
-        """Take over the weights of the labels from the training part without the held-out part.
+        """Compute the weights of the labels from the training part without held-out examples.
 
         Returns:
             A line that shows the weights to the user; None without weights.
@@ -109,7 +109,7 @@ class Task(ABC):
         return None
 
     def group(self, example: Example) -> Hashable:
-        """Return the group of an example; a group is held out as a whole."""
+        """Return the group of an example; all examples of a group are held out together."""
         return example.place
 
     @abstractmethod
@@ -133,7 +133,7 @@ class Task(ABC):
         return model(**batch)
 
     def labels_in(self, features: Sequence[Feature]) -> float:
-        """Return the number or the weight of the labels of which the loss is a mean."""
+        """Return the number of labels in the mean loss, or the sum of their weights."""
         return len(features)
 
     def size(self, feature: Feature) -> int:
@@ -171,7 +171,7 @@ class Task(ABC):
     def answers(
         self, examples: Sequence[Example], features: Sequence[Feature], rows: Sequence[Tensor]
     ) -> list[dict[str, Any]]:
-        """Return what the model says about each example, as plain data. Arguments as `judge`."""
+        """Return the prediction for each example as data for JSON; arguments are as for `judge`."""
 
     @abstractmethod
     def describe(self, figures: Figures) -> str:

@@ -1,8 +1,9 @@
-"""Plain PyTorch for every operation: the specification that each kernel is checked against.
+"""Unfused PyTorch for every operation: the specification against which each kernel is checked.
 
-Every function runs on any device and in any floating dtype up to float64, and autograd can
-differentiate it, also twice. The code is written to be read, not to be fast. A public function
-takes the arguments of the function of the same name in ``fastbert.ops``, except ``backend``.
+Every function runs on any device and in any floating dtype up to float64. Autograd can
+differentiate the functions twice, except int8 functions, which round. The code is written to be
+read, not to be fast. A public function takes the arguments of the function of the same name in
+``fastbert.ops``, except ``backend``.
 """
 
 from fastbert.reference.attention import (

@@ -21,12 +21,12 @@ def visible(
     device: torch.device,
     lengths: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor | None:
-    """Return the mask of the keys inside the window and the lengths, or None if these are all keys.
+    """Return the mask of keys inside the window and the lengths, or None without any limit.
 
     The mask is bool and broadcastable to (B, H, Lq, Lk). Query ``i`` has the position of key
-    ``i + Lk - Lq`` (bottom-right alignment), with the lengths of each sequence if they are given.
-    -1 leaves a side of the window open. Queries beyond their length may see keys, but no caller
-    reads their rows.
+    ``i + Lk - Lq`` (bottom-right alignment), where `lengths` replaces Lq and Lk for each sequence.
+    -1 leaves a side of the window open. Rows of queries beyond the length of their sequence may
+    allow keys, but no caller uses these rows.
     """
     query = torch.arange(query_length, device=device).view(1, 1, -1, 1)
     key = torch.arange(key_length, device=device).view(1, 1, 1, -1)
@@ -50,7 +50,7 @@ def softmax_weights(
 ) -> Tensor:
     """Compute the softmax of ``q kᵀ scale + bias`` over the allowed keys.
 
-    Rows that may attend no key are exactly 0.
+    The row of a query that may attend to no key is exactly 0.
     """
     scores = q @ k.transpose(-2, -1) * scale
     if bias is not None:
@@ -59,13 +59,13 @@ def softmax_weights(
         scores = scores.masked_fill(~allowed, -math.inf)
     if allowed is None and bias is None:
         return torch.softmax(scores, dim=-1)
-    # Zeroing before the softmax, not only after it, keeps NaN out of the gradient as well.
+    # Empty rows are set to 0 before the softmax, too, because NaN would enter the gradient.
     empty = (scores == -math.inf).all(dim=-1, keepdim=True)
     return torch.softmax(scores.masked_fill(empty, 0.0), dim=-1).masked_fill(empty, 0.0)
 
 
 def hide_unattended(x: Tensor, allowed: Tensor | None) -> Tensor:
-    """Zero keys or values that no query may attend, because they may be NaN and 0 · NaN is NaN."""
+    """Zero keys or values that no query may attend to: they may be NaN, and 0 · NaN is NaN."""
     if allowed is None:
         return x
     return x.masked_fill(~allowed.any(dim=-2).unsqueeze(-1), 0.0)
@@ -211,7 +211,7 @@ def attention_weights(
 ) -> Tensor:
     """Compute the softmax weights of `attention` or `attention_varlen` for chosen heads and rows.
 
-    The log-sum-exp is computed again, and `lse` is not read. See
+    The softmax is computed from q and k, and `lse` is ignored. See
     ``fastbert.ops.attention_weights``.
     """
     options: dict[str, Any] = {
@@ -227,6 +227,6 @@ def attention_weights(
 
 
 def choose(weights: Tensor, heads: Sequence[int] | None, rows: Sequence[int] | None) -> Tensor:
-    """Choose some heads and rows of (B, H, Lq, Lk)."""
+    """Select heads and query rows of weights (B, H, Lq, Lk); None selects all."""
     weights = weights if heads is None else weights[:, list(heads)]
     return weights if rows is None else weights[:, :, list(rows)]

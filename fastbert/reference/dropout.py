@@ -25,10 +25,10 @@ def philox(seed: Tensor, c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor) -> list
 
 
 def dropout_keep(seed: Tensor, p: float, shape: tuple[int, ...]) -> Tensor:
-    """Return the bool mask of kept elements for `shape`: (rows, columns) or (B, H, Lq, Lk).
+    """Return the bool mask of retained elements for `shape`: (rows, columns) or (B, H, Lq, Lk).
 
-    Element (c3, c2, c1, j) takes word ``j % 4`` of the counter (j // 4, c1, c2, c3). The mask of an
-    element therefore depends on its coordinates alone, not on the layout, the tile or the batch.
+    Element (c3, c2, c1, j) takes word ``j % 4`` of the counter (j // 4, c1, c2, c3). Its mask
+    therefore depends on the seed and its coordinates alone, not on the layout, tile or batch.
     """
     full = (1,) * (4 - len(shape)) + tuple(shape)
     sizes = (*full[:3], -(-full[3] // 4))

@@ -1,4 +1,4 @@
-"""The feed-forward, its first half, and the activation between."""
+"""The feed-forward, its first product with the activation, and the activation alone."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fastbert.activations import ACTIVATIONS, APPROXIMATIONS
 
 
 def activate(h: Tensor, activation: str) -> Tensor:
-    """Apply the activation between the two products; a gated one halves the columns (..., 2N)."""
+    """Apply an activation; a gated activation maps ``(..., 2N)`` to ``(..., N)``."""
     return ACTIVATIONS[activation](h)
 
 
@@ -33,7 +33,7 @@ def feed_forward(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute ``activation(x W1ᵀ + b1) W2ᵀ + b2``; see ``fastbert.ops.feed_forward``.
 
-    ``recompute`` is about memory alone and changes nothing here.
+    ``recompute`` saves memory in other backends and is ignored here.
     """
     y = F.linear(activate(F.linear(x, w1, b1), activation), w2, b2)
     return (y, x) if return_residual else y

@@ -1,4 +1,4 @@
-"""A linear layer with 8-bit integers."""
+"""A linear layer whose product multiplies 8-bit integers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Int8Weight(NamedTuple):
 
 
 def pack(values: Tensor, scale: Tensor, lanes: int, group: int) -> Int8Weight:
-    """Prepack values int8 (N, K) and scale fp32 (N,) in panels for `lanes` and `group`."""
+    """Prepack values int8 (N, K) and scale fp32 (N,) in the layout of `Int8Weight`."""
     outputs, inputs = values.shape
     panels = -(-outputs // (lanes * PANELS)) * PANELS
     depth = -(-inputs // DEPTH) * DEPTH
@@ -55,9 +55,10 @@ def unpack(weight: Int8Weight) -> tuple[Tensor, Tensor]:
 def int8_rows(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Quantise x (M, K) to integers of 8 bits, with x ≈ (q − zero) · scale.
 
-    Let [low, high] be the range of a row together with 0. Then scale = (high − low) / 255, zero =
-    rint(−low / scale) and q = clip(rint(x / scale) + zero). A row whose scale is below 2⁻¹²⁰ counts
-    as 0. A row with an element that is not finite has q = 0 and the scale NaN.
+    Let [low, high] be the smallest interval that contains a row and 0. Then
+    scale = (high − low) / 255, zero = rint(−low / scale) and q = clip(rint(x / scale) + zero). If
+    the scale of a row is below 2⁻¹²⁰, the row is quantised as zeros with scale 0. A row with an
+    element that is not finite has q = 0 and the scale NaN.
 
     Args:
         x: Rows of shape ``(M, K)``.
@@ -77,7 +78,7 @@ def int8_rows(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def int8_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantise weight (N, K) symmetrically, with one scale for each row.
+    """Quantise weight (N, K) symmetrically, with one scale per row, 0 for a scale below 2⁻¹²⁰.
 
     Args:
         weight: Weight of shape ``(N, K)``.

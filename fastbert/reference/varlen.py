@@ -1,4 +1,4 @@
-"""Sequences with and without padding."""
+"""Conversion of batches between padded and packed layout."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch import Tensor
 
 
 class Packed(NamedTuple):
-    """A batch of sequences without padding, and their places in the padded batch.
+    """A batch of sequences without padding, and the rows of its tokens in the padded batch.
 
     Args:
-        values: Rows of shape ``(T, ...)``, the sequences one after another.
+        values: Rows of shape ``(T, ...)``, with the sequences one after another.
         indices: Row of each token in the flattened padded batch, int64 of shape ``(T,)``.
         cu_seqlens: Cumulative lengths, int32 of shape ``(B + 1,)``, as in
             ``flash_attn_varlen_func``.
@@ -31,13 +31,13 @@ class Packed(NamedTuple):
 
 
 def longest(cu_seqlens: Tensor) -> int:
-    """Return the length of the longest sequence; the read synchronises with a GPU."""
+    """Return the length of the longest sequence; on a GPU, this synchronises with the device."""
     lengths = cu_seqlens.diff()
     return int(lengths.max()) if lengths.numel() else 0
 
 
 def unpad(x: Tensor, mask: Tensor) -> Packed:
-    """Take the padding out of x (B, L, ...); see ``fastbert.ops.unpad``."""
+    """Remove the padding of x (B, L, ...); see ``fastbert.ops.unpad``."""
     keep = mask.bool()
     lengths = keep.sum(dim=1, dtype=torch.int32)
     indices = keep.flatten().nonzero().flatten()
@@ -47,7 +47,7 @@ def unpad(x: Tensor, mask: Tensor) -> Packed:
 
 
 def pad(packed: Packed) -> Tensor:
-    """Put the padding back into a batch: (B, L, ...), 0 at the positions that were dropped."""
+    """Return the padded batch (B, L, ...), with 0 at the positions of the padding."""
     rows = packed.batch * packed.length
     flat = packed.values.new_zeros(rows, *packed.values.shape[1:])
     flat = flat.index_copy(0, packed.indices, packed.values)
@@ -55,9 +55,9 @@ def pad(packed: Packed) -> Tensor:
 
 
 def sequence_positions(cu_seqlens: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """Return the sequence of each of ``rows`` packed rows and the position inside, int64 (T,).
+    """Return the sequence index of each packed row and its position there, both int64 (rows,).
 
-    Rows beyond ``cu_seqlens[-1]`` belong to sequence B, at position 0.
+    Rows beyond ``cu_seqlens[-1]`` get the index B, which no sequence has, and position 0.
     """
     row = torch.arange(rows, device=cu_seqlens.device)
     boundaries = cu_seqlens.long()
@@ -70,13 +70,13 @@ def pad_rows(x: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> tuple[Tensor, Te
     """Pad packed rows (T, ...) to (B, L, ...).
 
     Returns:
-        The padded rows; the slot of each row in B·L, int64 (T,); and whether the row has a slot,
-        bool (T,). Rows beyond ``cu_seqlens[-1]`` have none and are left out.
+        The padded rows; the index of each row in the flattened batch (B·L, ...), int64 (T,); and
+        whether the row is in this batch, bool (T,). Rows beyond ``cu_seqlens[-1]`` are left out.
     """
     batch = cu_seqlens.numel() - 1
     sequence, position = sequence_positions(cu_seqlens, x.shape[0])
     used = sequence < batch
-    # Rows without a sequence have position 0 of sequence B, the spare slot that is cut off.
+    # Rows without a sequence are written to the spare last slot, which is cut off.
     slot = sequence * max_seqlen + position
     padded = x.new_zeros(batch * max_seqlen + 1, *x.shape[1:]).index_copy(0, slot, x)[:-1]
     return padded.view(batch, max_seqlen, *x.shape[1:]), slot, used
@@ -89,6 +89,6 @@ def unpad_rows(padded: Tensor, slot: Tensor, used: Tensor) -> Tensor:
 
 
 def existing_queries(lengths: Tensor, max_seqlen: int) -> Tensor:
-    """Tell which rows of (B, H, Lq, Lk) belong to a token: bool (B, 1, Lq, 1)."""
+    """Return which query rows of (B, H, Lq, Lk) belong to a token, as bool (B, 1, Lq, 1)."""
     query = torch.arange(max_seqlen, device=lengths.device)
     return (query < lengths[:, None])[:, None, :, None]
