@@ -1,7 +1,7 @@
-"""Faults put into the PTX of attention for sm_80 and later, as nvcc compiles it.
+"""Faults that tests insert into the PTX that nvcc makes of attention for sm_80 and later.
 
-Each fault is a mistake that the source could have. The matches of an expression are numbered in the
-order of the PTX, which is the same as in the source.
+Each fault is a mistake that the source could have. The matches of a regular expression are numbered
+in the order of the PTX, which is the order of the source.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ SUMS = r"(mma\S* \{)(%f\d+), (%f\d+)"
 STEP = r"xor\.b32(\s+%r\d+, %r\d+, (?:16|32|64|96|112);)"
 BALLOT = r"vote\.sync\.ballot\.b32 (\t%r\d+), [^;]*;"
 ROUNDING = r"cvt\.rn\.bf16x2"
-# A kernel with " pairs" has a mask of pairs and dropout.
+# The suffix " pairs" names the kernel with dropout and a mask of (query, key) pairs.
 FORWARD, FORWARD_PAIRS = "forward", "forward pairs"
 BACKWARD, BACKWARD_PAIRS = "backward", "backward pairs"
 
 
-# The faults of each kernel.
+# Each kernel has its own list of faults.
 FAULTS = {
     FORWARD: [
         Fault("no barrier before a tile", BARRIER, ""),

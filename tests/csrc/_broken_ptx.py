@@ -1,4 +1,4 @@
-"""PTX text of nvcc with an inserted fault, and the errors that the fault causes."""
+"""Insert a fault into PTX text of nvcc, and find the errors that the fault causes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from fastbert.testing.ptx.cuda_library import CudaLibrary
 from ptxmachine import PtxFault, load
 
-# An honest warp of a small problem executes far fewer instructions.
+# Without a fault, a warp executes far fewer instructions in a small problem.
 LONGEST = 200_000
 
 
@@ -23,9 +23,9 @@ class Fault(NamedTuple):
 
     Args:
         name: What is wrong.
-        old: Regular expression of the text that changes, inside one kernel.
+        old: Regular expression that matches the text to change, inside one kernel.
         new: Replacement of the text, as in `re.sub`.
-        which: Numbers of the matches that change; empty is all of them.
+        which: Numbers of the matches that change; an empty tuple means all matches.
     """
 
     name: str
@@ -55,7 +55,7 @@ def kernel_in(path: Path, *parts: str) -> str:
 
 @contextmanager
 def replaced(library: CudaLibrary, text: str) -> Iterator[None]:
-    """Run another PTX of a kernel of the library inside the block."""
+    """Run the PTX `text` instead of the library's own kernel inside the ``with`` block."""
     modules, other = library.modules, load(text)
     [number] = [i for i, m in enumerate(modules) if set(other.kernels) <= set(m.kernels)]
     before, modules[number] = modules[number], other
@@ -68,7 +68,7 @@ def replaced(library: CudaLibrary, text: str) -> Iterator[None]:
 def outcome(
     run: Callable[[int], Sequence[Tensor]], expected: Sequence[Tensor], seeds: int = 4
 ) -> str:
-    """Return the errors in the results of a run with some seed, or "" if there are none."""
+    """Return the errors of the first seed whose results are wrong, or "" if all are right."""
     for seed in range(seeds):
         try:
             results = run(seed)

@@ -1,4 +1,4 @@
-"""Products with GELU in the epilogue on the PTX machine, with nvcc's PTX or a changed text."""
+"""Products with GELU in the epilogue, run on the PTX machine from original or changed PTX."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FILES = {80: "cuda-gemm-80", 90: "hopper-gemm-90a"}
 
 
 def compiled_in(folder, arch: int) -> Breakable:
-    """Return the compiled kernels, or skip the test without nvcc."""
+    """Return the compiled kernels, or skip the test if nvcc is missing."""
     require_nvcc()
     return Breakable(folder, arch)
 
@@ -35,9 +35,9 @@ class Breakable(GemmOperators):
 
 
 class Problem:
-    """A product of both directions, its oracle in float64 and its yardstick.
+    """A forward and a backward product, their oracle in float64 and their yardstick.
 
-    x is (rows, depth), and the result has `columns` columns. dy is (rows, depth) too.
+    x and dy have the shape (rows, depth), and the results have the shape (rows, columns).
     """
 
     def __init__(self, rows, depth, columns, dtype, activation="gelu", with_bias=True, seed=0):
@@ -53,7 +53,7 @@ class Problem:
         self.bias = drawn(columns) if with_bias else None
 
     def run(self, operators):
-        """Return y, h, dh, dbias and a."""
+        """Return y, the pre-activation h, dh, dbias and the activation a of the backward."""
         y, h = operators.linear_gelu_forward(self.x, self.weight, self.bias, self.activation, True)
         return y, h, *self.backward(operators, h)
 
@@ -61,7 +61,7 @@ class Problem:
         return operators.linear_gelu_gradient(self.dy, self.w2, h, self.activation, True)
 
     def solved(self, dtype, saved=None):
-        """Return the same in plain PyTorch; the gradients are those at the pre-activation saved."""
+        """Return the results of `run` from PyTorch; gradients are taken at `saved` instead of h."""
         x, weight, dy, w2 = (t.to(dtype) for t in (self.x, self.weight, self.dy, self.w2))
         bias = None if self.bias is None else self.bias.to(dtype)
         h = torch.nn.functional.linear(x, weight, bias)

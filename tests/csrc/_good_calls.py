@@ -1,4 +1,4 @@
-"""A small good call of every C++ operator, by the name of its schema."""
+"""Small valid calls of every C++ operator, by the name of its schema."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from fastbert.ops.int8_linear import pack
 
 T, H, HEADS, INNER = 6, 8, 2, 12
-# The dtypes of the products of a layer in training.
+# The matrix products of a layer in training run in these dtypes.
 PRODUCTS = (torch.float32, torch.bfloat16)
 SEED = 0x0123456789ABCDEF
 
@@ -26,7 +26,7 @@ def operators() -> dict[str, Any]:
 
 
 def good_calls() -> dict[str, list[Call]]:
-    """Return, by operator, the keyword arguments of one call for each form of the operator."""
+    """Return the keyword arguments of one valid call for each form of each operator."""
     torch.manual_seed(0)
     ops = torch.ops.fastbert_C
     calls: dict[str, list[Call]] = {"int8_layout": [{}]}
@@ -50,7 +50,7 @@ def good_calls() -> dict[str, list[Call]]:
 
 
 def _rows(ops: Any, calls: dict[str, list[Call]]) -> None:
-    """Add the operators whose results depend on one row at a time."""
+    """Add calls of the operators whose results depend on one row at a time."""
     x, dy, weight, bias = torch.randn(T, H), torch.randn(T, H), torch.randn(H), torch.randn(H)
     norm = {"x": x, "weight": weight}
     extra = {"residual": torch.randn(T, H), "x_bias": torch.randn(H)}
@@ -268,10 +268,11 @@ def _encoder(calls: dict[str, list[Call]]) -> None:
 
 
 def _layer(ops: Any, calls: dict[str, list[Call]]) -> None:
-    """Add a layer in training.
+    """Add calls of one layer in training, forward and backward.
 
-    It has dense sequences; chosen queries of packed ones with dropout and q, k and v in parts; or
-    norms before attention, whose first one is absent, and a rotation, a window and a gate.
+    The first form has dense sequences. The second form has packed sequences with chosen queries,
+    dropout, and separate weights of q, k and v. The third form has norms before attention without
+    the first norm, a rotation, a window and a gate.
     """
     calls["sum_rows"] = [{"x": torch.randn(T, H).to(dtype)} for dtype in PRODUCTS]
     _, _, parted, rotated = calls["encoder"]
@@ -298,7 +299,7 @@ def _layer(ops: Any, calls: dict[str, list[Call]]) -> None:
         **{name: rotated[name] for name in ("inner_projections", "pre_norm", "activation")},
     }  # fmt: skip
     parameters = list(rotated["parameters"][: len(rotated["parameters"]) // 2])
-    # The first norm and a bias are absent.
+    # An empty tensor means that the first norm or a bias is absent.
     for i in (1, 4, 5):
         parameters[i] = torch.empty(0)
     calls["layer_forward"] = [
@@ -311,7 +312,7 @@ def _layer(ops: Any, calls: dict[str, list[Call]]) -> None:
 
 
 def _rotated_layers(hidden: torch.Tensor) -> Call:
-    """Return the arguments of two layers like those of ModernBERT, the second one in two parts."""
+    """Return arguments of two layers like those of ModernBERT; the second has weights in parts."""
     shapes = [(3 * H, H), (H, H), (INNER, H), (INNER, H), (H, INNER)]
     weights, norm = [torch.randn(shape) / 4 for shape in shapes], torch.randn(2, H)
     biases = [torch.randn(shape[0]) for shape in shapes]

@@ -1,4 +1,4 @@
-"""Attention for Hopper GPUs on the PTX machine, with nvcc's PTX or a changed text."""
+"""Attention for Hopper GPUs, run on the PTX machine from the original or changed PTX of nvcc."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from fastbert.testing.ptx.hopper_attention import HopperAttention
 
 SEED = torch.tensor([0x0123456789ABCDEF])
-# An honest warp executes far fewer instructions.
+# Without a fault, a warp executes far fewer instructions.
 LONGEST = 400_000
 
 
@@ -24,7 +24,7 @@ def drawn(batch, heads, queries, keys, dim=64, dtype=torch.bfloat16, seed=0) -> 
 
 
 def compiled_in(folder) -> Breakable:
-    """Return the compiled kernels, or skip the test without nvcc."""
+    """Return the compiled kernels, or skip the test if nvcc is missing."""
     require_nvcc()
     return Breakable(folder)
 
@@ -37,6 +37,6 @@ class Breakable(HopperAttention):
         super().__init__(folder)
 
     def ptx(self, kernel: str, source: str = "attention_forward") -> str:
-        """Return the PTX of the kernel whose mangled name contains a text, as nvcc wrote it."""
+        """Return the PTX of the kernel whose mangled name contains `kernel`."""
         [path] = self.folder.glob(f"hopper-{source}-90a/*.ptx")
         return kernel_in(path, kernel)

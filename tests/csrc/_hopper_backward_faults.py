@@ -1,9 +1,8 @@
-"""Faults of the backward of attention for Hopper, put into the PTX that nvcc makes of it.
+"""Faults that tests insert into the PTX of the backward of attention for Hopper.
 
-Each fault is a mistake that the source could have. The matches of an expression are numbered in the
-order of the PTX, which is the same as in the source: the producer, the warp that zeroes keys, those
-that prepare statistics, and the consumers with the first tile, the next tiles and the last
-products.
+Each fault is a mistake that the source could have. The matches of a regular expression are numbered
+in the order of the PTX and the source: the producer, the warp that zeroes keys, and the warps that
+prepare statistics. The consumers follow, with the first tile, the next tiles and the last products.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 from _broken_ptx import Fault
 from _hopper_faults import ARRIVE, REGISTERS, WAIT
 
-# The waits in their order, each with the event that it waits for.
+# The waits are named by the event that each waits for, in the order of the PTX.
 WAITS = (
     "producer: keys empty", "producer: tile empty", "mask: keys landed", "statistics: tile landed",
     "consumer: keys full", "first tile: landed", "first tile: statistics", "next tile: landed",
@@ -112,13 +111,13 @@ FAULTS = [
     ),
 ]  # fmt: skip
 
-# Changes that the machine does not take for faults, and need not.
+# The machine reports no fault for these changes, because the changed kernels are still right.
 UNCAUGHT = [
-    # The fence before the scores covers these registers too; ptxas asks for another one.
+    # The fence before the scores covers these registers too; only ptxas requires a second fence.
     *(
         Fault(f"no wgmma.fence ({name})", r"wgmma\.fence\.sync\.aligned;", "", (i,))
         for i, name in ((2, "next tile: dv"), (3, "next tile: dq"), (5, "last products: dq"))
     ),
-    # The last wait is for all products, whatever their groups are.
+    # The last wait is for all products, however they are grouped.
     Fault("one group of the last products", r"wgmma\.commit_group\S*;", "", (6,)),
 ]

@@ -1,7 +1,7 @@
-"""Faults of attention for Hopper at head dim 32, where it differs from head dim 64.
+"""Faults of attention for Hopper in which the kernels of head dim 32 differ from head dim 64.
 
-Rows of 64 bytes have a different layout. In the backward, values are a left operand in registers,
-and the two groups take turns with the products of dq.
+Rows of 64 bytes have a different layout. In the backward, the values are a left operand in
+registers, and the two groups of warps compute the products of dq alternately.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 from _broken_ptx import Fault
 from _hopper_faults import WAIT
 
-# The branch of a group around dq of a tile of the other group: products, store, last products.
+# With this branch, a group skips the dq of a tile that the other group computes. The branch occurs
+# at the products, at the store, and at the last products.
 TURN = r"setp\.ne\.s32 (\t%p\d+, %r\d+, %r\d+;(?:\s+\.loc[^\n]*)*\s+@%p\d+ bra)"
 
 LAYOUT = [

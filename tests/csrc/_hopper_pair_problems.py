@@ -1,4 +1,4 @@
-"""Small problems with everything that a fault of a mask of pairs for Hopper could break."""
+"""Small problems that reveal faults of (query, key) masks in attention for Hopper."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from _hopper_problems import SCALE, Problems, statistics
 
 
 class Pairs(Problems):
-    """Problems with masks of pairs. A full part of each mask lets warps skip its selections.
+    """Problems with masks of (query, key) pairs; warps skip the selection where a mask is all true.
 
     Args:
         hopper: The kernels.
         dim: The head dim.
-        packing: Whether the kernel that packs the mask is examined instead of the attention kernel.
+        packing: Whether the kernel that packs the mask is tested instead of the attention kernel.
     """
 
     columns: int
@@ -29,9 +29,9 @@ class Pairs(Problems):
         def drawn(*shape):
             return torch.randn(*shape, self.dim, generator=generator).bfloat16()
 
-        # The first tile has no attended pair, and a query attends no key. Keys that no query
-        # attends are NaN. Lanes attend all pairs of a tile that others do not, and the queries 40
-        # to 63 alone attend a key.
+        # The first tile has no attended pair, and query 65 attends no key. Keys that no query
+        # attends are NaN. In a tile, some lanes attend all pairs and other lanes do not. Only the
+        # queries 40 to 63 attend key 200.
         self.mask = torch.rand(1, 1, 70, self.keys, generator=generator) > 0.3
         self.mask[..., 256:384] = True
         self.mask[..., [35, 43], 384:512] = True
@@ -45,7 +45,7 @@ class Pairs(Problems):
         for x in (k, v):
             x.masked_fill_(~self.mask.any(2)[..., None], torch.nan)
         self.dense = [dout, q, k, v, out, lse]
-        # Two sequences, with a mask for each, beside rows that are NaN.
+        # Two packed sequences have a mask each, and the rows after them are NaN.
         self.ends = [torch.tensor(x, dtype=torch.int32) for x in ([0, 40, 110], [0, 130, 170])]
         self.masks = torch.rand(2, 1, 70, 130, generator=generator) > 0.5
         q, dout, k, v = drawn(120, 1), drawn(120, 1), drawn(180, 1), drawn(180, 1)
@@ -61,13 +61,13 @@ class Pairs(Problems):
         self.packed = [dout, q, k, v, out, lse]
 
     def calls(self):
-        """Yield the tensors and the further arguments of each problem."""
+        """Yield the tensors and the other arguments of each problem."""
         yield self.dense, (self.mask, None, None, None, 70, self.keys, 0.0, SCALE)
         yield self.packed, (self.masks, *self.ends, None, 70, 130, 0.0, SCALE)
 
 
 class ForwardPairs(Pairs):
-    """Problems of the forward, with five tiles of keys, so the ring of four stages is reused."""
+    """Forward problems; their five tiles of keys reuse a stage of the ring of four."""
 
     source, keys, columns = "attention_forward", 520, 128
 
@@ -79,7 +79,7 @@ class ForwardPairs(Pairs):
 
 
 class BackwardPairs(Pairs):
-    """Problems of the backward, with three blocks of keys and six tiles: both rings are reused."""
+    """Backward problems; three blocks of keys and six tiles reuse stages of both rings."""
 
     source, keys, columns = "attention_backward", 300, 64
 

@@ -1,4 +1,4 @@
-"""Random layer norm problems, solved by the plain reference and by the C++ operators."""
+"""Random layer norm problems, solved by the PyTorch reference and by the C++ operators."""
 
 from __future__ import annotations
 

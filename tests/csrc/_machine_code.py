@@ -1,11 +1,11 @@
-"""What ptxas makes of the kernels of attention and products: registers, shared memory, loops.
+"""Registers, shared memory and loops of attention and product kernels, as ptxas compiles them.
 
-    python tests/csrc/_machine_code.py    # writes machine_code.json anew
+    python tests/csrc/_machine_code.py    # rewrites machine_code.json
 
-The loop is the smallest part of the machine code that a branch closes and that has every matrix
-instruction: the tiles of keys in the forward of attention, and the tiles of queries in its
-backward. Only the kernels of attention for sm_80 and later have one in the record.
-test_hopper_code.py and test_cuda_gemm_code.py have the limits of the others.
+The loop is the shortest loop of the machine code that contains every matrix instruction. It runs
+over tiles of keys in the forward of attention, and over tiles of queries in the backward. The
+record has loops only for the attention kernels for sm_80 and later. test_hopper_code.py and
+test_cuda_gemm_code.py limit the loops of the other kernels.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ RECORD = Path(__file__).with_name("machine_code.json")
 SOURCES = sorted((ROOT / "csrc" / "cuda").glob("attention_*.cu"))
 # The binaries for sm_80 run on sm_86 and sm_89 too, and the PTX for sm_100 becomes code for sm_120.
 TARGETS = {"80": ("80", "89"), "90": ("90",), "100": ("100", "120")}
-# Architectures of the products in gemm.cu; the products of a Hopper GPU are in hopper/gemm.cu.
+# gemm.cu is compiled for these architectures; the products of Hopper GPUs are in hopper/gemm.cu.
 PRODUCTS = ("80", "89", "100", "120")
 PRODUCT = re.compile(r"gemm_kernelI\S*?Store(Gelu|Gradient)\S*?Gelu(Tanh)?By")
 HOPPER = re.compile(r"persistent_(forward|backward)_kernelI\d+__[a-z_\d]+?Li(\d+)ELb(\d)ELb(\d)E")
@@ -49,13 +49,13 @@ def compile_kernels(nvcc: Path | str, source: Path, folder: Path) -> tuple[Path,
 
 
 def version(nvcc: Path | str) -> str:
-    """Return the version of nvcc, such as "13.0.88", whose code the record describes."""
+    """Return the version of nvcc, such as "13.0.88"."""
     text = subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout
     return re.search(r"V([\d.]+)", text)[1]
 
 
 def loop(text: str) -> dict[str, int]:
-    """Count the instructions, and the matrix instructions, of the loop of a kernel.
+    """Count all instructions and the matrix instructions in the loop of a kernel.
 
     Examples:
         >>> from _machine_code import loop
@@ -74,10 +74,10 @@ def loop(text: str) -> dict[str, int]:
 
 
 def properties(target: Path) -> dict[str, dict[str, dict[str, int]]]:
-    """Return registers, shared memory and the loop by kernel and architecture of an object.
+    """Return registers, shared memory and loop of each kernel and architecture in an object file.
 
-    The shared memory is the memory that the kernel declares, without the memory that a launch asks
-    for. fp16 and bf16 have one line, which is the larger figure.
+    The shared memory is the static memory, without the dynamic memory that a launch requests. fp16
+    and bf16 share an entry, which has the larger number of each kind.
     """
     by_kernel: dict[str, dict[str, dict[str, int]]] = {}
     usage, dumped = cuobjdump("-res-usage", target), cuobjdump("--dump-sass", target)
@@ -98,10 +98,10 @@ def properties(target: Path) -> dict[str, dict[str, dict[str, int]]]:
 
 
 def resources(binary: Path) -> dict[str, dict[str, int]]:
-    """Return registers and shared memory of the products, or of the attention of Hopper GPUs.
+    """Return registers and shared memory of product kernels, or of attention for Hopper GPUs.
 
     Args:
-        binary: Code for one architecture.
+        binary: File with the code for one architecture.
     """
     by_kernel: dict[str, dict[str, int]] = {}
     usage = cuobjdump("-res-usage", binary)
@@ -143,13 +143,13 @@ def recorded(arch: str, prefix: str) -> dict[str, dict[str, int]]:
 def merge(
     record: dict[str, dict[str, Any]], arch: str, by_kernel: dict[str, dict[str, int]]
 ) -> None:
-    """Add the lines of one architecture to a record."""
+    """Add the entries of one architecture to a record."""
     for name, line in by_kernel.items():
         record.setdefault(name, {})[f"sm_{arch}"] = line
 
 
 def by_architecture(text: str) -> list[tuple[str, str]]:
-    """Return the parts of cuobjdump's output with their architectures, in the order of these."""
+    """Return pairs of architecture and its part of cuobjdump's output, sorted by architecture."""
     parts = re.split(r"^arch = sm_(\d+)$", text, flags=re.M)[1:]
     return sorted(zip(parts[::2], parts[1::2], strict=True))
 
@@ -169,7 +169,7 @@ def main() -> None:
             merge(binaries, "90a", resources(Path(folder) / f"attention_{direction}.cubin"))
     content = {"nvcc": version(nvcc), "kernels": kernels, "others": binaries}
     text = json.dumps(content, indent=1)
-    # One line for each kernel and architecture.
+    # The file has one line for each kernel and architecture.
     RECORD.write_text(re.sub(r"\n {4}|\n {3}(?=})", " ", text) + "\n")
 
 

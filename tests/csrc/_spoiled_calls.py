@@ -1,7 +1,7 @@
-"""Calls of the C++ operators with one spoiled argument each, made in a separate process.
+"""Calls of the C++ operators, each with one invalid or changed argument, in a separate process.
 
 As a program, the file makes the calls from number ``argv[1]`` on. It writes a line of JSON before
-and after each call, so the reader knows which call a signal ended.
+and after each call, so that its parent process knows which call a signal ended.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Spoiled(NamedTuple):
     argument: str
     spoil: str
     call: Call
-    same: Call | None  # the call whose result `call` must have, if it returns
+    same: Call | None  # if `call` returns, its result must equal the result of `same`
 
 
 def clone(value: Any) -> Any:
@@ -72,7 +72,7 @@ def other_tensors(t: Tensor) -> Iterator[tuple[str, Callable[[], Any]]]:
         yield f"size - 1 of dimension {d}", lambda d=d: t.narrow(d, 0, t.shape[d] - 1)
         yield f"size + 1 of dimension {d}", lambda d=d: torch.cat([t, t.narrow(d, 0, 1)], d)
     if t.numel() == 0:
-        # A tensor without elements represents an absent parameter.
+        # An empty tensor represents an absent parameter.
         return
     yield "empty", lambda: t.new_zeros(0)
     yield "meta", lambda: t.to("meta")
@@ -167,7 +167,7 @@ def kind_of(argument: Any) -> str:
 
 
 def spoiled_values(kind: str, value: Any) -> Iterator[tuple[str, Callable[[], Any], Any]]:
-    """Yield the kind of spoil, the spoiled value, and a value with the same result or None."""
+    """Yield the kind of change, the changed value, and a value with the same result or None."""
     for spoil, other in OTHER_TYPES:
         if other is not value:
             yield spoil, lambda other=other: other, None
@@ -259,7 +259,7 @@ def equal(a: list[Tensor], b: list[Tensor]) -> bool:
 def outcome(spoiled: Spoiled) -> dict[str, str]:
     try:
         result = run(spoiled.operator, spoiled.call)
-    except Exception as error:  # the reader judges every exception
+    except Exception as error:  # the parent process judges every exception
         return {"error": type(error).__name__, "message": str(error)[:1000]}
     if spoiled.same is not None:
         try:

@@ -1,4 +1,4 @@
-"""The operators of the tests of the C++ code; tests/conftest.py has the levels."""
+"""The operators for the tests of the C++ code; tests/_levels.py has the instruction-set levels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention in C++ at every instruction-set level: the tolerance rule, and what must be exact."""
+"""C++ attention at every instruction-set level, by the tolerance rule, and its exact properties."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ def test_random_cases(isa, op, dtype):
 @pytest.mark.parametrize("dim", [1, 16, 32, 59, 64, 111, 256])
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (40, 140)}, {"scale": -0.3}])
 def test_several_blocks_of_queries_and_keys(isa, dim, options):
-    # The few rows in which one key has nearly all the weight make most of the error. With a small
-    # head, more sequences supply enough such rows.
+    # Most of the error is in the few rows in which one key has nearly all the weight. With a small
+    # head dim, more sequences supply enough such rows.
     shape = (max(1, 32 // dim), 2, 203, dim)
     tensors, dout = qkv(*shape), torch.randn(shape)
     results = run(ops.attention, tensors, dout, **options)
@@ -118,7 +118,7 @@ def test_a_sequence_alone_and_in_any_batch_has_the_same_bits(isa, length, dtype)
 
 @pytest.mark.parametrize("length", [150, 1030])
 def test_threads_change_no_bit(isa, length):
-    """Two threads split one long head by queries and keys; one thread does not."""
+    """Four threads split one long head by queries and keys; one thread does not."""
     tensors, dout = qkv(1, 1, length, 16), torch.randn(1, 1, length, 16)
     bias = torch.randn(1, 1, length, length).requires_grad_()
     threads = torch.get_num_threads()
@@ -196,7 +196,7 @@ def test_what_nobody_attends_is_never_seen(isa, poison, pairs, dtype):
         assert torch.equal(got, expected)
 
 
-# As one parameter, `make test` runs each dtype with each number at every level.
+# Dtype and head dim are one parameter, so that `make test` runs every combination at every level.
 @pytest.mark.parametrize("head", list(itertools.product(DTYPES, (16, 40, 64))), ids=str)
 def test_nothing_is_read_behind_a_head(isa, head):
     dtype, dim = head
@@ -220,7 +220,7 @@ def test_nan_in_a_query_stays_in_its_row(isa):
 @pytest.mark.parametrize("bits", [0x7FC00000, 0x7FC00001, 0x7FFFFFFF])
 def test_nan_in_a_key_reaches_every_query_that_attends_it(isa, bits):
     q, k, v = (torch.randn(1, 1, 9, 16) for _ in range(3))
-    # The bits of a NaN below the quiet bit are free, and a product keeps these bits.
+    # The bits of a NaN below the quiet bit are arbitrary, and a multiplication preserves them.
     k[0, 0, 5] = torch.tensor(bits, dtype=torch.int32).view(torch.float32)
     out = ops.attention(q, k, v, causal=True, backend="cpu")
     assert out[0, 0, 5:].isnan().all()
@@ -233,7 +233,7 @@ def test_rows_without_a_key_are_zero_whatever_the_memory_held(isa, dtype):
     mask = torch.ones(2, 1, 150, 150, dtype=torch.bool)
     mask[0], mask[1, 0, 77] = False, False
     for _ in range(3):
-        # The first call leaves its sums in the memory that the second call uses.
+        # The first call leaves its sums in the memory that the second call reuses.
         assert (ops.attention(q, k, v, backend="cpu") != 0).any(-1).all()
         out = ops.attention(q, k, v, mask=mask, backend="cpu")
         assert not out[0].any()
@@ -300,7 +300,7 @@ def test_weights_of_chosen_heads_and_rows(isa, rows):
 
 
 def test_weights_whose_largest_logit_is_in_the_first_block_of_keys(isa):
-    """Relative to the maximum of a later block alone, the largest exponential would overflow."""
+    """If a later block subtracted only its own maximum, the largest exponential would overflow."""
     q, k = torch.ones(1, 1, 3, 16), torch.full((1, 1, 300, 16), -10.0)
     k[..., 5, :] = 10.0
     got = ops.attention_weights(q, k, scale=1.0, backend="cpu")

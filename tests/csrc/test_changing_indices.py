@@ -1,4 +1,4 @@
-"""Numbers that another thread changes while an operator indexes with them."""
+"""An operator stays safe while another thread changes the indices that the operator reads."""
 
 from __future__ import annotations
 

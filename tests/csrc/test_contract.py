@@ -1,4 +1,4 @@
-"""Bad input to the C++ operators: the error names the argument, the value and what is allowed."""
+"""For bad input, a C++ operator's error names the argument, its value and the allowed values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The C++ cross entropy of a projection against float64, at every instruction-set level."""
+"""The C++ linear cross entropy against float64, at every instruction-set level."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fastbert.testing.yardstick import Yardstick
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 IGNORED = -100
 NAMES = ("dhidden", "dweight", "dbias")
-# The vocabulary has two whole parts and an odd rest.
+# The kernel splits the vocabulary into parts; this size has two whole parts and an odd remainder.
 CLASSES = 4101
 
 

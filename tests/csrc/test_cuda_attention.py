@@ -1,4 +1,4 @@
-"""The CUDA C++ kernels of attention as nvcc compiles them, on the PTX machine."""
+"""The CUDA C++ attention kernels, compiled by nvcc and run on the PTX machine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fastbert.testing.compare import assert_close
 from fastbert.testing.ptx import cuda_operators
 from fastbert.testing.yardstick import Yardstick
 
-# nvcc needs a minute for these kernels of sm_80; `make test` runs the kernels of sm_90.
+# nvcc needs a minute to compile these kernels for sm_80; `make test` runs the kernels for sm_90.
 pytestmark = pytest.mark.every_case
 
 NAMES = ("out", "dq", "dk", "dv")
@@ -94,7 +94,7 @@ def test_no_queries_or_no_keys(operators, sizes):
 @pytest.mark.parametrize("sign", [-1.0, 1.0])
 @pytest.mark.parametrize("dim", [32, 64, 128])
 def test_the_softmax_of_a_single_key_is_1(operators, dim, sign):
-    """The scores are far below or above 0, where another first maximum than -inf would show."""
+    """The weight of a single key is 1, even if its score is far below or above 0."""
     q, k, v, _ = drawn(1, 2, 129, 1, dim)
     out = ops.attention(10 * q.abs(), 10 * sign * k.abs(), v, backend="cuda")
     assert torch.equal(out, v.expand_as(out))
@@ -197,7 +197,8 @@ def test_shared_memory_has_no_bank_conflicts_and_whole_sectors_move(operators, d
     forward, backward = [report.counts for _, report in operators.compiled.reports]
     assert forward["shared_wavefronts"] == forward["shared_least_wavefronts"]
     assert forward["global_sectors"] == forward["global_least_sectors"]
-    # The sums of delta are read from rows of out and dout, and dq is stored in halves of sectors.
+    # The backward moves slightly more than the least, because delta is summed from rows of out and
+    # dout, and dq is stored in halves of sectors.
     assert backward["shared_wavefronts"] <= 1.03 * backward["shared_least_wavefronts"]
     assert backward["global_sectors"] <= 1.1 * backward["global_least_sectors"]
 

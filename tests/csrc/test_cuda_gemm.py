@@ -1,4 +1,4 @@
-"""Products with GELU in the epilogue, as nvcc compiles them for sm_80 and sm_90a."""
+"""Products with GELU in the epilogue for sm_80 and sm_90a, compiled by nvcc, on the PTX machine."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def check(problem, gemm):
     ],
 )
 def test_against_float64(gemm, dtype, activation, with_bias, seed):
-    """Both directions have four tiles, of which a block has two, and five or more slices."""
+    """Both directions agree with float64 when a block has two of the four tiles, in many slices."""
     gemm.options["seed"] = seed
     y, h, *_, a = check(Problem(140, 328, 264, dtype, activation, with_bias, seed), gemm)
     # The backward computes the activation again, with the same bits.
@@ -82,7 +82,7 @@ def test_any_schedule_gives_the_same_bits(gemm, blocks):
 
 
 def test_rows_and_columns_around_the_operands_are_not_read(gemm):
-    """The operands are parts of larger tensors full of NaN, and the results stay finite."""
+    """The results are finite if the operands are slices of larger tensors full of NaN."""
     problem = Problem(70, 72, 72, torch.bfloat16)
     expected = problem.run(gemm)
     for name in ("x", "weight", "dy", "w2"):
@@ -122,12 +122,12 @@ def test_memory_is_moved_in_whole_sectors_and_without_bank_conflicts(gemm):
     problem.backward(gemm, h)
     for counts in (forward, gemm.counts()):
         assert counts["shared_wavefronts"] == counts["shared_least_wavefronts"]
-        # Two warps read the bias of the same 128 columns, so up to 16 sectors are read twice.
+        # Two warps read the bias for the same 128 columns, so up to 16 sectors are read twice.
         assert counts["global_sectors"] <= counts["global_least_sectors"] + 16
 
 
 def test_large_values(gemm):
-    """GELU of a large number is the number itself or 0, and its derivative is 1 or 0."""
+    """For large |x|, GELU is exactly x or 0, and its derivative is exactly 1 or 0."""
     problem = Problem(8, 8, 16, torch.float16)
     problem.x.fill_(100.0)
     problem.weight.copy_(torch.eye(16, 8) - 2 * torch.eye(16, 8).roll(8, 0))

@@ -1,4 +1,4 @@
-"""The machine code of products with GELU: registers, units, and the lengths of their loops."""
+"""The registers, functional units and loop lengths in the machine code of products with GELU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fastbert.testing.wgmma_hazards import overwritten_operands
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """The folder of the binaries."""
+    """Return the folder into which the kernels are compiled."""
     require_nvcc()
     pytest.importorskip("triton", reason="its wheel has cuobjdump")
     return tmp_path_factory.mktemp("code")
@@ -23,7 +23,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module", params=[long_case(80, id="sm_80"), pytest.param(90, id="sm_90")])
 def compiled(request, folder):
-    """The architecture, the disassembled kernels and the report of ptxas."""
+    """Return the architecture, the disassembled kernels and the report of ptxas."""
     return request.param, *cuda_gemm.machine_code(folder, request.param)
 
 
@@ -32,9 +32,9 @@ def test_two_blocks_of_sm_80_share_a_multiprocessor_and_nothing_spills(compiled)
     registers = [int(n) for n in re.findall(r"Used (\d+) registers", report)]
     assert len(kernels) == len(registers) == 8
     assert set(re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill", report)) == {("0", "0")}
-    # ptxas says in such messages that it serialises wgmma.
+    # Messages with such numbers say that ptxas serialises wgmma.
     assert "(C75" not in report
-    # 65,536 registers serve two blocks of 128 threads, or one of 384.
+    # The 65,536 registers of a multiprocessor suffice for two blocks of 128 threads, or one of 384.
     assert max(registers) <= (256 if arch == 80 else 168)
 
 
@@ -72,10 +72,10 @@ def test_kernels_use_the_units_of_their_architecture(compiled, dtype, direction,
 
 @pytest.mark.parametrize(("direction", "limit"), [("forward", 52), ("backward", 49)])
 def test_the_loop_over_slices_has_little_beside_the_products(compiled, direction, limit):
-    """Four products of a group of warps take 512 cycles of the tensor cores on Hopper.
+    """Few instructions of the loop are not products, so the tensor cores stay busy.
 
-    On Ampere, 64 products of each of four warps take as long, and a scheduler issues the
-    instructions of one of these warps.
+    On Hopper, four products of a group of warps take 512 cycles of the tensor cores. On Ampere, 64
+    products of each of four warps take as long, and each scheduler issues for one of these warps.
     """
     arch, kernels, _ = compiled
     for dtype in ("bfloat16", "float16"):
@@ -98,16 +98,16 @@ LIMITS = {
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_the_epilogue_has_few_instructions_for_an_element(compiled, direction):
-    """One pass of a warp through the loop computes 32 elements in each lane.
+    """The loop of the epilogue, which computes 32 elements in each lane, has few instructions.
 
-    On Hopper, the loop also contains the code of the copies, three times. Only the first warp
-    executes the copies; README.md in csrc/cuda/hopper has the counts without them.
+    On Hopper, the loop also contains the code of the copies three times, which only the first warp
+    executes. csrc/cuda/hopper/README.md has the counts without the copies.
     """
     arch, kernels, _ = compiled
     for dtype in ("bfloat16", "float16"):
         inside = cuda_gemm.loop(kernels[dtype, direction, "gelu"], "MUFU", 64)
         print(dtype, inside.total(), dict(inside))
-        # A reciprocal and an exponential for each element, and the divisions of the copies.
+        # An element needs a reciprocal and an exponential; the copies on Hopper need divisions.
         assert inside["MUFU"] == (64 if arch == 80 else 70)
         assert inside["STG"] == 8
         assert inside.total() <= LIMITS[arch, direction]

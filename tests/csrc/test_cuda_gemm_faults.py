@@ -1,4 +1,4 @@
-"""The PTX machine catches faults in the kernels of products with GELU."""
+"""The PTX machine catches faults in the product kernels with GELU."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ pytestmark = pytest.mark.every_case
 
 
 class Small:
-    """A problem with everything that a fault could break, and its right results.
+    """A problem whose results each fault would change, and its right results.
 
-    One block has two tiles of the result, and five slices go around the ring of three stages.
+    One block computes two tiles of the result, and five slices reuse the ring of three stages.
     """
 
     def __init__(self, folder, arch):
         self.gemm = compiled_in(folder, arch)
         depth = 296 if arch == 90 else 136
         self.problem = Problem(132, depth, 72, torch.bfloat16, seed=5)
-        # Beside the operands there is NaN.
+        # The operands are slices of larger tensors full of NaN.
         for name in ("x", "weight", "dy", "w2"):
             inner = getattr(self.problem, name)
             outer = torch.full((inner.shape[0] + 8, inner.shape[1] + 8), torch.nan).bfloat16()
@@ -34,7 +34,7 @@ class Small:
         self.expected = {name: self.run(name, 1) for name in (FORWARD, BACKWARD)}
 
     def run(self, kernel, seed):
-        """Return the results of a kernel; one block runs both tiles on Hopper."""
+        """Return the results of a kernel; on Hopper, one block computes both tiles."""
         self.gemm.options = {"seed": seed, "limit": LONGEST, "threads": 1}
         self.gemm.compiled.set_multiprocessors(1)
         p = self.problem
@@ -43,7 +43,7 @@ class Small:
         return p.backward(self.gemm, self.saved)
 
     def outcome(self, kernel, fault):
-        """Return the errors that a fault in a kernel causes, or "" if there are none."""
+        """Return the errors that a fault in a kernel causes, or "" if the results are right."""
         ptx = self.gemm.ptx(kernel, "bfloat16", "GeluByI")
         with replaced(self.gemm.compiled, fault.broken(ptx)):
             return outcome(lambda seed: self.run(kernel, seed), self.expected[kernel])

@@ -1,8 +1,8 @@
-"""Cases of attention that have bitten others, on the CUDA C++ kernels of both architectures.
+"""Attention bugs of other libraries, tested on the CUDA C++ kernels of both architectures.
 
-The numbers are the same as in tests/ops/test_regressions.py. That file runs the operations on the
-backends of this machine, and these kernels need the PTX machine instead of a GPU. Other cases have
-tests in test_cuda_attention.py, test_hopper_attention.py and test_hopper_backward.py.
+The numbers in the names are the same as in tests/ops/test_regressions.py, which tests the backends
+of this machine. Here the kernels run on the PTX machine instead of a GPU. test_cuda_attention.py,
+test_hopper_attention.py and test_hopper_backward.py test the other cases.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fastbert import ops
 from fastbert.testing.ptx.cuda_operators import CompiledOperators, serving_cuda
 
 FAR = 2**31
-# Python 3.11 has no name for this flag of Linux.
+# Python 3.11 has no constant for this mmap flag of Linux.
 MAP_NORESERVE = 0x4000
 
 
@@ -53,9 +53,9 @@ def solve(tensors: list[Tensor], **options) -> list[Tensor]:
 
 
 def spread(x: Tensor, dim: int) -> Tensor:
-    """Copy x to a mapping whose pages take memory only once they are written.
+    """Copy x to a memory mapping whose pages occupy memory only after they are written.
 
-    Its last slice along `dim` begins 2³¹ elements or more after the first.
+    The last slice along `dim` begins at least 2³¹ elements after the first slice.
     """
     stride = FAR // (x.shape[dim] - 1) // 64 * 64 + 64
     strides = list(torch.empty(x.select(dim, 0).shape, device="meta").stride())
@@ -70,7 +70,7 @@ def spread(x: Tensor, dim: int) -> Tensor:
 @pytest.mark.parametrize("dim", [0, 2], ids=["sequences", "rows"])
 @pytest.mark.every_case
 def test_09_offsets_beyond_2_to_the_31(compiled, monkeypatch, number, dim):
-    # The search for races keeps a record of every byte of a tensor, also of those between rows.
+    # The search for races would record every byte of the mapping, also the bytes between rows.
     monkeypatch.setattr(compiled, "options", {"races": False})
     tensors = drawn(3, 3)
     near = solve(tensors)
@@ -85,7 +85,7 @@ def test_16_dropout_of_everything_and_of_nearly_everything(dim):
     seed = torch.tensor([7])
     for result in solve(tensors, dropout_p=1.0, dropout_seed=seed):
         assert (result == 0).all()
-    # The probability of keeping an element is 2⁻²⁰, and kept elements are scaled by 2²⁰.
+    # Dropout leaves an element with probability 2⁻²⁰, and then scales it by 2²⁰.
     for result in solve(tensors, dropout_p=1.0 - 2.0**-20, dropout_seed=seed):
         assert torch.isfinite(result).all()
 
@@ -102,7 +102,7 @@ def test_28_logits_of_ten_thousand(dim):
     q, k, v, dout = drawn(dim=dim)
     results = solve([1e4 * q, k, v, dout])
     assert all(torch.isfinite(x).all() for x in results)
-    # Nearly every query has the whole weight on the key with the largest logit.
+    # For nearly every query, the key with the largest logit has the whole weight.
     largest = (q.float() @ k.float().transpose(2, 3)).argmax(-1)
     expected = torch.take_along_dim(v, largest[..., None], dim=2)
     same = (results[0] == expected).all(-1)
@@ -110,7 +110,7 @@ def test_28_logits_of_ten_thousand(dim):
 
 
 def test_28_equal_logits_far_from_0():
-    """The mean of the values is exact, whatever the size of the logits."""
+    """With equal logits of any size, the output is exactly the mean of the values."""
     q, k, v, dout = drawn()
     v = v.sign()
     v[:, :, 64:] = 0

@@ -28,8 +28,8 @@ from ptxmachine import tensor_map
 KIB = 1024
 SUCCESS, INVALID_VALUE, INVALID_CONFIGURATION, INVALID_CONTEXT, OUT_OF_RESOURCES = 0, 1, 9, 201, 701
 INVALID_CLUSTER_SIZE = 912
-# Kernels with 32 KiB of static memory and at most 256 threads. Each test takes kernels that no
-# other has used, because an attribute of a kernel stays.
+# The kernels have 32 KiB of static shared memory and at most 256 threads. Each test uses new
+# kernels, because an attribute of a kernel lasts until the process ends.
 SOURCE = """
 #include "driver.cuh"
 #include "hopper/tma.cuh"
@@ -142,14 +142,14 @@ numbers = itertools.count()
 
 
 class Params(Structure):
-    """The pointer of the kernels."""
+    """The parameter of the kernels, a pointer."""
 
     _fields_ = [("out", c_void_p)]
 
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
-    """The kernels, and the encoder of tensor maps of csrc/cuda."""
+    """Return the kernels and csrc/cuda's encoder of tensor maps."""
     require_nvcc()
     folder = tmp_path_factory.mktemp("runtime")
     source = folder / "front.cu"
@@ -160,12 +160,12 @@ def library(tmp_path_factory):
 
 @pytest.fixture
 def kernel():
-    """The number of a kernel that no other test has used."""
+    """Return the number of a kernel that no other test has used."""
     return next(numbers)
 
 
 def run(library, kernel, grid=(1, 1, 1), threads=256, shared=1 * KIB):
-    """Launch a kernel, and return the error of the launch."""
+    """Launch a kernel and return the error code of the launch."""
     out = torch.zeros(256, dtype=torch.int32)
     params = Params(out.data_ptr())
     error = library.call("run_kernel", byref(params), kernel, *grid, threads, shared, memory=[out])
@@ -175,7 +175,7 @@ def run(library, kernel, grid=(1, 1, 1), threads=256, shared=1 * KIB):
 
 
 def in_new_thread(function):
-    """Return the result of a function in a thread that has made no call of the runtime."""
+    """Call a function in a new thread, which has made no call of the runtime, for its result."""
     results = []
     thread = threading.Thread(target=lambda: results.append(function()))
     thread.start()
@@ -184,7 +184,7 @@ def in_new_thread(function):
 
 
 def data():
-    """Return the address of 256 elements of 16 bits, which is a multiple of 16."""
+    """Return an address that is a multiple of 16 bytes, for 256 elements of 16 bits."""
     return c_void_p(1 << 20)
 
 
@@ -204,7 +204,7 @@ def data():
     ],
 )
 def test_a_launch_within_the_limits_of_a_gpu(library, options, error):
-    # Nothing of a kernel changes here, so that all cases take the same one.
+    # These launches change no attribute, so all cases use the same kernel.
     assert run(library, 14, **options) == error
 
 
@@ -213,7 +213,7 @@ def test_a_launch_within_the_limits_of_a_gpu(library, options, error):
     [
         (64 * KIB, 64 * KIB, SUCCESS),
         (64 * KIB, 65 * KIB, INVALID_VALUE),
-        # A smaller number than the default is a limit, too.
+        # A limit below the default is enforced, too.
         (8 * KIB, 9 * KIB, INVALID_VALUE),
         (195 * KIB, 195 * KIB, SUCCESS),
     ],
@@ -224,14 +224,14 @@ def test_a_kernel_may_ask_for_more_shared_memory(library, kernel, allowed, share
 
 
 def test_no_kernel_has_more_shared_memory_than_a_multiprocessor(library, kernel):
-    """A block has at most 227 KiB on a Hopper GPU, with the 32 KiB of static memory."""
+    """On a Hopper GPU, static and dynamic shared memory of a block are at most 227 KiB together."""
     assert library.functions.set_shared(kernel, 195 * KIB + 1) == INVALID_VALUE
     assert run(library, kernel, shared=17 * KIB) == INVALID_VALUE
 
 
 @pytest.mark.parametrize("shared", [1, 16, 32, 48, 195])
 def test_launch_asks_for_the_shared_memory_that_a_kernel_needs(library, kernel, shared):
-    """The default limit of 48 KiB applies to the sum of static and dynamic memory."""
+    """`launch` raises the limit if static and dynamic memory together exceed the default 48 KiB."""
     out = torch.zeros(256, dtype=torch.int32)
     params = Params(out.data_ptr())
     assert library.call("run_launch", byref(params), kernel, shared * KIB, memory=[out]) == SUCCESS
@@ -252,7 +252,7 @@ def test_launch_asks_for_the_shared_memory_that_a_kernel_needs(library, kernel, 
 def test_a_cluster_has_one_to_eight_blocks_of_the_grid(library, blocks, cluster, error):
     out = torch.zeros(256, dtype=torch.int32)
     params = Params(out.data_ptr())
-    # The blocks of this kernel store equal values, which the machine would call a race.
+    # All blocks of this kernel store equal values, which the machine would report as a race.
     given = {"memory": [out], "races": False}
     assert library.call("run_cluster", byref(params), 14, blocks, cluster, **given) == error
 
@@ -285,7 +285,7 @@ def test_the_driver_needs_a_context_in_the_calling_thread(library, kernel):
 
 
 def test_a_tensor_map_is_encoded_in_a_thread_without_a_context(library):
-    """Attention may be the first CUDA work of a thread of autograd."""
+    """Attention may be the first CUDA work of an autograd thread, so encoding makes a context."""
     assert in_new_thread(lambda: library.functions.encode(data())) == SUCCESS
 
 
@@ -296,7 +296,7 @@ MATRIX = {
 
 
 def encode_matrix(library, *, at, data, sizes, stride, box, type, interleave, fill):
-    """Encode a tensor map at a place in memory, and return the driver's error and the map."""
+    """Encode a tensor map at the offset `at`, and return the driver's error code and the map."""
     memory = create_string_buffer(256)
     place = addressof(memory) + -addressof(memory) % 64 + at
     error = library.functions.encode_matrix(
@@ -322,7 +322,7 @@ def encode_matrix(library, *, at, data, sizes, stride, box, type, interleave, fi
         ({"box": (4, 32)}, INVALID_VALUE),
         ({"box": (72, 32)}, INVALID_VALUE),
         ({"interleave": 1}, INVALID_VALUE),
-        # NaN outside the tensor needs elements that are floats; type 1 is u16.
+        # Elements outside the tensor can be NaN only in a floating-point type; type 1 is u16.
         ({"fill": 1}, SUCCESS),
         ({"fill": 1, "type": 1}, INVALID_VALUE),
     ],
@@ -333,7 +333,7 @@ def test_a_tensor_map_that_the_driver_encodes(library, change, error):
 
 
 def test_the_runtime_and_the_machine_encode_one_map(library):
-    """A kernel takes a map of either."""
+    """The driver and `tensor_map` of the PTX machine encode a matrix with the same bytes."""
     library.functions.set_device(0)
     matrix = torch.zeros(64, 64, dtype=torch.bfloat16)
     _, encoded = encode_matrix(library, **{**MATRIX, "data": matrix.data_ptr()})

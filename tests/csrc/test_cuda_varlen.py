@@ -1,4 +1,4 @@
-"""The kernel that finds the indices of tokens on a GPU, compiled by nvcc, on the PTX machine."""
+"""The CUDA kernel that finds the indices of real tokens, compiled by nvcc, on the PTX machine."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ extern "C" int run_mask_places(MaskPlaces* p) { return mask_places(*p, nullptr);
 
 
 class Places(Operators):
-    """The operator ``mask_places`` alone, as nvcc compiles it."""
+    """The single operator ``mask_places``, compiled by nvcc."""
 
     def __init__(self, folder: Path, arch: int) -> None:
         front = folder / "front.cu"
@@ -51,12 +51,12 @@ def places(request, tmp_path_factory):
 def drawn(batch: int, length: int, dtype: torch.dtype = torch.bool, share: float = 0.5) -> Tensor:
     generator = torch.Generator().manual_seed(batch * 1000 + length)
     mask = torch.rand(batch, length, generator=generator) < share
-    # Any value other than 0 keeps a token.
+    # Any value other than 0 marks a real token.
     return mask if dtype == torch.bool else mask.to(dtype) * torch.iinfo(dtype).min
 
 
 def check(places: Places, mask: Tensor) -> None:
-    """Compare both forms of the call with the reference."""
+    """Compare both call forms of the operator with the reference."""
     expected = reference.unpad(mask, mask)
     tokens = expected.indices.shape[0]
     padding = (mask.reshape(-1) == 0).nonzero().flatten()
@@ -72,7 +72,7 @@ def check(places: Places, mask: Tensor) -> None:
             assert (indices[tokens:] == -(1 << 30)).all()
 
 
-# A block has 512 threads, and a grid at most 16 blocks.
+# A block has 512 threads, and a grid has at most 16 blocks.
 @pytest.mark.parametrize(
     ("batch", "length"), [(1, 1), (1, 513), (3, 7), (16, 33), (17, 1), (33, 40), (2, 700)]
 )
@@ -134,7 +134,7 @@ def test_a_bad_shape_is_refused(places):
 
 
 def test_unpad_takes_the_kernel(places, monkeypatch):
-    """Without the CPU's operator, which serves the tensors of a CPU otherwise."""
+    """`unpad` uses the CUDA kernel if the CPU operator, which would be first choice, is off."""
     monkeypatch.setattr(varlen, "_by_extension", lambda index: False)
     for mask in (drawn(4, 9), drawn(4, 9, torch.int64), drawn(4, 9).float(), drawn(4, 9)[:, :0]):
         before = len(places.compiled.reports)

@@ -102,7 +102,7 @@ def test_dropout_and_padding(isa, operators, dtype):
 OPTIONAL = ("types", "positions", "bias")
 
 
-# As one parameter, `make test` runs all of them at every level.
+# The three flags are one parameter, so that `make test` runs all combinations at every level.
 @pytest.mark.parametrize("given", list(itertools.product((False, True), repeat=3)), ids=str)
 def test_absent_tables_and_bias(isa, operators, given):
     present = dict(zip(OPTIONAL, given, strict=True))

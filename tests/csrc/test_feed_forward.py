@@ -63,7 +63,7 @@ def test_many_rows_in_several_chunks(isa, operators):
 
 @pytest.mark.parametrize("activation", GELU)
 def test_every_fp16_number(isa, operators, activation):
-    """All 63,488 finite numbers, up to 65,504 in magnitude, are tested."""
+    """The activation is right for all 63,488 finite fp16 numbers, up to 65,504 in magnitude."""
     x = torch.arange(-32768, 32768, dtype=torch.int32).to(torch.int16).view(torch.float16)
     x = x[x.isfinite()].view(-1, 62)
     ones = torch.ones_like(x)
@@ -86,11 +86,11 @@ def test_exact_far_from_zero_and_nan_propagates(isa, operators, activation):
 
 
 def test_negative_tail_keeps_its_digits(isa, operators):
-    """Below -6, 1 + erf cancels to 0 in fp32, so the tail is computed directly."""
+    """GELU of negative numbers is accurate, even below -6, where 1 + erf cancels to 0 in fp32."""
     x = torch.linspace(-12.0, -3.0, 1000).view(1, -1)
     expected = x.double() * torch.exp(torch.special.log_ndtr(x.double()))
     y = operators.activation_forward(x, None, "gelu").double()
-    # Rounding the exponent x^2 / 2 costs x^2 / 2 epsilons of fp32; all other steps cost a few.
+    # Rounding the exponent x^2 / 2 adds an error of x^2 / 2 fp32 epsilons; other steps add a few.
     bound = (x.double().square() / 2 + 8) * 2.0**-23
     assert bool(((y / expected - 1).abs() <= bound).all())
 
@@ -124,7 +124,7 @@ def test_reruns_and_thread_counts_agree_bitwise(isa, operators):
         torch.set_num_threads(threads)
 
 
-# The following tests take every activation, also the gated ones, without a bias.
+# The following tests run every activation, including gated activations, without a bias.
 
 
 def activation_problem(rows, columns, dtype, activation):
@@ -141,7 +141,7 @@ def activation_gradients(h, dy, activation, dtype):
 
 def run_activation(operators, h, dy, activation):
     dh, dbias, a = operators.activation_backward(dy, h, None, activation, True, True)
-    assert dbias.dtype == torch.float32  # no bias sets another dtype
+    assert dbias.dtype == torch.float32  # without a bias, the gradient is in fp32
     return {"a": a, "dh": dh, "dbias": dbias.to(h.dtype)}
 
 

@@ -1,4 +1,4 @@
-"""The backward of attention for Hopper GPUs as nvcc compiles it, on the PTX machine."""
+"""The backward of attention for Hopper GPUs, compiled by nvcc and run on the PTX machine."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def hopper(compiled):
 
 
 def forward(q, k, v, mask=None, dropout_p=0.0):
-    """Return out as the forward rounds it, and the log-sum-exp, both from float64."""
+    """Compute out and the log-sum-exp in float64, and return them rounded as by the forward."""
     options = {"mask": mask, "dropout_p": dropout_p, "dropout_seed": SEED}
     out = reference.attention(q.double(), k.double(), v.double(), **options).to(q.dtype)
     scores = q.double() @ k.double().transpose(-1, -2) * q.shape[-1] ** -0.5
@@ -43,7 +43,7 @@ def forward(q, k, v, mask=None, dropout_p=0.0):
 
 
 def backward(hopper, tensors, out, lse, mask=None, dropout_p=0.0, ends=None, longest=None):
-    """Return dq, dk and dv, in memory that was full of NaN."""
+    """Return dq, dk and dv, which the kernel writes to memory full of NaN."""
     q, k, v, dout = tensors
     gradients = [torch.full_like(x, torch.nan) for x in (q, k, v)]
     sizes = (q.shape[2], k.shape[2]) if ends is None else (longest, longest)
@@ -83,7 +83,7 @@ def check(hopper, tensors, mask=None, dropout_p=0.0):
 
 def key_mask(batch, keys):
     mask = torch.rand(batch, 1, 1, keys, generator=torch.Generator().manual_seed(1)) > 0.4
-    # No key of the last sequence's first block is attended.
+    # In the last sequence, the mask hides all keys of the first block.
     mask[-1, ..., : min(keys - 1, 130)] = False
     return mask
 
@@ -128,7 +128,8 @@ def test_random_cases(hopper, dim, seed):
     queries, keys = chosen.randint(1, 300), chosen.randint(1, 400)
     dtype = chosen.choice([torch.bfloat16, torch.float16])
     tensors = drawn(chosen.randint(1, 2), 1, queries, keys, dim, dtype, seed)
-    # A query that attends one key has a dq of 0, which rounding of out with dropout misses.
+    # A query with only one attended key has a dq of 0, which rounding of out makes inexact under
+    # dropout, so short rows have no mask.
     masked = chosen.random() < 0.5 and keys > 150
     mask = key_mask(len(tensors[0]), keys) if masked else None
     check(hopper, tensors, mask, chosen.choice([0.0, 0.0, 0.2]))
@@ -136,7 +137,7 @@ def test_random_cases(hopper, dim, seed):
 
 @pytest.mark.parametrize("dim", [64, 128])
 def test_the_dropout_mask_is_the_definitions_bit_for_bit(hopper, dim):
-    """With equal weights and dout that names its query, dv tells which weights are kept."""
+    """With equal weights and one-hot rows of dout, dv shows which weights dropout keeps."""
     kept = reference.dropout_keep(SEED, 0.3, (2, 2, dim, 200))
     q, k, v, _ = (torch.zeros_like(x) for x in drawn(2, 2, dim, 200, dim))
     dout = torch.eye(dim).bfloat16().expand(2, 2, dim, dim).contiguous()
@@ -180,7 +181,7 @@ def test_poisoned_keys_change_no_bit(hopper, dim):
 
 
 def packed(lengths, slack=0, heads=2, dim=64):
-    """Return q, k, v and dout, out, the log-sum-exp, and the ends of the sequences."""
+    """Return q, k, v and dout in one tensor, out, the log-sum-exp, and the ends of sequences."""
     generator = torch.Generator().manual_seed(3)
     rows = torch.randn(sum(lengths) + slack, 4, heads, dim, generator=generator).bfloat16()
     ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
@@ -205,7 +206,7 @@ def packed(lengths, slack=0, heads=2, dim=64):
     ],
 )
 def test_packed_sequences_are_dense_ones_bit_for_bit(hopper, dim, lengths, multiprocessors):
-    """A neighbour's NaN does not reach a sequence, and rows of no sequence become 0."""
+    """Packing changes no bit; NaN stays in its sequence, and rows outside sequences become 0."""
     hopper.compiled.set_multiprocessors(multiprocessors)
     rows, out, lse, ends = packed(lengths, slack=9, dim=dim)
     for number, (first, length) in enumerate(zip(ends.tolist(), lengths, strict=False)):
@@ -225,7 +226,7 @@ def test_packed_sequences_are_dense_ones_bit_for_bit(hopper, dim, lengths, multi
 
 @pytest.mark.parametrize("sizes", [((40, 0, 70), (0, 30, 130)), ((0, 0), (5, 20))])
 def test_sequences_without_queries_or_without_keys(hopper, sizes):
-    """Their gradients are 0, also where blocks take the sequences in the order of their lengths."""
+    """Sequences without queries or keys have zero gradients, in any order of the sequences."""
     queries, keys = (torch.tensor([0, *accumulate(x)], dtype=torch.int32) for x in sizes)
     generator = torch.Generator().manual_seed(4)
     q, k, v, dout = (
@@ -270,7 +271,7 @@ def test_more_sequences_than_a_block_sorts(hopper):
     hopper.compiled.set_multiprocessors(132)
     hopper.options["blocks"] = [7]
     dq, _, dv = backward(hopper, rows.unbind(1), out, lse, ends=ends, longest=1)
-    # The weight of a single key is 1. One of 132 blocks runs.
+    # The weight of a single key is 1. Only one of 132 blocks runs here.
     assert torch.allclose(dv[7::132].float(), rows[7::132, 3].float(), rtol=2**-7)
     assert (dq[7::132] == 0).all()
 
@@ -282,7 +283,7 @@ def test_memory_is_moved_in_whole_sectors_and_without_bank_conflicts(hopper, dim
     counts = hopper.counts()
     assert counts["shared_wavefronts"] == counts["shared_least_wavefronts"]
     assert counts["global_sectors"] == counts["global_least_sectors"]
-    # Out is read once, q and dout for both blocks of keys, and the sums of dq are kept in fp32.
+    # out is read once, q and dout are read for both blocks of keys, and dq is summed in fp32.
     rows = 256 * dim * 2
     assert counts["global_bytes"] == rows * (2 + 2 * 2 + 1 + 3) + 2 * 2 * rows + 4 * 256 * 4
 

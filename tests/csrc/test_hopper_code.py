@@ -1,4 +1,4 @@
-"""The machine code of attention for Hopper GPUs: its units, its order and its length."""
+"""The functional units, instruction order and loop length in attention for Hopper GPUs."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from _nvcc import require_nvcc
 from fastbert.testing.ptx import hopper_attention
 from fastbert.testing.wgmma_hazards import overwritten_operands
 
-# ptxas needs half a minute for these kernels.
+# ptxas needs half a minute to compile these kernels.
 pytestmark = pytest.mark.every_case
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """The folder of the binaries."""
+    """Return the folder into which the kernels are compiled."""
     require_nvcc()
     pytest.importorskip("triton", reason="its wheel has cuobjdump")
     return tmp_path_factory.mktemp("code")
@@ -26,7 +26,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def kernels(folder):
-    """The disassembled kernels, by dtype, head dim, mask of pairs and dropout."""
+    """Return the disassembled kernels by dtype, head dim, mask of pairs and dropout."""
     return hopper_attention.machine_code(folder)
 
 
@@ -47,7 +47,7 @@ def test_kernels_use_the_units_of_hopper(kernels, dtype, dim, pairs, dropout):
 @pytest.mark.parametrize("pairs", [False, True])
 @pytest.mark.parametrize("dropout", [False, True])
 def test_the_softmax_runs_while_a_product_is_in_flight(kernels, dim, pairs, dropout):
-    """ptxas may move the wait for a product before the exponentials, which would serialise both."""
+    """The wait for a product comes after the exponentials, so that product and softmax overlap."""
     code = hopper_attention.loop_over_tiles(kernels["bfloat16", dim, pairs, dropout])
     body = [instruction.text for instruction in code]
     waits = [i for i, op in enumerate(body) if op.startswith("WARPGROUP.DEPBAR")]
@@ -60,28 +60,29 @@ def test_the_softmax_runs_while_a_product_is_in_flight(kernels, dim, pairs, drop
 
 @pytest.mark.parametrize(("dim", "limit"), [(32, 470), (64, 475), (128, 500)])
 def test_a_tile_has_few_instructions(kernels, dim, limit):
-    """A scheduler issues them for two warps, while the exponentials of a tile take 928 cycles."""
+    """A scheduler can issue a tile for two warps within the 928 cycles of its exponentials."""
     code = hopper_attention.path_of_a_tile(kernels["bfloat16", dim, False, False])
     path = Counter(instruction.name for instruction in code)
     print(path.total(), dict(path))
     assert path["HGMMA"] == dim // 16 + 8
-    # 64 exponentials less an eighth that is a polynomial, and two factors of rescaling.
+    # Of 64 exponentials, an eighth is computed by a polynomial; two more rescale the sums.
     assert path["MUFU"] == 58
     assert path.total() <= limit
 
 
 @pytest.fixture(scope="module")
 def backward(folder):
-    """The disassembled kernels of the backward."""
+    """Return the disassembled kernels of the backward."""
     wide = hopper_attention.machine_code(folder, "backward_wide")
     return hopper_attention.machine_code(folder, "backward") | wide
 
 
 @pytest.mark.parametrize("direction", ["kernels", "backward"])
 def test_a_block_takes_no_more_registers_than_it_owns(direction, request):
-    """A group waits for ever for registers that no other group has given.
+    """The groups of a block take no more registers than the first group releases.
 
-    ptxas gives 168 registers to each of 384 threads, which are three groups.
+    A group would wait forever for missing registers. ptxas assigns 168 registers to each of the 384
+    threads, which form three groups.
     """
     for name, text in request.getfixturevalue(direction).items():
         [given] = re.findall(r"USETMAXREG\.DEALLOC\.CTAPOOL (0x[0-9a-f]+)", text)
@@ -94,7 +95,7 @@ def test_registers_and_shared_memory_are_those_of_the_record(kernels, backward, 
         results = {}
         for binary in sorted(folder.glob(f"attention_{direction}*.cubin")):
             results |= _machine_code.resources(binary)
-        # fp16 and bf16 share a line.
+        # fp16 and bf16 share an entry of the record.
         assert (len(results), len(texts)) == (12, 24)
         assert results == _machine_code.recorded("90a", f"attention {direction}")
 
@@ -119,7 +120,7 @@ def test_the_weights_are_computed_while_gradients_are_in_flight(backward, dim, p
     code = hopper_attention.loop_over_tiles(backward["bfloat16", dim, pairs, dropout])
     body = [instruction.text for instruction in code]
     waits = [i for i, op in enumerate(body) if op.startswith("WARPGROUP.DEPBAR")]
-    # Scores, gradients of weights, and the gradients of the tile before.
+    # The waits are for the scores, the gradients of weights, and the previous tile's gradients.
     assert [body[i][-1] for i in waits] == ["3", "2", "0"]
     last_product = max(i for i, op in enumerate(body) if op.startswith("HGMMA"))
     exponentials = [i for i, op in enumerate(body) if op.startswith("MUFU.EX2")]
@@ -139,8 +140,8 @@ def test_arithmetic_of_head_dim_128_has_a_product_in_flight(backward, pairs, dro
 
     scores, weights, queries, last = places("WARPGROUP.DEPBAR")
     assert [body[i][-1] for i in (scores, weights, queries, last)] == ["1", "1", "1", "0"]
-    # Weights while their gradients are multiplied, the gradients of the scores while dv is, and dq
-    # is stored while dk is multiplied.
+    # The weights are computed during the product of their gradients, and the gradients of the
+    # scores during the product of dv. dq is stored during the product of dk.
     products = places("HGMMA")
     assert sum(i < scores for i in products) == 16
     assert sum(i < weights for i in products) == 20
@@ -152,33 +153,33 @@ def test_arithmetic_of_head_dim_128_has_a_product_in_flight(backward, pairs, dro
 
 
 def test_a_tile_of_head_dim_128_has_few_instructions(backward):
-    """A scheduler issues them for two warps, while the products of a tile take 2,560 cycles."""
+    """A scheduler can issue a tile for two warps within the 2,560 cycles of its products."""
     code = hopper_attention.path_of_a_tile(backward["bfloat16", 128, False, False])
     path = Counter(instruction.name for instruction in code)
     print(path.total(), dict(path))
-    # Eight steps of 16 in each of three products, and four in dv and dk.
+    # Three products have eight steps of 16 each, and dv and dk have four steps each.
     assert path["HGMMA"] == 3 * 8 + 2 * 4
     assert path["MUFU"] == 32
     assert path.total() <= 475
 
 
 def test_a_tile_of_the_backward_has_few_instructions(backward):
-    """A scheduler issues them for two warps, while the products of a tile take 1,280 cycles."""
+    """A scheduler can issue a tile for two warps within the 1,280 cycles of its products."""
     code = hopper_attention.path_of_a_tile(backward["bfloat16", 64, False, False])
     path = Counter(instruction.name for instruction in code)
     print(path.total(), dict(path))
-    # Four steps of 16 in each of four products, and eight in dq.
+    # Four products have four steps of 16 each, and dq has eight steps.
     assert path["HGMMA"] == 4 * 4 + 8
     assert path["MUFU"] == 32
     assert path.total() <= 450
 
 
 def test_two_tiles_of_the_backward_of_head_dim_32_have_few_instructions(backward):
-    """A group computes dq of one of them. The shared memory is busy for 1,700 cycles."""
+    """A group computes dq for one of two tiles; shared memory is busy for 1,700 cycles."""
     code = hopper_attention.path_of_a_tile(backward["bfloat16", 32, False, False])
     path = Counter(instruction.name for instruction in code)
     print(path.total(), dict(path))
-    # Two or four steps of 16 in each of four products, eight in dq, and an empty product.
+    # Four products have two or four steps of 16, dq has eight steps, and one product is empty.
     assert path["HGMMA"] == 2 * (2 * 2 + 2 * 4 + 1) + 8
     assert path["MUFU"] == 2 * 32
     assert path.total() <= 860

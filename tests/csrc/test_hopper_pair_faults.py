@@ -1,4 +1,4 @@
-"""The PTX machine catches faults in masks of pairs of attention for Hopper GPUs."""
+"""The PTX machine catches faults of (query, key) masks in attention for Hopper GPUs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def name(kernel, dim, packing, fault):
 
 @pytest.fixture(scope="module")
 def problems(tmp_path_factory):
-    """Return a function that gives the problems of a kernel."""
+    """Return a function that makes the problems of a kernel."""
     hopper = compiled_in(tmp_path_factory.mktemp("hopper"))
     return functools.cache(lambda kernel, dim, packing: kernel(hopper, dim, packing))
 

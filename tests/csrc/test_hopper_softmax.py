@@ -1,4 +1,4 @@
-"""The exponentials of attention for Hopper GPUs, as nvcc compiles them, against exact numbers."""
+"""The exponentials of attention for Hopper GPUs, compiled by nvcc, against exact numbers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ extern "C" int run(const float* x, float* y, int count) {
   return 0;
 }
 """
-# As softmax.cuh states it.
+# softmax.cuh documents this bound of the relative error.
 LARGEST = 3.1e-6
 
 
@@ -60,7 +60,7 @@ def test_the_error_is_the_stated_one(exponentials):
     x = torch.cat([
         -126 * torch.rand(500, generator=generator),
         near_0, near_0 * 1e-3, near_0 * 1e-6,
-        # The polynomial errs most at the ends of its interval, at -n + 1/2.
+        # The error of the polynomial is largest at the ends of its interval, at -n + 1/2.
         *(torch.arange(-125.5, 0) + shift for shift in (0.0, 1e-5, -1e-5)),
         torch.arange(-126.0, 1.0),
     ])  # fmt: skip
@@ -79,7 +79,7 @@ def test_powers_of_2_are_exact(exponentials):
 def test_hidden_scores_have_weight_0(exponentials):
     x = torch.tensor([-127.0, -127.5, -1e4, -3e38, -math.inf])
     assert torch.equal(exponentials(x), torch.zeros(5))
-    # Between the smallest normal number and 0, the result is in the same range.
+    # If the exact result is between 0 and the smallest normal number, so is the computed result.
     x = -126 - torch.rand(200, generator=torch.Generator().manual_seed(0))
     y = exponentials(x)
     assert (y >= 0).all()

@@ -1,4 +1,4 @@
-"""Huge pages for weights: the values stay, and a forked process copies nothing."""
+"""Huge pages for weights leave the values unchanged, and a forked process copies no page."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MIB = 1 << 20
 
 
 def huge_bytes(t: torch.Tensor) -> int:
-    """Return the bytes in huge pages of the mapping that holds the first element of a tensor."""
+    """Return how many bytes of the mapping of a tensor's first element are in huge pages."""
     size, inside = 0, False
     for line in Path("/proc/self/smaps").read_text("utf-8").splitlines():
         bounds = re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line)
@@ -29,7 +29,7 @@ def huge_bytes(t: torch.Tensor) -> int:
 
 
 def test_a_forked_process_moves_nothing():
-    """A moved page would be a copy, because the process shares the memory with its parent."""
+    """A forked process moves no page of its parent, because moving would copy the page."""
     weight = torch.arange(4 * MIB, dtype=torch.float32)
     process = os.fork()
     if process == 0:
@@ -40,7 +40,7 @@ def test_a_forked_process_moves_nothing():
 
 
 def test_values_stay_and_the_pages_are_huge():
-    """The system may lack free huge pages at a moment, so the best of some tensors counts."""
+    """Values stay, and the best of several tensors gets huge pages, which may be scarce."""
     weights, gains = [], []
     for _ in range(6):
         weight = torch.arange(4 * MIB, dtype=torch.float32)  # 16 MiB
@@ -51,10 +51,10 @@ def test_values_stay_and_the_pages_are_huge():
         assert torch.equal(weight, expected)
         weight[5] = 7
         assert weight[5] == 7
-        weights.append(weight)  # The next tensor takes other memory.
+        weights.append(weight)  # Keep the tensor, so that the next tensor gets other memory.
     if not ENABLED.exists() or "[never]" in ENABLED.read_text("utf-8"):
         assert set(gains) == {0}
-    elif any(gains):  # Linux before 6.1 moves nothing.
+    elif any(gains):  # Linux before 6.1 cannot move memory to huge pages.
         assert max(gains) >= 6 * 2 * MIB
 
 

@@ -1,4 +1,4 @@
-"""int8 products at every level: exact integers, and an epilogue within the tolerance rule."""
+"""int8 products have exact integer sums, and an epilogue within tolerance, at every level."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def run(operators, x, values, scale, bias=None, residual=None, activation="none", **options):
-    """Run the operator on weights packed for the level in use, or in groups of ``group``."""
+    """Run the operator on weights packed for the current level, or in groups of ``group``."""
     lanes, group = operators.int8_layout()
     weight = pack(values, scale, lanes, options.get("group", group))
     dtype = options.get("dtype", x.dtype)
@@ -23,7 +23,7 @@ def run(operators, x, values, scale, bias=None, residual=None, activation="none"
 
 
 def integers(m, n, k, low=-128):
-    """Return x whose rows have scale 1, so each is quantised to itself, and random weights."""
+    """Return rows of scale 1, which quantisation does not change, and random weights."""
     x = torch.randint(low, low + 256, (m, k)).float()
     x[:, 0] = low if k == 1 and low < -1 else low + 255
     x[:, -1] = low if k > 1 else x[:, -1]
@@ -48,17 +48,18 @@ def test_integer_products_are_exact(isa, operators, shape, low):
 
 @pytest.mark.parametrize("extreme", [-128, 127])
 def test_the_largest_sums(isa, operators, extreme):
-    """No 16-bit sum saturates, and 65,536 products of the largest numbers fit into 32 bits."""
+    """No 16-bit sum saturates, and the sum of 65,536 extreme products fits into 32 bits."""
     values = torch.full((3, 65536), extreme, dtype=torch.int8)
     for x in (torch.full((2, 65536), 255.0), torch.full((2, 65536), -255.0)):
         assert torch.equal(run(operators, x, values, torch.ones(3)), exact(x, values))
 
 
 def test_all_levels_quantise_alike(isa, operators):
-    """With the identity as weight, the result shows every integer of the quantised rows."""
+    """All levels quantise to the same integers, which a product with the identity shows."""
     x = torch.randn(64, 120) * torch.logspace(-30, 30, 64).unsqueeze(1)
     x[3], x[4], x[5, 7], x[6] = 0.0, 2.5, 1e30, x[6].abs()
-    # In a row from -a to a, zero and the largest element both round up, so their sum exceeds 255.
+    # In a row from -a to a, the zero point and the largest element both round up, so that their sum
+    # exceeds 255.
     x[8:40, 0] = x[8:40].abs().amax(1) * 1.5
     x[8:40, 1] = -x[8:40, 0]
     q, scale, zero = reference.int8_rows(x)
@@ -75,7 +76,7 @@ def test_all_levels_quantise_alike(isa, operators):
 @pytest.mark.parametrize("activation", ["none", "gelu", "gelu_tanh", "relu"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_epilogue(isa, operators, dtype, activation):
-    """The oracle applies scales, bias, activation and residual in float64 to the same integers."""
+    """The epilogue agrees with an oracle that computes it in float64 from the same integers."""
     x, bias, residual = torch.randn(37, 70).to(dtype), torch.randn(41), torch.randn(37, 41)
     values, scale = reference.int8_weight(torch.randn(41, 70))
     bias, residual = bias.to(dtype), residual.to(dtype)

@@ -1,4 +1,4 @@
-"""Layers with int8 weights in one call give the bits of single operators, at every level."""
+"""One call of all int8 layers gives the bits of single operators, at every level."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fastbert import reference
 from fastbert.ops.int8_linear import Int8Weight, pack
 
 HIDDEN, HEADS, INNER, LAYERS = 48, 3, 80, 2
-# Outputs and inputs of the linear layers. A norm follows the second and the fourth layer.
+# Each pair is (outputs, inputs) of a linear layer. A norm follows the second and the fourth layer.
 LINEARS = ((3 * HIDDEN, HIDDEN), (HIDDEN, HIDDEN), (INNER, HIDDEN), (HIDDEN, INNER))
 
 

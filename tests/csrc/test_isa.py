@@ -1,4 +1,4 @@
-"""The choice of the instruction set, and the limits of its effects."""
+"""The choice of the instruction-set level, and state that this choice must not affect."""
 
 from __future__ import annotations
 
@@ -74,13 +74,13 @@ def test_an_unknown_level_is_an_error(extension):
 
 
 def test_the_module_takes_no_address(extension):
-    """A function of Python that took an address as a number could crash the process."""
+    """No function takes an address as a number, because a wrong address would crash the process."""
     functions = [getattr(extension, name) for name in dir(extension) if not name.startswith("_")]
     signatures = [function.__doc__.splitlines()[0] for function in functions]
     assert [s for s in signatures if re.search(r"\(.*\bint\b.*\)", s, re.IGNORECASE)] == []
 
 
-# The registers that mark an instruction set. Only namespaces of its levels may use them.
+# The registers reveal an instruction set. Only namespaces of levels with this set may use them.
 TILE = re.compile(r"%tmm|\t(tile|[ls][dt]tilecfg)")
 ZMM_OR_MASK = re.compile(r"%zmm|%k[0-7]\b|%[xy]mm(1[6-9]|2\d|3[01])\b")
 AVX = re.compile(r"%ymm|\tv[a-z]")
@@ -119,7 +119,7 @@ def test_no_instruction_above_the_baseline_outside_the_dispatched_functions(exte
     assert seen == {"avx2", "avx512", "amx"}
 
 
-# With -ffast-math, loading the extension would make this thread flush subnormals to zero.
+# If the extension were built with -ffast-math, loading it would flush subnormals to zero.
 def test_import_leaves_the_floating_point_mode_alone(extension):
     code = (
         "import torch\n"
@@ -136,7 +136,7 @@ def test_import_leaves_the_floating_point_mode_alone(extension):
 @pytest.mark.every_case
 @pytest.mark.skipif(sys.platform != "linux", reason="needs os.fork")
 def test_works_in_a_child_forked_after_a_parallel_region(extension):
-    """GNU OpenMP's pool does not survive a fork; torch's own layer norm hangs in such a child."""
+    """A forked child works without OpenMP's pool; torch's own layer norm hangs in such a child."""
     code = (
         "import os, signal, torch\n"
         "from fastbert import _C\n"

@@ -1,4 +1,4 @@
-"""The PTX machine catches faults in the ring of rows of the CUDA layer norm."""
+"""The PTX machine catches faults in the ring buffer of rows of the CUDA layer norm."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fastbert.testing.ptx.cuda_operators import CompiledOperators
 pytestmark = pytest.mark.every_case
 
 LAYOUT = "bfloat16Li128ELi16ELi24ELb1E"
-COLUMNS, ROWS = 384, 133  # With one multiprocessor, a block of the forward has turns.
+COLUMNS, ROWS = 384, 133  # On one multiprocessor, a block of the forward loops over rows.
 COPY = r"(cp\.async\.cg\.shared\.global [^;]*, 16, )%r\d+;"
 COMMIT = r"cp\.async\.commit_group;"
 WAIT = r"cp\.async\.wait_group 1;"
@@ -28,7 +28,7 @@ FAULTS = [
     Fault("no end of the first groups of copies", COMMIT, "", (0,)),
     Fault("rows after the last one are copied", COPY, r"\g<1>16;"),
 ]
-# A block of the backward has one turn here, because it has 264 blocks whatever the GPU is.
+# These faults need several iterations. The backward always has 264 blocks, which iterate once here.
 LATER_FAULTS = [
     Fault("the same stage in every turn", STAGE, r"mov.u32 \1, 0;"),
     Fault("no end of the later groups of copies", COMMIT, "", (1,)),
@@ -36,7 +36,7 @@ LATER_FAULTS = [
 
 
 class Problem:
-    """A small problem on the PTX machine, and its right results."""
+    """A small layer norm on the PTX machine, and its right results."""
 
     def __init__(self, folder):
         self.folder, self.operators = folder, CompiledOperators(folder, 80)

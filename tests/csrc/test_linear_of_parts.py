@@ -1,7 +1,6 @@
-"""The product of several weights, as they are stored: the bits of ``linear``, side by side.
+"""``linear_of_parts``, the product with several separate weights, gives the bits of ``linear``.
 
-``linear`` is compared with float64, and bit for bit with ``matmul`` of a packed operand, in
-test_gemm.py.
+test_gemm.py compares ``linear`` with float64, and bit for bit with ``matmul`` of a packed operand.
 """
 
 from __future__ import annotations
@@ -13,8 +12,8 @@ import torch
 from torch import Tensor
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# The rows of x are around the registers, the panels and the limits of tasks of every level. The
-# outputs and depths fill no register, no panel and no block.
+# The numbers of rows are near the sizes of registers, panels and tasks of every level. Most outputs
+# and depths are not multiples of a register, a panel or a block.
 SHAPES = [
     (0, (5,), 7),
     (1, (1,), 1),
@@ -60,7 +59,7 @@ def test_wider_weights_are_rounded_as_torch_rounds_them(isa, operators, dtype):
     for m, parts, k in ((5, (40, 33), 300), (33, (64,), 96), (300, (96,), 70)):
         x, weights, biases = draw(m, parts, k, dtype)
         weights = [torch.randn(w.shape) for w in weights]
-        weights[0][3, 5] = 1 + torch.finfo(dtype).eps / 2  # halfway between two numbers
+        weights[0][3, 5] = 1 + torch.finfo(dtype).eps / 2  # halfway between two numbers of dtype
         y = operators.linear_of_parts(x, weights, biases, "none")
         assert torch.equal(y, by_linear(operators, x, weights, biases))
 
@@ -111,13 +110,13 @@ def step(kind, **options):
 
 
 def swap(weights):
-    """Exchange the weights for their moving average."""
+    """Write other values to all weights, as an exchange for a moving average does."""
     for weight in weights:
         weight.data.copy_(0.9 * weight.data + 0.1 * torch.randn_like(weight))
 
 
 def some(weights):
-    """Change 3 % of the elements."""
+    """Change 3 % of the elements of each weight."""
     for weight in weights:
         weight.data.view(-1)[torch.randperm(weight.numel())[: weight.numel() * 3 // 100]] += 1.0
 

@@ -1,4 +1,4 @@
-"""The CUDA sources without a GPU: nvcc compiles the kernels, and g++ compiles cuda_ops.cpp."""
+"""Without a GPU, nvcc compiles the CUDA kernels, and g++ compiles cuda_ops.cpp."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from fastbert.testing.ptx import nvcc
 ROOT = Path(__file__).parents[2]
 # test_attention_code.py compiles the sources of attention for all GPUs.
 SOURCES = sorted(set((ROOT / "csrc" / "cuda").rglob("*.cu")) - set(_machine_code.SOURCES))
-# As in setup.py; "90a" is 90 with the instructions of Hopper alone.
+# These are architectures of setup.py; "90a" adds instructions that only Hopper GPUs have.
 ARCHITECTURES = ("80", "90a", long_case("100"))
 
 
 def toolkit() -> Path | None:
-    """Return the folder of the CUDA toolkit, or None."""
+    """Return the folder of the CUDA toolkit, or None if there is no toolkit."""
     nvcc = shutil.which("nvcc")
     candidates = [CUDA_HOME, "/usr/local/cuda", nvcc and Path(nvcc).resolve().parents[1]]
     return next((Path(c) for c in candidates if c and Path(c, "bin", "nvcc").exists()), None)
@@ -39,7 +39,7 @@ needs_toolkit = pytest.mark.skipif(TOOLKIT is None, reason="no CUDA toolkit (nvc
 
 @pytest.fixture(scope="module", params=ARCHITECTURES)
 def compiled(request, tmp_path_factory):
-    """The architecture, and the machine code of each source with the report of ptxas on it."""
+    """Return the architecture, and each source's machine code with the report of ptxas."""
     require_nvcc()
     folder = tmp_path_factory.mktemp("objects")
     with ThreadPoolExecutor(2) as pool:
@@ -57,8 +57,8 @@ def test_kernels_compile_without_spills(compiled):
         assert registers or source.name in ("tensor_map.cu", "choice.cu")
         assert len(usage) == len(registers)
         assert set(usage) <= {("0", "0")}, (source.name, arch, report)
-        # ptxas says in such messages that it serialises wgmma, or ignores setmaxnreg. C7519 only
-        # says that it adds a fence before a product.
+        # Messages with such numbers say that ptxas serialises wgmma or ignores setmaxnreg. C7519
+        # only says that ptxas adds a fence before a product.
         assert set(re.findall(r"\(C75\d\d\)", report)) <= {"(C7519)"}, (source.name, arch, report)
 
 
@@ -67,8 +67,8 @@ LAYER_NORM = re.compile(
 )
 
 
-# The longest loops over rows, for sm_90a and by the row's elements in a thread; 16 bits and fp32
-# differ by less than 60 instructions.
+# These numbers of instructions limit the loops over rows on sm_90a, by direction and by elements
+# per thread. 16-bit dtypes and fp32 differ by less than 60 instructions.
 LOOP_LIMITS = {
     ("forward", 16): 490, ("forward", 24): 660, ("forward", 32): 860,
     ("backward", 16): 690, ("backward", 24): 950,
@@ -77,7 +77,7 @@ LOOP_LIMITS = {
 
 @pytest.mark.every_case
 def test_layer_norm_copies_a_row_ahead_of_the_one_that_it_computes(compiled):
-    """A kernel that loads rows to registers, or copies them late, leaves memory idle meanwhile."""
+    """The loop issues the copies of the next row before it computes, so memory is never idle."""
     pytest.importorskip("triton", reason="its wheel has cuobjdump")
     arch, assembled = compiled
     code = cuobjdump("--dump-sass", assembled[ROOT / "csrc" / "cuda" / "layer_norm.cu"][0])
@@ -91,18 +91,18 @@ def test_layer_norm_copies_a_row_ahead_of_the_one_that_it_computes(compiled):
         rows = [body for body in loops(read(text)) if {"LDGSTS", "SHFL"} <= {x.name for x in body}]
         body = min(rows, key=len)
         names = [x.name for x in body]
-        # x and the residual, and dy in the backward, are read once.
+        # The loop reads x and the residual once, and in the backward also dy.
         vectors = int(elements) // (4 if dtype == "f" else 8)
         assert names.count("LDGSTS") == vectors * (2 if direction == "forward" else 3), function
         assert names.index("SHFL") > max(i for i, name in enumerate(names) if name == "LDGSTS")
-        # Only the two statistics of the backward's next row go to registers.
+        # Only the backward loads to registers: the two statistics of the next row.
         assert names.count("LDG") == (0 if direction == "forward" else 2), function
-        # All lanes reduce together. nvcc has code for fewer lanes if it cannot prove that.
+        # All lanes reduce together. If nvcc cannot prove this, it adds code for fewer lanes.
         assert "WARPSYNC" not in names, function
         print(direction, dtype, elements, len(body))
         if arch == "90a":
             assert len(body) <= LOOP_LIMITS[direction, int(elements)], function
-    # Three formats, and four widths of rows in both directions.
+    # There are three dtypes and four widths of rows, in both directions.
     assert seen == 24
 
 
@@ -117,7 +117,7 @@ def test_kernels_are_free_of_torch():
 @needs_toolkit
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ on this machine")
 def test_the_file_that_meets_torch_compiles(tmp_path):
-    """torch's CPU wheel lacks one generated header; a stub in stubs/ replaces it."""
+    """cuda_ops.cpp compiles; a stub replaces the generated header that torch's CPU wheel lacks."""
     stubs = [] if torch.version.cuda else ["-I", ROOT / "tests" / "csrc" / "stubs"]
     headers = [*include_paths("cpu"), str(TOOLKIT / "include")]
     command = ["g++", "-std=c++20", "-fsyntax-only", *stubs]

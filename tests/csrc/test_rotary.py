@@ -1,4 +1,4 @@
-"""The C++ rotary positions against float64, at every instruction-set level."""
+"""The C++ rotary embedding against float64, at every instruction-set level."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A spoiled argument of a C++ operator raises an error or is harmless, and causes no signal."""
+"""An invalid argument of a C++ operator raises an error or is harmless, but causes no signal."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ class Outcome(NamedTuple):
 
 @pytest.fixture(scope="session")
 def outcomes() -> dict[str, list[Outcome]]:
-    """Return the outcomes on the calls of each operator.
+    """Return the outcomes of all calls by operator.
 
-    After a signal ends a process, another process goes on with the next call.
+    If a signal ends the process, a new process continues with the next call.
     """
     results: dict[str, list[Outcome]] = defaultdict(list)
     begin, done = 0, False
@@ -62,7 +62,7 @@ def outcomes() -> dict[str, list[Outcome]]:
     return dict(results)
 
 
-# Errors that torch raises before an operator is called. Errors about a device or a layout name only
+# torch raises these errors before it calls an operator. Errors about a device or a layout name only
 # the operator.
 BY_TORCH = re.compile(
     r"fastbert_C::\w+: attempted to run this operator with Meta tensors"
@@ -74,11 +74,11 @@ BY_TORCH = re.compile(
     r"|Dimension specified as 0 but tensor has no dimensions"
     r"|Storage size calculation overflowed|can't allocate memory|not enough memory"
 )
-# If two arguments contradict each other, the message may name the other argument.
+# If the changed argument contradicts another argument, the message may name the other argument.
 DISAGREEMENTS = re.compile(
     r"(\[\d+\]: )?(dtype|rank|size|empty|all|-?\d+ at)|-?\d+$|None|'|expanded|no tensor|not$|1\.5$"
 )
-# The runner compares results of these layouts with results of a contiguous copy.
+# For these layouts, the child process compares the result with the result of a contiguous copy.
 LAYOUTS = re.compile(
     r"(\[\d+\]: )?(offset|inference|wants a gradient|negative bit|stride 2|dimension \d|expanded)"
 )
@@ -87,34 +87,34 @@ INTEGER = r"dtype torch\.(int64|int32|bool)"
 CONTENT = r"all -?\d+|-?\d+ at -?\d"
 NUMBER = r"-?\d+(\.\d+)?(e[+-]\d+)?"
 ROWS = r"size ([+-] 1|0) of dimension 0"
-# Calls that an operator serves by its contract: operator/form, argument, spoil.
+# An operator's contract allows these calls, given as (operator/form, argument, change).
 HARMLESS = (
-    # All floating numbers are data, and so are integers that are not indices.
+    # Operators accept any floating-point value, and any integer that is not an index.
     (r".*", r".*", r"(all )?(nan|-?inf|3e\+38)( at -?\d)?"),
     (r".*", r"seeds?", f"{CONTENT}|rank.*"),
     (r"int8_linear/0|encoder/1", r"packed|column_sum|parameters|scales", CONTENT),
     (r"unpad_indices/.*|any_outside/0", r"mask|index", f"{CONTENT}|{INTEGER}|size .*"),
     (r"any_outside/0", r"index", r"rank.*|empty"),
-    # These are options, and optional arguments that are absent. torch takes any object for a bool.
+    # These arguments are optional, so None is valid. As a bool, torch accepts any object.
     (
         r".*",
         r"addend|bias|(inner|outer)_bias|dbias|mask|residual|x_bias|ignored|heads|rows|cu_seqlens",
         r"None",
     ),
     (r".*", r"all_states|has_bias|inverse|recompute|save|sum_rows|pre_norm", r"1\.5|None|not"),
-    # A parameter without elements is absent.
+    # An empty tensor represents an absent parameter.
     (r"(encoder|bert|layer_\w+ward)/.*", r"parameters", r"size 0 of dimension 0|empty"),
     (r"layer_(forward|backward)/4", r"parameters", r"dtype .*|rank.*"),
     (r"layer_(forward|backward)/4", r"rotation", r"no tensor"),
     (r"layer_(forward|backward)/.*", r"window", r"-1|\d+"),
     (r"layer_forward/.*", r"dtype", FLOATING),
-    # The rows of a norm may be narrower than the residual.
+    # x of a norm may have a narrower dtype than the residual.
     (r"layer_norm_backward/0", r"x", FLOATING),
-    # The operator returns nothing for arguments in another form.
+    # `bert` returns an empty result for arguments that it does not support.
     (r"bert/.*", r"ids|mask|token_types", r".*"),
     (r"bert/.*", r"dtype", r".*"),
     (r"bert/.*", r"parameters", r"dtype .*"),
-    # No element is read.
+    # These calls read no element of the argument.
     (r"use_huge_pages/0", r"weights", r".*"),
     (r"bert/.*", r"embedding", r"dtype .*"),
     (r"bert/.*", r"pooler", FLOATING),
@@ -133,13 +133,13 @@ HARMLESS = (
     (r"embedding_backward/.*", r"padding_idx", NUMBER),
     (r"rotary/0|encoder/.*|layer_\w+/.*", r"heads", r"[013]"),
     (r"attention_weights/.*", r"heads|rows", r"\[\]|\[0, 0.*"),
-    # Dense attention reads lengths from the shapes, and the encoder the batch from cu_seqlens.
+    # Dense attention takes the lengths from shapes, and the encoder the batch from cu_seqlens.
     (r"attention_\w+/0", r"max_seqlen_[qk]", NUMBER),
     (r"encoder/[13]", r"batch", NUMBER),
     (r"attention_\w+/1|encoder/[13]", r"max_seqlen(_[qk])?", r"4"),
     (r"encoder/3", r"rotations|windows", r"no tensor|\[\]"),
-    # Parameters may have any floating dtype. An operand that no other operand has to match may
-    # change its dtype and its number of rows.
+    # Parameters may have any floating dtype. An operand that need not match another operand may
+    # have another dtype and number of rows.
     (
         r".*",
         r"bias|biases|(x|inner|outer)_bias|weight|norm_weight|norm_bias|dloss|parameters",
@@ -160,15 +160,16 @@ HARMLESS = (
     (r"attention_(forward|weights)/1|encoder/[13]", r"q|k|hidden|cu_seqlens", ROWS),
     (r"attention_\w+/0|encoder/[02]", r"mask|bias", r"size [+-] 1 of dimension [01]"),
     (r"encoder/.*|linear_of_parts/0", r"parameters|biases", r"no tensor"),
-    # The length of the bias sets how many of an int8 weight's padded outputs are real.
+    # The length of the bias sets how many padded outputs of an int8 weight are real.
     (r"encoder/1", r"parameters", r"size [+-] 1 of dimension 0"),
     (r"sum_rows/.*", r"x", rf"size .* of dimension [01]|{FLOATING}"),
-    # Without chosen rows, all rows are queries, and those after the last sequence give 0.
+    # Without chosen rows, all rows are queries, and rows after the last sequence become 0.
     (r"layer_(forward|backward)/[13]", r"hidden|chosen", f"{ROWS}|None"),
     (r"layer_(forward|backward)/[13]", r"dropouts|max_seqlen_[qk]", r"\[0, 0, 1\]|3|4"),
     (r"scatter_rows/.*", r"values", r"dtype .*|rank \+ 1 behind|size .* of dimension 1"),
     (r"scatter_rows/.*", r"rows", r"[46]"),
-    # torch calls the fake implementations of these operators, which read no memory.
+    # For meta tensors, torch calls the fake implementations of these operators, which read no
+    # memory.
     (r"linear/.*|matmul/0|sum_rows/.*", r".*", r"meta"),
 )
 
@@ -209,7 +210,7 @@ def test_the_good_call_returns(outcomes, operator):
 
 @pytest.mark.parametrize("operator", sorted(operators()))
 def test_a_spoiled_argument_is_an_error_or_harmless(outcomes, operator):
-    """An error names the argument, and a call that returns is one of ``HARMLESS``.
+    """A changed argument raises an error that names it, or the call is one of ``HARMLESS``.
 
     No call ends in a signal, and no layout changes a result.
     """

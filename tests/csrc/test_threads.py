@@ -1,4 +1,4 @@
-"""The C++ operators called from several Python threads, each with its own parallel loops.
+"""C++ operators are right when several Python threads, each with parallel loops, call them.
 
 `make sanitize` runs this file under ThreadSanitizer, which also finds races that leave the results
 right.
@@ -30,11 +30,11 @@ def parallel_loops():
 
 
 def in_threads(*bodies):
-    """Return the results of all functions, which begin at once, each on its own thread."""
+    """Start all functions at once, each on its own thread, and return their results."""
     barrier = threading.Barrier(len(bodies))
 
     def run(body):
-        torch.set_num_threads(2)  # the setting belongs to a thread
+        torch.set_num_threads(2)  # the setting applies to the current thread only
         barrier.wait()
         return [body() for _ in range(ROUNDS)]
 

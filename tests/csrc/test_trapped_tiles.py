@@ -1,8 +1,8 @@
-"""The AMX level as compiled, including its assembly, has the same bits as its emulation.
+"""The compiled AMX level, including its assembly, gives the same bits as its emulation.
 
-The tile instructions of the built extension are trapped (`_trapped.py`). Two independent readings
-of Intel's manual, the handler's and that of csrc/cpu/isa/tile.h, then check each other. A processor
-with AMX executes the same cases with its own tiles as well.
+The tile instructions of the built extension are trapped (`_trapped.py`). The trap handler and
+csrc/cpu/isa/tile.h implement Intel's manual independently, so each checks the other. A processor
+with AMX also executes the same cases with its own tiles.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ EPS = 1e-5
 
 @pytest.fixture
 def tiles(request, extension):
-    """Trap the extension's tile instructions during a test."""
+    """Trap the tile instructions of the extension during a test."""
     if reason := _trapped.lacking(extension):
         pytest.skip(reason)
     trapped = request.getfixturevalue("trapped")
@@ -35,7 +35,7 @@ def tiles(request, extension):
 
 @pytest.fixture(params=["trapped", "processor"])
 def real(request, extension):
-    """Return a function that sets the compiled level, with trapped tiles or the processor's own."""
+    """Return a function that sets the compiled level, with trapped tiles or the processor's."""
     if request.param == "trapped":
         trapped = request.getfixturevalue("tiles")
         yield lambda: trapped.use(extension)
@@ -58,8 +58,8 @@ def draw(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
     return torch.randn(*shape).to(dtype)
 
 
-# Rows around tiles of 16 and strips of 32; columns around panels of 32, one and two at a time;
-# depths around steps of 32. The last products take several tasks or read rows in place.
+# Rows are near tiles of 16 and strips of 32, columns near one or two panels of 32, and depths near
+# steps of 32. The last products have several tasks or read rows in place.
 PRODUCTS = [
     *((m, 111, 59) for m in (1, 15, 16, 17, 31, 32, 33, 65)),
     *((m, 64, 64) for m in (1, 16, 17, 32, 33, 48, 49)),
@@ -93,7 +93,7 @@ def strided_products():
 
 
 def products_at_the_limits():
-    """Yield products with denormal operands, products and sums, infinities and signed zeros."""
+    """Yield products of operands with denormals, infinities and signed zeros, also in the sums."""
     for scale in (2.0**-130, 2.0**-70, 2.0**63, 2.0**120):
         x, weight = draw(37, 100) * scale, draw(40, 100)
         weight[:, ::7] *= 2.0**-120
@@ -112,7 +112,7 @@ def int8_products():
             x, bias, residual = draw(m, k, dtype=dtype), draw(n, dtype=dtype), draw(m, n)
             rest = (weight.outputs, bias, residual.to(dtype), "gelu", dtype)
             yield operators.int8_linear(x, *weight[:3], *rest)
-    # The sums of the largest numbers follow.
+    # These products have the largest possible sums.
     for sign in (-1, 1):
         values = torch.full((3, 65536), 127 if sign > 0 else -128, dtype=torch.int8)
         weight = pack(values, torch.ones(3), *operators.int8_layout())
@@ -176,7 +176,7 @@ def solve(case) -> list[torch.Tensor]:
 
 
 def bits(x: torch.Tensor) -> torch.Tensor:
-    """Return the bits of x, with one pattern for all NaNs."""
+    """Return the bits of x, in which all NaNs have the same pattern."""
     return x.masked_fill(x.isnan(), torch.nan).reshape(-1).view(torch.uint8)
 
 
@@ -223,7 +223,7 @@ def test_an_unknown_schedule_is_an_error(extension):
 
 
 def test_every_tile_instruction_of_the_extension_was_executed(tiles, extension):
-    """A schedule is a branch of a loop, of which the compiler makes one copy for each schedule."""
+    """The tests reach every tile instruction, also in each copy of a loop for another schedule."""
     tiles.use(extension)
     before = extension.tile_schedule()
     try:
@@ -238,7 +238,7 @@ def test_every_tile_instruction_of_the_extension_was_executed(tiles, extension):
     assert not [text for site, text in tiles.instructions.items() if site not in executed]
 
 
-# The handler itself
+# Tests of the trap handler itself
 
 FAULTS = {
     "palette": "LDTILECFG: #GP, palette",

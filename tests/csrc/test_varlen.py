@@ -1,4 +1,4 @@
-"""The range check of ids, the indices of real tokens, and the scatter of rows to these indices."""
+"""The range check of ids, the indices of real tokens, and the scatter of rows by these indices."""
 
 from __future__ import annotations
 

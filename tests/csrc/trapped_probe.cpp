@@ -1,5 +1,5 @@
-// What the compiled kernels do not ask of trapped_tiles.cpp: forms of addresses that no compiler
-// happened to choose, tiles that are not full, and faults, each of which takes a run of its own.
+// Tests features of trapped_tiles.cpp that the compiled kernels do not use: other forms of
+// addresses, partial tiles, and faults. Each fault ends the program, so it needs a separate run.
 
 #include <cstdint>
 #include <cstdio>
@@ -48,7 +48,7 @@ bool rows_are(const char* what, int first, int step) {
 
 bool addresses() {
   for (int i = 0; i < (int)sizeof(source); ++i) source[i] = i / 64;
-  asm volatile("ldtilecfg %0\n\ttilezero %%tmm3" ::"m"(full));  // beside the instruction
+  asm volatile("ldtilecfg %0\n\ttilezero %%tmm3" ::"m"(full));  // the usual form of an address
   bool right = rows_are("tilezero", 0, 0);
   right &= LOADS("rax", "rcx", "(%%rax,%%rcx,1)", 0, 1, 1);
   right &= LOADS("rbx", "rdx", "(%%rbx,%%rdx,4)", 0, 4, -2);
@@ -57,7 +57,8 @@ bool addresses() {
   right &= LOADS("r12", "r8", "-4096(%%r12,%%r8,8)", -4096, 8, 1);
   right &= LOADS("r9", "r10", "-64(%%r9)", -64, 1, 0);
   right &= LOADS("r15", "rbx", "source+2048(,%%rbx,1)", 0, 1, 1);
-  // The other forms of the operand without a stride; a wrong address holds no configuration.
+  // ldtilecfg has no stride. These are its other address forms; a wrong address holds no
+  // configuration.
   asm volatile("mov %0, %%rax\n\tldtilecfg (%%rax)" ::"D"(&full) : "rax");
   asm volatile("lea -64(%0), %%r13\n\tldtilecfg 64(%%r13)" ::"D"(&full) : "r13");
   asm volatile("lea 4096(%0), %%r12\n\tldtilecfg -4096(%%r12)" ::"D"(&full) : "r12");
@@ -73,7 +74,7 @@ struct Numbers {
   int32_t c[16][16];
 };
 
-// Rows of C, its words per row, and the words that are multiplied.
+// kM is the number of rows of C, kN its words per row, and kK the words that are multiplied.
 constexpr int kM = 5, kN = 7, kK = 3;
 
 Numbers draw() {
@@ -122,7 +123,8 @@ bool agrees(const char* name, const Numbers& got) {
   return false;
 }
 
-// Small integers, whose sums are exact in any order; and denormals, which count as zeros.
+// The operands are small integers, whose sums are exact in any order, and denormals, which count as
+// zeros.
 bool bf16_agrees() {
   Numbers numbers = draw();
   float c[16][16];
@@ -141,7 +143,7 @@ bool bf16_agrees() {
     }
     for (int n = 0; n < 16; ++n) c[row][n] = (float)numbers.c[row][n];
   }
-  // The largest denormal times 2^120, and a NaN for one column of C.
+  // One product is the largest denormal times 2^120, and one column of C becomes NaN.
   numbers.a[1][0] = 127, numbers.a[1][1] = 0, a[1][0] = 0.0f;
   numbers.b[0][12] = 128, numbers.b[0][13] = 123, b[0][6] = 0x1p120f;
   numbers.b[2][2] = 255, numbers.b[2][3] = 127, b[2][1] = 0.0f;
@@ -191,7 +193,7 @@ void fault(const char* name) {
   if (is("absent")) shapes.rows[1] = shapes.bytes[1] = 0;
   configure(shapes);
   if (is("released")) asm volatile("tilerelease");
-  // The trapped form of tdpbssd %tmm1, %tmm1, %tmm0, which assemblers refuse as well.
+  // This is the trapped form of tdpbssd %tmm1, %tmm1, %tmm0, which assemblers refuse.
   if (is("same")) asm volatile(".byte 0x06, 0xe2, 0x73, 0x5e, 0xc1");
   if (is("foreign")) asm volatile("ud2");
   asm volatile("tdpbf16ps %tmm2, %tmm1, %tmm0");
@@ -199,7 +201,7 @@ void fault(const char* name) {
 
 }  // namespace
 
-// The arguments are the case and the addresses of the program's tile instructions.
+// The arguments are the name of the case and the addresses of the program's tile instructions.
 int main(int count, char** arguments) {
   if (count < 3 || trapped_tiles_begin(arguments + 2, count - 2) != 0) return 2;
   if (std::strcmp(arguments[1], "addresses") == 0) return addresses() ? 0 : 1;

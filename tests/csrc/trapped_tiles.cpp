@@ -1,12 +1,11 @@
 // AMX in software, for tests of the compiled kernels. The first byte of each tile instruction is
-// replaced by an invalid instruction, so that tiles are trapped on processors with and without AMX.
-// The handler of the signal decodes the instruction, computes it on tiles in memory, one set per
-// thread, and continues after it.
+// replaced by an invalid instruction, so that it traps on processors with and without AMX. The
+// signal handler decodes the tile instruction, computes it on tiles in memory, and continues after
+// it. Each thread has its own tiles.
 //
-// It follows Intel's manual (volume 2: instruction format, VEX prefix, the instructions' own pages)
-// and shares nothing with csrc/cpu/tile.h, so that each checks the other. What the manual makes a
-// fault stops the program with a message; an instruction that is none of these belongs to the
-// handler that was there before.
+// The code follows Intel's manual (volume 2: instruction format, VEX prefix, pages of instructions)
+// and shares nothing with csrc/cpu/isa/tile.h, so that each checks the other. A fault by the manual
+// stops the program with a message. Any other invalid instruction goes to the previous handler.
 
 #include <immintrin.h>
 #include <signal.h>
@@ -23,8 +22,8 @@ namespace {
 
 constexpr int kTiles = 8, kMostRows = 16, kMostBytes = 64, kMostSites = 4096;
 
-// Every tile instruction begins with the first byte of a VEX prefix of three bytes. PUSH ES is
-// invalid in 64-bit mode on every processor.
+// Every tile instruction begins with a three-byte VEX prefix. PUSH ES is invalid in 64-bit mode on
+// every processor.
 constexpr uint8_t kVex = 0xc4, kPushEs = 0x06;
 
 enum Kind { kConfigure, kRelease, kZero, kLoad, kLoadOnce, kStore, kBf16, kSS, kSU, kUS, kUU };
@@ -42,7 +41,7 @@ struct sigaction previous;
 
 }  // namespace
 
-// The addresses of the instructions executed so far, in no order; the others are 0.
+// The addresses of the instructions executed so far, in no particular order; unused entries are 0.
 extern "C" std::atomic<uint64_t> trapped_tiles_sites[kMostSites];
 std::atomic<uint64_t> trapped_tiles_sites[kMostSites];
 
@@ -64,18 +63,18 @@ void require(bool condition, const char* what) {
 
 struct Instruction {
   Kind kind;
-  int reg, rm, vvvv;  // ModRM.reg, ModRM.rm where it is a register, VEX.vvvv
-  uint64_t address;   // of a memory operand: base + displacement
-  uint64_t stride;    // its index register, scaled; 0 without one
+  int reg, rm, vvvv;  // ModRM.reg, ModRM.rm if it names a register, VEX.vvvv
+  uint64_t address;   // base + displacement of a memory operand
+  uint64_t stride;    // scaled index register of a memory operand; 0 if it has none
   const uint8_t* next;
 };
 
-// General registers in the order of their numbers.
+// The general registers in the order of their encoding.
 constexpr int kRegisters[16] = {REG_RAX, REG_RCX, REG_RDX, REG_RBX, REG_RSP, REG_RBP,
                                 REG_RSI, REG_RDI, REG_R8,  REG_R9,  REG_R10, REG_R11,
                                 REG_R12, REG_R13, REG_R14, REG_R15};
 
-// The operand size prefix that VEX.pp stands for.
+// The mandatory prefix that VEX.pp encodes.
 enum Prefix { kNone, k66, kF3, kF2 };
 
 bool find_kind(int opcode, Prefix prefix, bool memory, int reg, int rm, Kind& kind) {
@@ -86,7 +85,7 @@ bool find_kind(int opcode, Prefix prefix, bool memory, int reg, int rm, Kind& ki
       if (!memory && prefix == kF2 && rm == 0) return kind = kZero, true;
       return false;
     case 0x4b:
-      if (!memory || rm != 4 || prefix == kNone) return false;  // a SIB byte is obligatory
+      if (!memory || rm != 4 || prefix == kNone) return false;  // a SIB byte is mandatory
       return kind = prefix == kF2 ? kLoad : prefix == k66 ? kLoadOnce : kStore, true;
     case 0x5c:
       return kind = kBf16, !memory && prefix == kF3;
@@ -163,8 +162,8 @@ void release() {
   memset(state.data, 0, sizeof(state.data));
 }
 
-// Byte 0: palette, 1: start row, 16 + 2 i: bytes per row of tile i, 48 + i: its rows; the rest is
-// reserved, and so are all bytes that tiles beyond the eighth would have.
+// Byte 0 is the palette, byte 1 the start row, bytes 16 + 2 i and 17 + 2 i the bytes per row of
+// tile i, and byte 48 + i its number of rows. All other bytes are reserved.
 void configure(const uint8_t* p) {
   release();
   if (p[0] == 0) return;
@@ -213,8 +212,8 @@ void store(const Instruction& i) {
   state.start_row = 0;
 }
 
-// make_fp32 of the manual: a bf16 is the upper half of a float. The first of a pair lies in the
-// lower half of its word.
+// This is make_fp32 of the manual: a bf16 is the upper half of a float. The first bf16 of a pair is
+// in the lower half of the word.
 float widen_first(uint32_t pair) {
   pair <<= 16;
   float value;
@@ -229,8 +228,9 @@ float widen_second(uint32_t pair) {
   return value;
 }
 
-// Not inlined: no operation may move across the change of the rounding mode. Whole rows of 16 are
-// computed, for speed; what lies beyond a tile's bytes is 0 and stays unwritten.
+// The function is not inlined, so that no operation moves across the change of the rounding mode.
+// For speed, it computes whole rows of 16 words; words beyond the tile's bytes are 0 and are not
+// written.
 __attribute__((noinline)) void multiply_bf16(int c, int a, int b) {
   constexpr int kColumns = kMostBytes / 4;
   const State& t = state;
@@ -252,7 +252,7 @@ __attribute__((noinline)) void multiply_bf16(int c, int a, int b) {
   }
 }
 
-// A dword of C gains four products of a byte of A and a byte of B, modulo 2^32.
+// Adds four products of a byte of A and a byte of B to each dword of C, modulo 2^32.
 template <class Left, class Right>
 void multiply_bytes(int c, int a, int b) {
   for (int m = 0; m < state.rows[c]; ++m) {
@@ -272,7 +272,7 @@ void multiply_bytes(int c, int a, int b) {
   }
 }
 
-// ModRM.reg is the destination, ModRM.rm the first source and VEX.vvvv the second.
+// ModRM.reg is the destination, ModRM.rm the first source, and VEX.vvvv the second source.
 void multiply(const Instruction& i) {
   const int c = i.reg, a = i.rm, b = i.vvvv;
   require_valid(c);
@@ -287,7 +287,8 @@ void multiply(const Instruction& i) {
           "#UD, the tiles of a product do not fit together");
   switch (i.kind) {
     case kBf16: {
-      // To nearest even, denormals as zeros, no exception, whatever the thread's own mode says.
+      // The manual prescribes rounding to nearest even, denormals as zeros, and no exception,
+      // independent of the thread's mode.
       const unsigned mode = _mm_getcsr();
       _mm_setcsr(0x9fc0);
       multiply_bf16(c, a, b);
@@ -340,11 +341,12 @@ void pass_on(int signal, siginfo_t* info, void* context) {
   if (previous.sa_handler != SIG_DFL && previous.sa_handler != SIG_IGN) {
     return previous.sa_handler(signal);
   }
-  // Back to the instruction, which will now end the process.
+  // Restore the previous action; the instruction then runs again and ends the process.
   sigaction(SIGILL, &previous, nullptr);
 }
 
-// Tile instructions that follow one another are executed in one go: a signal costs more than most.
+// Executes consecutive tile instructions in one call, because a signal takes longer than most of
+// them.
 void handle(int signal, siginfo_t* info, void* context) {
   greg_t* registers = ((ucontext_t*)context)->uc_mcontext.gregs;
   Instruction instruction;
@@ -371,7 +373,7 @@ int trapped_tiles_install() {
 
 int trapped_tiles_remove() { return sigaction(SIGILL, &previous, nullptr); }
 
-// Traps the tile instructions at the addresses, or lets the processor execute them again.
+// Makes the tile instructions at these addresses trap, or restores them.
 int trapped_tiles_set(const uint64_t* sites, int64_t count, int trapping) {
   const uint8_t before = trapping ? kVex : kPushEs, after = trapping ? kPushEs : kVex;
   const uint64_t page = (uint64_t)sysconf(_SC_PAGESIZE);
@@ -385,7 +387,7 @@ int trapped_tiles_set(const uint64_t* sites, int64_t count, int trapping) {
   return 0;
 }
 
-// Installs the handler and traps the sites, which a program's arguments give in hexadecimal.
+// Installs the handler and traps the sites, which are given in hexadecimal.
 int trapped_tiles_begin(char** sites, int count) {
   if (trapped_tiles_install() != 0) return -1;
   for (int i = 0; i < count; ++i) {
@@ -395,6 +397,6 @@ int trapped_tiles_begin(char** sites, int count) {
   return 0;
 }
 
-// Threads that have not given their tiles back.
+// Returns the number of threads that have not released their tiles.
 int64_t trapped_tiles_configured() { return configured_threads.load(); }
 }

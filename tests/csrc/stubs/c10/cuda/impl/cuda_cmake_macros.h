@@ -1,1 +1,1 @@
-// Stands in for a header that torch's CUDA builds generate and its CPU wheel lacks.
+// Replaces a header that CUDA builds of torch generate and that torch's CPU wheel lacks.
