@@ -1,10 +1,10 @@
-"""Every launcher on tensors whose rows are more than 2**31 elements apart.
+"""Run every launcher on tensors whose rows are more than 2**31 elements apart.
 
     python tests/kernels/far_tensors.py attention
 
 test_large_offsets.py runs this program. The memory is a private mapping without reservation, so
-only the pages that hold rows take memory. The results must be bitwise equal to the results for the
-same numbers close together.
+only pages that hold rows occupy memory. The results must have the same bits as with contiguous
+tensors of the same numbers.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ NORESERVE = 0x4000
 
 
 def spread(x: Tensor, dim: int) -> Tensor:
-    """Copy x to its own mapping, with the last slice along ``dim`` FAR from the first."""
-    # The stride is a multiple of 16, as for the tensors of a real launch.
+    """Copy x to a new mapping in which the last slice along ``dim`` is FAR from the first slice."""
+    # The stride is a multiple of 16, as in real tensors.
     stride = FAR // (x.shape[dim] - 1) // 16 * 16 + 16
     strides = list(torch.empty(x.select(dim, 0).shape, device="meta").stride())
     strides.insert(dim, stride)
@@ -39,7 +39,7 @@ def flat(results) -> list[Tensor]:
 
 
 def check(name: str, function, tensors: dict[str, Tensor], dims: dict[str, tuple[int, ...]]):
-    """Compare function(**tensors) with each tensor of ``dims`` spread along each of its dims."""
+    """Compare results with one tensor of ``dims`` at a time spread along each listed dimension."""
     near = [t.clone() for t in flat(function(**tensors))]
     for argument, along in dims.items():
         for dim in along:

@@ -1,6 +1,6 @@
-"""Kernels that each break one rule of the ahead-of-time check; a program that test_aot.py runs.
+"""Kernels that each break one rule of the ahead-of-time check; test_aot.py runs this program.
 
-The program prints the faults that ``judge`` finds by name of launch, as JSON.
+The program prints the faults that ``judge`` finds in each launch, as JSON.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def _stride_of_a_step(x_ptr, y_ptr, stride_x_row, rows_total, BLOCK: tl.constexp
 
 @triton.jit
 def _right_addresses(x_ptr, y_ptr, stride_x_row, columns, rows_total, BLOCK: tl.constexpr):
-    """Use 64-bit products; indices and block numbers may be 32 bits wide."""
+    """Break no rule: products in addresses are 64-bit; indices and block numbers may be 32-bit."""
     blocks = tl.cdiv(columns, BLOCK)
     row = tl.program_id(0) // (blocks * 2)
     cols = tl.program_id(0) % (blocks * 2) * BLOCK + tl.arange(0, BLOCK)

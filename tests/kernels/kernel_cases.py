@@ -1,4 +1,4 @@
-"""Inputs, oracle and yardstick: the plain reference in float64 and in the tested dtype."""
+"""Inputs of kernel tests, with the reference in float64 (oracle) and tested dtype (yardstick)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
 
 
 def normal(*shape: int, dtype: torch.dtype, device: str, scale: float = 1.0) -> Tensor:
-    """Draw N(0, scale²) from the default generator, rounded to dtype."""
+    """Draw normal numbers with deviation `scale` from the default generator, rounded to dtype."""
     return (torch.randn(shape) * scale).to(dtype).to(device)
 
 
@@ -22,7 +22,7 @@ def seed_tensor(device: str, value: int = 0x0123_4567_89AB_CDEF) -> Tensor:
 
 
 def differentiate(function, inputs: list[Tensor | None], dy: Tensor, dtype: torch.dtype):
-    """Return [output, *gradients of tensors] of function(*inputs) in dtype on the CPU."""
+    """Return [output, *gradients] of function(*inputs), computed in dtype on the CPU."""
     leaves = [None if x is None else x.detach().cpu().to(dtype).requires_grad_() for x in inputs]
     output = function(*leaves)
     output.backward(dy.detach().cpu().to(dtype))
@@ -30,7 +30,7 @@ def differentiate(function, inputs: list[Tensor | None], dy: Tensor, dtype: torc
 
 
 def judge(names: str, actual: list[Tensor], function, inputs: list[Tensor | None], dy: Tensor):
-    """Judge [output, *gradients] by the tolerance rule."""
+    """Check [output, *gradients] against the oracle by the tolerance rule."""
     dtype = actual[0].dtype
     oracle = differentiate(function, inputs, dy, torch.float64)
     yardstick = Yardstick(lambda: differentiate(function, inputs, dy, dtype))
@@ -39,7 +39,7 @@ def judge(names: str, actual: list[Tensor], function, inputs: list[Tensor | None
 
 
 def philox_words(seed: int, counters: np.ndarray, rounds: int = 7) -> np.ndarray:
-    """Return Philox4x32 of uint64 counters (..., 4), written from the paper's definition."""
+    """Return Philox4x32 of uint64 counters (..., 4), implemented from the paper's definition."""
     mask = np.uint64(0xFFFFFFFF)
     shift = np.uint64(32)
     key = [np.uint64(seed & 0xFFFFFFFF), np.uint64(seed >> 32 & 0xFFFFFFFF)]
@@ -57,7 +57,7 @@ def philox_words(seed: int, counters: np.ndarray, rounds: int = 7) -> np.ndarray
 
 
 def kept(seed: int, p: float, shape: tuple[int, int, int, int]) -> Tensor:
-    """Return the mask of elements (c3, c2, c1, j): word j % 4 of counter (j // 4, c1, c2, c3)."""
+    """Return the dropout mask; element (c3, c2, c1, j) is word j % 4 of (j // 4, c1, c2, c3)."""
     c3, c2, c1, j = np.indices(shape)
     words = philox_words(seed, np.stack([j // 4, c1, c2, c3], axis=-1))
     word = np.take_along_axis(words, (j % 4)[..., None], axis=-1)[..., 0]

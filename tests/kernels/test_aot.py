@@ -1,7 +1,7 @@
-"""A launch of every kernel compiles for sm_90 on a machine without a GPU.
+"""Launches of every kernel compile for sm_90 on a machine without a GPU.
 
 `make every-case` compiles every launch for sm_80 and sm_90, and for other GPUs the launches whose
-tiles differ from those of sm_80. `make ahead-of-time` compiles every launch for every architecture.
+tile sizes differ from sm_80. `make ahead-of-time` compiles every launch for every architecture.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fastbert.ops.backend import compiler_environment
 from fastbert.testing.ahead_of_time import MATRIX_UNITS, compile_launches, from_json, judge
 from fastbert.testing.shipped_launches import all_launches
 
-# The compilation takes a few minutes on two free cores.
+# The compilation takes a few minutes on two idle cores.
 pytestmark = pytest.mark.timeout(1500)
 
 KERNELS = Path(__file__).parents[2] / "kernels"
@@ -50,7 +50,7 @@ MATRIX_KERNELS = {
 
 @pytest.fixture(scope="module")
 def cache(pytestconfig):
-    """Keep Triton's cache between runs, so that only changed kernels are compiled again."""
+    """Return Triton's cache folder, which stays between runs so that only changes are compiled."""
     return pytestconfig.cache.mkdir("triton")
 
 
@@ -73,7 +73,7 @@ def test_every_kernel_compiles(compiled):
 
 @pytest.mark.parametrize("arch", [90, *map(long_case, (80, 89, 100, 120))])
 def test_every_launch_passes_the_gate(compiled, arch):
-    """`judge` checks stack, shared memory, matrix units, 16-byte loads, addresses and tf32."""
+    """No launch has a fault in stack, shared memory, matrix units, loads, addresses or tf32."""
     launches = [c for c in compiled if c.arch == arch]
     faults = [f"{c}: {fault}" for c in launches for fault in c.faults]
     assert launches
@@ -82,7 +82,7 @@ def test_every_launch_passes_the_gate(compiled, arch):
 
 @pytest.mark.every_case
 def test_tiles_of_one_architecture_do_not_spill(cache):
-    """ptxas spilled 8 bytes of these launches for sm_89 and sm_120 with the tiles of sm_80."""
+    """sm_89 and sm_120 have own tile sizes, because ptxas spilled 8 bytes with those of sm_80."""
     command = [sys.executable, "-m", "fastbert.testing.ahead_of_time", "--unlike", "80"]
     command += ["--arch", "89", "120", "--noun", "feed_forward", "--only", "linear_gelu"]
     run = subprocess.run(command, env=compiler_environment(cache), capture_output=True, text=True)
@@ -95,7 +95,7 @@ def test_tiles_of_one_architecture_do_not_spill(cache):
 
 @pytest.mark.every_case
 def test_a_small_shared_memory_holds_the_tiles_of_sm_80(compiled):
-    """Only fp32 products have other tiles on sm_89, whose 99 KiB cannot hold one other launch."""
+    """On sm_89, with 99 KiB, only fp32 products have other tiles, and one launch is refused."""
     assert {(c.name, c.dtype) for c in compiled if c.arch == 89} == {("linear_gelu", "float32")}
     too_large = [c for c in compiled if c.arch == 80 and c.shared > shared_memory(89)]
     assert [(c.name, c.constants["CHUNKS"]) for c in too_large] == [("attention_short_forward", 8)]
@@ -105,7 +105,7 @@ def test_a_small_shared_memory_holds_the_tiles_of_sm_80(compiled):
 
 
 def test_the_gate_sees_matrix_products(compiled):
-    """If ``has_dot`` were never set, no kernel would have to use a matrix unit."""
+    """``has_dot`` is set for kernels with matrix products, which must then use a matrix unit."""
     assert {c.name for c in compiled if c.has_dot and c.half} >= MATRIX_KERNELS
     assert {c.matrix for c in compiled if c.arch == 90 and c.name in MATRIX_KERNELS and c.half} == {
         "HGMMA"
@@ -113,7 +113,7 @@ def test_the_gate_sees_matrix_products(compiled):
 
 
 def test_every_kernel_is_among_the_shipped_launches():
-    """A kernel without a shipped launch would never be checked."""
+    """Each kernel has a shipped launch, because only these launches are checked."""
     written = {
         (path.stem, name)
         for path in KERNELS.glob("*.py")
@@ -129,7 +129,7 @@ def test_every_kernel_is_among_the_shipped_launches():
 
 @pytest.mark.every_case
 def test_broken_kernels_fail_the_gate(cache):
-    """Each kernel of faulty_launches.py breaks one rule, except for ``_right_addresses``."""
+    """Each kernel of faulty_launches.py has one fault, except ``_right_addresses`` with none."""
     program = Path(__file__).with_name("faulty_launches.py")
     run = subprocess.run(
         [sys.executable, str(program)],

@@ -45,7 +45,7 @@ def test_dense_in_every_broadcast_form(bias_shape, dtype, options, device):
     if "mask" in options:
         mask = torch.rand((2, 70) if options["mask"] == "keys" else (2, 2, 33, 70)) > 0.3
         options = {**options, "mask": mask.to(device)}
-        # Values that no query may attend must not reach the gradient of the bias either.
+        # Hidden values must not affect the gradient of the bias either.
         if mask.dim() == 2:
             v = v.masked_fill(~mask.to(device)[:, None, :, None], math.nan)
     seed = seed_tensor(device)
@@ -123,7 +123,7 @@ def test_empty_sizes_give_a_gradient_of_zeros(shape, device):
 
 @pytest.mark.parametrize("dtype", [SINGLE, HALF, BRAIN])
 def test_a_row_that_finfo_min_hides_altogether_attends_all_alike(dtype, device):
-    """The weights are 1 / Lk: finfo.min absorbs every logit, and the log-sum-exp lacks log(Lk)."""
+    """All weights of such a row are 1 / Lk, although lse rounds to finfo.min without log(Lk)."""
     q, k, v, dout = (normal(1, 2, 40, 16, dtype=dtype, device=device) for _ in range(4))
     bias = torch.zeros(1, 1, 40, 40, dtype=SINGLE, device=device)
     bias[..., :10, :] = torch.finfo(SINGLE).min
@@ -134,7 +134,7 @@ def test_a_row_that_finfo_min_hides_altogether_attends_all_alike(dtype, device):
     actual = attention_backward(dout, q, k, v, out, lse, bias=expanded, scale=scale, dbias=dbias)
 
     def function(q, k, v):
-        # All keys of a hidden row have the same weight, so its output is the mean of v.
+        # All keys of a hidden row have the same weight, so the output of the row is the mean of v.
         rows = reference.attention(q[:, :, 10:], k, v, scale=scale)
         alike = v.mean(dim=2, keepdim=True).expand(1, 2, 10, 16)
         return torch.cat([alike, rows], dim=2)

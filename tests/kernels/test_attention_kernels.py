@@ -20,14 +20,14 @@ pytestmark = pytest.mark.usefixtures("general_path")
 
 
 def rows(batch, length, heads, dim, dtype, device, scale=1.0):
-    """Draw (B, H, L, D) in the memory order (B, L, H, D), as a projection returns it."""
+    """Draw a tensor (B, H, L, D) with the memory order (B, L, H, D), as a projection makes it."""
     return normal(batch, length, heads, dim, dtype=dtype, device=device, scale=scale).transpose(
         1, 2
     )
 
 
 def inputs(batch, heads, q_length, k_length, dim, dtype, device, scale=1.0):
-    """Draw q, k, v and dout."""
+    """Draw random q, k, v and dout."""
     lengths = (q_length, k_length, k_length, q_length)
     return [
         rows(batch, n, heads, dim, dtype, device, s)
@@ -112,7 +112,7 @@ def test_the_interpreters_own_tiles(device, monkeypatch):
 
 
 def packed(lengths, heads, dim, dtype, device, slack=0):
-    """Draw packed rows with NaN beyond the sequences; return them with their cu_seqlens."""
+    """Draw packed rows, with NaN after the last sequence; return the rows and cu_seqlens."""
     total = sum(lengths)
     x = normal(total + slack, heads, dim, dtype=dtype, device=device)
     x[total:] = math.nan
@@ -166,7 +166,8 @@ def test_varlen_masks_and_dropout_use_positions_in_the_sequence(device):
     mask = (torch.rand(2, 2, 70, 70) > 0.3).to(device)
     options = {"dropout_p": 0.3, "seed": seed_tensor(device)}
     together = run(q, q, q, dout, cu_seqlens_q=cu_seqlens, mask=mask, **options)
-    # Sequence 1 alone would draw the dropout of sequence 0, so it is put second in a dense batch.
+    # Dropout depends on the index of a sequence, so the second sequence is also second in a dense
+    # batch.
     x, dx = (t[33:].transpose(0, 1)[None].expand(2, 2, 70, 16) for t in (q, dout))
     alone = run(x, x, x, dx, mask=mask, **options)
     for a, b in zip(together, alone, strict=True):
@@ -210,10 +211,10 @@ def test_poison_in_unattended_keys_stays_there(kind, poison, device):
 
 
 def test_every_way_to_write_a_mask_agrees(device):
-    """A bool mask and a bias of -inf, -1e4 or finfo.min mean the same.
+    """A bool mask and a bias of -inf, -1e4 or finfo.min give equal results within tolerance.
 
-    They are judged by the rule, because kernels with a mask and with a bias are two binaries, whose
-    layouts may sum in another order.
+    Bits may differ, because the kernels with a mask and with a bias are two binaries, whose layouts
+    may sum in another order.
     """
     q, k, v, dout = inputs(1, 2, 40, 70, 32, SINGLE, device)
     mask = (torch.rand(1, 2, 40, 70) > 0.3).to(device)
@@ -230,7 +231,7 @@ def test_every_way_to_write_a_mask_agrees(device):
 
 @pytest.mark.parametrize("dtype", [SINGLE, HALF, BRAIN])
 def test_logits_of_ten_thousand(dtype, device):
-    """Neither a rounded log-sum-exp nor a delta of the rounded out may decide a gradient.
+    """With large logits, rounding of the log-sum-exp or of out does not dominate a gradient.
 
     The logits of a row are near +1e4 or -1e4 and differ by little, so no key dominates the softmax.
     """
@@ -257,7 +258,7 @@ def test_log_sum_exp_is_the_natural_one(dtype, has_bias, device):
 
 @pytest.mark.parametrize("p", [0.1, 0.5])
 def test_dropout_is_the_defined_philox(p, device):
-    """With uniform weights and V = identity, the output shows the mask itself."""
+    """The dropout mask, which uniform weights and V = identity show in the output, is Philox's."""
     batch, heads, q_length, k_length = 2, 3, 33, 64
     q = torch.zeros(batch, heads, q_length, 64, device=device)
     k = torch.zeros(batch, heads, k_length, 64, device=device)
@@ -291,7 +292,7 @@ def test_reruns_and_batches_agree_bitwise(device):
 
 
 def test_layouts_do_not_matter(device):
-    """Slices, a transposed last dimension, expanded heads and gradients give the same bits."""
+    """Slices, a transposed last dimension, and expanded heads or gradients give the same bits."""
     fused = normal(2, 40, 3, 2, 24, dtype=HALF, device=device)
     q, k, v = (fused[:, :, i].transpose(1, 2) for i in range(3))
     dout = normal(1, 2, 1, 24, dtype=HALF, device=device).expand(2, 2, 40, 24)
@@ -306,7 +307,7 @@ def test_layouts_do_not_matter(device):
 
 @pytest.mark.parametrize("is_packed", [False, True])
 def test_gradients_are_written_where_they_belong(is_packed, device):
-    """dq, dk and dv written into one tensor have the same bits, and the slack is 0."""
+    """dq, dk and dv have the same bits if written into one tensor; rows after sequences are 0."""
     shape = (50, 3, 2, 24) if is_packed else (2, 25, 3, 2, 24)
     qkv, dout = normal(*shape, dtype=HALF, device=device), normal(*shape, dtype=HALF, device=device)
     parts, (dout, *_) = qkv.unbind(-3), dout.unbind(-3)
@@ -338,7 +339,7 @@ def test_dirty_statistics_of_the_slack_are_not_read(dtype, device):
 
 
 def test_data_pointers_off_by_one_element(device):
-    """No kernel may assume more alignment than one element."""
+    """No kernel assumes that data pointers are aligned to more than one element."""
     tensors = inputs(1, 2, 40, 40, 32, HALF, device)
     moved = []
     for x in tensors:

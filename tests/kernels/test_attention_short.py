@@ -17,12 +17,12 @@ from fastbert.kernels.tiles import ShortTile, Tile, attention_path, short_attent
 
 
 def rows(batch, length, heads, dim, dtype, device):
-    """Draw (B, H, L, D) in the memory order (B, L, H, D), as a projection returns it."""
+    """Draw a tensor (B, H, L, D) with the memory order (B, L, H, D), as a projection makes it."""
     return normal(batch, length, heads, dim, dtype=dtype, device=device).transpose(1, 2)
 
 
 def inputs(batch, heads, q_length, k_length, dim, dtype, device):
-    """Draw q, k, v and dout."""
+    """Draw random q, k, v and dout."""
     lengths = (q_length, k_length, k_length, q_length)
     return [rows(batch, n, heads, dim, dtype, device) for n in lengths]
 
@@ -127,7 +127,7 @@ def test_each_backward_tile_alone(block_m, block_n, device, monkeypatch):
 
 
 def packed(lengths, heads, dim, dtype, device, slack=0):
-    """Draw packed rows with NaN beyond the sequences; return them with their cu_seqlens."""
+    """Draw packed rows, with NaN after the last sequence; return the rows and cu_seqlens."""
     total = sum(lengths)
     x = normal(total + slack, heads, dim, dtype=dtype, device=device)
     x[total:] = math.nan
@@ -176,7 +176,7 @@ def test_varlen_against_oracle(q_lengths, k_lengths, dtype, p, options, device):
 
 
 def test_short_and_general_agree(device):
-    """Both paths agree, and the backward of each takes the results of the other's forward."""
+    """Both paths agree, also if one path's backward uses the results of the other's forward."""
     q, k, v, dout = inputs(1, 1, 40, 70, 64, HALF, device)
     options = {"dropout_p": 0.1, "seed": seed_tensor(device), "scale": 0.125}
     short, lse = attention_forward(q, k, v, path="short", **options)
@@ -192,7 +192,7 @@ def test_short_and_general_agree(device):
 
 @pytest.mark.parametrize("k_length", [64, 128])
 def test_dropout_is_the_defined_philox(k_length, device):
-    """With uniform weights and V = identity, the output shows the mask across chunks of keys."""
+    """The dropout mask across chunks of keys, shown by uniform weights and V = I, is Philox's."""
     q = torch.zeros(2, 3, 33, 128, device=device, dtype=HALF)
     k = torch.zeros(2, 3, k_length, 128, device=device, dtype=HALF)
     v = torch.eye(128, device=device, dtype=HALF)[:k_length].expand(2, 3, k_length, 128)
@@ -237,7 +237,7 @@ def test_poison_in_unattended_keys_stays_there(kind, poison, device):
 
 
 def test_batch_and_longest_sequence_do_not_matter(device):
-    """Reruns, single sequences, and more chunks of keys than needed give the same bits."""
+    """Reruns, single sequences, and an unnecessarily large max_seqlen give the same bits."""
     q, k, v, dout = inputs(3, 1, 40, 40, 32, HALF, device)
     first, second = (run(q, k, v, dout) for _ in range(2))
     single = run(q[1:2], k[1:2], v[1:2], dout[1:2])
@@ -252,7 +252,7 @@ def test_batch_and_longest_sequence_do_not_matter(device):
 
 @pytest.mark.parametrize("multiprocessors", [1, 1000])
 def test_any_number_of_programs_gives_the_same_bits(multiprocessors, device, monkeypatch):
-    """The cases are more work items than programs, and query tiles of a head in groups."""
+    """Bits do not depend on the number of programs, also with fewer programs than work items."""
     x, cu_seqlens = packed((130, 0, 40), 2, 16, HALF, device, slack=70)
     bounds = {"cu_seqlens_q": cu_seqlens, "max_seqlen_q": 130, "max_seqlen_k": 64}
     k, cu_seqlens_k = packed((40, 0, 60), 2, 16, HALF, device)

@@ -23,7 +23,7 @@ NAMES = ("loss", "dhidden", "dweight", "dbias")
 
 
 def inputs(rows, depth, vocabulary, dtype, device, *, bias=True, labelled=0.7, logits=1.0):
-    """Draw [hidden, weight, bias or None, labels]; a label of -100 means no label."""
+    """Draw [hidden, weight, bias or None, labels]; the label -100 means no label."""
     labels = torch.randint(0, vocabulary, (rows,), device=device)
     labels[torch.rand(rows, device=device) >= labelled] = -100
     return [
@@ -45,7 +45,7 @@ def run(given, *, ignore_index=-100, reduction="mean", dloss=None):
 
 
 def expected(given, dloss, dtype, **options):
-    """Return the results of `run` from the plain reference in dtype, on the CPU."""
+    """Return the same results as `run`, from the reference in dtype on the CPU."""
     leaves = [None if x is None else x.cpu().to(dtype).requires_grad_() for x in given[:3]]
     labels = given[3].cpu()
     loss = reference.linear_cross_entropy(*leaves, labels, **options)
@@ -98,7 +98,7 @@ def test_the_vocabulary_in_chunks(dtype, device, monkeypatch):
     monkeypatch.setattr(cross_entropy_backward, "GRADIENT_BYTES", 0)
     monkeypatch.setattr(cross_entropy_backward, "FEWEST_COLUMNS", 128)
     dhidden = judge(given)[1]
-    # Chunks do not change the sums of a column of the vocabulary.
+    # Each column of the vocabulary is in one chunk, so chunks do not change its sums.
     assert same(run(given, dloss=dloss)[2:], whole[2:])
     assert torch.count_nonzero(dhidden[given[3] == -100]) == 0
 
@@ -126,7 +126,7 @@ def test_any_ignore_index(ignore_index, device):
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_no_label(reduction, device):
-    """Without a label, all results are 0, although hidden holds NaN."""
+    """If no row has a label, all results are 0, although hidden is full of NaN."""
     given = inputs(70, 16, 20, SINGLE, device, labelled=0.0)
     given[0].fill_(float("nan"))
     assert all(torch.count_nonzero(x) == 0 for x in run(given, reduction=reduction))
@@ -142,7 +142,7 @@ def test_rows_without_a_label_are_not_read(device):
 
 
 def test_nan_in_a_row_stays_in_its_row(device):
-    """The row is the first labelled row, whose copies also fill up the last tile."""
+    """NaN does not spread from the first labelled row, whose copies also pad the last tile."""
     given = inputs(150, 40, 200, SINGLE, device)
     dloss = torch.ones(150, device=device)
     loss, dhidden, *_ = run(given, reduction="none", dloss=dloss)
@@ -178,7 +178,7 @@ def test_a_label_outside_the_vocabulary_is_nan_and_harms_no_other_row(device):
 @pytest.mark.filterwarnings("ignore:overflow")
 @pytest.mark.parametrize("value", [-float("inf"), torch.finfo(SINGLE).min])
 def test_words_that_a_bias_forbids(value, device):
-    """The first tile holds only forbidden words, as if only the end of a vocabulary were used."""
+    """Words with a bias of -inf or finfo.min get no gradient, even if they fill the first tile."""
     given = inputs(70, 16, 300, SINGLE, device)
     given[3] = torch.where(given[3] < 0, given[3], given[3] % 20 + 280)
     given[2][:200] = value
@@ -216,7 +216,7 @@ def test_empty_sizes(rows, depth, vocabulary, device):
 
 
 class Recorder(TorchDispatchMode):
-    """Records the operators that run and the bytes of every tensor that they return."""
+    """Records the operators that run and the size in bytes of every returned tensor."""
 
     def __init__(self):
         super().__init__()
@@ -231,11 +231,11 @@ class Recorder(TorchDispatchMode):
 
 
 def test_nothing_of_logits_size_is_allocated_and_no_other_operator_runs(device, monkeypatch):
-    """The only operator of torch allocates memory: none computes, reads a number back or waits."""
+    """The only torch operator is an allocation; no operator computes, reads back or waits."""
     monkeypatch.setattr(cross_entropy_backward, "FEWEST_COLUMNS", 128)
     monkeypatch.setattr(cross_entropy_backward, "GRADIENT_BYTES", 256 * 384 * 2)
     launched = []
-    # The interpreter would copy the arguments, which a GPU does not.
+    # In the interpreter, a launch copies its arguments with torch operators, so no launch runs.
     monkeypatch.setattr(
         cross_entropy.Launch, "run", lambda launch, on: launched.append(launch.name)
     )
@@ -307,7 +307,7 @@ print("same")
 @pytest.mark.every_case
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the mapping is memory of the CPU")
 def test_offsets_beyond_two_to_the_31():
-    """The check runs in a child process, because a wrapped offset is a segfault."""
+    """Larger offsets are right; a child process runs, because a wrapped offset is a segfault."""
     root = str(Path(__file__).parents[2])
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": root}
     child = subprocess.run(

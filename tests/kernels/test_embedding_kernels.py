@@ -16,7 +16,7 @@ NAMES = "y dword_table dtype_table dposition_table dweight dbias"
 
 
 def make(tokens, vocabulary, columns, dtype, device, *, positions=48, index=torch.int64):
-    """Draw indices with repeats, tables and parameters."""
+    """Draw indices with repetitions, tables and parameters."""
     ids = torch.randint(0, vocabulary, (tokens,))
     ids[::3] = vocabulary - 1
     types = torch.randint(0, 2, (tokens,))
@@ -97,7 +97,7 @@ def test_absent_tables_and_bias(types, positions, biased, dtype, device):
 @pytest.mark.every_case
 @pytest.mark.parametrize("dtype", [SINGLE, BRAIN])
 def test_one_run_of_all_tokens(dtype, device):
-    """All ids are equal and all types are equal, so runs cross many chunks of the sorted keys."""
+    """Gradients are right if all ids are equal, so that one run spans many sorted chunks."""
     tokens = 200
     indices, tables, weight, bias = make(tokens, 7, 24, dtype, device, positions=200)
     indices[0].fill_(4)
@@ -109,7 +109,7 @@ def test_one_run_of_all_tokens(dtype, device):
 
 
 def test_a_run_from_one_chunk_boundary_to_the_next(device):
-    """Runs begin and end exactly at the ends of chunks, which hold 16 sorted ids in fp32."""
+    """Gradients are right if runs of equal ids end exactly at chunks, which have 16 ids in fp32."""
     ids = torch.tensor([0] * 16 + [1] * 32 + [2] * 15 + [3] * 2 + [4] * 15 + [5], device=device)
     _, tables, weight, bias = make(ids.numel(), 6, 16, SINGLE, device)
     zeros = torch.zeros_like(ids)
@@ -135,7 +135,7 @@ def test_rows_without_a_token_and_the_padding_row_are_exactly_zero(device):
 
 @pytest.mark.parametrize("dtype", [SINGLE, BRAIN])
 def test_small_integers_are_summed_exactly(dtype, device):
-    """Sums of small integers are exact in any order, so a lost or doubled row would show."""
+    """No row is lost or added twice; sums of small integers are exact in any order."""
     tokens, columns = 150, 24
     indices, tables, _, _ = make(tokens, 40, columns, dtype, device, positions=20)
     dsum = torch.randint(-1, 2, (tokens, columns), device=device).to(dtype)
@@ -160,7 +160,7 @@ def test_an_id_out_of_range_is_a_row_of_nan_and_reads_nothing(dtype, device):
 
 
 def test_strided_indices_tables_and_gradient(device):
-    """Strided indices, sliced and unaligned tables, and dy at any strides are read right."""
+    """Strided indices, sliced or unaligned tables, and dy with any strides give right results."""
     indices, tables, weight, bias = make(20, 11, 111, SINGLE, device)
     dy = normal(20, 111, dtype=SINGLE, device=device)
     stacked = torch.stack(indices, dim=1)

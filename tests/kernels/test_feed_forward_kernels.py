@@ -13,12 +13,12 @@ from fastbert.kernels.feed_forward import activation_forward, linear_gelu_forwar
 from fastbert.kernels.feed_forward_backward import activation_backward, feed_forward_backward
 
 PATHS = ("fused", "library")
-# With these GEMM_TILES, 70 × 131 results take tiles of 128 × 128, 64 × 64 and 64 × 32.
+# With these values of GEMM_TILES, 70 × 131 results have tiles of 128 × 128, 64 × 64 and 64 × 32.
 TILES = (1, 4, 96)
 
 
 def draw(rows, depth, columns, dtype, device, activation="gelu", has_bias=True, scale=1.0):
-    """Draw x, w1, b1, w2 and dy of a feed-forward from depth over columns back to depth."""
+    """Draw x, w1, b1, w2 and dy of a feed-forward with the widths depth, columns and depth."""
     first = 2 * columns if ACTIVATIONS[activation].gated else columns
     return (
         normal(rows, depth, dtype=dtype, device=device, scale=scale),
@@ -30,7 +30,7 @@ def draw(rows, depth, columns, dtype, device, activation="gelu", has_bias=True, 
 
 
 def run(x, w1, b1, w2, dy, activation, path):
-    """Return [y, dx, dw1, (db1), dw2]; torch computes the GEMMs without an activation."""
+    """Return [y, dx, dw1, (db1), dw2]; torch computes GEMMs that have no activation."""
     form = {"activation": activation, "path": path}
     a, h = linear_gelu_forward(x, w1, b1, save=True, **form)
     dh, db1, again = feed_forward_backward(dy, w2, h, sum_rows=b1 is not None, **form)
@@ -60,7 +60,7 @@ def test_against_oracle(dtype, has_bias, scale, activation, path, device):
 @pytest.mark.parametrize("activation", ["gelu", "geglu"])
 @pytest.mark.parametrize("depth", [64, 200])
 def test_every_tile_of_the_gemm(tiles, activation, depth, device, monkeypatch):
-    """One depth is a multiple of the step of a tile along K, and the other is not."""
+    """Every tile size is right, for depths that are and are not multiples of the step along K."""
     monkeypatch.setattr(block_sizes, "GEMM_TILES", tiles)
     tensors = draw(70, depth, 131, HALF, device, activation)
     judge_feed_forward(run(*tensors, activation, "fused"), *tensors, activation)
@@ -97,7 +97,7 @@ def test_a_program_walks_its_tiles(programs, activation, dtype, device, monkeypa
 
 
 def test_tile_position_visits_every_tile_once(device):
-    """The row blocks fill a group and a part of another, and there are several column blocks."""
+    """Tiles are visited once, with one full and one partial group of row blocks."""
     x = normal(9 * 64 + 5, 16, dtype=SINGLE, device=device)
     weight = torch.eye(16, device=device).repeat(5, 1)
     y, _ = linear_gelu_forward(x, weight, None, activation="relu", save=False, path="fused")
@@ -114,12 +114,12 @@ def test_product_of_small_integers_is_exact(path, device):
 
 
 def times_one(x, activation):
-    """Return the pre-activation whose gate is x and whose factor, if gated, is 1."""
+    """Return a pre-activation with the gate x, and with the factor 1 if it is gated."""
     return torch.cat([x, torch.ones_like(x)], dim=1) if ACTIVATIONS[activation].gated else x
 
 
 def of_gate(dh, a, activation):
-    """Return the gradient of the gate; the gradient of the factor must be `a`, because dy is 1."""
+    """Return the gate's gradient; check that the factor's gradient is `a`, because dy is 1."""
     gate = dh[:, : a.shape[1]]
     if ACTIVATIONS[activation].gated:
         assert torch.equal(dh[:, a.shape[1] :], a)
@@ -130,7 +130,7 @@ def of_gate(dh, a, activation):
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", [SINGLE, HALF, BRAIN])
 def test_large_values(activation, dtype, path, device):
-    """In the tails, act(x) is exactly x or 0, and the slope is exactly 1 or 0."""
+    """For large |x|, act(x) is exactly x or 0, and the slope is exactly 1 or 0."""
     x = torch.tensor([[-65504.0, 65504.0, -120.0, 120.0, 0.0]], device=device).to(dtype)
     form = {"activation": activation, "path": path}
     one = torch.ones(1, 1, dtype=dtype, device=device)
@@ -158,7 +158,7 @@ def test_numbers_whose_square_overflows(activation, device):
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_every_fp16_number(activation, device):
-    """Test all 63,488 finite numbers in fp32, so that rounding to fp16 hides no error."""
+    """All 63,488 finite fp16 numbers are right in fp32, where no rounding to fp16 hides errors."""
     x = torch.arange(-32768, 32768, dtype=torch.int32).to(torch.int16).view(HALF)
     x = x[x.isfinite()].view(-1, 62).float().to(device)
     h, da = times_one(x, activation), torch.ones_like(x)
@@ -186,7 +186,7 @@ def test_strided_and_offset_inputs(activation, path, device):
     views = run(
         wide[:, 1:101:2], w1.T.contiguous().T, b1, w2.T.contiguous().T, dy, activation, path
     )
-    # On the path "fused", no GEMM of torch takes part in db1.
+    # On the path "fused", db1 depends on no GEMM of torch.
     if path == "fused":
         assert torch.equal(dense[3], views[3])
     judge_feed_forward(views, x, w1, b1, w2, dy, activation)
@@ -231,7 +231,7 @@ def test_empty_sizes(rows, depth, columns, activation, path, device):
 
 
 def test_gradient_of_a_bias_over_many_rows(device):
-    """Every row block is summed once, and rows beyond the last row are not summed."""
+    """Every row block is summed once, and rows after the last row are not summed."""
     h, ones = torch.full((300, 3), 200.0, device=device), torch.ones(300, 3, device=device)
     _, elementwise, _ = activation_backward(ones, h, activation="gelu")
     identity = torch.eye(3, device=device)

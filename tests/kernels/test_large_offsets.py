@@ -1,7 +1,7 @@
-"""Inputs of more than 2**31 elements, in child processes: a wrapped int32 offset is a segfault.
+"""Inputs of more than 2**31 elements, in child processes, because a wrapped offset segfaults.
 
-The processes run far_tensors.py. Results of that size would take too much memory; test_aot.py looks
-for 32-bit products in the addresses of every load and store.
+The processes run far_tensors.py. Results of that size would need too much memory; test_aot.py
+searches the addresses of every load and store for 32-bit products.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ def test_without_a_bias(rows, columns, dtype, fused, p, device):
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("p", [0.0, 0.3])
 def test_x_bias_of_rows_too_wide_for_a_third_sum(p, biased, device, monkeypatch):
-    """For rows that wide, a separate pass sums the gradient of x_bias from dx."""
+    """The gradient of x_bias is right for wide rows, where a separate pass sums it from dx."""
     monkeypatch.setattr("fastbert.kernels.layer_norm.WIDEST_WITH_X_BIAS", 32)
     check(9, 48, SINGLE, device, biased=biased, p=p)
 
@@ -86,7 +86,7 @@ def test_mean_far_from_zero(device):
 
 
 def test_a_mean_far_from_zero_costs_no_accuracy(device):
-    """Rows of integers plus 2**14, which is exact, are judged like the rows without the 2**14."""
+    """Integer rows plus 2**14, an exact sum, pass the same tolerance as rows without 2**14."""
     x = torch.randint(-8, 9, (5, 768)).float().to(device)
     dy = normal(5, 768, dtype=SINGLE, device=device)
     weight, bias = (normal(768, dtype=SINGLE, device=device) for _ in range(2))
@@ -113,10 +113,9 @@ def test_parameters_of_another_dtype(device):
 
 
 def test_strided_and_offset_rows(device):
-    """Strided rows, an unaligned data pointer and gradients at any strides are read right.
+    """Strided rows, unaligned data pointers and gradients with any strides give right results.
 
-    The results are judged by the rule, because each alignment has a layout of its own on a GPU, and
-    therefore its own order of the sums.
+    Bits may differ, because on a GPU each alignment has its own layout and order of summation.
     """
     x, residual, dy = (normal(7, 111, dtype=SINGLE, device=device) for _ in range(3))
     weight, bias = (normal(111, dtype=SINGLE, device=device) for _ in range(2))

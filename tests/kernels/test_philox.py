@@ -62,7 +62,7 @@ def test_words_of_any_counter_and_seed(device):
 
 
 def test_kept_fraction_is_binomial(device):
-    """For 65,536 elements, the probability of a |z| of 5 or more is 6e-7."""
+    """The fraction of elements that dropout keeps is within 5 standard deviations (p = 6e-7)."""
     out = torch.empty(64, 1024, dtype=torch.int32, device=device)
     seed = torch.tensor([99], dtype=torch.int64, device=device)
     for p in (0.1, 0.5, 0.9):

@@ -1,4 +1,4 @@
-"""The sums over rows, which are exact for small integers in any order."""
+"""Sums over rows, tested on small integers, whose sums are exact in any order."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def integers(*shape, dtype, device):
     [(1, 1, SINGLE), (70, 130, HALF), (128, 16, BRAIN), (300, 129, SINGLE), (129, 59, HALF)],
 )
 def test_rows_within_a_larger_tensor(rows, columns, dtype, device):
-    """Elements of the larger tensor beyond the last row and column are not summed."""
+    """Elements of the larger tensor outside the rows and columns are not summed."""
     x = integers(rows + ROWS_PER_PARTIAL, columns + 3, dtype=dtype, device=device)
     for view in (x[:rows, :columns], x[:rows].mT.contiguous().mT[:, 3:]):
         total = sum_rows(view, SINGLE)
@@ -37,7 +37,7 @@ def test_partial_sums(count, device):
 
 
 def test_many_partial_sums_lose_nothing(device):
-    """If partial sums were added one by one in fp32, each 1 would vanish beside 2**25."""
+    """The sum is exact; adding partial sums one by one in fp32 would lose each 1 next to 2**25."""
     partials = torch.ones(1025, 8, device=device)
     partials[0] = 2.0**25
     assert torch.equal(sum_partials(partials, SINGLE), torch.full((8,), 2.0**25 + 1024.0))

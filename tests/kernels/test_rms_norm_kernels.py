@@ -70,10 +70,9 @@ def test_parameters_of_another_dtype(device):
 
 
 def test_strided_and_offset_rows(device):
-    """Strided rows, an unaligned data pointer and gradients at any strides are read right.
+    """Strided rows, unaligned data pointers and gradients with any strides give right results.
 
-    The results are judged by the rule, because each alignment has a layout of its own on a GPU, and
-    therefore its own order of the sums.
+    Bits may differ, because on a GPU each alignment has its own layout and order of summation.
     """
     x, residual, dy = (normal(7, 111, dtype=SINGLE, device=device) for _ in range(3))
     weight = normal(111, dtype=SINGLE, device=device)

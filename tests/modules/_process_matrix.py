@@ -1,6 +1,6 @@
-"""Run a model in children of a process that has done ``argv[1]``, for test_cpu_processes.py.
+"""Run a model in child processes after the parent's action ``argv[1]``, for test_cpu_processes.py.
 
-The program writes the result of each child and then the result of the parent to the folder
+The program writes the result of each child, and then the parent's result, to the folder
 ``argv[2]``. The parent computes its result after the last child has ended.
 """
 
@@ -43,7 +43,7 @@ def ids() -> torch.Tensor:
 
 
 def compute(file: Path, encoder: BertModel | None = None) -> None:
-    """Run a multi-threaded operator of torch and the model, and save both results."""
+    """Run the model and a multi-threaded operator of torch, and save both results."""
     torch.set_num_threads(2)
     with torch.inference_mode():
         waves = torch.linspace(0, 9, 1 << 20).sin()
@@ -53,7 +53,7 @@ def compute(file: Path, encoder: BertModel | None = None) -> None:
 
 @contextmanager
 def products() -> Iterator[None]:
-    """Compute products in another thread all the time."""
+    """Compute matrix products in another thread during the ``with`` block."""
     from fastbert import _C  # noqa: F401  registers the operators
 
     weights = [torch.randn(64, 64) for _ in range(8)]

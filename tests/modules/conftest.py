@@ -1,4 +1,4 @@
-"""The threads of models on the CPU; tests/conftest.py has the instruction-set levels."""
+"""The fixture of torch's number of threads; tests/_levels.py has the instruction-set levels."""
 
 from __future__ import annotations
 

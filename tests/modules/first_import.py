@@ -1,8 +1,8 @@
-"""Imports every file of fastbert under a mode of torch, and then runs ordinary models.
+"""Import every module of fastbert under a mode of torch, and then run models without the mode.
 
     python tests/modules/first_import.py MODE
 
-The program prints a digest of the results, which no mode may change.
+The program prints a digest of the results, which must be the same for all modes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-# By the family: the class and what its configuration has beside `SIZES`.
+# Class of each family → settings of its configuration in addition to `SIZES`.
 FAMILIES = {
     "BertModel": {},
     "NomicBertModel": {},
@@ -45,14 +45,14 @@ def import_everything() -> None:
     import fastbert
 
     for module in pkgutil.walk_packages(fastbert.__path__, "fastbert."):
-        # The entry point would run, and the extension without CUDA has no launcher.
+        # `__main__` would run the program. Without CUDA, the extension has no launcher to import.
         if not module.name.endswith("__main__"):
             with contextlib.suppress(ImportError):
                 importlib.import_module(module.name)
 
 
 def use_everything() -> None:
-    """Build and accelerate models under the mode, as transformers does while it loads."""
+    """Build, accelerate and call models under the mode, as code may do while transformers loads."""
     import fastbert
     from fastbert.config import BertConfig
     from fastbert.modules import BertModel
@@ -60,7 +60,7 @@ def use_everything() -> None:
     builders: list[Callable[[], nn.Module]] = [lambda: BertModel(BertConfig(**SIZES))]
     builders += [lambda name=name: fastbert.accelerate(hf_model(name)) for name in FAMILIES]
     for build in builders:
-        # Fake and meta tensors have no values to compute with.
+        # Calls with fake or meta tensors may fail, because these tensors have no values.
         with contextlib.suppress(Exception):
             build().eval()(input_ids=torch.ones(1, 4, dtype=torch.int64))
 
@@ -85,7 +85,7 @@ def default_dtype() -> Iterator[None]:
 
 @contextlib.contextmanager
 def from_pretrained() -> Iterator[None]:
-    """Run the block inside `from_pretrained`, when transformers builds the model on meta."""
+    """Import and use fastbert inside `from_pretrained`, which builds the model on meta."""
     import tempfile
 
     class Loaded(transformers.BertModel):
@@ -117,7 +117,7 @@ MODES: dict[str, Callable[[], Any]] = {
 
 
 def results() -> Iterator[Tensor]:
-    """Yield states and gradients of our model and of accelerated ones, in eval and train mode."""
+    """Yield states and gradients of a fastbert model and of accelerated models, in eval mode."""
     import fastbert
     from fastbert.config import BertConfig
     from fastbert.modules import BertModel

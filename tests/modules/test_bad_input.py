@@ -1,4 +1,4 @@
-"""An error for wrong input names the argument, the value and the allowed values."""
+"""For wrong input, the error names the argument, its value and the allowed values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The last layer in training on the CPU, computed only for the rows that a head reads."""
+"""In CPU training, the last layer is computed only for the rows that the head reads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hidden states of chosen layers, which the caller names by their numbers."""
+"""The caller can request hidden states of chosen layers by their numbers."""
 
 from __future__ import annotations
 

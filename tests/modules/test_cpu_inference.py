@@ -1,7 +1,7 @@
-"""A model on the CPU in inference, with all layers in one call.
+"""CPU inference with all layers of a model in one C++ call.
 
-The results agree in every dtype, do not depend on other sequences of the batch, and respect hooks
-and replaced layers.
+The results are right in every dtype, do not depend on other sequences of the batch, and respect
+hooks and replaced layers.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def one_call(built: modules.BertPreTrainedModel) -> bool:
 
 
 def layer_by_layer(built: modules.BertModel, **inputs: Any) -> Any:
-    """Return the result of the model with one call per module, which an empty hook causes."""
+    """Return the result of the model, which an empty hook makes call its modules one by one."""
     handle = built.encoder.layer[0].register_forward_hook(lambda *_: None)
     try:
         assert not one_call(built)
@@ -129,7 +129,7 @@ def test_masks_of_pairs(kind) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast(dtype) -> None:
-    """Weights are in fp32, products in 16 bits, and the residual stream stays in fp32."""
+    """Under autocast, products of fp32 weights run in 16 bits, and the residual stream in fp32."""
     built = model()
     inputs = batch()
     mask = inputs["attention_mask"].bool()
@@ -202,7 +202,7 @@ def test_hooks_fire(name) -> None:
 
 
 class Doubled(nn.Module):
-    """A module like an adapter: it wraps a linear layer and exposes its weights."""
+    """A module that, like an adapter, wraps a linear layer and exposes the layer's weights."""
 
     def __init__(self, inner: nn.Linear) -> None:
         super().__init__()
@@ -282,7 +282,7 @@ def test_dropout_inside_the_feed_forward_alone_is_seen() -> None:
 
 
 def test_weights_that_change_are_seen() -> None:
-    """The next result shows a change of weights of any kind."""
+    """The next call uses the new weights after any kind of change."""
     built, other, inputs = model(), model(initializer_range=0.05), batch()
     weight = built.encoder.layer[0].intermediate.dense.weight
     changes = [
@@ -452,7 +452,7 @@ def test_compiled_it_traces_the_modules() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_bias_by_distance_is_in_the_one_call(isa, dtype, monkeypatch) -> None:
-    """A packed sequence has the bits that it has alone, and the values of the single layers."""
+    """With a distance bias, one call gives a sequence the same bits packed and alone."""
     built = model(dtype, architecture=dataclasses.replace(CONFIG.architecture, distance_buckets=32))
     with torch.no_grad():
         built.encoder.relative_attention_bias.weight.normal_()
@@ -467,7 +467,7 @@ def test_a_bias_by_distance_is_in_the_one_call(isa, dtype, monkeypatch) -> None:
     with torch.no_grad():
         states = built(**inputs).last_hidden_state
         assert [bias is not None for bias in calls] == [True]
-        if dtype == torch.float32:  # The parity of the families compares the other dtypes.
+        if dtype == torch.float32:  # The parity tests of the families compare the other dtypes.
             expected = layer_by_layer(built, **inputs).last_hidden_state
             assert (states - expected).abs().max() < 1e-5
         mask = inputs["attention_mask"].bool()

@@ -34,7 +34,7 @@ CONFIG = BertConfig(
 
 
 class Encoded(Dataset):
-    """Item i is the encoding of a sequence of 200 + i tokens, computed in the worker."""
+    """Dataset whose item i is the encoding of 200 + i tokens, computed in the worker process."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -70,9 +70,10 @@ def test_in_the_workers_of_a_data_loader(method) -> None:
     params=[name if name == "the-model" else long_case(name) for name in PARENTS],
 )
 def parent(request, tmp_path_factory) -> tuple[dict[str, int], Path]:
-    """Return the exit status of a child by method, and the folder with the results.
+    """Return the exit status of each child by start method, and the folder with the results.
 
-    The parent process does ``param`` first. The status -14 is the signal that ends a hanging child.
+    The parent process first does the action ``param``. The status -14 means that SIGALRM ended a
+    hanging child.
     """
     folder = tmp_path_factory.mktemp(request.param)
     run = subprocess.run(

@@ -1,4 +1,4 @@
-"""All layers of an encoder are one parallel region: its bits, its errors, and a busy machine."""
+"""The encoder runs all layers in one parallel region: bits, errors, and time on a busy machine."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _two_threads():
 
 def encoder(dtype: torch.dtype = torch.float32) -> BertModel:
     torch.manual_seed(0)
-    # torch computes the tanh of a pooler, in a separate parallel region.
+    # A pooler would add a parallel region of torch, which computes its tanh.
     model = BertModel(CONFIG, backend="cpu", add_pooling_layer=False)
     return model.eval().to(dtype)
 
@@ -66,7 +66,7 @@ def test_callers_side_by_side_get_the_bits_of_one():
     expected = call(model, ids)
 
     def calls(_: int) -> bool:
-        torch.set_num_threads(2)  # the setting belongs to a thread
+        torch.set_num_threads(2)  # the setting applies to the current thread only
         return all(torch.equal(call(model, ids), expected) for _ in range(10))
 
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
@@ -89,10 +89,10 @@ BURN = "while True: pass"
 
 
 def test_a_thread_without_a_core_does_not_hold_up_each_product():
-    """A busy machine delays two threads little more than one.
+    """On a busy machine, two threads take little longer than one thread.
 
-    On two cores, the median of two threads is 0.07 s. With a parallel region for each product, it
-    was 1.1 s.
+    On two cores, the median time with two threads is 0.07 s. With a parallel region for each
+    product, the median was 1.1 s.
     """
     model, ids = encoder(), torch.randint(97, (1, 40))
     times: dict[int, list[float]] = {1: [], 2: []}

@@ -1,4 +1,4 @@
-"""What is imported first under another device, dtype or mode of torch does not stay there."""
+"""A first import under another device, dtype or mode of torch does not affect later results."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PROGRAM = Path(first_import.__file__)
 
 @pytest.fixture(scope="module")
 def expected() -> str:
-    """The digest of a process that has imported everything without a mode, which is this one."""
+    """Return the digest of this process, which imports everything without a mode."""
     first_import.import_everything()
     return first_import.digest()
 

@@ -1,4 +1,4 @@
-"""Weights whose memory is freed, as sharded training does between two uses of a weight."""
+"""Weights may lose their memory between two uses, as in sharded training."""
 
 from __future__ import annotations
 

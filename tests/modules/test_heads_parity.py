@@ -1,4 +1,4 @@
-"""All heads beside transformers' eager model: logits, loss, states, weights and gradients."""
+"""Models with every head agree with eager transformers in outputs, loss and gradients."""
 
 from __future__ import annotations
 

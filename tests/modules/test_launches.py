@@ -1,7 +1,7 @@
-"""A layer launches fastbert's kernels and library GEMMs, each counted, and nothing else.
+"""A layer launches exactly the expected numbers of fastbert kernels and library GEMMs.
 
-An additional launch changes the speed, so the numbers are exact. A deliberate change of a number
-belongs here and in docs/kernels.md.
+The numbers are exact, because an additional launch costs time. After a deliberate change, update
+the numbers here and in docs/kernels.md.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(
     backends.unavailable("triton", DEVICE) is not None, reason="Triton cannot run here"
 )
 
-# The launches of one layer: (forward, backward).
+# The launches of one layer, as (forward, backward).
 HALF = (
     Launches(
         Counter(attention_short_forward=1, linear_gelu=1, layer_norm_forward=2),
@@ -42,7 +42,8 @@ HALF = (
         Counter(addmm=2, mm=5),
     ),
 )
-# In fp32, the first product of the feed-forward is a library GEMM, and attention's path is general.
+# In fp32, the first product of the feed-forward is a library GEMM, and attention is the general
+# kernel.
 SINGLE = (
     Launches(
         Counter(attention_forward=1, activation=1, layer_norm_forward=2),
@@ -61,7 +62,7 @@ SINGLE = (
         Counter(addmm=2, mm=6),
     ),
 )
-# Launches outside the layers, and the reasons. Each is small, or occurs once in a model.
+# Launches outside the layers, with their reasons. Each launch is small or occurs once in a model.
 OUTSIDE_THE_LAYERS = {
     "aten.randint": "the seeds of all dropouts, one draw",
     "aten.stack": "the addresses of the seeds, which are multiples of 16 bytes",
@@ -89,7 +90,7 @@ def packed() -> tuple[Tensor, Tensor]:
 
 
 def encoder_launches(layers: int, training: bool, dtype: torch.dtype) -> tuple[Launches, Launches]:
-    """Return the launches of the layers alone, on rows that need a gradient."""
+    """Return the launches of the layers, without the embeddings, on rows that need a gradient."""
     model = BertModel(config(layers), backend="triton").to(DEVICE, dtype).train(training)
     ids, ends = packed()
     tokens = enter(model.config, ids, None, None, None, None, ends, 8)
@@ -107,7 +108,7 @@ def encoder_launches(layers: int, training: bool, dtype: torch.dtype) -> tuple[L
 def test_a_layer_launches_our_kernels_and_gemms_only(training, dtype, expected):
     launched = encoder_launches(1, training, dtype)
     assert launched[0].foreign == launched[1].foreign == {}
-    # On a GPU, the path also depends on the shape.
+    # On a GPU, the choice of kernels also depends on the shape, so only the interpreter is exact.
     if backends.interpreted():
         assert launched == expected
 
@@ -116,7 +117,7 @@ def test_a_layer_launches_our_kernels_and_gemms_only(training, dtype, expected):
     ("dtype", "expected"), [(torch.float32, SINGLE), (torch.float16, HALF)], ids=["fp32", "fp16"]
 )
 def test_a_layer_as_one_function_launches_the_same(monkeypatch, dtype, expected):
-    """The count is a dispatch mode, which otherwise lets the operations run one by one."""
+    """One function for a layer makes the same launches, if it is used despite the counting mode."""
     calls = []
     layer = executors.gpu_layer
     monkeypatch.setattr(executors, "is_watched", lambda: False)
@@ -130,11 +131,11 @@ def test_a_layer_as_one_function_launches_the_same(monkeypatch, dtype, expected)
 
 @pytest.mark.every_case
 def test_a_padded_batch_launches_the_same():
-    """A uniform batch and a batch with a general mask are not copied."""
+    """A batch without padding or with a mask of pairs needs no copy, so the launches are equal."""
     model = BertModel(config(1), backend="triton").to(DEVICE).train()
     ids = torch.randint(1, 50, (2, 7), device=DEVICE)
     for mask in (None, torch.ones(2, 7, 7, dtype=torch.bool, device=DEVICE).tril()):
-        model.zero_grad()  # Adding to an existing gradient would be a launch.
+        model.zero_grad()  # Adding to an existing gradient would be another launch.
         tokens = enter(model.config, ids, mask, None, None, None, None, None)
         seeds = draw_seeds(model.config, True, ids.device)
         rows = model.embeddings(tokens, seeds.embeddings).detach().requires_grad_()
@@ -149,7 +150,7 @@ def test_a_padded_batch_launches_the_same():
 def test_outside_the_layers_the_exceptions_have_names():
     model = BertModel(config(1), backend="triton").to(DEVICE).train()
     ids, ends = packed()
-    # The check of the input reads no values on a GPU or while torch.compile traces.
+    # The input check reads no values on a GPU or while torch.compile traces.
     tokens = enter(model.config, ids, None, None, None, None, ends, 8)
     with counted() as launches:
         seeds = draw_seeds(model.config, True, ids.device)
@@ -159,7 +160,7 @@ def test_outside_the_layers_the_exceptions_have_names():
     assert launches.foreign["aten.randint"] == 1
 
 
-# Other launches of the backward pass of a pre-training step, and the reasons.
+# Other launches in the backward pass of a pre-training step, with their reasons.
 HEADS = {
     "aten.ones_like": "the loss's own gradient",
     "aten.nll_loss_backward": "the next-sentence loss, (B, 2)",

@@ -1,7 +1,7 @@
-"""Layers with attention, feed-forward or layer norm on CUDA C++ and all else on Triton.
+"""Layers with attention, feed-forward or layer norm in CUDA C++ and everything else in Triton.
 
-The operators of the extension are replaced by the launchers of Triton, so that a wrong argument
-changes the result, and each call is counted.
+Triton launchers replace the operators of the extension, so that a wrong argument changes the
+result, and each call is counted.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MIXES = [Parts(), *ALONE, Parts("cuda", "cuda", "cuda")]
 
 @pytest.fixture
 def extension(monkeypatch):
-    """Serve the CUDA C++ operators by the Triton launchers; return the number of calls."""
+    """Replace the CUDA C++ operators by Triton launchers; return the counter of their calls."""
     from fastbert.kernels.attention import attention_backward, attention_forward
     from fastbert.kernels.feed_forward import linear_gelu_forward
     from fastbert.kernels.feed_forward_backward import feed_forward_backward
@@ -123,7 +123,7 @@ def test_inference_has_the_same_bits(extension, mix):
     for state, wanted in zip(got.hidden_states, expected.hidden_states, strict=True):
         assert torch.equal(state, wanted)
     assert torch.equal(last.last_hidden_state, expected.last_hidden_state)
-    # Two calls of two layers.
+    # The model with two layers was called twice.
     assert extension["attention forward"] == 4 * (mix.attention == "cuda")
     assert extension["feed_forward forward"] == 4 * (mix.feed_forward == "cuda")
     assert extension["layer_norm forward"] == 8 * (mix.layer_norm == "cuda")

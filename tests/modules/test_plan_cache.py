@@ -1,4 +1,4 @@
-"""The plan of an encoder that is used again equals a new one, after every change of a model."""
+"""After every change of a model, the encoder's cached plan is as good as a new plan."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MODES = ("inference", "autocast", "training", "frozen")
 
 
 def enter(model: BertModel, mode: str) -> contextlib.AbstractContextManager[Any]:
-    """Put the model in a mode, and return the context of its calls."""
+    """Put the model into a mode, and return the context manager for its calls."""
     model.train(mode == "training")
     if mode == "frozen":
         model.requires_grad_(False)
@@ -42,13 +42,13 @@ def enter(model: BertModel, mode: str) -> contextlib.AbstractContextManager[Any]
 
 
 def step(model: BertModel) -> list[Tensor]:
-    """Return all hidden states, and the gradients that exist."""
+    """Return all hidden states, and all gradients that are not None."""
     ids, mask = batch()
     model.zero_grad()
     torch.manual_seed(5)
-    # The encoder runs, and not the prepared call of the model.
+    # With all hidden states requested, the encoder runs instead of the model's prepared call.
     states = model(ids, mask, output_hidden_states=True).hidden_states
-    # A plan for another number of layers leaves states out.
+    # A stale plan for another number of layers would return None for some states.
     states = [state for state in states if state is not None]
     if states[-1].requires_grad:
         sum(state.float().square().sum() for state in states).backward()
@@ -73,7 +73,7 @@ def same(actual: list[Tensor] | str, expected: list[Tensor] | str) -> bool:
 
 
 def fresh(model: BertModel, mode: str) -> list[Tensor] | str:
-    """Run with a plan that was made for this call."""
+    """Run the model with a new plan."""
     model.encoder._plans.clear()
     return run(model, mode)
 
@@ -152,7 +152,7 @@ def change(name: str, model: BertModel) -> Any:
 
 
 def plan_now(model: BertModel, mode: str, hidden: Tensor) -> tuple[Any, Any]:
-    """Return the plan that the encoder uses, and a new one."""
+    """Return the plan that the encoder uses, and a new plan."""
     with enter(model, mode):
         used = model.encoder.plan(hidden)
         model.encoder._plans.clear()
@@ -189,7 +189,7 @@ def test_a_plan_is_as_good_as_new_after_a_change(name, mode):
 
 @pytest.mark.parametrize("mode", ["inference", "training"])
 def test_a_plan_that_is_kept_for_ever_is_caught(mode, monkeypatch):
-    """The changes are visible to the test above if a plan is never compared with its facts."""
+    """The test above detects most changes if a cached plan is never checked for validity."""
     monkeypatch.setattr(plan_cache._Guarded, "holds", lambda self, encoder: True)
     missed = set()
     for name in ALL:
@@ -202,7 +202,8 @@ def test_a_plan_that_is_kept_for_ever_is_caught(mode, monkeypatch):
         finally:
             if undo is not None:
                 undo()
-    # Values are read by every call, and autograd drops the gradient of a frozen parameter.
+    # Not all changes need a new plan: every call reads the values, and autograd drops the gradient
+    # of a frozen parameter.
     expected = {
         "replace_a_parameter", "replace_a_module", "parametrize", "set_eps", "hook_on_a_layer",
         "hook_on_a_norm", "other_order", "other_activation", "other_heads", "gone_bias",
@@ -222,7 +223,7 @@ def test_a_plan_is_made_once_for_each_mode(monkeypatch):
     model = make()
     for mode in ("inference", "training", "autocast") * 3:
         run(model, mode)
-    # A plan that is guarded is made twice, before and after its facts are recorded.
+    # A cached plan is made twice: before and after the facts that it depends on are recorded.
     assert len(made) == 6
     kinds = [type(guarded.plan.run) for guarded in model.encoder._plans._guarded.values()]
     assert kinds == [CpuInference, CpuTraining, CpuInference]
@@ -282,7 +283,7 @@ def test_quantization_in_place_frees_the_weights_of_a_plan():
 
 
 def test_a_changed_fact_forgets_the_plans_of_all_modes():
-    """Otherwise the parameters of a replaced module would stay in memory."""
+    """A changed fact removes the plans of all modes, so that replaced parameters are freed."""
     model = make()
     run(model, "training")
     run(model, "inference")

@@ -1,4 +1,4 @@
-"""``pool`` agrees with plain PyTorch on each sequence alone."""
+"""``pool`` agrees with PyTorch applied to each sequence separately."""
 
 from __future__ import annotations
 

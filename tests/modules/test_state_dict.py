@@ -1,4 +1,4 @@
-"""State dicts carry transformers' names; inside, query, key and value are one parameter."""
+"""State dicts have transformers' names, although query, key and value are one parameter."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def test_parameter_counts(preset: str, count: int) -> None:
 
 @pytest.mark.parametrize("name", ["BertModel", *HEADS])
 def test_initial_weights(name: str) -> None:
-    """Weights are normal with the configured deviation (five standard errors); others are exact."""
+    """Weights have the configured deviation (±5 standard errors); biases and norms are exact."""
     model = getattr(modules, name)(BertConfig(**{**SIZES, "initializer_range": 0.05}))
     for name, parameter in model.named_parameters():
         parameter = parameter.detach()

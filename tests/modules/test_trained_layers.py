@@ -1,4 +1,4 @@
-"""Layers of BERT in training as one function each: the same bits, and who runs them."""
+"""In training, a layer runs as one autograd function with the same bits as its operations."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ def inputs_of(lengths):
 
 
 def step(model, inputs, dtype=torch.float32):
-    """Return the loss and the gradients that exist, with the same dropout at each call.
+    """Return the loss and all gradients, with the same dropout at each call.
 
-    A `dtype` other than fp32 is the dtype of autocast.
+    If `dtype` is not fp32, the step runs under autocast to `dtype`.
     """
     torch.manual_seed(3)
     model.zero_grad()
@@ -60,7 +60,7 @@ def step(model, inputs, dtype=torch.float32):
 
 @pytest.fixture
 def runs(monkeypatch):
-    """Return the list to which each layer that runs as one function adds its settings."""
+    """Return a list that records the settings of each layer that runs as one function."""
     settings_of_calls, run = [], executors.cpu_layer
 
     def spy(*arguments):
@@ -155,7 +155,7 @@ def test_an_operation_per_layer_frees_what_the_backward_read():
         loss.backward()
 
 
-# The layers of the families beyond BERT, and of HF models, whose weights are in parts.
+# Tests of layers of other families, and of HF models, which have separate q, k and v weights.
 SIZES = {
     "vocab_size": 61,
     "hidden_size": 64,
@@ -210,7 +210,7 @@ def test_layers_of_hosts_compute_what_the_operations_compute(
         return states[-1].detach(), {name: gradient.clone() for name, gradient in gradients.items()}
 
     rows, gradients = step()
-    # Dropout has no kernel in a layer with norms before attention.
+    # The one function for a layer does not serve dropout with norms before attention.
     serves = family is not modernbert or dropout_p == 0.0
     assert len(runs) == (3 if serves else 0)
     plan = BertEncoder.plan
@@ -219,7 +219,7 @@ def test_layers_of_hosts_compute_what_the_operations_compute(
     assert len(runs) == (3 if serves else 0)
     assert torch.equal(rows, expected_rows)
     assert gradients.keys() == expected.keys()
-    # The operations join the two weights of NomicBERT's gate before the product with its gradient.
+    # For NomicBERT, the operations join both weights of the gate, which changes the order of sums.
     joins = family is nomicbert
     for name, gradient in gradients.items():
         if joins:

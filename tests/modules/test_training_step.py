@@ -1,6 +1,6 @@
-"""A BertForPreTraining step with dropout: both losses and the gradient of every parameter.
+"""Both losses and all gradients of a BertForPreTraining step with dropout are right.
 
-Several steps in a row must use the weights that the last step has updated.
+Each of several steps must use the weights that the previous step updated.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ def test_every_gradient_of_a_training_step_in_bfloat16(autocast):
 
 
 def losses(model, optimizer, batch, autocast, again=False):
-    """Return the loss before each of five steps.
+    """Return the losses of five training steps.
 
-    With ``again``, also return the losses of deep copies of the model.
+    With ``again``, also return the losses of a deep copy of the model before each step.
     """
     first, copies = [], []
     for _ in range(5):
@@ -97,7 +97,7 @@ def test_the_loss_falls_as_the_references_does():
 
 
 def test_another_dropout_mask_fails(monkeypatch):
-    """With other dropout seeds on one side, no tensor agrees."""
+    """If one side uses other dropout seeds, no tensor passes the comparison."""
     seeds = model_parity.dropout_seeds
     monkeypatch.setattr(model_parity, "dropout_seeds", lambda *a: seeds(*a)[::-1])
     rows = check_step(None, torch.float32, DEVICE)

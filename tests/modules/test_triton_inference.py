@@ -1,4 +1,4 @@
-"""A model on Triton kernels in inference, with all layers in one call, against layer by layer."""
+"""Triton inference with all layers in one call agrees with layer-by-layer inference."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Training on Triton kernels with one function of autograd for each layer, operation by operation.
+"""Triton training with one autograd function for each layer, and operation by operation.
 
-The results and gradients of both ways have equal bits.
+Both ways give results and gradients with equal bits.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def padded(*lengths: int) -> dict[str, Tensor]:
 
 @contextlib.contextmanager
 def counted(by_operation: bool = False):
-    """Count the layers that run as one function, or let the operations run one by one."""
+    """Count the layers that run as one function, or force operation by operation."""
     calls: list[int] = []
     layer, plan_of = executors.gpu_layer, BertEncoder.plan
     executors.gpu_layer = lambda *a: calls.append(1) or layer(*a)
@@ -71,7 +71,7 @@ def counted(by_operation: bool = False):
 def trained(
     built: BertModel, inputs: dict[str, Tensor], layers: int, mixed: bool = False, **options: Any
 ) -> dict[str, Tensor]:
-    """Return the states and gradients of a step; `layers` of them run as one function each."""
+    """Return the states and gradients of a step; check that `layers` layers run as one function."""
     results: dict[str, Tensor] = {}
     built.zero_grad()
     with counted(by_operation=layers == 0) as calls:
