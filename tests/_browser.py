@@ -1,4 +1,4 @@
-"""Chromium without network, for the tests of pages; a test without Chromium is skipped."""
+"""Chromium without network for tests of pages; without Chromium, these tests are skipped."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-# The browser must not call its maker, which would look like a request of the page.
+# These options stop the browser's own requests, which would look like requests of the page.
 QUIET = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
     *("--disable-background-networking", "--disable-component-update", "--disable-sync"),

@@ -1,4 +1,4 @@
-"""The levels of 64-byte registers and tiles, compiled for a processor that has neither.
+"""The levels with 64-byte registers or tiles, compiled for a processor that has neither.
 
 The compiler splits the vectors of ``csrc/cpu`` for narrower registers. Under ``FASTBERT_EMULATE``,
 plain C++ replaces the intrinsics of 64 bytes and the tile instructions. Every machine with AVX2 can
@@ -23,7 +23,7 @@ TARGET = ("-mavx2", "-mfma", "-mf16c", "-DFASTBERT_EMULATE")
 
 
 def lacking(extension) -> str | None:
-    """Return the reason why this machine cannot emulate, or None."""
+    """Return the reason why this machine cannot emulate the levels, or None."""
     if "avx2" not in extension.build_info()["cpu_isas_supported"]:
         return "emulation needs AVX2"
     if shutil.which("g++") is None:
@@ -33,13 +33,13 @@ def lacking(extension) -> str | None:
 
 
 def compile_library(folder: Path, levels: list[str]) -> Path:
-    """Build one library for all processes of a test session; the first builds, the others wait."""
+    """Build one library per test session; the first process builds while the others wait."""
     library = folder / "emulated.so"
     with open(folder / "emulated.lock", "w", encoding="utf-8") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if library.exists():
             return library
-        # The other levels take the kernels that they share with avx512 from its object.
+        # The other levels share kernels with avx512, so avx512 is always built.
         levels = sorted({"avx512", *levels})
         objects = [folder / f"{level}.o" for level in levels]
         compilers = [
@@ -60,7 +60,7 @@ def compile_library(folder: Path, levels: list[str]) -> Path:
 
 
 class Emulated:
-    """The kernel tables of a library built by `compile_library`."""
+    """The kernel tables of a library from `compile_library`."""
 
     def __init__(self, library: Path) -> None:
         self.library = ctypes.CDLL(str(library))

@@ -1,10 +1,10 @@
-"""Triton's interpreter without the work that it repeats, which took more than half of its time.
+"""Remove repeated work from Triton's interpreter, which took more than half of its time.
 
-The interpreter computes with numpy, whose functions take less time than what it does around each of
-them: it looks for the functions of ``triton.language`` at each call of a device function, describes
-the type of every value again, and tests every sum of integers for an overflow, which it reports in
-debug mode only. Here it does the first once a launch, the second once a type, and the third only
-where it is reported.
+The interpreter computes with NumPy, but most of its time goes to other work. At each call of a
+device function, it replaces the functions of ``triton.language``. It describes the type of every
+value again. It tests every integer sum for overflow, although only debug mode reports overflows.
+This file makes it replace functions once per launch, describe each type once, and test for overflow
+only in debug mode.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ NAME = "binary_op_sanitize_overflow_impl"
 
 
 def save_repeated_work() -> None:
-    """Change the interpreter. Another release of Triton may lack what this changes, and stays."""
+    """Change the interpreter; if a Triton release lacks a changed function, change nothing."""
     try:
         from triton.language import core, semantic
         from triton.runtime import interpreter
@@ -37,7 +37,7 @@ def save_repeated_work() -> None:
 
 
 def _replacing_once_a_launch(core: ModuleType, replace: Any) -> Any:
-    """Let a launch replace the functions of each module of the language once."""
+    """Replace the functions of each language module only once per launch."""
     from triton import language
 
     done: set[str] = set()
@@ -49,7 +49,7 @@ def _replacing_once_a_launch(core: ModuleType, replace: Any) -> Any:
             if module is language or module is core
         }
         if wanted and wanted <= done:
-            # The interpreter does not restore what a call inside a launch has replaced.
+            # These functions are replaced already, so a call inside a launch restores nothing.
             return None
         scope = replace(kernel)
         if not done:
@@ -67,7 +67,7 @@ def _replacing_once_a_launch(core: ModuleType, replace: Any) -> Any:
 
 
 def _once_a_name(of_type: Any) -> Any:
-    """Keep the type of numpy for the name of each type of elements."""
+    """Cache the NumPy dtype by the name of the element type."""
     known: dict[str, Any] = {}
 
     def kept(type: Any) -> Any:
@@ -80,12 +80,12 @@ def _once_a_name(of_type: Any) -> Any:
 
 
 def _equal_if_same(equal: Any) -> Any:
-    """Compare the names of two types only if they are two."""
+    """Compare two types by name only if they are not the same object."""
     return lambda self, other: self is other or equal(self, other)
 
 
 def _described_once(core: ModuleType) -> Any:
-    """Let types share what follows from their shape and the name of their elements."""
+    """Cache the attributes of block types by shape and name of the element type."""
     describe = core.block_type.__init__
     known: dict[tuple[Any, ...], dict[str, Any]] = {}
 
@@ -96,14 +96,14 @@ def _described_once(core: ModuleType) -> Any:
             describe(self, element_ty, shape)
             known[key] = self.__dict__.copy()
         self.__dict__.update(known[key])
-        # Two types of pointers may differ in more than their name.
+        # Two pointer types with the same name may differ, so the element type is not shared.
         self.element_ty = element_ty
 
     return init
 
 
 def _of_a_described_type(core: ModuleType) -> Any:
-    """Let tensors of the same shape share it."""
+    """Let tensors of the same shape share one description of the shape."""
     describe = core.tensor.__init__
 
     @functools.cache
@@ -120,7 +120,7 @@ def _of_a_described_type(core: ModuleType) -> Any:
 
 
 def _only_in_debug_mode(semantic: Any) -> Any:
-    """Test for an overflow only where it is reported, which is in debug mode."""
+    """Test for an overflow only in debug mode, which alone reports overflows."""
     test = getattr(semantic, NAME)
 
     def overflow(self: Any, lhs: Any, rhs: Any, operation: Any) -> None:

@@ -1,4 +1,4 @@
-"""The fixtures that set each instruction-set level, for the tests of operators and of models."""
+"""The fixtures that set each instruction-set level, for tests of operators and models."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ def extension():
 @pytest.fixture(scope="session")
 def emulated(tmp_path_factory, request, extension):
     folder = tmp_path_factory.getbasetemp()
-    # Each worker has its own folder inside the folder of the session.
+    # Each pytest worker has its own folder inside the folder of the session.
     if hasattr(request.config, "workerinput"):
         folder = folder.parent
     supported = extension.build_info()["cpu_isas_supported"]
-    # The level amx is always built, because a test compares it with the real level.
+    # The emulated level amx is always built, because a test compares it with the real level.
     levels = [name for name in _emulated.LEVELS if name not in supported or name == "amx"]
     return _emulated.Emulated(_emulated.compile_library(folder, levels))
 
@@ -41,8 +41,8 @@ def trapped(tmp_path_factory, extension):
 def isa(request, extension):
     """Set each level in turn.
 
-    If only the tiles of a level are missing on this machine, the tiles are trapped. Other missing
-    levels of 64-byte registers are emulated. A test at any other missing level is skipped.
+    If the processor lacks only the tiles of a level, the tiles are trapped. Other missing levels
+    with 64-byte registers are emulated. At any other missing level, the test is skipped.
     """
     level, info = request.param, extension.build_info()
     trapping = contextlib.nullcontext()

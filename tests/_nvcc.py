@@ -1,4 +1,4 @@
-"""The compiler of CUDA C++, which not every machine has."""
+"""A check for nvcc, which not every machine has."""
 
 from __future__ import annotations
 

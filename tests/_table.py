@@ -1,8 +1,8 @@
-"""The exchange of the table of kernels that the extension uses.
+"""Set the table of kernel functions that the extension uses.
 
-The extension's Python module offers no exchange, because a wrong address would crash the process.
-Tests find the function ``set_kernels`` (``csrc/cpu/isa/dispatch.h``) in the symbols of the library
-and call its address.
+The extension's Python module has no function for this, because a wrong address would crash the
+process. Tests look up ``set_kernels`` (``csrc/cpu/isa/dispatch.h``) in the symbols of the library
+and call the function by its address.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ SET_KERNELS = "_ZN8fastbert3cpu11set_kernelsEPKNS0_7KernelsE"
 
 
 def of(level: str) -> str:
-    """Return the symbol of a level's table."""
+    """Return the name of the symbol of a level's kernel table."""
     return f"_ZN8fastbert3cpu{len(level)}{level}8kKernelsE"
 
 
 @functools.cache
 def symbols(library: str) -> dict[str, tuple[int, int]]:
-    """Return address and size in bytes of every symbol by name, including hidden symbols."""
+    """Return the address and size in bytes of every symbol by name, also of hidden symbols."""
     listing = subprocess.run(
         ["nm", "--print-size", library], capture_output=True, text=True, check=True
     ).stdout
@@ -31,7 +31,7 @@ def symbols(library: str) -> dict[str, tuple[int, int]]:
 
 
 def lacking(extension) -> str | None:
-    """Return the missing requirement of an exchange, or None."""
+    """Return the reason why a table cannot be set on this machine, or None."""
     if shutil.which("nm") is None:
         return "nm"
     present = {SET_KERNELS, of("baseline")} <= set(symbols(extension.__file__))
@@ -39,14 +39,14 @@ def lacking(extension) -> str | None:
 
 
 def base(extension) -> int:
-    """Return the address at which the extension's file was loaded."""
+    """Return the address at which the extension is loaded."""
     anchor = ctypes.PyDLL(extension.__file__).PyInit__C
     offset = symbols(extension.__file__)["PyInit__C"][0]
     return ctypes.cast(anchor, ctypes.c_void_p).value - offset
 
 
 def use(extension, address: int, size: int) -> None:
-    """Set the table at ``address``; its ``size`` in bytes must be the size in this build."""
+    """Use the table at ``address``; ``size`` in bytes must equal the table size of this build."""
     names = symbols(extension.__file__)
     assert size == names[of("baseline")][1], "the table is another build's"
     set_kernels = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(base(extension) + names[SET_KERNELS][0])

@@ -1,4 +1,4 @@
-"""A substitute for CUDA graphs on the CPU."""
+"""A CPU substitute for CUDA graphs, for tests of recorded steps."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from fastbert.graphs.recording import Recording, Result, Results
 
 
 class Trace:
-    """A recorder that traces the operators of a function and repeats them on the same memory.
+    """A recorder that traces the operators of a function and replays them on the same memory.
 
-    A value that Python reads from the data stays fixed in a replay, as in a CUDA graph.
+    As in a CUDA graph, a value that Python reads from a tensor does not change in a replay.
     """
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class Trace:
         return Recording(replay, result)
 
     def unchanged(self) -> AbstractContextManager[None]:
-        """Undo what a recording writes in the block, because a capture computes nothing."""
+        """Undo the writes inside the ``with`` block, because a graph capture computes nothing."""
         return nullcontext()
 
     @contextmanager
@@ -65,7 +65,7 @@ class StepTrace(Trace):
     def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         super().__init__()
         self.model, self.optimizer = model, optimizer
-        # Further tensors that a step writes.
+        # Other tensors that a step writes.
         self.others: list[Tensor] = []
 
     @contextmanager

@@ -1,8 +1,8 @@
-"""The AMX level of the built extension itself, with or without AMX in the processor.
+"""Run the AMX level of the built extension on processors with or without AMX.
 
-The kernels run as they ship, except for the first byte of each tile instruction. That byte is
-replaced by an invalid instruction, so that SIGILL is raised and `trapped_tiles.cpp` computes the
-result. The processor executes all other instructions and therefore needs AVX512_BF16.
+The kernels run as they ship, except for the first byte of each tile instruction. An invalid
+instruction replaces this byte, so that the processor raises SIGILL and `trapped_tiles.cpp` computes
+the result. The processor executes all other instructions and therefore needs AVX512_BF16.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ def compile_library(folder: Path) -> Path:
 
 
 def compile_probe(program: Path) -> None:
-    """Compile without -pie, so that the program's data have addresses of 32 bits."""
+    """Compile the probe without -pie, so that its data have 32-bit addresses."""
     subprocess.run(["g++", *FLAGS, "-no-pie", "-o", program, SOURCE, PROBE], check=True)
 
 
 def sites(program: Path) -> list[str]:
-    """Return the arguments of `trapped_tiles_begin` for a program without -pie."""
+    """Return the tile instructions' addresses, for `trapped_tiles_begin` in a non-PIE program."""
     return [f"{site:x}" for site in tile_instructions(str(program))]
 
 
 class Trapped:
-    """The handler of a library built by `compile_library`, and the table of the extension."""
+    """The trap handler in a library from `compile_library`, and the extension's kernel table."""
 
     def __init__(self, library: Path, extension) -> None:
         self.library = ctypes.CDLL(str(library))
@@ -73,7 +73,7 @@ class Trapped:
 
     @contextlib.contextmanager
     def trapping(self):
-        """Trap the extension's tile instructions inside the context, and none of them after it."""
+        """Trap the extension's tile instructions inside the ``with`` block."""
         count = ctypes.c_int64(len(self.sites))
         assert self.library.trapped_tiles_set(self.sites, count, 1) == 0
         yield
@@ -81,12 +81,12 @@ class Trapped:
         assert self.library.trapped_tiles_set(self.sites, count, 0) == 0
 
     def use(self, extension) -> None:
-        """Set the level amx, whether or not the processor has it; needs `trapping`."""
+        """Set the level amx even if the processor lacks AMX; call this only inside `trapping`."""
         address, size = _table.symbols(extension.__file__)[_table.of("amx")]
         _table.use(extension, self.base + address, size)
 
     def executed(self) -> set[int]:
-        """Return the addresses in the extension's file of the instructions executed so far."""
+        """Return the file addresses of the tile instructions executed so far."""
         sites = (ctypes.c_uint64 * MOST_SITES).in_dll(self.library, "trapped_tiles_sites")
         return {site - self.base for site in sites if site}
 

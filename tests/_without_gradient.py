@@ -1,4 +1,4 @@
-"""A function behind a result whose gradient is None, which autograd takes for zero."""
+"""An autograd function whose backward returns None, which autograd takes for zero."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class WithoutGradient(torch.autograd.Function):
-    """The identity, whose gradient is None."""
+    """The identity function, with None as its gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

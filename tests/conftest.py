@@ -1,4 +1,4 @@
-"""The settings of every test: Triton's interpreter without a GPU, poisoned memory and a seed."""
+"""Settings of every test: poisoned memory, a seed, and Triton's interpreter if there is no GPU."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ import unittest
 
 import torch
 
-# This must be set before a Triton kernel is imported.
+# The variable must be set before a Triton kernel is imported.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
-# No test needs the network. An accidental call of the hub fails at once instead of timing out.
+# No test needs the network. With this variable, an accidental call of the hub fails immediately.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-# torch.compile would precompile headers for 20 s, which its few kernels here do not repay.
+# torch.compile would precompile headers for 20 s, which is longer than it saves in these tests.
 os.environ.setdefault("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "0")
-# Two processes with several threads each would mostly wait for each other on the same cores.
+# Several test processes with several threads each would compete for the same cores.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
 
-# Some releases of torch import expecttest for opcheck and use none of it but the name of a class. A
-# machine without a package registry may lack it.
+# Some torch releases import expecttest for opcheck, but use only the name of one class. A machine
+# without a package registry may lack expecttest.
 if importlib.util.find_spec("expecttest") is None:
     sys.modules["expecttest"] = types.ModuleType("expecttest")
     sys.modules["expecttest"].TestCase = unittest.TestCase
@@ -36,16 +36,16 @@ import pytest
 import quick_cases
 from _interpreter import save_repeated_work
 
-# These fixtures are not those of a folder: a process has one handler of traps, and one browser.
+# These fixtures serve all folders, because a process has one trap handler and one browser.
 pytest_plugins = ("_browser", "_levels")
 
-# The width and the colours of a terminal change what a program prints, and no result may depend on
-# them. Typer takes GitHub's runners for terminals with colours.
+# The width and colours of the terminal change the output of programs, but no result may depend on
+# them. Typer assumes that GitHub's runners are terminals with colours.
 WIDTH = os.environ.pop("COLUMNS", "")
 for name in ("LINES", "NO_COLOR", "FORCE_COLOR", "PY_COLORS", "TTY_COMPATIBLE", "GITHUB_ACTIONS"):
     os.environ.pop(name, None)
 
-# A search for garbage looks at all that the modules of the tests hold, so it is made rarely.
+# Garbage collection runs rarely, because it visits all objects of the imported modules.
 gc.set_threshold(50_000, 10, 20)
 if os.environ.get("TRITON_INTERPRET") == "1":
     save_repeated_work()
@@ -63,7 +63,7 @@ def pytest_addoption(parser):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """Deselect the cases that `make test` leaves out, before `-k` selects among the others."""
+    """Deselect the cases that `make test` leaves out, before `-k` selects from the other cases."""
     if config.getoption("--every-case"):
         return
     chosen = quick_cases.chosen(items)
@@ -73,7 +73,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_sessionstart(session):
-    """Give pytest's own lines the width that the environment asked for."""
+    """Give pytest's own lines the width that the environment variable COLUMNS had."""
     terminal = session.config.pluginmanager.get_plugin("terminalreporter")
     if terminal is not None and WIDTH.isdigit():
         terminal._tw.fullwidth = int(WIDTH)
@@ -86,7 +86,7 @@ def pytest_configure(config):
 
 
 class EarlyFailures:
-    """Shows the end of each failure at once: a run that is stopped early shows what it found."""
+    """Prints the end of each failure immediately, so that an interrupted run shows failures."""
 
     def __init__(self, config):
         self.config = config
@@ -101,7 +101,7 @@ class EarlyFailures:
 
 
 class LongTests:
-    """Names each test that has run for five minutes: a stopped run shows what it waited for."""
+    """Prints each test that has run for five minutes, so that a hanging run shows its cause."""
 
     LIMIT = 300.0
 
@@ -131,9 +131,9 @@ class LongTests:
 
 @pytest.fixture(autouse=True)
 def poisoned_memory():
-    """Fill new memory with NaN, so that a test sees an element that a kernel did not write.
+    """Fill new memory with NaN, so that a test notices elements that a kernel did not write.
 
-    It stays so until a test changes it, because torch takes a millisecond to set it.
+    The setting is made only if a test has changed it, because making it takes a millisecond.
     """
     on = torch.are_deterministic_algorithms_enabled()
     if not (on and torch.is_deterministic_algorithms_warn_only_enabled()):
@@ -146,7 +146,7 @@ def seeded():
     if torch.cuda.is_available():
         torch.manual_seed(0)
     else:
-        # Beside this, `torch.manual_seed` notes the stack of the call for three kinds of devices.
+        # `torch.manual_seed` would also record the call stack for three kinds of devices.
         torch.default_generator.manual_seed(0)
 
 
@@ -157,12 +157,12 @@ def device() -> str:
 
 @pytest.fixture
 def drawn() -> None:
-    """Let a test of a training run draw its pictures, which `quick_pictures` replaces elsewhere."""
+    """With this fixture, a test writes real pictures, which `quick_pictures` replaces otherwise."""
 
 
 @pytest.fixture
 def quick_pictures(request, monkeypatch):
-    """Replace the drawing of a picture, which takes longer than a small training run."""
+    """Write stubs instead of pictures, because drawing takes longer than a small training run."""
     if "drawn" not in request.fixturenames:
         from matplotlib.figure import Figure
 

@@ -1,19 +1,19 @@
-"""Run the numeric tests as older processors would judge them.
+"""Run the numeric tests with the code that torch and fastbert choose on older processors.
 
     python tests/processors.py [pytest's arguments]    # or: make test-processors
 
-Variables of MKL, oneDNN and ATen choose the code that torch runs on an older processor, and
-``FASTBERT_CPU_ISA`` chooses the kernels of fastbert. A processor above this machine's is left out,
-because torch would execute instructions that are missing here. The exit status is 1 if a test fails
-in one of the runs.
+Variables of MKL, oneDNN and ATen make torch run its code for an older processor, and
+``FASTBERT_CPU_ISA`` chooses the kernels of fastbert. Newer processors than this machine's are left
+out, because this machine lacks their instructions. The exit status is 1 if a test fails in one of
+the runs.
 
-This file is also the plugin of pytest that selects the tests. Torch's code for another processor
-changes the result of those tests only that compare a result with torch's result by a tolerance.
-`reaches_a_tolerance` finds them: it follows the names in the code of a test, of its fixtures and of
-their helpers to a function of `COMPARISONS`. Of the cases of each test function, enough are taken
-that each value of the parameters of `COVERED` occurs: each dtype, each backend, each operation and
-each instruction set. Lists of sizes ascend, so the cases are taken from the last to the first.
-Files that need minutes are left out; `LEFT_OUT` says why.
+This file is also the pytest plugin that selects the tests. Torch's code for another processor
+affects only tests that compare a result with torch's result by a tolerance. To find these tests,
+`reaches_a_tolerance` follows the names in the code of a test, of its fixtures and of their helpers
+to a function of `COMPARISONS`. The selected cases of a test function cover each value of the
+parameters in `COVERED`: each dtype, backend, operation and instruction set. Lists of sizes ascend,
+so cases are selected from the last to the first. Files that need minutes are left out; `LEFT_OUT`
+gives the reasons.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from typing import Any
 import pytest
 
 HERE = Path(__file__).resolve().parent
-# tests/ops compares every operation on every backend. The other tests of the Triton kernels, in
-# tests/kernels, need minutes in Triton's interpreter.
+# tests/kernels is left out, because it needs minutes in Triton's interpreter, and tests/ops also
+# compares every operation on every backend.
 DIRECTORIES = ["csrc", "ops", "modules", "inference", "integrations"]
 LEFT_OUT = [
-    # nvcc compiles these GPU kernels, which the PTX machine runs on the CPU.
+    # These tests run GPU kernels from nvcc on the PTX machine.
     *("csrc/test_cuda_*.py", "csrc/test_hopper_*.py"),
-    # A real model of six layers reads hundreds of sentences.
+    # These tests run a real model of six layers on hundreds of sentences.
     *("modules/test_real_checkpoint.py", "integrations/test_sentence_embeddings.py"),
-    # torch.compile and the exports run the operations that other files test.
+    # These tests compile or export operations that other files test.
     *("integrations/test_accelerate_graphs.py", "modules/test_gradients_of_outputs.py"),
 ]
-# From torch's lowest capability to its highest.
+# The processors are in ascending order of torch's CPU capability.
 PROCESSORS = {
     "DEFAULT": {
         "MKL_CBWR": "COMPATIBLE",
@@ -67,7 +67,7 @@ COVERED = {"dtype", "backend", "op", "operation", "isa"}
 
 
 def codes(code: types.CodeType) -> Iterator[types.CodeType]:
-    """Yield the code of a function and of the functions inside it."""
+    """Yield the code object of a function and of the functions nested in it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
@@ -75,7 +75,7 @@ def codes(code: types.CodeType) -> Iterator[types.CodeType]:
 
 
 def reaches_a_tolerance(function: Any, seen: set[Any]) -> bool:
-    """Return whether a function of the tests or of fastbert.testing leads to a comparison."""
+    """Return whether a function reaches a comparison through tests or fastbert.testing."""
     function = getattr(function, "__wrapped__", function)
     module = sys.modules.get(getattr(function, "__module__", None) or "")
     tests = Path(getattr(module, "__file__", None) or "/").is_relative_to(HERE)
@@ -108,7 +108,7 @@ def is_numeric(item: pytest.Item, known: dict[Any, bool]) -> bool:
 
 
 def selection(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Return the numeric tests, with one case for each covered value of their parameters."""
+    """Return cases of the numeric tests that cover each value of the parameters in `COVERED`."""
     known: dict[Any, bool] = {}
     covered: dict[str, set[tuple[str, str]]] = {}
     chosen = []
@@ -118,7 +118,7 @@ def selection(items: list[pytest.Item]) -> list[pytest.Item]:
         parameters = item.callspec.params.items() if hasattr(item, "callspec") else ()
         values = {(name, str(value)) for name, value in parameters if name in COVERED}
         before = covered.setdefault(item.nodeid.partition("[")[0], set())
-        # A test without such a parameter has one case, whose value is empty.
+        # For a test without such a parameter, an empty value selects one case.
         if not (values or {("", "")}) <= before:
             before |= values | {("", "")}
             chosen.append(item)
@@ -133,7 +133,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def capability() -> str:
-    """Return torch's capability on this processor, whatever the environment asks for."""
+    """Return torch's CPU capability on this processor, ignoring the environment's request."""
     asked = ("ATEN_CPU_CAPABILITY",)
     environment = {name: value for name, value in os.environ.items() if name not in asked}
     code = "import torch; print(torch.backends.cpu.get_cpu_capability())"

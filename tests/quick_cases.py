@@ -1,14 +1,14 @@
-"""Which cases `make test` runs; `make every-case` runs all cases.
+"""Select the cases that `make test` runs; `make every-case` runs all cases.
 
-Of a test with parameters, `make test` runs cases that contain every pair of values of two
-parameters. Most faults show with one or two values, and few need three (Kuhn, Wallace and Gallo
+For a test with parameters, `make test` runs cases that contain every pair of values of two
+parameters. Most faults depend on one or two values, and few need three (Kuhn, Wallace and Gallo
 2004, "Software Fault Interactions and Implications for Software Testing"). A test with one or two
-parameters therefore runs with all of its values. A test that is marked with `each_value` takes
-long, and runs cases that contain every value of each parameter. Cases that are marked with
-`every_case` take long or test other tests, and are left out first.
+parameters therefore runs all of its cases. A test with the mark `each_value` takes long, and runs
+only cases that contain every value of each parameter. Cases with the mark `every_case` take long or
+test other tests, and are left out first.
 
-The choice depends on nothing but the order and the parameters of the cases, so every process of a
-run makes the same choice.
+The selection depends only on the order and the parameters of the cases, so that all processes of a
+run make the same selection.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ Pair = tuple[Hashable, ...]
 
 
 def long_case(*values: Any, **options: Any) -> Any:
-    """Return the parameters of a case that `make test` leaves to `make every-case`."""
+    """Return the parameters of a case that only `make every-case` runs."""
     return pytest.param(*values, marks=pytest.mark.every_case, **options)
 
 
 def first_of_each(
     cases: Iterable[tuple], group: Callable[..., Hashable], name: Callable[..., str]
 ) -> list:
-    """Return parameters, of which `make test` runs the first of each group.
+    """Return the parameters of all cases; `make test` runs only the first case of each group.
 
-    Lists of faults are such parameters. They test the tests, and one fault shows that the tests of
-    its group judge.
+    Lists of faults use this. Faults test the tests, and one fault per group shows that the tests of
+    the group can fail.
 
     Args:
         cases: The values of the parameters of each case.
-        group: Function of these values that returns the group of the case.
-        name: Function of these values that returns the id of the case.
+        group: Function that maps the values of a case to its group.
+        name: Function that maps the values of a case to its id.
     """
     seen: set[Hashable] = set()
     parameters = []
@@ -52,7 +52,7 @@ def first_of_each(
 
 
 def chosen(items: Sequence[pytest.Item]) -> list[pytest.Item]:
-    """Return the items that `make test` runs, in their order."""
+    """Return the items that `make test` runs, in the original order."""
     cases: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         if not item.get_closest_marker("every_case"):
@@ -62,15 +62,15 @@ def chosen(items: Sequence[pytest.Item]) -> list[pytest.Item]:
 
 
 def covering(cases: list[pytest.Item]) -> list[pytest.Item]:
-    """Return cases of one test that contain every pair; each next case adds the most pairs.
+    """Return cases of one test that contain every pair, chosen greedily by the most new pairs.
 
-    With the mark `each_value`, they contain every value.
+    With the mark `each_value`, the cases contain only every single value.
     """
     size = 1 if cases[0].get_closest_marker("each_value") else 2
     pairs = [pairs_of(getattr(case, "callspec", None), size) for case in cases]
     left = set().union(*pairs)
     chosen = []
-    # A case that adds fewer pairs than when it was last looked at goes back into the heap.
+    # If a case adds fewer pairs than its heap entry says, the case is pushed again.
     best = [(-len(of_case), place) for place, of_case in enumerate(pairs)]
     heapq.heapify(best)
     while left:
@@ -85,7 +85,7 @@ def covering(cases: list[pytest.Item]) -> list[pytest.Item]:
 
 
 def pairs_of(callspec: Any, size: int) -> set[Pair]:
-    """Return the sets of `size` values in a case; a case of fewer parameters is one itself."""
+    """Return the combinations of `size` values in a case, or all values if there are fewer."""
     values = [
         (name, type(value), identity(value))
         for name, value in (callspec.params if callspec else {}).items()
@@ -94,7 +94,7 @@ def pairs_of(callspec: Any, size: int) -> set[Pair]:
 
 
 def identity(value: Any) -> Hashable:
-    """Return the value itself, or the number of its object if it cannot be hashed."""
+    """Return the value itself, or its ``id`` if the value is not hashable."""
     try:
         hash(value)
     except TypeError:

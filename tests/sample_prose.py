@@ -20,20 +20,20 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parent.parent
 CPP = {".c", ".cpp", ".cu", ".cuh", ".h"}
-# A comment of C++, or a string or character that may contain two slashes.
+# The expression matches a C++ comment, or a string or character that may contain two slashes.
 CPP_TOKEN = re.compile(r'"(?:\\.|[^"\\])*"|\'(?:\\.|[^\'\\])*\'|(//.*)')
-# Comments for tools, and examples in docstrings.
+# Lines that are no prose: comments for tools, and examples in docstrings.
 NO_PROSE = re.compile(r"#!|# (fmt|mypy|noqa|ruff|type)\b|// NOLINT|>>> |\.\.\. ")
 FEWEST_WORDS = 3
 
 
 class Line(NamedTuple):
-    """A line with prose.
+    """A line of a file that contains prose.
 
     Attributes:
         path: Path of the file from the root of the repository.
         number: Number of the line, from 1.
-        context: The line before, the line and the line after, as far as they exist, by number.
+        context: The line and its existing neighbours, by line number.
     """
 
     path: str
@@ -41,7 +41,7 @@ class Line(NamedTuple):
     context: dict[int, str]
 
     def __str__(self) -> str:
-        """Return the place and the lines; the drawn line has an arrow."""
+        """Return the path and number, and the lines with an arrow at the drawn line."""
         lines = [f"{self.path}:{self.number}"]
         for number, text in self.context.items():
             lines.append(f"{'->' if number == self.number else '  '} | {text}".rstrip())
@@ -77,7 +77,7 @@ def is_prose(text: str) -> bool:
 
 
 def lines_of(path: str, text: str) -> list[Line]:
-    """Return the lines of a file with prose, in order."""
+    """Return the lines of a file that contain prose, in order."""
     prose = python_prose if path.endswith(".py") else cpp_prose
     numbers = sorted({number for number, words in prose(text) if is_prose(words)})
     lines = dict(enumerate(text.splitlines(), 1))
@@ -96,12 +96,12 @@ def files(root: Path, paths: Sequence[str]) -> list[str]:
         check=True,
     )
     names = [Path(name) for name in listed.stdout.split("\0") if name]
-    # `fastbert/kernels` is a symlink to a folder, which git lists as a file.
+    # git also lists the symlink `fastbert/kernels` to a folder; the filter by suffix removes it.
     return sorted(p.as_posix() for p in names if p.suffix == ".py" or p.suffix in CPP)
 
 
 def sample(root: Path, paths: Sequence[str], seed: int, count: int) -> list[Line]:
-    """Return `count` lines, or all lines if there are fewer, in the order of the draw."""
+    """Return `count` random lines in random order, or all lines if there are fewer."""
     lines = [
         line
         for path in files(root, paths)
@@ -111,7 +111,7 @@ def sample(root: Path, paths: Sequence[str], seed: int, count: int) -> list[Line
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print the sample that the command line asks for."""
+    """Print the sample of lines that the command-line options describe."""
     parser = argparse.ArgumentParser(description="Draw comment and docstring lines by seed.")
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--count", type=int, default=42)

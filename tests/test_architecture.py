@@ -1,6 +1,6 @@
-"""Who imports whom: results come up, calls go down, and no two modules import each other.
+"""Rooms, the subpackages of fastbert, import only lower rooms, and no modules form a cycle.
 
-Every import counts: those inside functions, those under TYPE_CHECKING, and those by
+Every import counts: also an import inside a function, under TYPE_CHECKING, or by
 ``importlib.import_module`` with a literal name.
 """
 
@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("fastbert", "benchmarks")
 EXTENSION = "fastbert._C"
 
-# Room → the rooms below it that it may import; each room may also import from itself.
+# Room → the lower rooms that the room may import; each room may also import from itself.
 BELOW: dict[str, set[str]] = {
     "version": set(),
     "atomic_file": set(),
@@ -89,7 +89,7 @@ BELOW: dict[str, set[str]] = {
 
 
 def storeys(below: Mapping[str, set[str]]) -> list[list[str]]:
-    """The rooms by storey, from the top down; a room stands above all rooms that it imports."""
+    """Return the rooms by level from the top; a room is above all rooms that it imports."""
     level: dict[str, int] = {}
 
     def of(name: str) -> int:
@@ -102,7 +102,7 @@ def storeys(below: Mapping[str, set[str]]) -> list[list[str]]:
 
 
 def drawn() -> str:
-    """The table of rooms and arrows in ``docs/design.md``."""
+    """Return the table of rooms and their allowed imports, as in ``docs/design.md``."""
     rows = ["| room | may import |", "|---|---|"]
     for rooms in storeys(BELOW):
         for name in rooms:
@@ -111,11 +111,11 @@ def drawn() -> str:
 
 
 def sources(root: Path) -> dict[str, Path]:
-    """Module name → file, of everything in the packages; ``fastbert/kernels`` is a link."""
+    """Map each module name of the packages to its file, also for the link fastbert/kernels."""
     modules = {}
     for package in PACKAGES:
         files = sorted((root / package).rglob("*.py"))
-        # rglob follows links in some versions of Python only.
+        # Only some Python versions follow links in rglob, so the link is handled separately.
         files = [f for f in files if "kernels" not in f.relative_to(root).parts]
         files += sorted((root / package / "kernels").glob("*.py"))
         for file in files:
@@ -125,7 +125,7 @@ def sources(root: Path) -> dict[str, Path]:
 
 
 def imported(file: Path) -> Iterator[str]:
-    """The absolute names that a file imports; ``from a import b`` imports ``a.b``."""
+    """Yield the absolute names that a file imports; ``from a import b`` imports ``a.b``."""
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -137,7 +137,7 @@ def imported(file: Path) -> Iterator[str]:
 
 
 def imports(root: Path) -> dict[str, set[str]]:
-    """Module → the modules that it imports, within the packages."""
+    """Map each module of the packages to the modules of the packages that it imports."""
     files = sources(root)
 
     def module_of(name: str) -> str:
@@ -153,7 +153,7 @@ def imports(root: Path) -> dict[str, set[str]]:
 
 
 def cycles(graph: Mapping[str, set[str]]) -> list[list[str]]:
-    """The groups of modules that import each other, directly or through others (Tarjan 1972)."""
+    """Return groups of modules that import each other, directly or indirectly (Tarjan 1972)."""
     index: dict[str, int] = {}
     lowest: dict[str, int] = {}
     stack: list[str] = []
@@ -181,15 +181,15 @@ def cycles(graph: Mapping[str, set[str]]) -> list[list[str]]:
 
 
 def room(module: str) -> str | None:
-    """The first name after ``fastbert``; None for the package itself and for other packages."""
+    """Return the first name after ``fastbert``, or None for fastbert itself and other packages."""
     parts = module.split(".")
     return parts[1] if parts[0] == "fastbert" and len(parts) > 1 else None
 
 
 def upward(graph: Mapping[str, set[str]]) -> list[str]:
-    """The imports of ``fastbert`` that ``BELOW`` does not allow, one line each.
+    """Return a line for each import inside ``fastbert`` that ``BELOW`` does not allow.
 
-    ``fastbert`` itself and ``fastbert.__main__`` stand above all rooms.
+    ``fastbert`` itself and ``fastbert.__main__`` may import all rooms.
     """
     wrong = []
     for module, others in graph.items():

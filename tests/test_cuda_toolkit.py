@@ -1,6 +1,6 @@
-"""The look-up of nvcc, the headers and the library of CUDA before a build of CUDA code.
+"""setup.py finds nvcc, the CUDA headers and the CUDA library before it builds CUDA code.
 
-The toolkits are made of a few lines, so that the result does not depend on the machine's nvcc.
+The tests use small fake toolkits, so that the result does not depend on the nvcc of the machine.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(
     shutil.which("c++") is None, reason="no C++ compiler on this machine"
 )
 
-# An nvcc that knows its version and its folders; it compiles nothing and ends with a given status.
+# A fake nvcc that prints its version and folders, compiles nothing, and exits with a given status.
 NVCC = """#!/bin/sh
 case "$1" in
   --version) echo "Cuda compilation tools, release {release}, V{release}.88" ;;
@@ -42,7 +42,7 @@ def make_nvcc(folder: Path, own: Path, release="13.0", says="", status=0) -> Pat
 
 
 def make_runtime(folder: Path, major: int = 13) -> Path:
-    """Write the headers of the runtime that a package of the runtime holds; crt is elsewhere."""
+    """Write the headers of a CUDA runtime package, which does not contain the folder crt."""
     folder.mkdir(parents=True)
     (folder / "cuda.h").write_text("")
     (folder / "cuda_runtime.h").write_text('#include "crt/host_config.h"\n#include "version.h"\n')
@@ -71,7 +71,7 @@ def make_toolkit(folder: Path) -> Path:
 
 @pytest.fixture
 def look_up(tmp_path, monkeypatch):
-    """Look up with an nvcc in tmp_path/home, where a test may write headers."""
+    """Return a function that runs the look-up with the fake nvcc in tmp_path/home."""
     for name in ("CXX", "CC", "CPATH", "CPLUS_INCLUDE_PATH", "LIBRARY_PATH", "LDFLAGS"):
         monkeypatch.delenv(name, raising=False)
 
@@ -116,7 +116,7 @@ def test_torchs_packages_of_cuda_12(look_up, tmp_path):
 
 
 def test_nvcc_completes_the_packages_of_torch(look_up, tmp_path):
-    """The packages that torch 2.15 needs have no crt/host_config.h, which comes with nvcc."""
+    """torch 2.15's packages lack crt/host_config.h, so the header of the found nvcc is used."""
     own, cuda = tmp_path / "own", tmp_path / "site" / "nvidia" / "cu13"
     make_crt(own / "include")
     make_runtime(cuda / "include")

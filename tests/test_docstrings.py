@@ -1,4 +1,4 @@
-"""Docstrings: every example in the package runs, and public summaries are one short sentence."""
+"""Every example in a docstring passes, and public docstrings begin with one short sentence."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ PUBLIC = (
     ),
 )
 PROMPT = ">>> "
-# A sentence ends at a mark before a space and a capital letter; "et al. 2019" does not end one.
+# A sentence ends at a mark before a space and a capital letter, unlike in "et al. 2019".
 NEXT_SENTENCE = re.compile(r"[.!?] +[A-Z]")
 MAX_SUMMARY = 100
 
 
 def modules_with_examples(folders: list[str], prefix: str) -> Iterator[str]:
-    """Yield the names of the modules in `folders` whose source has an example, without imports."""
+    """Yield the names of modules in `folders` whose source has an example; import nothing."""
     for info in pkgutil.iter_modules(folders, prefix):
         spec = info.module_finder.find_spec(info.name, None)
         source = Path(spec.origin)
@@ -39,10 +39,10 @@ def modules_with_examples(folders: list[str], prefix: str) -> Iterator[str]:
 
 
 def examples(name: str) -> list:
-    """Return one parameter per object with an example.
+    """Return one pytest parameter for each object with an example.
 
-    If an optional dependency of the module is missing, or lacks a name that the module imports, the
-    result is one skipped parameter. A module that fails to import for another reason is an error.
+    If an optional dependency of the module is missing or too old, the result is one skipped
+    parameter. If the import of the module fails for another reason, the error is raised.
     """
     try:
         module = importlib.import_module(name)
@@ -56,20 +56,20 @@ def examples(name: str) -> list:
         lacks = "" if isinstance(first, ModuleNotFoundError) else f": {first.msg}"
         skip = pytest.mark.skip(reason=f"{name} needs {first.name}{lacks}")
         return [pytest.param(None, id=name, marks=skip)]
-    # An example sees no names of its module, so that a reader can copy it.
+    # Examples run without the names of their module, so that a reader can copy an example.
     tests = doctest.DocTestFinder().find(module, name, globs={})
     return [pytest.param(test, id=test.name) for test in tests if test.examples]
 
 
 def failures(test: doctest.DocTest) -> str:
-    """Run an example and return the report of its failures, which is empty if it passes."""
+    """Run an example and return the report of its failures, or an empty text."""
     report: list[str] = []
     doctest.DocTestRunner(verbose=False).run(test, out=report.append)
     return "".join(report)
 
 
 def problem(docstring: str | None) -> str | None:
-    """Return the reason why the first line of a docstring is not a summary, or None if it is."""
+    """Return the reason why the first line of a docstring is no summary, or None."""
     first, _, rest = (docstring or "").partition("\n")
     if not first:
         return "it has no first line"
@@ -83,7 +83,7 @@ def problem(docstring: str | None) -> str | None:
 
 
 def public_names() -> list[str]:
-    """Return the qualified names that the public rooms export, without dunder names."""
+    """Return the qualified names that the public packages export, without dunder names."""
     rooms = ((room, importlib.import_module(room)) for room in PUBLIC)
     names = [f"{room}.{name}" for room, module in rooms for name in module.__all__]
     return [name for name in names if "__" not in name]
@@ -110,7 +110,7 @@ def test_public_names_have_a_summary_of_one_sentence(name):
 
 @pytest.fixture
 def planted(tmp_path, monkeypatch):
-    """A package with a right and a wrong example, and modules that do not import."""
+    """Create a package with a right and a wrong example, and modules that fail to import."""
     package = tmp_path / "planted_docstrings"
     (package / "inner").mkdir(parents=True)
     (package / "__init__.py").write_text("")

@@ -1,4 +1,4 @@
-"""The rules of the house that a machine can check: who imports whom, and what import costs."""
+"""Project rules that a test can check: allowed imports, and the cost of importing fastbert."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PACKAGE = ROOT / "fastbert"
 
 
 def imports(path: Path):
-    """Every absolute module name that a file imports, in functions and under TYPE_CHECKING too."""
+    """Yield each absolute module name that a file imports, also in functions and TYPE_CHECKING."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -33,7 +33,7 @@ def modules():
 
 
 def host_names(node: ast.AST):
-    """Yield the dotted names that a syntax tree uses outside functions for a GPU."""
+    """Yield the dotted names that a syntax tree uses outside GPU kernel functions."""
     for child in ast.iter_child_nodes(node):
         decorators = getattr(child, "decorator_list", [])
         if any("triton.jit" in ast.unparse(decorator) for decorator in decorators):
@@ -44,7 +44,7 @@ def host_names(node: ast.AST):
 
 
 def test_launchers_divide_without_triton():
-    """``triton.cdiv`` is a function for kernels and takes ten times as long on the host."""
+    """No launcher uses ``triton.cdiv``, which takes ten times as long on the CPU."""
     example = "@triton.jit\ndef kernel(): triton.cdiv(1, 2)\ndef launch(): triton.{}(1, 2)"
     assert "triton.cdiv" in host_names(ast.parse(example.format("cdiv")))
     assert "triton.cdiv" not in host_names(ast.parse(example.format("other")))
@@ -82,7 +82,7 @@ def test_environment_variables_are_read_in_one_place():
 
 
 def run(code: str, blocked: tuple[str, ...] = ()) -> str:
-    """The output of ``code`` in a fresh Python in which importing ``blocked`` fails."""
+    """Return the output of ``code`` in a new Python in which importing ``blocked`` fails."""
     source = f"import sys; sys.modules.update(dict.fromkeys({blocked!r}))\n{code}"
     result = subprocess.run(
         [sys.executable, "-c", source], capture_output=True, text=True, timeout=300

@@ -1,6 +1,6 @@
-"""The thirty cases that have bitten others: where each is tested, and those with no better room.
+"""The thirty numbered bugs of other libraries: a table of their tests, and some of the tests.
 
-The numbers are those in the names of tests/ops/test_regressions.py.
+The names of tests in tests/ops/test_regressions.py contain these numbers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TESTS = Path(__file__).parent
 REGRESSIONS = "ops/test_regressions.py"
 ATTENTION = "kernels/test_attention_kernels.py"
 
-# Number → file → the names of its tests, or their beginnings where they end in *.
+# Number → file → names of tests, or the beginning of names if they end in *.
 TABLE = {
     1: {REGRESSIONS: "test_01_*", ATTENTION: "test_fully_masked_rows_are_exactly_zero"},
     2: {REGRESSIONS: "test_02_*", ATTENTION: "test_every_way_to_write_a_mask_agrees"},
@@ -91,7 +91,7 @@ def test_24_processes_that_compile_into_one_cache_survive_the_death_of_one(tmp_p
     deadline = time.monotonic() + 60
     while not any(tmp_path.iterdir()) and time.monotonic() < deadline:
         time.sleep(0.01)
-    # With the children that compile for it, in the middle of writing.
+    # The process is killed while it writes, together with its compiler processes.
     signal_group(victim)
     results = []
     for process in others:
@@ -105,7 +105,7 @@ def test_24_processes_that_compile_into_one_cache_survive_the_death_of_one(tmp_p
 
 
 def signal_group(process: subprocess.Popen) -> None:
-    """Kills a process started in a separate session, and its children."""
+    """Kill a process that was started in a separate session, and its children."""
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 

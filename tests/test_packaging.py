@@ -1,7 +1,7 @@
-"""What is shipped, how it installs, and the ways in which a folder called kernels could go wrong.
+"""The contents and installation of the packages, and problems of a folder named kernels.
 
-Hugging Face publishes a package imported as ``kernels``, and transformers probes for it. Our Triton
-kernels are in a folder of that name, without ``__init__.py``, and are packaged as
+Hugging Face publishes a package with the import name ``kernels``, which transformers looks for.
+fastbert's Triton kernels are in a folder of that name, without ``__init__.py``, and are packaged as
 ``fastbert.kernels`` through the symlink ``fastbert/kernels``.
 """
 
@@ -21,7 +21,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[1]
-# A build takes two minutes on a quiet machine.
+# A build takes two minutes on an idle machine.
 pytestmark = pytest.mark.timeout(1500)
 LEFT_BEHIND = (
     *(".*", "build", "dist", "*.egg-info", "*.so", "__pycache__", "tests", "benchmarks"),
@@ -49,7 +49,7 @@ def python(code: str, cwd: Path, *search_path: Path) -> str:
 
 
 def checkout(folder: Path) -> Path:
-    """A copy of the sources: a build then neither sees nor leaves anything in the working tree."""
+    """Copy the sources, so that a build neither reads nor writes files of the working tree."""
     return shutil.copytree(
         ROOT, folder / "checkout", symlinks=True, ignore=shutil.ignore_patterns(*LEFT_BEHIND)
     )
@@ -57,9 +57,10 @@ def checkout(folder: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def built(tmp_path_factory) -> Path:
-    """The folder with the sdist, and the wheel that was built out of that sdist.
+    """Return the folder with the sdist and the wheel that was built from this sdist.
 
-    The code is not optimized, which takes a third of the time; other tests run the optimized code.
+    The code is compiled without optimization in a third of the time; other tests run the optimized
+    code.
     """
     pytest.importorskip("build")
     folder = tmp_path_factory.mktemp("packaging")
@@ -86,9 +87,9 @@ def kernel_files() -> set[str]:
 
 
 def package_files() -> set[str]:
-    """The Python files and the data that they read, such as the times of GPUs and the senses.
+    """Return the Python files and the data files that they read, such as the times of GPUs.
 
-    The sources of the viewer's page are for `make viewer`; the package reads ``page.html``.
+    The sources of the viewer's page are not packaged; the package reads the built ``page.html``.
     """
     kinds = ("py", "json", "jsonl", "html")
     files = (p for kind in kinds for p in (ROOT / "fastbert").rglob(f"*.{kind}"))
@@ -139,14 +140,14 @@ def test_the_installed_wheel_works_outside_the_repository(installed, tmp_path):
     assert works == "True"
 
 
-# The name ``kernels``
+# Tests of the name ``kernels``
 
 FIND = "import importlib.util; spec = importlib.util.find_spec('kernels'); "
 
 
 @pytest.fixture
 def hugging_face_kernels(tmp_path) -> Path:
-    """A stand-in for Hugging Face's package, in a folder that plays site-packages."""
+    """Create a fake of Hugging Face's package, in a folder used like site-packages."""
     (tmp_path / "kernels").mkdir()
     (tmp_path / "kernels" / "__init__.py").write_text("MADE_BY = 'Hugging Face'\n")
     metadata = tmp_path / "kernels-0.15.2.dist-info"
@@ -240,7 +241,7 @@ SMALL_SOURCES = {
 
 
 def with_small_sources(source: Path) -> None:
-    """Replace the C++ sources of a checkout by those above."""
+    """Replace the C++ sources of a checkout by the small sources above."""
     for path in (source / "csrc").rglob("*"):
         if path.suffix in (".cpp", ".cu", ".cuh", ".h"):
             path.unlink()
@@ -249,7 +250,7 @@ def with_small_sources(source: Path) -> None:
         (source / "csrc" / name).write_text(text)
 
 
-# Installs one checkout seven times, and writes a line with the objects that each install compiles.
+# The script installs a checkout seven times, and writes which objects each install compiles.
 INSTALL_AGAIN_AND_AGAIN = """
 import pathlib
 import torch
@@ -299,7 +300,7 @@ def test_an_editable_install_compiles_what_has_changed_and_nothing_else(tmp_path
     assert one_more == "unit_0 unit_1"
 
 
-# Folders of a checkout whose names mean something to a shell, a regular expression or C++.
+# Names of checkout folders with special characters of shells, regular expressions or C++.
 FOLDERS = ("plain", "two words ü", "quotes \" '", "a+b (1) $HOME [x] & *")
 
 
@@ -350,7 +351,7 @@ def test_fastbert_cuda_is_obeyed_or_refused_with_the_reason():
         assert "is not a CUDA build" in result.stderr
 
 
-# Runs setup.py with a torch that was built for CUDA, and with an nvcc that has no headers.
+# The script runs setup.py with a CUDA build of torch and an nvcc without headers.
 WITH_A_CUDA_TORCH = """
 import runpy, sys, torch
 torch.version.cuda = "13.2"
@@ -367,7 +368,7 @@ def nvcc_alone(tmp_path) -> Path:
     nvcc.parent.mkdir(parents=True)
     nvcc.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 13.0, V13.0.88'\n")
     nvcc.chmod(0o755)
-    # Python finds these packages before the packages of the environment.
+    # Python searches this folder before the packages of the environment.
     (tmp_path / "site" / "nvidia" / "cu13" / "include").mkdir(parents=True)
     (tmp_path / "site" / "nvidia" / "__init__.py").touch()
     return nvcc.parents[1]

@@ -1,4 +1,4 @@
-"""The selection of `make test`: every pair of values of two parameters, and nothing marked."""
+"""`make test` selects cases with every pair of parameter values, and no case marked as long."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 
 class Case:
-    """What the selection reads of a pytest item."""
+    """A fake pytest item with the attributes that the selection reads."""
 
     def __init__(self, test, params=None, mark=None):
         self.nodeid = f"tests/test_a.py::{test}" + (f"[{params}]" if params else "")

@@ -1,4 +1,4 @@
-"""The sample of comment and docstring lines: what is prose, and what a seed decides."""
+"""sample_prose.py finds comments and docstrings, and a seed determines the sample."""
 
 from __future__ import annotations
 

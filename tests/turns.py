@@ -1,14 +1,14 @@
-"""The slices of `make every-case` and the gates, one of each by turns, inside a time box.
+"""Run one slice of `make every-case` and one gate, chosen in rotation, within a time limit.
 
-    python tests/turns.py [--minutes 30]            # the slice and the gate whose turn it is
-    python tests/turns.py NAME [NAME ...]           # these; or: make turn NAMES='training emulate'
+    python tests/turns.py [--minutes 30]            # the slice and the gate of this commit
+    python tests/turns.py NAME [NAME ...]           # or: make turn NAMES='training emulate'
     python tests/turns.py --list
 
-A slice runs all tests of one room, with the cases that `make test` leaves out. A gate is a target
-of the Makefile that takes too long for every change, or a part of it. The number of commits decides
-whose turn it is (`git rev-list --count HEAD`), so all of them come round. What the time box ends is
-no failure if nothing had failed until then; the last line says so. The exit status is 1 if a test
-or a gate fails.
+A slice runs all tests of one room, a part of the project, with the cases that `make test` leaves
+out. A gate is a Makefile target, or a part of one, that takes too long for every change. The number
+of commits (`git rev-list --count HEAD`) selects the slice and the gate, so that all of them run in
+rotation. A run that the time limit ends is no failure if nothing has failed until then; the last
+line says so. The exit status is 1 if a test or a gate fails.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
-# Seconds for the summary of a run that the time box ends.
+# Seconds that an interrupted run has to print its summary.
 LAST_WORDS = 60
-# Lines in which pytest and the gates report a failure; they count in a run that is interrupted.
+# In an interrupted run, these lines of pytest and the gates show that something failed.
 FAILURE = re.compile(rb"\bFAILED\b|\b[1-9]\d* (failed|error)")
 
 
 class Room(NamedTuple):
-    """Files, the tests that a change of them can break, and the targets of make that judge it, too.
+    """Files, the tests that a change of these files can break, and make targets that check them.
 
-    The files and the tests are folders or globs; a glob after "!" takes tests away.
+    The files and the tests are folders or globs; a glob after "!" excludes tests.
     """
 
     files: tuple[str, ...]
@@ -106,7 +106,7 @@ FAMILIES = (
     "electra mpnet modernbert nomic_bert",
 )
 MUTATIONS = 16
-# Name → arguments of make. What takes too long for the time box is a gate in parts.
+# Name → arguments of make. A gate that exceeds the time limit is split into parts.
 GATES: dict[str, tuple[str, ...]] = {
     "test-processors": ("test-processors",),
     **{f"ahead-of-time-{n}": ("ahead-of-time", f"ARCH={n}") for n in (80, 89, 90, 100, 120)},
@@ -129,7 +129,7 @@ GATES: dict[str, tuple[str, ...]] = {
 
 
 def files_of(room: Room) -> list[str]:
-    """Return the files and folders with the tests of a room, relative to the root."""
+    """Return the files and folders with the tests of a room, relative to the repository root."""
     found: dict[str, None] = {}
     for pattern in room.tests:
         paths = sorted(ROOT.glob(pattern.removeprefix("!")))
@@ -146,7 +146,7 @@ def command_of(name: str) -> list[str]:
 
 
 def of_this_commit() -> tuple[str, str]:
-    """Return the slice and the gate whose turn it is."""
+    """Return the slice and the gate that the number of commits selects."""
     command = ["git", "rev-list", "--count", "HEAD"]
     run = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
     commits = int(run.stdout)
@@ -154,7 +154,7 @@ def of_this_commit() -> tuple[str, str]:
 
 
 class Outcome(NamedTuple):
-    """How a slice or a gate ended: its exit status, and whether the time box ended it."""
+    """The exit status of a slice or a gate, and whether the time limit ended it."""
 
     name: str
     status: int
@@ -175,9 +175,9 @@ class Outcome(NamedTuple):
 
 
 def run(name: str, command: list[str], seconds: float) -> Outcome:
-    """Run a slice or a gate, and interrupt it as Ctrl-C does after `seconds`.
+    """Run a slice or a gate, and interrupt it after `seconds` as Ctrl-C does.
 
-    A run that had failed when it was interrupted prints that, and counts as failed.
+    If the output of an interrupted run reports a failure, the run counts as failed.
     """
     if seconds < 1e-3:
         return Outcome(name, 0, True, 0.0)
@@ -196,7 +196,7 @@ def run(name: str, command: list[str], seconds: float) -> Outcome:
 
 
 class Box:
-    """Interrupts the processes of a run when its time is over, and kills them a minute later."""
+    """Interrupts the processes of a run at its time limit, and kills them a minute later."""
 
     def __init__(self, process: subprocess.Popen, seconds: float) -> None:
         self.process, self.stopped = process, False
@@ -214,7 +214,7 @@ class Box:
             os.killpg(self.process.pid, number)
 
     def close(self) -> bool:
-        """Return whether the time box ended the run."""
+        """Cancel the timers, and return whether the time limit ended the run."""
         for timer in self.timers:
             timer.cancel()
         return self.stopped
@@ -238,7 +238,7 @@ def main(arguments: list[str] | None = None) -> int:
     chosen = options.names or of_this_commit()
     end, outcomes = time.monotonic() + 60 * options.minutes, []
     for number, name in enumerate(chosen):
-        # The unused part of the share of a run is available to the runs after it.
+        # Later runs may use the time that earlier runs leave over.
         share = (end - time.monotonic()) / (len(chosen) - number)
         print(f"fastbert: {name}, for at most {share / 60:.0f} minutes", flush=True)
         outcomes.append(run(name, command_of(name), share))

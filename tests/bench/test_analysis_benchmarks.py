@@ -1,4 +1,4 @@
-"""The benchmarks of attention and of the geometry of embeddings, at the smallest sizes."""
+"""The benchmarks of attention and of the geometry of embeddings run at the smallest sizes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def encoder(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def packages(tmp_path, monkeypatch) -> list[str]:
-    """Two packages of eight modules with other words, whose names no passage has."""
+    """Create two packages of eight modules each, one about birds and one about fish."""
     names = {
         "birdwords_": "The birds sing in the old tree",
         "fishwords_": "The fish swim in a lake",

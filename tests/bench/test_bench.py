@@ -182,7 +182,7 @@ def test_plot_of_whatever_was_timed(tmp_path):
         ["layer_norm"], quick=True, dtypes=[torch.float32], device="cpu", seconds=0.0
     )
     for name, rows in (("some.png", timed), ("none.png", [])):
-        # The name of a processor is no formula.
+        # A "$" in the name of a processor must not be read as a formula by matplotlib.
         plot_bench(tmp_path / name, rows, [], dataclasses.replace(describe(), cpu=r"$\frac{$"))
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
 

@@ -1,4 +1,4 @@
-"""The pictures of benchmark sections."""
+"""The plots of the benchmark sections."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ROWS = [
     ("number", "peers"),
     [
         (0, ["first fp32", "second bf16", "first bf16", "second fp32"]),
-        # A peer in bf16 is less exact.
+        # A bf16 peer is less exact than an fp32 result, so it is no peer.
         (1, ["first fp32", "second fp32"]),
         (6, []),
     ],

@@ -1,4 +1,4 @@
-"""The architectures of the CUDA code: what TORCH_CUDA_ARCH_LIST may hold, and what is printed."""
+"""The architectures of the CUDA code: allowed values of TORCH_CUDA_ARCH_LIST, and messages."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ VARIABLE = "TORCH_CUDA_ARCH_LIST"
 
 @pytest.fixture
 def machine(monkeypatch):
-    """Pretend that torch is a CUDA build, and that GPUs of these capabilities are visible."""
+    """Return a function that pretends a CUDA build of torch and GPUs of some capabilities."""
 
     def pretend(given: str | None, *capabilities: tuple[int, int], cuda: str = "13.0") -> None:
-        # Setting the variable first lets monkeypatch restore it after setup.py has changed it.
+        # monkeypatch sets the variable first, so that it can undo a change by setup.py.
         monkeypatch.setenv(VARIABLE, given or "")
         if given is None:
             monkeypatch.delenv(VARIABLE)
@@ -62,7 +62,7 @@ def test_the_list_is_read_as_torch_accepts_it(machine, capsys, given, expected, 
     assert architectures() == expected
     words = f"CUDA code for {expected}, {'with' if has_hopper else 'without'} the kernels of Hopper"
     assert words in capsys.readouterr().err
-    # torch compiles for the same list.
+    # The environment variable has the same list, so torch compiles for it.
     assert os.environ[VARIABLE] == expected
     assert ("9.0a" in expected) == has_hopper
 
@@ -87,7 +87,7 @@ def test_a_hopper_gpu_refuses_a_list_without_its_kernels(machine, given):
     message = str(refused.value)
     assert f"{VARIABLE}: got {given!r}" in message
     assert "allowed on a GPU of compute capability 9.0: a list with 9.0a" in message
-    # Without that GPU, the list is allowed.
+    # On another GPU, the list is allowed.
     machine(given, (8, 0))
     architectures()
 
@@ -99,7 +99,7 @@ def test_a_hopper_gpu_takes_a_list_with_its_kernels(machine, given):
 
 
 def test_the_extension_has_the_list_that_setup_returns(machine, monkeypatch):
-    """The choice of a backend reads the list back from the extension."""
+    """The choice of a backend reads the list of architectures from the extension."""
     machine("8.0, 9.0a+PTX")
     monkeypatch.setattr(backend, "CUDA_ARCHS", architectures())
     monkeypatch.setattr(backend, "capability", lambda: (9, 0))
@@ -123,14 +123,14 @@ def test_the_gpu_command_refuses_before_the_build(machine, monkeypatch, capsys, 
     assert gpu.main() == 2
     assert not started
     assert f"{VARIABLE}: got '9.0'" in capsys.readouterr().err
-    # Without the build, the variable does not matter.
+    # If the build is not among the sections, the variable is not checked.
     monkeypatch.setattr(sys, "argv", [*command[:1], *command[2:]])
     assert gpu.main() == 0
     assert started == ["bench-rows"]
 
 
 def test_a_build_without_hopper_kernels_fails_on_hopper(monkeypatch):
-    """An extension from an earlier build has its list too."""
+    """On a Hopper GPU, the check fails if the built extension has no code for 9.0a."""
     for archs, capability, refused in (
         ("8.0;9.0+PTX", (9, 0), True),
         ("8.0;9.0a", (9, 0), False),
@@ -139,6 +139,6 @@ def test_a_build_without_hopper_kernels_fails_on_hopper(monkeypatch):
         monkeypatch.setattr(backend, "capability", lambda arch=capability: arch)
         monkeypatch.setattr(backend, "CUDA_ARCHS", archs)
         with pytest.raises(SystemExit) as ended:
-            exec(sections.HAS_HOPPER)  # the code of a command
+            exec(sections.HAS_HOPPER)  # Python code that a command of the build section runs
         message = f"the extension has no kernels of Hopper GPUs: it was built for {archs}"
         assert ended.value.code == (message if refused else None)

@@ -109,7 +109,7 @@ def test_the_build_must_have_cuda(tmp_path):
 
 def test_a_section_is_ended_at_its_limit(tmp_path, monkeypatch):
     monkeypatch.setattr(sections, "LIMIT_S", 1)
-    # A child process of the command must end, too.
+    # The time limit must also end a child process of the command.
     sleep = "import time; time.sleep(60)"
     code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {sleep!r}])"
     result, _ = run(Section("check", "", ((PYTHON, "-c", code),)), tmp_path)

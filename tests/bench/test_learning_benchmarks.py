@@ -1,4 +1,4 @@
-"""The benchmarks that train models on real text and on reviews, at the smallest sizes."""
+"""The benchmarks that train models on real text and on reviews run at the smallest sizes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def run(*arguments: object) -> str:
 
 @pytest.fixture
 def packages(tmp_path, monkeypatch):
-    """Two packages of four modules with other words, whose names no passage has."""
+    """Create two packages of four modules each, one about birds and one about fish."""
     for package, words in (("birdwords", "The birds sing"), ("fishwords", "The fish swim")):
         folder = tmp_path / package
         (folder / "tests").mkdir(parents=True)
@@ -134,7 +134,7 @@ def test_a_training_step_has_times_and_memory_of_both_engines(tmp_path, monkeypa
         assert len(row["all_seconds"]) == 3
         assert row["seconds"] == sorted(row["all_seconds"])[1]
         assert row["tokens_per_second"] == pytest.approx(sum(record["lengths"]) / row["seconds"])
-        # The weights, the gradients and the two moments in fp32 are a lower bound.
+        # fp32 weights, gradients and two moments need at least 16 bytes per parameter.
         assert row["peak_bytes"] > 16 * parameters(SMALL)
     text = (tmp_path / "training_step.md").read_text(encoding="utf-8")
     assert text in capsys.readouterr().out
@@ -213,7 +213,7 @@ def test_attention_classifiers_on_a_given_folder(tmp_path):
         json.loads((tmp_path / name / "attention_classifiers.json").read_text(encoding="utf-8"))
         for name in "ab"
     )
-    # The generated reviews are those of the folder, so both runs have the same accuracies.
+    # The folder contains the same reviews as the generator makes, so the accuracies are equal.
     assert [r["accuracy"] for r in first["rows"]] == [r["accuracy"] for r in second["rows"]]
     assert [len(row["per_epoch"]) for row in first["rows"]] == [2, 2, 1]
     assert first["rows"][0]["examples"] == {"train": 18, "validation": 2, "test": 20}

@@ -1,4 +1,4 @@
-"""The limits and goals agree with figures that were computed by hand."""
+"""The time limits and goals of operations agree with figures that were computed by hand."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_attention_is_bound_by_memory_at_short_lengths(length, tflops):
 def test_attention_is_bound_by_products_from_412_keys():
     for length, bound in ((384, "memory"), (512, "products")):
         done = work(Case("attention", "x", (1, 16, length, length, 64)), BF16, FORWARD)
-        # The rates of the datasheet give 412 keys; the measured rates give slightly fewer.
+        # By data-sheet rates, products bind from 412 keys on; by measured rates, slightly earlier.
         paper = {"memory": done.bytes / H200.bytes, "products": done.flops / H200.flops}
         assert max(paper, key=paper.get) == bound
 
@@ -93,14 +93,14 @@ def test_the_limits_of_a_gpu_go_by_its_name():
     assert limits_of("NVIDIA H200") is H200
     assert limits_of("NVIDIA H100 80GB HBM3") is H100
     assert limits_of("NVIDIA A100-SXM4-80GB") is None
-    # An H100 of another form, and the H100 of a Grace Hopper, have other rates.
+    # The PCIe H100 and the H100 of a Grace Hopper have other rates.
     assert limits_of("NVIDIA H100 PCIe") is None
     assert limits_of("NVIDIA GH200 480GB") is None
     assert limits_of(None) is None
 
 
 def test_the_rates_of_the_table_of_gpus_are_those_of_the_data_sheets():
-    """Multiprocessors, clock and FLOP per clock give the dense TFLOP/s of the documents."""
+    """Multiprocessors × clock × FLOP per clock gives the dense TFLOP/s of the data sheets."""
     sheets = {"A100": 312, "L4": 121, "RTX 4090": 165.2, "H100": 989.4, "H200": 989.4, "B200": 2250}
     assert {gpu.name for gpu in GPUS} == set(sheets)
     for gpu in GPUS:

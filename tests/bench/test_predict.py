@@ -1,4 +1,4 @@
-"""The bounds agree with times that were computed by hand from made-up counts."""
+"""Predicted times agree with times that were computed by hand from invented counts."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ def test_each_unit_has_its_rate():
         sass_issue=132 * 4000,
     )
     times = busy(one, H200)
-    # Every unit works for 1000 clocks.
+    # Every unit is busy for 1000 clock cycles.
     assert set(times) == {"tensor", "mufu", "shared", "fma", "alu", "lsu", "issue"}
     assert all(time == pytest.approx(1000 / 1.83e9) for time in times.values())
-    # An A100 has half of the FP32 units.
+    # An A100 has half as many FP32 units per multiprocessor.
     on_a100 = dataclasses.replace(one, blocks=108)
     assert busy(on_a100, A100)["fma"] == pytest.approx(132 / 108 * 2000 / 1.41e9)
 
 
 def test_a_multiprocessor_has_whole_blocks():
     counts = {"mufu": 133 * 500}
-    # One multiprocessor has two of 133 blocks.
+    # With 133 blocks on 132 multiprocessors, one multiprocessor has two blocks.
     assert busy(launch(133, **counts), H200)["mufu"] == pytest.approx(2 * 1000 / 1.83e9)
-    # The grid was not made for an L4, and a product of the library has no grid.
+    # Blocks are not counted whole for an L4, whose grid would differ, nor for a library product.
     assert busy(launch(133, **counts), L4)["mufu"] == pytest.approx(133 / 58 * 1000 / L4.clock)
     assert busy(launch(0, **counts), H200)["mufu"] == pytest.approx(133 / 132 * 1000 / 1.83e9)
 
@@ -65,13 +65,13 @@ def test_launches_run_one_after_another_and_their_units_together():
 def test_memory_binds_by_the_least_traffic_of_the_operation():
     limit = bound(NORM, BF16, FORWARD, [launch(size=4 * 2e6, mufu=1)], H200)
     assert (limit.binds, limit.unit) == ("memory", "TB/s")
-    # The fastest copy that was measured, not the rate of the data sheet.
+    # The rate is that of the fastest measured copy, not that of the data sheet.
     assert limit.bound == pytest.approx(3 * 2e6 / 4.3e12)
     assert limit.rate == pytest.approx(4.3)
-    # The estimate has the four tensors of this launch instead of the least three.
+    # The estimate counts the four tensors that this launch moves instead of the minimum of three.
     assert limit.estimate == pytest.approx(4 * 2e6 / 4.3e12)
     assert limit.estimate_rate == pytest.approx(3.225)
-    # No copy was measured on another GPU, which is taken to reach the same share.
+    # For a GPU without a measured copy, the same share of the data-sheet rate is assumed.
     on_a100 = bound(NORM, BF16, FORWARD, [launch(size=4 * 2e6, mufu=1)], A100)
     assert on_a100.bound == pytest.approx(3 * 2e6 / (2.039e12 * 4.3 / 4.8))
     assert limit.goal == pytest.approx(3.7)
@@ -98,14 +98,14 @@ def test_products_take_at_least_the_time_of_the_librarys():
     limit = bound(case, BF16, FORWARD, products, H200)
     assert limit.bound == pytest.approx(2 * 79e4 / 1.83e9)
     assert limit.estimate == pytest.approx(2 * 98.9e4 / 1.83e9)
-    # A unit that is busier than the matrix units binds as before.
+    # If a unit is busier than the matrix units, that unit is the limit.
     busy_too = dataclasses.replace(products[1], counts=products[1].counts | {"mufu": 132 * 1e6})
     limit = bound(case, BF16, FORWARD, [busy_too], H200)
     assert limit.estimate == limit.bound == pytest.approx(2e6 / 1.83e9)
 
 
 def test_tcgen05_is_not_invented():
-    """The bound of a kernel with products is that of the operation, whatever the code does."""
+    """On sm_100, a kernel with products gets the bound of its operation, not of its sm_90 code."""
     limit = bound(ATTENTION, BF16, FORWARD, [launch(tensor_flops=1, mufu=1)], B200)
     assert "tcgen05" in limit.reason
     least = work(ATTENTION, BF16, FORWARD)
@@ -115,7 +115,7 @@ def test_tcgen05_is_not_invented():
     }  # fmt: skip
     assert limit.bound == max(limit.seconds.values())
     assert limit.estimate == 0
-    # A kernel without products is the same on sm_100, and so is a product of the library.
+    # Kernels without products and library products are predicted on sm_100 as usual.
     assert not bound(NORM, BF16, FORWARD, [launch(mufu=1)], B200).reason
     assert not bound(NORM, BF16, FORWARD, [launch(0, tensor_flops=1)], B200).reason
 
@@ -166,9 +166,9 @@ def test_the_cuda_kernels_are_counted():
     [forward], [backward] = prediction.launches.values()
     assert (forward.name, forward.blocks) == ("attention_forward.forward_kernel", 6)
     assert (backward.name, backward.blocks) == ("attention_backward.backward_kernel", 6)
-    # Two products of 128 queries, 64 keys and 64 dims, of 2 operations each, in six heads.
+    # Six heads have two products of 128 queries, 64 keys and 64 dims, with 2 FLOP per term.
     assert forward.counts["tensor_flops"] == 6 * 2 * 2 * 128 * 64 * 64
-    # Five products with a block of 128 keys, of which 64 exist.
+    # Five products run on a block of 128 keys, of which 64 exist.
     assert backward.counts["tensor_flops"] == 6 * 5 * 2 * 128 * 128 * 64
     for launched in (forward, backward):
         assert launched.counts["sass_issue"] > launched.counts["sass_lsu"] > 0

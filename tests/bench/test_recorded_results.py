@@ -1,4 +1,4 @@
-"""The records of the benchmarks are short, and their pages are made from their JSON files."""
+"""Benchmark records are short, and their pages match their JSON files."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Small random models of transformers, one per family, with batches and their results.
+"""Small random transformers models, one per family, with batches and their results.
 
-The stock model with eager attention is the oracle in float64 and the yardstick in the tested dtype.
+The stock model with eager attention is the oracle in float64 and the yardstick in the tested dtype;
+"stock" means the code of transformers.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ ROBERTA = {"pad_token_id": 1, "type_vocab_size": 2}
 
 
 class Stock(NamedTuple):
-    """A family: the first part of its class names in transformers, and changes of the sizes."""
+    """A family's prefix of class names in transformers, and its differences from `SIZES`."""
 
     name: str
     changes: dict[str, Any]
@@ -47,7 +48,7 @@ FAMILIES: dict[str, Stock] = {
     "xlm-roberta": Stock("XLMRoberta", ROBERTA),
     "camembert": Stock("Camembert", ROBERTA),
     "electra": Stock("Electra", {"embedding_size": 32}),
-    # This model runs its four stored layers in the order 0, 1, 0, 1, 2, 3.
+    # This ALBERT runs its four stored layers in the order 0, 1, 0, 1, 2, 3.
     "albert": Stock(
         "Albert",
         {
@@ -72,7 +73,7 @@ FAMILIES: dict[str, Stock] = {
     ),
     "mpnet": Stock("MPNet", {"pad_token_id": 1}),
     "nomic_bert": Stock("NomicBert", {}),
-    # The first and the last layer attend to all tokens, the second to 4 tokens on each side.
+    # The first and the last layer attend to all tokens, and the second to 4 tokens on each side.
     "modernbert": Stock(
         "ModernBert",
         {
@@ -106,10 +107,10 @@ def build(family: str, head: str = "Model", seed: int = 0, **changes: Any) -> An
 def inputs(
     padding: str, family: str = "bert", rows: int = 3, length: int = LENGTH, seed: int = 1
 ) -> dict[str, Tensor]:
-    """Return ids ``(rows, length)`` and a mask.
+    """Return ids and a mask of shape ``(rows, length)``.
 
-    The first of several rows has no padding. The padding "middle" hides at most three tokens, and
-    never the first token.
+    If there are several rows, the first row has no padding. The padding "middle" hides at most
+    three tokens, but never the first token.
     """
     generator = torch.Generator().manual_seed(seed)
     pad = (SIZES | FAMILIES[family].changes)["pad_token_id"]
@@ -147,7 +148,7 @@ class Outputs(NamedTuple):
     pooled: Tensor | None
 
     def existing(self, mask: Tensor) -> Outputs:
-        """Return the outputs at real tokens, and the pooled rows that begin with a real token."""
+        """Return the outputs at real tokens, and pooled rows whose first token is real."""
         real = mask.bool()
         weights = None if self.weights is None else self.weights[:, real]
         pooled = None if self.pooled is None else self.pooled[real[:, 0]]
@@ -158,14 +159,14 @@ class Outputs(NamedTuple):
 
 
 def total(outs: Outputs) -> Tensor:
-    """Return a scalar whose gradient reaches all states and the pooled rows."""
+    """Return a random weighted sum of all states and pooled rows, as a loss."""
     torch.manual_seed(2)
     parts = [part for part in (outs.states, outs.pooled) if part is not None]
     return torch.stack([(part * torch.randn_like(part.float())).sum() for part in parts]).sum()
 
 
 def in_dtype(model: nn.Module, dtype: torch.dtype) -> Any:
-    """Return a copy with parameters of ``dtype`` and buffers in fp32, as transformers has them."""
+    """Return a copy with parameters in ``dtype``; buffers stay in fp32, as in transformers."""
     changed = copy.deepcopy(model)
     for parameter in changed.parameters():
         parameter.data = parameter.data.to(dtype)
@@ -173,7 +174,7 @@ def in_dtype(model: nn.Module, dtype: torch.dtype) -> Any:
 
 
 def call(side: nn.Module, batch: dict[str, Any], **options: Any) -> Any:
-    """Call ``side(**batch)``; a model in float64 computes everything in float64."""
+    """Call ``side(**batch)``; a float64 model computes everything in float64."""
     if next(side.parameters()).dtype != torch.float64:
         return side(**batch, **options)
     with InFloat64():
@@ -202,7 +203,7 @@ def run_with_gradients(
 
 
 def assert_outputs_close(actual: Outputs, oracle: Outputs, yardstick: Outputs | Yardstick) -> None:
-    """Compare all outputs; an output that the oracle lacks must be None."""
+    """Compare all outputs; an output that is None in the oracle must be None."""
     for name in Outputs._fields:
         parts = each(operator.attrgetter(name), actual, oracle, yardstick)
         if parts[1] is None:
@@ -218,7 +219,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 def assert_gradients_close(
     actual: dict[str, Tensor], oracle: dict[str, Tensor], yardstick: dict[str, Tensor] | Yardstick
 ) -> None:
-    """Compare the gradients, for each parameter name together over all layers."""
+    """Compare the gradients; those of one parameter name in all layers form one vector."""
     nearby = yardstick.library if isinstance(yardstick, Yardstick) else yardstick
     assert actual.keys() == oracle.keys() == nearby.keys()
     for kind, names in kinds(oracle).items():

@@ -1,4 +1,4 @@
-"""``fastbert.accelerate`` and ``restore``: supported models, outputs, and unchanged properties."""
+"""``fastbert.accelerate`` and ``restore``: supported models, outputs, and what stays unchanged."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ HEADS: dict[str, dict[str, Tensor]] = {
     "BertForTokenClassification": {"labels": TOKENS.where(TOKENS < 0, TOKENS % 2)},
     "BertForQuestionAnswering": {},
 }
-# The sequence classifier of DistilBERT has its own dropout.
+# These models need other settings; DistilBERT's sequence classifier has a separate dropout.
 OTHERS: dict[str, dict[str, Any]] = {
     "Roberta": {},
     "Electra": {"embedding_size": 32},
@@ -51,7 +51,7 @@ def test_the_head_of_multiple_choice() -> None:
 
 
 def test_question_answering_has_the_stock_loss_where_nothing_is_padded() -> None:
-    """The softmax is over positions, and the stock loss includes the positions of padding."""
+    """Without padding, the loss equals the stock loss, whose softmax includes padded positions."""
     pair = sides(model("BertForQuestionAnswering"))
     pair.check(batch((9, 9, 9, 9)) | {"start_positions": PAIRS, "end_positions": PAIRS + 2})
     logits = pair.fast(**batch()).start_logits[batch()["attention_mask"] == 0]
@@ -240,7 +240,7 @@ def test_a_head_that_would_read_padding_is_warned_once() -> None:
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("form", ["cu_seq_lens", "position_ids"])
 def test_packed_sequences_are_as_if_alone(form, rows) -> None:
-    """Two rows of ten tokens hold three sequences each; one row of twenty tokens holds all six."""
+    """Packed sequences give the outputs of separate sequences, in one row or in two rows."""
     lengths = (5, 4, 1, 3, 1, 6)
     pair, given = sides(model()), batch(lengths)
     exist = given["attention_mask"].bool()
@@ -267,11 +267,11 @@ def test_packed_sequences_are_as_if_alone(form, rows) -> None:
         agree(fast, oracle, stock)
 
 
-# Models around encoders
+# Tests of models that contain an encoder
 
 
 class HasBert(transformers.BertPreTrainedModel):
-    """A model like ColBERT, with late interaction of projected token vectors."""
+    """A model like ColBERT, which scores texts by projected vectors of their tokens."""
 
     def __init__(self, settings: Any) -> None:
         super().__init__(settings)

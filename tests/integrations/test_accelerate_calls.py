@@ -1,6 +1,6 @@
-"""Calls of an accelerated model as people make them, which public bug reports describe.
+"""Calls of an accelerated model in ways that public bug reports describe.
 
-Each call gives what the stock model gives, or one warning or error names the difference.
+Each call gives the result of the stock model, or one warning or error names the difference.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def forgotten_warnings():
     _warn_once.cache_clear()
 
 
-# Positions without a mask
+# Tests of positions without a mask
 
 POSITIONS: dict[str, list[int]] = {
     "a gap": [0, 1, 2, 7, 8, 9],
@@ -64,7 +64,7 @@ def test_a_return_to_the_first_position_is_a_restart(first) -> None:
     assert starts.tolist() == [0, 3, 5, 6, 12]
 
 
-# Shapes that broadcast
+# Tests of shapes that broadcast
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_an_unknown_keyword_reaches_the_stock_code(family) -> None:
     assert rows
 
 
-# Copies, threads, memory
+# Tests of copies, threads and memory
 
 
 @pytest.mark.parametrize("how", ["deepcopy", "pickle"])
@@ -162,7 +162,7 @@ def test_a_model_is_freed_with_its_last_reference(family) -> None:
         made(**inputs("right", family))
     made.train()(**inputs("right", family))
     seen = weakref.ref(next(made.parameters())), weakref.ref(made)
-    # The constructors of transformers leave cycles, which refer to the model.
+    # The constructors of transformers leave reference cycles that contain the model.
     gc.collect()
     gc.disable()
     try:
@@ -172,11 +172,11 @@ def test_a_model_is_freed_with_its_last_reference(family) -> None:
         gc.enable()
 
 
-# A forward of the encoder's own
+# Tests of an encoder with a ``forward`` of its own
 
 
 def wrap(side: nn.Module) -> None:
-    """Set ``forward`` on a module instance, as accelerate's prepare and its hooks do."""
+    """Set ``forward`` on a module instance, as the library accelerate does for its hooks."""
     inner = side.forward
     side.forward = lambda *args, **kwargs: inner(*args, **kwargs)  # type: ignore[method-assign]
 
@@ -203,7 +203,7 @@ def test_restore_reaches_the_code_inside_a_wrapper() -> None:
     assert bound_encoders(made) == {}
 
 
-# What is not served says so
+# Tests of unsupported calls, which must say so
 
 
 def test_a_layer_norm_without_weight_runs_stock_code() -> None:

@@ -1,6 +1,6 @@
-"""An accelerated model can be copied, saved, moved, resized, rebuilt and hooked like any module.
+"""An accelerated model can be copied, saved, moved, resized and hooked like any module.
 
-Every change is made to the stock model too, and both must still agree.
+Every change is also made to the stock model, and the two models must still agree.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fastbert.integrations.accelerate import _warn_once, bound_encoders
 
 @pytest.fixture
 def pair() -> Sides:
-    """Models of which the accelerated model has run, so that its cached state exists."""
+    """Return models; the accelerated model has run once, so that its cached state exists."""
     made = sides(model("BertForSequenceClassification"))
     with torch.no_grad():
         made.fast(**batch())
@@ -38,7 +38,7 @@ def forgotten_warnings():
 
 
 def plain(side: Any, pattern: str, given: dict[str, Any] | None = None) -> Any:
-    """Return the output of ``side``; check that stock code ran and that there was one warning."""
+    """Return the output of ``side``; check that stock code ran and that only one warning came."""
     given = batch() if given is None else given
     with rows_computed() as rows, torch.no_grad():
         with pytest.warns(UserWarning, match=pattern) as warned:
@@ -51,7 +51,7 @@ def plain(side: Any, pattern: str, given: dict[str, Any] | None = None) -> Any:
     return out
 
 
-# Copies and files
+# Tests of copies and files
 
 
 def through_torch_save(made: nn.Module) -> nn.Module:
@@ -126,7 +126,7 @@ def test_other_weights_are_loaded(pair, assign) -> None:
 
 
 def test_from_pretrained_of_an_accelerated_class(pair, tmp_path) -> None:
-    """Some trainers reload the best checkpoint with ``type(model).from_pretrained``."""
+    """The class of an accelerated model loads checkpoints, as trainers do at the end."""
     pair.stock.bert.save_pretrained(tmp_path)
     loaded = type(pair.fast.bert).from_pretrained(tmp_path).eval()
     with torch.no_grad():
@@ -134,7 +134,7 @@ def test_from_pretrained_of_an_accelerated_class(pair, tmp_path) -> None:
         torch.testing.assert_close(loaded(**batch()).pooler_output, expected)
 
 
-# Weights that change
+# Tests of weights that change
 
 
 def updated_in_place(side: nn.Module) -> None:
@@ -343,10 +343,10 @@ def test_dropout_draws_from_the_seed() -> None:
     assert not torch.equal(runs[0], runs[2])
 
 
-# Modules whose calls other code observes
+# Tests of hooks and other observers of module calls
 
 
-# Backward hooks need modules that return tensors.
+# Full backward hooks are tested only on modules that return tensors.
 HOOKED = [
     ("forward", ""),
     ("forward_pre", ""),
@@ -365,7 +365,7 @@ def test_a_hook_inside_is_served_by_the_plain_path(pair, kind, where) -> None:
     part = pair.fast.bert.get_submodule(where)
     handle = getattr(part, f"register_{kind}_hook")(lambda *given: called.append(1))
     if where == "":
-        # The caller of the encoder calls its hooks.
+        # The module that calls the encoder also calls the encoder's hooks.
         pair.check(batch())
     else:
         plain(
@@ -432,7 +432,7 @@ def test_a_hook_on_the_word_embeddings_is_called(pair) -> None:
 
 
 def test_input_gradients_are_required_where_asked(pair) -> None:
-    """PEFT needs such gradients of a frozen model with gradient checkpointing."""
+    """The embeddings require gradients if asked, as PEFT needs for checkpointed frozen models."""
     seen = []
     for side in pair[::2]:
         side.requires_grad_(False)

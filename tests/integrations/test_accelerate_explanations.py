@@ -1,6 +1,6 @@
-"""Gradients with respect to the hidden states and attention weights of an accelerated encoder.
+"""Gradients for the hidden states and attention weights of an accelerated encoder.
 
-Gradient-based explanations use these gradients. The oracle is the stock model in float64.
+Gradient-based explanations use them. The oracle is the stock model in float64.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ import fastbert.integrations.attention_interface  # registers the name "fastbert
 from fastbert.testing.compare import assert_close
 from fastbert.testing.yardstick import run_sides
 
-# A test fails if stock code runs.
+# A test fails if the accelerated model runs stock code.
 pytestmark = [
     pytest.mark.filterwarnings("error:.*runs its own code"),
     pytest.mark.each_value,
@@ -49,16 +49,16 @@ def sides_of(model: Any) -> tuple[Any, Any, Any]:
 
 
 def loss_of(out: Any, real: Tensor) -> Tensor:
-    """Return a scalar of the last hidden states of real tokens and of their pooled rows."""
+    """Return a loss of the last hidden states of real tokens and of the pooled rows."""
     pooled = getattr(out, "pooler_output", None)
     pooled = None if pooled is None else pooled[real[:, 0]]
     return total(Stacked(out.last_hidden_state[real], None, pooled))
 
 
 def slopes_of(side: nn.Module, batch: dict[str, Tensor], **options: Any) -> dict[str, Tensor]:
-    """Return the gradients of the loss with respect to all states and weights.
+    """Return the gradients of the loss for all hidden states and attention weights.
 
-    The states have the shape ``(N + 1, B, L, H)``, and the weights ``(N, B, heads, L, L)``.
+    The states have the shape ``(N + 1, B, L, H)``, the weights the shape ``(N, B, heads, L, L)``.
     """
     real = batch["attention_mask"].bool()
     out = call(side, batch, **BOTH, **options)
@@ -158,7 +158,7 @@ def test_weights_of_one_layer_carry_the_gradient_of_that_layer(family) -> None:
 @pytest.mark.parametrize("mode", ["no_grad", "inference_mode"])
 @every_family
 def test_values_do_not_change_where_no_gradient_is_wanted(family, mode) -> None:
-    """A frozen model and a call without gradients use the fused kernels and give the same bits."""
+    """A frozen model and a call without gradients use fused kernels and give the same bits."""
     fast, batch = fastbert.accelerate(build(family)), inputs("middle", family)
     with getattr(torch, mode)():
         expected = fast(**batch, **BOTH)
@@ -171,7 +171,7 @@ def test_values_do_not_change_where_no_gradient_is_wanted(family, mode) -> None:
 
 @pytest.mark.parametrize("family", ["bert", "modernbert"])
 def test_the_same_weights_are_dropped_with_and_without_the_weights(family) -> None:
-    """The attention that uses the returned weights drops the same weights as the fused kernel."""
+    """Dropout drops the same weights whether or not the attention weights are returned."""
     drops = "attention_dropout" if family == "modernbert" else "attention_probs_dropout_prob"
     model, batch = build(family, **{drops: 0.5}), inputs("right", family)
     double, single = (

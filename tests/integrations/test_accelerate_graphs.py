@@ -120,7 +120,7 @@ def test_accelerated_after_being_compiled() -> None:
         assert whole(**batch()).last_hidden_state[batch()["attention_mask"] == 0].any()
 
 
-# Exports to other runtimes
+# Tests of exports to other runtimes
 
 
 def no_operator_of_ours(program: torch.export.ExportedProgram) -> None:
@@ -138,7 +138,7 @@ def no_operator_of_ours(program: torch.export.ExportedProgram) -> None:
     ids=["few sizes", "100 sizes"],
 )
 def test_two_recompilations_serve_all_batch_sizes_and_lengths(batches, lengths) -> None:
-    """One is for the second length, the other one for the second batch size."""
+    """Only the second length and the second batch size cause a recompilation."""
     pair = sides(model())
     # A third recompilation of any function would raise an error.
     limit = torch._dynamo.config.patch(recompile_limit=3, fail_on_recompile_limit_hit=True)
@@ -219,7 +219,7 @@ def test_onnx(tmp_path, dynamo) -> None:
 
 
 def kinds(graph: Any) -> Iterator[str]:
-    """Yield the operator of each node; the text of a graph has the paths of the sources too."""
+    """Yield each node's operator, because a graph's text also contains source paths."""
     for node in graph.nodes():
         yield node.kind()
         for block in node.blocks():

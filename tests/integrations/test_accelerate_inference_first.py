@@ -21,11 +21,11 @@ from fastbert.ops.int8_linear import layout
 
 peft = pytest.importorskip("peft", reason="needs peft: pip install 'fastbert[test]'")
 
-# A test fails if stock code runs.
+# A test fails if the accelerated model runs stock code.
 pytestmark = pytest.mark.filterwarnings("error:.*runs its own code")
 
 LABELS = torch.tensor([0, 1, 1, 0])
-# This matches the layers in the names of an encoder's parameters.
+# The expression matches the layer number in the name of an encoder's parameter.
 LAYERS = re.compile(r"(layer|layers|albert_layer_groups)\.(?P<number>\d+)\.")
 HEADS = ("classifier", "pre_classifier", "head", "dense")
 
@@ -41,7 +41,7 @@ def the_head(model: nn.Module) -> nn.Module:
 
 
 def the_embeddings(model: nn.Module) -> nn.Module:
-    """Freeze every layer; the gradient of the embeddings still passes through all layers."""
+    """Freeze every layer but not the embeddings, whose gradient passes through all layers."""
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("word_embeddings" in name or "tok_embeddings" in name)
     return model
@@ -68,7 +68,7 @@ def lora(*targets: str) -> Callable[[nn.Module], nn.Module]:
 
 
 def trained(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Train two steps; return their gradients, and the parameters after the second step."""
+    """Train two steps; return the gradients of both steps and the final parameters."""
     seen: dict[str, Tensor] = {}
     chosen = [p for p in model.train().parameters() if p.requires_grad]
     assert chosen
@@ -83,7 +83,7 @@ def trained(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def check(model: nn.Module, batch: dict[str, Tensor], dtype: torch.dtype) -> None:
-    """Check that training gives the same bits after a call in inference mode as without one."""
+    """Check that training has the same bits with and without an earlier inference-mode call."""
     model = fastbert.accelerate(model.to(dtype))
     expected = trained(copy.deepcopy(model), batch)
     with torch.inference_mode():

@@ -156,7 +156,7 @@ def test_a_cross_encoder(sentence_transformers, tokenizer, tmp_path) -> None:
 
 
 def test_a_sentence_transformer_is_trained(sentence_transformers, tokenizer, tmp_path) -> None:
-    """Both texts of an example pass through the same encoder before the backward pass."""
+    """A sentence-transformer trains, although both texts use the encoder before the backward."""
     model().save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     texts = (SENTENCES, SENTENCES[::-1])
@@ -176,7 +176,7 @@ def test_a_sentence_transformer_is_trained(sentence_transformers, tokenizer, tmp
 
 @pytest.mark.parametrize("attend", [None, True, False])
 def test_query_expansion_that_reads_padding_is_refused_by_name(tokenizer, tmp_path, attend) -> None:
-    """The score of a query reads the hidden states of mask tokens, also if their mask is 0."""
+    """Query expansion with attend=False is refused, because scores read states at mask 0."""
     sentence_transformers = pytest.importorskip("sentence_transformers", minversion="6")
     model().save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)

@@ -1,4 +1,4 @@
-"""Adapters of PEFT around, before and after ``accelerate``."""
+"""PEFT adapters that are added before or after ``accelerate``."""
 
 from __future__ import annotations
 
@@ -59,12 +59,12 @@ def test_lora(targets, when) -> None:
         pair.each(lambda side: side.train())
         check_step(pair)
     else:
-        # Each linear layer is called separately, so no feed-forward layer runs as one call.
+        # With an adapter on every linear layer, each linear layer is called separately.
         with torch.no_grad():
             agree(*pair.run(lambda side: values(side, batch())))
 
-        # The gradients of a key's low-rank factors are few numbers that almost cancel, so all
-        # gradients are judged together.
+        # The gradients of the key's low-rank factors are few numbers and nearly cancel to 0, so all
+        # gradients are compared as one vector.
         def joined(side: Any) -> dict[str, torch.Tensor]:
             return {"gradient": torch.cat([x.flatten() for x in step(side).values()])}
 
@@ -85,7 +85,7 @@ def test_padding_is_not_computed_with_adapters_on_every_linear() -> None:
 
     with mock.patch.object(adapter, "forward", forward):
         pair.fast(**batch())
-    # The six linear layers of both layers come before the pooler of the head.
+    # Two layers with six linear layers each run before the pooler of the head.
     assert rows[:12] == [(sum(LENGTHS),)] * 12
 
 

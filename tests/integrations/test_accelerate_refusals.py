@@ -1,4 +1,4 @@
-"""The refusals of ``fastbert.accelerate``: their messages, and a model that stays unchanged."""
+"""If ``fastbert.accelerate`` refuses a model, it says why and leaves the model unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training an accelerated model: gradients, checkpointing, autocast, the Trainer, two processes."""
+"""Accelerated training: gradients, checkpointing, autocast, the Trainer, and two processes."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_gradients(pair) -> None:
 @pytest.mark.parametrize("kind", ["BertModel", "NomicBertModel", "ModernBertModel"])
 @pytest.mark.parametrize("without", ["one output", "all outputs"])
 def test_an_output_whose_gradient_is_none(kind, without) -> None:
-    """torch takes it for zero, and a parameter that no other output reaches has no gradient."""
+    """A None gradient counts as zero; a parameter that no other output reaches gets none."""
 
     real = batch()["attention_mask"].bool()
 
@@ -169,7 +169,7 @@ def test_training_between_two_inferences(pair) -> None:
 
 
 def test_autocast(pair) -> None:
-    """The oracle is float64 without autocast, and the yardstick is the stock model in autocast."""
+    """Autocast agrees with float64 by the tolerance rule; the yardstick is stock autocast."""
 
     def run(side: nn.Module) -> dict[str, Tensor]:
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=side is not pair.oracle):
@@ -178,7 +178,7 @@ def test_autocast(pair) -> None:
     result = pair.run(run)
     dtypes = ({name: x.dtype for name, x in s.items()} for s in (result[0], result[2].library))
     assert next(dtypes) == next(dtypes)
-    # The error of a bf16 sum over few elements depends on luck, so all sums are judged together.
+    # The error of a few bf16 sums is subject to chance, so all sums are compared as one vector.
     whole = each(lambda s: {"all": torch.cat([x.flatten() for x in s.values()])}, *result)
     agree(*whole, factor=3.0, reason=REASON)
     with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
@@ -191,7 +191,7 @@ def test_autocast(pair) -> None:
 
 @pytest.fixture
 def forwards(monkeypatch) -> list[int]:
-    """Record an entry for each forward pass of a layer of fastbert that is trained."""
+    """Return a list with one entry for each forward pass of a fastbert layer in training."""
     seen: list[int] = []
     for room, name in ((layers.BertLayer, "forward"), (executors, "cpu_layer")):
         real = getattr(room, name)
@@ -228,7 +228,7 @@ def test_checkpointed_layers_are_computed_twice(forwards, when) -> None:
 def test_checkpointing_repeats_the_dropout() -> None:
     made = model("BertForSequenceClassification", hidden_dropout_prob=0.3)
     made = fastbert.accelerate(made).train()
-    made.enable_input_require_grads()  # Checkpointing of transformers does the same.
+    made.enable_input_require_grads()  # transformers does the same to enable checkpointing.
     runs = []
     for enable in (False, True):
         made.bert.encoder.layer[0].gradient_checkpointing = enable
@@ -297,7 +297,7 @@ def losses(done: Any) -> Tensor:
 
 
 class Recorded:
-    """The losses of a model with all digits; the log of the Trainer rounds them."""
+    """Records a model's losses with all digits, because the log of the Trainer rounds them."""
 
     def __init__(self, made: nn.Module) -> None:
         self.losses: list[Tensor] = []
@@ -329,8 +329,8 @@ def test_fifty_steps_of_a_trainer_follow_the_stock_loss(tmp_path, name) -> None:
     for side in pair:
         recorded = Recorded(side)
         collate = collator if side is pair.fast else pad
-        # Adam divides by the gradient's size and magnifies the rounding of small gradients, so the
-        # optimizer is SGD.
+        # The optimizer is SGD, because Adam divides by the size of the gradient and so magnifies
+        # rounding errors of small gradients.
         with rows_computed() as rows:
             done = trainer(
                 side, tmp_path, data, collate, optim="sgd", learning_rate=0.05, **changes

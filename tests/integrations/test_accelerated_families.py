@@ -1,4 +1,4 @@
-"""``fastbert.accelerate``: every family is compared with its stock eager model in float64."""
+"""Accelerated models of every family agree with the stock eager model in float64."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from fastbert.ops import backend as backends
 from fastbert.testing.compare import assert_close
 from fastbert.testing.yardstick import Yardstick, each, run_sides
 
-# A test fails if stock code runs.
+# A test fails if the accelerated model runs stock code.
 pytestmark = [
     pytest.mark.filterwarnings("error:.*runs its own code"),
     pytest.mark.each_value,
@@ -59,7 +59,7 @@ def sides_of(model: Any) -> tuple[Any, Any, Any]:
     return fastbert.accelerate(copy.deepcopy(model)), in_dtype(model, torch.float64), model
 
 
-# Outputs and gradients
+# Tests of outputs and gradients
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_outputs_and_gradients(family, padding, rows, mode, dtype) -> None:
 @pytest.mark.parametrize("padding", PADDINGS)
 @every_family
 def test_inference(family, padding, rows, dtype) -> None:
-    """Inference agrees without attention weights, and with weights, layer by layer."""
+    """Inference agrees in one call, and layer by layer when attention weights are returned."""
     model, batch = in_dtype(build(family), dtype), inputs(padding, family, rows)
     mask = batch["attention_mask"]
     fast, oracle, stock = sides_of(model)
@@ -133,7 +133,7 @@ def test_a_head_with_a_loss(family, padding, head) -> None:
         side.zero_grad()
         out = call(side, batch)
         loss, scores = out.loss, out.logits
-        if scores.dtype == torch.float64:  # Some models compute the loss of float64 in fp32.
+        if scores.dtype == torch.float64:  # Some float64 models compute the loss in fp32.
             loss = F.cross_entropy(scores.flatten(0, -2), batch["labels"].flatten())
         loss.backward()
         logits = scores if scores.dim() == 2 else scores[real]
@@ -145,7 +145,7 @@ def test_a_head_with_a_loss(family, padding, head) -> None:
     assert_gradients_close(*slopes)
 
 
-# Dropout: with probability 1 its result is exact and depends on its place
+# Tests of dropout: with probability 1, the result is exact and shows where dropout is applied
 
 DROPPING: dict[str, dict[str, Any]] = {
     "distilbert": {"dropout": 0.5, "attention_dropout": 0.5},
@@ -154,7 +154,7 @@ DROPPING: dict[str, dict[str, Any]] = {
 
 
 def drops(model: nn.Module) -> list[tuple[nn.Module, str]]:
-    """Return the dropouts of an encoder: modules with a ``p``, and modules with a probability."""
+    """Return (module, attribute) for each dropout probability of an encoder."""
     places: list[tuple[nn.Module, str]] = []
     for module in model.modules():
         if isinstance(module, nn.Dropout):
@@ -248,7 +248,7 @@ def test_masks_of_pairs_mean_what_they_say(family, rank, kind) -> None:
         runs = []
         for side in stock:
             right: Any = additive(seen, next(side.parameters()).dtype)[:, None]
-            if family == "modernbert":  # It does not add its window to a mask of pairs.
+            if family == "modernbert":  # ModernBERT does not add its window to a mask of pairs.
                 places = torch.arange(LENGTH)
                 near = (places[:, None] - places).abs() <= 4
                 local = additive(seen & near, right.dtype)[:, None]
@@ -291,7 +291,7 @@ def test_packed_sequences_do_not_see_each_other(family, form) -> None:
     assert_gradients_close(*slopes)
     with torch.no_grad():
         stock = run(model, packed).states
-    assert (stock - outs[1].states).abs().max() > 0.01  # Stock sequences attend to each other.
+    assert (stock - outs[1].states).abs().max() > 0.01  # stock sequences attend to each other
 
 
 @every_family
@@ -384,8 +384,8 @@ WANTED = [True, False, 0, 1, -1, [0, 2], [-1], (1,), [0, 7], []]
 
 @every_family
 def test_hidden_states_of_chosen_layers(family) -> None:
-    """The output and the tuple have the same hidden states as in transformers."""
-    # With groups, transformers counts groups from the end, but returns the states of layers.
+    """Chosen hidden states equal those of transformers, in the output object and in the tuple."""
+    # With several layers per group, transformers counts groups but returns states of layers.
     changes = {"inner_group_num": 1} if family == "albert" else {}
     model, batch = build(family, **changes), inputs("none", family)
     fast = fastbert.accelerate(copy.deepcopy(model))
@@ -395,7 +395,7 @@ def test_hidden_states_of_chosen_layers(family) -> None:
             actual = fast(**batch, output_hidden_states=wanted)
             values = fast(**batch, output_hidden_states=wanted, return_dict=False)
         expected = stock.get("hidden_states")
-        if family == "mpnet" and wanted and wanted is not True:  # Its code knows only a flag.
+        if family == "mpnet" and wanted and wanted is not True:  # MPNet takes only a bool.
             numbers = [wanted] if isinstance(wanted, int) else wanted
             chosen = {number % 3 for number in numbers if number < 3}
             expected = tuple(s if i in chosen else None for i, s in enumerate(expected))
@@ -467,7 +467,7 @@ def test_sequences_that_are_too_long_are_refused(family) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_modernbert_has_zeros_where_stock_eager_has_nan(dtype) -> None:
-    """In float64, the NaN of the stock model at padding reaches the only token of its row."""
+    """States at padding are 0; in float64, stock's NaN there even reaches the row's only token."""
     model, batch = build("modernbert", num_hidden_layers=5), inputs("none", rows=2)
     batch["attention_mask"][1, 1:] = 0
     model = in_dtype(model, dtype)
@@ -480,7 +480,7 @@ def test_modernbert_has_zeros_where_stock_eager_has_nan(dtype) -> None:
     assert not actual[:, 1, 1:].any()
 
 
-# Variants of a family
+# Tests of variants of a family
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "bert gelu_new": ("bert", {"hidden_act": "gelu_new"}),
@@ -547,7 +547,7 @@ def test_a_sequence_has_the_same_bits_alone_and_in_any_batch(family, dtype) -> N
                     assert torch.equal(row[: len(expected)], expected)
 
 
-# There and back
+# Tests of ``accelerate`` followed by ``restore``
 
 
 @every_family
@@ -640,7 +640,7 @@ def test_gradients_of_real_sentences(folder) -> None:
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-    # The gradient of the embeddings would be 12 million numbers.
+    # The embeddings are frozen, because their gradient would have 12 million numbers.
     model.get_input_embeddings().requires_grad_(False)
     runs = run_sides(lambda side: run_with_gradients(side, batch), *sides_of(model))
     assert_gradients_close(*each(itemgetter(1), *runs))

@@ -1,4 +1,4 @@
-"""``attn_implementation="fastbert"``: models of transformers with the attention of fastbert.
+"""With ``attn_implementation="fastbert"``, transformers models use the attention of fastbert.
 
 The oracle is the same model with eager attention in float64.
 """
@@ -43,14 +43,14 @@ def ours(model: nn.Module) -> nn.Module:
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Record the calls of fastbert's attention."""
+    """Return a list that records the calls of fastbert's attention."""
     made = []
     real = ops.attention
     monkeypatch.setattr(ops, "attention", lambda *a, **k: (made.append(1), real(*a, **k))[1])
     return made
 
 
-# MPNet accepts the name of the implementation and ignores it.
+# These families use the named implementation; MPNet accepts the name but ignores it.
 DISPATCHING = [family for family in FAMILIES if family != "mpnet"]
 
 
@@ -138,7 +138,7 @@ def test_packed_sequences_do_not_see_each_other(form) -> None:
         oracle = one_by_one(copy.deepcopy(model).double())
         assert_close(form, actual, oracle, one_by_one(model))
         eager = model(ids, **packed).last_hidden_state
-    # Stock sequences attend to each other.
+    # Eager stock attention lets packed sequences attend to each other.
     assert not torch.allclose(eager, oracle.float(), atol=1e-3)
 
 

@@ -1,7 +1,7 @@
-"""Modules of an HF model that deviate are called as the HF model calls them, with ``(B, L, H)``.
+"""Modules of an HF model that differ from stock are called like stock, with ``(B, L, H)``.
 
-Each change is made to the accelerated model and to stock models. A change that depends on the
-position of a token shows whether a module still sees the division of the batch into sequences.
+Each change is made to the accelerated model and to stock models. Changes that depend on the
+position of a token show whether a module still receives separate sequences.
 """
 
 from __future__ import annotations
@@ -40,27 +40,27 @@ Change = Callable[[nn.Module], None]
 
 
 def cut(module: nn.Module, given: Any, out: Tensor) -> Tensor:
-    """Set the token at position 3 of each sequence to 0, as a hook."""
+    """Forward hook that sets the token at position 3 of each sequence to 0."""
     out = out.clone()
     out[:, 3] = 0
     return out
 
 
 def by_position(module: nn.Module, given: Any) -> Any:
-    """Scale each token of a sequence by its position, as a hook before the module."""
+    """Forward pre-hook that scales each token of a sequence by its position."""
     x = given[0]
     return (x * torch.linspace(0.5, 1.5, x.shape[1], dtype=x.dtype)[:, None], *given[1:])
 
 
 class OfSequence(nn.Linear):
-    """A linear layer that adds the mean of the first two tokens of a sequence."""
+    """A linear layer that adds the mean of a sequence's first two tokens."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) + x[:, :2].mean(1, keepdim=True).sum(-1, keepdim=True)
 
 
 def linears(side: nn.Module) -> list[tuple[nn.Module, str, nn.Linear]]:
-    """Return the linear layers inside the layers: the parent, the name and the module."""
+    """Return the parent, name and module of each linear layer inside the encoder layers."""
     (bound,) = bound_encoders(accelerated(side)).values()
     paths = [path for leaf in bound.leaves if not leaf.embeds for path in leaf.paths]
     names = []
@@ -234,7 +234,7 @@ def quantized(side: nn.Module) -> nn.Module:
 
 @pytest.mark.parametrize("family", ["bert", "modernbert", "nomic_bert"])
 def test_dynamic_quantization_sees_the_padding_of_stock(family) -> None:
-    """The scale of the quantized input depends on all rows, padding included."""
+    """Dynamic quantization gives stock's result, as its scale depends on padded rows too."""
     stock = build(family)
     fast = fastbert.accelerate(copy.deepcopy(stock))
     given = inputs("right", family)
@@ -247,7 +247,7 @@ def test_dynamic_quantization_sees_the_padding_of_stock(family) -> None:
     assert 0.0 < errors[0] <= 1.5 * errors[1]
 
 
-# The table of row-wise modules
+# Tests of the table of row-wise modules
 
 
 def parametrized(linear: nn.Linear) -> nn.Module:

@@ -1,4 +1,4 @@
-"""The search for encoders inside objects of other libraries."""
+"""``accelerate`` finds encoders inside objects of other libraries."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from fastbert.integrations.find_modules import find_modules
 
 
 class Encoder(nn.Module):
-    """What the tests look for."""
+    """The type of module that the tests search for."""
 
 
 class Holder:
-    """An object whose attributes are given by name."""
+    """An object with the attributes that its constructor gets."""
 
     def __init__(self, **attributes: Any) -> None:
         self.__dict__.update(attributes)
@@ -43,7 +43,7 @@ class Pydantic(BaseModel):
 
 
 class Computing:
-    """An object that fails if a property, a method or ``__getattr__`` runs."""
+    """An object that fails if its property, method or ``__getattr__`` runs."""
 
     def __init__(self, inner: Any) -> None:
         self.__dict__["inner"] = inner
@@ -133,7 +133,7 @@ def test_a_cycle_ends_and_each_module_is_found_once() -> None:
     encoder = Encoder()
     outer = Holder(first=encoder, all=[encoder, nn.Sequential(encoder)])
     outer.itself = {"outer": [outer]}
-    # The larger module with the same encoder comes later, and the first one is as good.
+    # The larger module comes later and contains no other encoder, so the first path is returned.
     assert paths(outer) == [".first"]
     whole = nn.Sequential(encoder, Encoder())
     assert paths(Holder(part=encoder, whole=whole)) == [".whole"]

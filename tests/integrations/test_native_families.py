@@ -1,4 +1,4 @@
-"""``fastbert.BertModel`` for checkpoints of every family; transformers in float64 is the oracle."""
+"""``fastbert.BertModel`` agrees with transformers in float64 for checkpoints of every family."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ from fastbert.testing.yardstick import Yardstick, each, run_sides
 pytestmark = pytest.mark.each_value
 
 every_family = pytest.mark.parametrize("family", FAMILIES)
-# These keys describe the file and not the model.
+# These keys of config.json describe the file and not the model.
 ABOUT_THE_FILE = {"architectures", "transformers_version", "dtype", "_name_or_path"}
 
 
 def native(model: Any, folder: Path) -> modules.BertModel:
-    """Load a model that transformers saved; a missing weight is an error."""
+    """Save a transformers model and load it with fastbert; a missing weight is an error."""
     model.save_pretrained(folder)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -56,7 +56,7 @@ def native(model: Any, folder: Path) -> modules.BertModel:
 
 
 def stock_gradients(ours: modules.BertModel, like: Any, folder: Path) -> dict[str, Tensor]:
-    """Return the gradients under the names of transformers, by saving them as weights."""
+    """Return gradients under transformers' names, by saving the gradients like weights."""
     holder = copy.deepcopy(ours)
     for parameter, held in zip(ours.parameters(), holder.parameters(), strict=True):
         held.data = torch.zeros_like(held) if parameter.grad is None else parameter.grad
@@ -158,7 +158,7 @@ def test_a_sequence_has_the_same_bits_alone_in_a_batch_and_packed(family, dtype,
 
 
 def test_fresh_models_of_a_family_train(tmp_path) -> None:
-    """A new model uses dropout, has all gradients, and can be saved for transformers."""
+    """A newly created model has dropout and all gradients, and can be saved for transformers."""
     for family, (name, _) in FAMILIES.items():
         stock = build(family)
         content = stock.config.to_dict()
@@ -189,7 +189,7 @@ DROPOUTS = {
 
 @every_family
 def test_dropout_is_where_it_is_in_transformers(family, tmp_path) -> None:
-    """With probability 1, the result of dropout is exact."""
+    """Dropout is applied at the same places; with probability 1, its result is exact."""
     batch = inputs("middle", family)
     mask = batch["attention_mask"]
     for key in DROPOUTS.get(family, ("hidden_dropout_prob", "attention_probs_dropout_prob")):
@@ -228,7 +228,7 @@ def test_a_folder_is_written_as_transformers_wrote_it(family, tmp_path) -> None:
 
 
 def _settings(content: dict[str, Any]) -> dict[str, Any]:
-    # NomicBERT's configuration has tie_word_embeddings, but does not write it.
+    # NomicBERT's configuration has tie_word_embeddings, but does not save the key.
     return {k: v for k, v in content.items() if k not in ABOUT_THE_FILE | {"tie_word_embeddings"}}
 
 
@@ -330,7 +330,7 @@ def test_missing_keys_mean_what_they_mean_in_transformers(family) -> None:
 
 
 def test_keys_of_other_families_mean_nothing(tmp_path) -> None:
-    """Keys that a family does not have are ignored, as in transformers."""
+    """Configuration keys of other families are ignored, as in transformers."""
     foreign = {"hidden_dropout_prob": 0.7, "layer_norm_eps": 0.5, "intermediate_size": 7}
     assert config("distilbert", **foreign) == config("distilbert")
     assert config("mpnet", type_vocab_size=7) == config("mpnet")
@@ -348,9 +348,10 @@ OLDER = {
 
 @pytest.mark.parametrize("base", [{}, {"local_rope_theta": None}], ids=["both", "no local"])
 def test_older_modernbert_configs(base, tmp_path) -> None:
-    """Files from before transformers 5 have an interval of layers and two bases.
+    """Configurations from before transformers 5 load like new configurations.
 
-    Newer files have ``layer_types`` and ``rope_parameters`` instead.
+    They have an interval of global layers and two rotary bases instead of ``layer_types`` and
+    ``rope_parameters``.
     """
     older = {name: value for name, value in (OLDER | base).items() if value is not None}
     stock, batch = build("modernbert", num_hidden_layers=4, **older), inputs("middle")
@@ -425,7 +426,7 @@ def test_lengths_end_where_the_positions_do(family, tmp_path) -> None:
 
 @pytest.mark.parametrize("family", ["roberta", "mpnet"])
 def test_padding_does_not_count_where_positions_are_counted(family, tmp_path) -> None:
-    """A row of length 50 with 46 tokens fits a table of 48 positions, as in transformers."""
+    """A padded row of length 50 with 46 real tokens fits a table of 48 positions."""
     stock = build(family)
     ours = native(stock, tmp_path)
     batch = inputs("none", family, 2, 50)

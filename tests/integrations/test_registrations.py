@@ -1,4 +1,4 @@
-"""The import of fastbert registers nothing global; each check runs in a new process."""
+"""Importing fastbert changes no global registry; each check runs in a new process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("transformers")
 
-# A snapshot holds the global registries of torch, of transformers and of the interpreter.
+# A snapshot contains the global registries of torch, transformers and the Python interpreter.
 SNAPSHOT = """
 import sys, os, warnings, torch
 from torch.nn.modules import module

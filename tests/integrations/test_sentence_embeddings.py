@@ -1,4 +1,4 @@
-"""Accelerated sentence-transformers on the real checkpoint and a thousand real sentences."""
+"""Accelerated sentence-transformers with a real checkpoint on a thousand real sentences."""
 
 from __future__ import annotations
 

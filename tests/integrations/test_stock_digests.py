@@ -1,4 +1,4 @@
-"""The pinned functions of transformers, and the probe of functions that are not pinned."""
+"""Functions of transformers are known by their digests; unknown functions are probed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NAME = "transformers.models.bert.modeling_bert.BertSelfAttention.forward"
 
 @pytest.fixture
 def unknown_file():
-    """Let every file of transformers be unknown, so that the digests of the functions decide."""
+    """Treat every transformers file as unknown, so that the digests of functions decide."""
     table = copy.deepcopy(stock_digests._table())
     table["files"] = {}
     with (
@@ -104,7 +104,7 @@ def test_an_unknown_function_is_probed_once_and_named_once(unknown_file) -> None
 
 
 def scaled(model: Any) -> None:
-    """Accelerate a model whose last linear layer computes something else."""
+    """Accelerate a model, and change the computation of its last linear layer."""
     _unchecked(model)
     linear = [module for module in model.modules() if type(module) is torch.nn.Linear][-1]
     with torch.no_grad():

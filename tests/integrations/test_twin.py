@@ -1,4 +1,4 @@
-"""HF models that equal their twin are served, with nothing to call, in all ten families."""
+"""In all ten families, an HF model equal to a new twin is served without calling its modules."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ SITUATIONS: dict[str, Any] = {
 }
 
 
-# transformers has no gradient checkpointing for ALBERT and MPNet.
+# In transformers, ALBERT and MPNet have no gradient checkpointing.
 CASES = [
     (family, situation)
     for family in families.FAMILIES

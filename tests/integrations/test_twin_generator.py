@@ -1,8 +1,8 @@
-"""Random changes of an HF model or of the code that it runs: each is named, or it changes nothing.
+"""Random changes of an HF model or of its code are either reported or harmless.
 
-Each case changes one attribute, buffer, parameter, method, submodule, hook, class, global name or
-table entry, drawn from everything that exists. If the comparison of the model with its twin does
-not name a change, the change must not alter the output of the stock model.
+Each case randomly changes one attribute, buffer, parameter, method, submodule, hook, class, global
+name or table entry. If comparing the model with its twin does not report the change, the change
+must not alter the output of the stock model.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Change = tuple[str, Callable[[], None]]
 
 
 def build(family: str, **changes: Any) -> Any:
-    """Return an HF model without a pooler, because fastbert calls the pooler of the HF model."""
+    """Return an HF model without a pooler, because fastbert always calls the HF pooler."""
     hf_model = families.build(family, **changes)
     if "pooler" in hf_model._modules:
         hf_model.pooler = None
@@ -53,7 +53,7 @@ def changed(value: Any) -> Any:
 def an_attribute(hf_model: Any, draw: random.Random) -> Change:
     path, module = draw.choice(list(hf_model.named_modules()))
     internal = vars(nn.Module())
-    # fastbert reads the eps of a layer norm from the module.
+    # A changed eps is excluded, because fastbert reads eps from the module and so serves it.
     names = [n for n in vars(module) if n not in internal and n not in ("config", "eps")]
     name = draw.choice([*names, "training_speed"] if names else ["training_speed"])
     value = changed(vars(module).get(name))
@@ -81,7 +81,7 @@ def a_parameter(hf_model: Any, draw: random.Random) -> Change:
 
 
 def a_method(hf_model: Any, draw: random.Random) -> Change:
-    # A forward of the HF model itself runs, and calls the forward of fastbert.
+    # The root module is excluded, because its own forward runs and then calls fastbert.
     path, module = draw.choice(list(hf_model.named_modules())[1:])
     names = [n for n in ("forward", "feed_forward_chunk", "ff_chunk") if hasattr(module, n)]
     name = draw.choice(names)
@@ -94,7 +94,7 @@ def a_method(hf_model: Any, draw: random.Random) -> Change:
 
 
 def more(out: Any) -> Any:
-    """Return an output with other numbers."""
+    """Return the output of a module with 1 added to its numbers."""
     if isinstance(out, Tensor):
         return out + 1 if out.is_floating_point() else out
     if isinstance(out, tuple):
@@ -138,7 +138,7 @@ INSTANCE = [
 
 
 def outputs(hf_model: Any, family: str) -> Tensor | str:
-    """Return the hidden states at real tokens, or the name of the error."""
+    """Return the hidden states at real tokens, or the name of the raised error."""
     batch = families.inputs("right", family)
     try:
         with torch.no_grad():
@@ -180,7 +180,7 @@ def test_the_random_changes_of_hosts_are_168_and_most_are_named() -> None:
 
 @contextlib.contextmanager
 def patched(place: Any, name: str, value: Any) -> Iterator[None]:
-    """Replace a name in a module or an attribute of a class."""
+    """Replace a global name of a module or an attribute of a class."""
     with mock.patch.object(place, name, value):
         yield
 
@@ -190,7 +190,7 @@ def other(*args: Any, **kwargs: Any) -> Any:
 
 
 def reached_functions(family: str) -> list[tuple[Any, str]]:
-    """Return the functions in modules and classes that the code of an HF model reaches by name."""
+    """Return the functions that an HF model's code reaches by name, in modules and classes."""
     hf_model = build(family)
     functions = {}
     for kind in twin_of(hf_model).kinds:
@@ -210,7 +210,7 @@ def reached_functions(family: str) -> list[tuple[Any, str]]:
 
 @pytest.mark.parametrize("family", ["bert", *map(long_case, ["mpnet", "modernbert"])])
 def test_every_function_that_the_code_of_a_host_reaches_is_watched(family) -> None:
-    """Each function is replaced in turn."""
+    """If any function that the code of an HF model reaches is replaced, the comparison sees it."""
     hf_model = build(family)
     places = reached_functions(family)
     assert len(places) >= 60

@@ -1,6 +1,6 @@
-"""The next call sees every write to a weight, no matter how a program writes to a model.
+"""The next call uses the new weights after any kind of write to them.
 
-The oracle is a deep copy of the model: the bits must be equal.
+The result must have the same bits as the result of a deep copy of the model.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 512,
     "hidden_dropout_prob": 0.0,
     "attention_probs_dropout_prob": 0.0,
-    "initializer_range": 0.2,  # Every change of a weight changes the logits.
+    "initializer_range": 0.2,  # so that every change of a weight changes the logits
 }
-# At the small rate of a warm-up, a step changes few bf16 weights.
+# At the low learning rate of a warm-up, a step changes few bf16 weights.
 SMALL_RATE = 5e-6
 
 
@@ -79,9 +79,9 @@ def is_what_a_deep_copy_says(model: nn.Module, inputs: dict[str, Tensor]) -> boo
 
 
 class Offloaded(torch.optim.Optimizer):
-    """An optimizer that keeps master weights in fp32 and writes them back through ``data``.
+    """An optimizer with fp32 master weights that it writes back through ``data``.
 
-    Offloading and sharding optimizers work in this way.
+    Offloading and sharding optimizers do the same.
     """
 
     def __init__(self, parameters: Any, lr: float) -> None:
@@ -97,9 +97,9 @@ class Offloaded(torch.optim.Optimizer):
 
 
 class EightBit(torch.optim.Optimizer):
-    """An optimizer that keeps its momentum in int8 and writes weights through their address.
+    """An optimizer with int8 momentum that writes weights through their address.
 
-    A library of 8-bit optimizers does the same in C.
+    Libraries of 8-bit optimizers do the same in C.
     """
 
     def __init__(self, parameters: Any, lr: float) -> None:
@@ -154,7 +154,7 @@ def test_every_step_of_an_optimizer_is_seen(kind, dtype, optimizer) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_in_evaluation_mode_is_seen(kind, dtype, optimizer) -> None:
-    """The model stays in eval mode and computes no gradients, so only the step is a signal."""
+    """A step is seen although the model stays in eval mode and computes no gradients."""
     model, inputs = made(kind, dtype), batch()
     step = OPTIMIZERS[optimizer](model.parameters(), lr=SMALL_RATE)
     for _ in range(4):
@@ -164,7 +164,7 @@ def test_a_step_in_evaluation_mode_is_seen(kind, dtype, optimizer) -> None:
         assert is_what_a_deep_copy_says(model, inputs)
 
 
-# Averaged and exchanged weights of a model that is trained
+# Tests of averaged and exchanged weights of a model in training
 
 
 def trained(model: nn.Module, inputs: dict[str, Tensor]) -> None:
@@ -180,7 +180,7 @@ def test_an_average_of_the_weights_is_seen(kind, dtype) -> None:
     average = copy.deepcopy(model)
     for _ in range(4):
         trained(model, inputs)
-        logits(average, inputs)  # This call is between the step and the averaging.
+        logits(average, inputs)  # This call caches the weights before they are averaged.
         for mean, now in zip(average.parameters(), model.parameters(), strict=True):
             mean.data.mul_(0.99).add_(now.data, alpha=0.01)
         assert is_what_a_deep_copy_says(average, inputs)
@@ -193,7 +193,7 @@ def test_weights_that_are_swapped_for_an_evaluation_are_seen(kind, dtype, how) -
     model, inputs = made(kind, dtype), batch()
     shadow = [p.detach().clone() for p in model.parameters()]
     trained(model, inputs)
-    for _ in range(2):  # The second exchange undoes the first.
+    for _ in range(2):  # The second exchange undoes the first exchange.
         logits(model, inputs)
         for parameter, other in zip(model.parameters(), shadow, strict=True):
             kept = parameter.detach().clone()
@@ -205,11 +205,11 @@ def test_weights_that_are_swapped_for_an_evaluation_are_seen(kind, dtype, how) -
         assert is_what_a_deep_copy_says(model, inputs)
 
 
-# Any write to any parameter
+# Tests of any write to any parameter
 
 
 def matrices(model: nn.Module) -> Iterator[Tensor]:
-    """Yield the matrices of the encoder's layers."""
+    """Yield the weight matrices of the encoder layers."""
     for name, parameter in model.named_parameters():
         if parameter.dim() == 2 and "embeddings" not in name and ".layer." in name:
             yield parameter
@@ -275,7 +275,7 @@ CHANGES: dict[str, Callable[[Tensor], None]] = {
     "clamped": clamp,
     "written through the address": through_the_address,
 }
-# Ways to reach the tensor of a parameter; PyTorch counts only the writes of the second.
+# Ways to reach the tensor of a parameter; PyTorch's version counter sees only writes to "detached".
 WAYS: dict[str, Callable[[Tensor], Tensor]] = {
     "data": lambda parameter: parameter.data,
     "detached": lambda parameter: parameter.detach(),
@@ -285,7 +285,7 @@ WAYS: dict[str, Callable[[Tensor], Tensor]] = {
 def changed_everywhere(
     model: nn.Module, inputs: dict[str, Tensor], change: Callable[[Tensor], None], way: str = "data"
 ) -> None:
-    """Check that the next call sees the ``change`` of each matrix, and then its undoing."""
+    """Check that the next call sees the ``change`` of each matrix, and then its reversal."""
     before = logits(model, inputs)
     for parameter in matrices(model):
         kept = parameter.detach().clone()
@@ -350,7 +350,7 @@ def test_a_write_to_inference_tensors_is_seen(kind) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_write_to_shared_memory_is_seen(kind) -> None:
-    """Another process may train the weights."""
+    """A write to shared memory, as by another process that trains, is seen."""
     model = made(kind, torch.bfloat16).share_memory()
     changed_everywhere(model, batch(), move_the_last)
 
@@ -358,7 +358,7 @@ def test_a_write_to_shared_memory_is_seen(kind) -> None:
 @pytest.mark.parametrize("assign", [False, True], ids=["copied", "assigned"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_state_dict_that_is_loaded_is_seen(kind, assign) -> None:
-    """Assigned tensors may have the addresses of old tensors, which the loop frees at once."""
+    """A loaded state dict is seen, even if its tensors reuse the addresses of freed tensors."""
     model, inputs = made(kind, torch.bfloat16), batch()
     for seed in range(6):
         logits(model, inputs)

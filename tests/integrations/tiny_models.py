@@ -1,4 +1,4 @@
-"""Small models of transformers, and comparisons of accelerated models with stock models."""
+"""Small transformers models, and comparisons of accelerated models with stock models."""
 
 from __future__ import annotations
 
@@ -57,26 +57,26 @@ def batch(lengths: tuple[int, ...] = LENGTHS, seed: int = 1) -> dict[str, Tensor
 
 
 class Sides(NamedTuple):
-    """Three copies of one model: accelerated, stock in float64 (the oracle), and stock."""
+    """Three copies of a model: accelerated, stock in float64 (oracle), and stock (yardstick)."""
 
     fast: Any
     oracle: Any
     stock: Any
 
     def each(self, change: Callable[[Any], Any]) -> None:
-        """Make the same change to the three models, with the same random numbers."""
+        """Make the same change, with the same random numbers, to all three models."""
         for side in self:
             torch.manual_seed(3)
             change(side)
 
     def run(self, function: Callable[[Any], Any]) -> list[Any]:
-        """Return ``function`` of each model; the result of the stock model is a yardstick."""
+        """Return ``function(model)`` for each model; the stock model's result is a yardstick."""
         return run_sides(function, *self)
 
     def check(self, given: dict[str, Any], **options: Any) -> None:
-        """Check that inference agrees by the tolerance rule and computes no padding.
+        """Check that inference passes the tolerance rule and computes no padding.
 
-        The result also has the bits of a deep copy.
+        The result must also have the same bits as the result of a deep copy.
         """
         with torch.no_grad(), rows_computed() as rows:
             fast = values(self.fast, given, **options)
@@ -111,7 +111,7 @@ def agree(
 
 
 def values(side: Any, given: dict[str, Any], **options: Any) -> dict[str, Tensor]:
-    """Return the outputs of a model, without hidden states and token logits at padding."""
+    """Return the outputs of a model; hidden states and token logits at padding are left out."""
     mask = given["attention_mask"].bool()
     results = {}
     for name, value in side(**given, **options).items():
@@ -129,10 +129,10 @@ def values(side: Any, given: dict[str, Any], **options: Any) -> dict[str, Tensor
 
 
 def gradients(side: nn.Module) -> dict[str, Tensor]:
-    """Return the gradients, without key biases.
+    """Return the gradients of all parameters except key biases.
 
-    The gradient of a key's bias is 0 except for rounding, because a softmax does not change with a
-    shift.
+    The gradient of a key bias is only rounding error, because a softmax is invariant to a shift of
+    its logits.
     """
     named = side.named_parameters()
     return {n: p.grad for n, p in named if p.grad is not None and not n.endswith("key.bias")}
@@ -140,7 +140,7 @@ def gradients(side: nn.Module) -> dict[str, Tensor]:
 
 @contextlib.contextmanager
 def rows_computed() -> Iterator[list[int]]:
-    """Record the number of rows that each layer, or one call of all layers, computes."""
+    """Record how many rows each layer, or each call of all layers, computes."""
     rows: list[int] = []
 
     def spy(room: Any, name: str) -> Any:

@@ -1,9 +1,9 @@
-"""The faults that ``make mutate`` puts into the C++ code: typical mistakes in such kernels.
+"""The faults that ``make mutate`` inserts into the C++ code: typical mistakes in kernels.
 
-Each fault is one wrong line, as in faults.py. A noun selects the code that is compiled with the
-fault, which is one source, or the kernels of one header at one instruction-set level. It also
-selects the tests that must catch the fault. Faults that only a sanitizer shows, because they change
-no result, are not here.
+Each fault is one wrong line, as in faults.py. The noun of a fault selects the code to compile: one
+source, or the kernels of one header at one instruction-set level. The noun also selects the tests
+that must catch the fault. Faults that change no result, and that only a sanitizer finds, are not
+here.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def source(name: str) -> Unit:
     return Unit(f"{CPU}/{name}.cpp")
 
 
-# Noun → the unit that is compiled. Of the sources that include a faulty header, one is compiled.
+# Noun → the unit to compile. If several sources include the faulty header, only one is compiled.
 UNITS: dict[str, Unit] = {
     "cpu_activation": level("avx2", "rows/activation_kernel.h"),
     "cpu_attention": level("avx2", "attention/forward_kernel.h"),
@@ -1856,7 +1856,7 @@ CPP_FAULTS: tuple[Fault, ...] = (
     *PARALLEL,
 )
 
-# Files of csrc/cpu without a fault, by the reason.
+# Files of csrc/cpu without a fault, with the reason.
 WITHOUT_FAULTS: dict[str, str] = {
     f"{CPU}/{name}": reason
     for reason, names in {

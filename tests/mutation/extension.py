@@ -1,8 +1,8 @@
-"""Build the extensions for mutate.py: once completely, then one source at a time with a fault.
+"""Build the extensions for mutate.py: first completely, and then one source with a fault.
 
-The flags are those of setup.py, with -O1 instead of -O3, which compiles a source in seconds, and
-without CUDA. The objects stay in build/mutation, where ninja updates them. The extensions are
-fastbert._C and ptxmachine._machine.
+The flags are those of setup.py, but without CUDA and with -O1 instead of -O3, so that a source
+compiles in seconds. The objects stay in build/mutation, where ninja updates them. The extensions
+are fastbert._C and ptxmachine._machine.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 from torch.utils import cpp_extension
 
 ROOT = Path(__file__).resolve().parents[2]
-BUILD = Path("build", "mutation")  # relative to ROOT, where ninja runs
+BUILD = Path("build", "mutation")  # relative to ROOT, in which ninja runs
 SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")
 MACHINE = "ptxmachine/csrc"
 
@@ -45,7 +45,7 @@ def compile_command() -> list[str]:
 def link_command(objects: list[str], library: str) -> list[str]:
     paths = [f"-L{path}" for path in cpp_extension.library_paths()]
     libraries = ["-lc10", "-ltorch", "-ltorch_cpu", "-ltorch_python"]
-    # If two objects define a function, the linker keeps the first definition.
+    # If two objects define a function, the linker uses the first definition, which has the fault.
     flags = ["-shared", "-Wl,-z,muldefs", *openmp()]
     torch_libraries = [] if Path(library).name.startswith("_machine") else [*paths, *libraries]
     return [*shlex.split(compiler()), *flags, *objects, *torch_libraries, "-o", library]
@@ -56,12 +56,12 @@ def openmp() -> list[str]:
 
 
 def machine_sources() -> list[str]:
-    """Return the sources of ptxmachine._machine."""
+    """Return the source files of ptxmachine._machine."""
     return _under(MACHINE)
 
 
 def sources() -> list[str]:
-    """Return the sources of fastbert._C."""
+    """Return the source files of fastbert._C."""
     own = ["csrc/bindings.cpp", "csrc/unchanged.cpp"]
     return [*own, *_under("csrc/cpu")]
 
@@ -75,7 +75,7 @@ def object_of(source: str) -> Path:
 
 
 def compile_all(names: list[str], workers: int) -> None:
-    """Compile sources without a fault; sources whose objects are up to date are left alone."""
+    """Compile sources without a fault, except sources whose objects are up to date."""
     (ROOT / BUILD).mkdir(parents=True, exist_ok=True)
     rules = [
         f"builddir = {BUILD}",
@@ -93,19 +93,19 @@ def compile_all(names: list[str], workers: int) -> None:
 
 
 class Unit(NamedTuple):
-    """A source that is compiled with a fault; a level is compiled with one kernel header only."""
+    """A source to compile with a fault; the source of a level includes only one kernel header."""
 
     source: str
     kernels: str = ""
 
     @property
     def linked(self) -> list[str]:
-        """The sources of the extension that the unit is a part of."""
+        """Return the sources of the extension that contains the unit."""
         return machine_sources() if self.source.startswith(MACHINE) else sources()
 
     @property
     def library(self) -> str:
-        """The file of that extension in a tree."""
+        """Return the path of the extension that contains the unit, relative to a tree."""
         machine = self.source.startswith(MACHINE)
         return ("ptxmachine/src/ptxmachine/_machine" if machine else "fastbert/_C") + SUFFIX
 
@@ -113,7 +113,8 @@ class Unit(NamedTuple):
 def text_of(tree: Path, unit: Unit) -> str:
     """Return the source of a unit.
 
-    The source of a level includes only the header ``kernels`` and keeps the functions of its table.
+    The source of a level includes only the header ``kernels``, and references the functions of the
+    kernel table that this header defines.
     """
     folder = tree / "csrc" / "cpu"
     text = (tree / unit.source).read_text(encoding="utf-8")
@@ -135,7 +136,7 @@ def text_of(tree: Path, unit: Unit) -> str:
 
 
 def compile_unit(tree: Path, unit: Unit) -> Path:
-    """Compile ``unit`` in ``tree`` and return the object.
+    """Compile ``unit`` in ``tree`` and return the path of the object.
 
     Raises:
         RuntimeError: If the unit does not compile.
@@ -153,7 +154,7 @@ def link_unit(compiled: Path, unit: Unit, library: Path) -> None:
     """Link an object of `compile_unit`, followed by the other objects of `compile_all`.
 
     Raises:
-        RuntimeError: If a function is missing, because a test would then fail without the fault.
+        RuntimeError: If a function is missing, which would make a test fail even without a fault.
     """
     names = [name for name in unit.linked if unit.kernels or name != unit.source]
     others = [str(ROOT / object_of(name)) for name in names]

@@ -1,8 +1,8 @@
-"""The faults that ``make mutate`` puts into the Triton kernels: typical mistakes in such kernels.
+"""The faults that ``make mutate`` inserts into the Triton kernels: typical mistakes in kernels.
 
-Each fault is one wrong line that changes a result, reads forbidden memory or leaves memory
-unwritten. tests/kernels/faulty_launches.py has the faults that only a compiler or a GPU shows
-(tf32, spills, races). The faults of the C++ code are in cpp_faults.py.
+Each fault is one wrong line that changes a result, reads out of bounds or leaves memory unwritten.
+tests/kernels/faulty_launches.py has faults that only compiled code shows, such as tf32 and spills.
+The faults of the C++ code are in cpp_faults.py.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 
 class Fault(NamedTuple):
-    """One wrong line.
+    """A change of one line that makes the code wrong.
 
     ``file`` is a path from the root of the repository and contains ``old`` exactly once. ``noun``
     selects the tests.

@@ -1,6 +1,6 @@
-"""The faults that the selection of `make test` misses and the long cases catch, with the reasons.
+"""The faults that only the long cases catch, and not the cases of `make test`, with the reasons.
 
-`make mutate` fails if it finds another such fault, or if the selection catches one of these.
+`make mutate` fails if another fault is of this kind, or if `make test` catches a listed fault.
 """
 
 from __future__ import annotations

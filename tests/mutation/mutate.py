@@ -1,14 +1,13 @@
-"""Put one fault at a time into the kernels and the PTX machine, and find out whether a test fails.
+"""Insert one fault at a time into the kernels or the PTX machine, and check whether a test fails.
 
     python tests/mutation/mutate.py [--only TEXT] [--workers 2] [--json FILE]    # or: make mutate
 
 Each fault of faults.py, cpp_faults.py and ptx_faults.py is applied to a copy of the tree, never to
-the tree itself. The tests of the fault's noun run in the copy until one fails: first the cases that
-`make test` selects, and all cases if these pass. A fault is caught if a test fails, crashes or
-hangs. For C++, the unit of the noun is compiled with the fault; a fault that does not compile, or
-compiles to the same code, is an error. The exit status is 1 if fewer than 95 % of the faults of a
-kind are caught, if a fault that only the long cases catch is missing in long_cases.py, or if a test
-fails without a fault.
+the tree itself. The tests of the fault's noun run in the copy until a test fails: first the cases
+that `make test` selects, and then all cases. A fault is caught if a test fails, crashes or hangs.
+For C++, the unit of the noun is compiled with the fault; a fault that does not compile, or compiles
+to the same code, is an error. The exit status is 1 if fewer than 95 % of the faults of a kind are
+caught, if long_cases.py differs from the outcomes, or if a test fails without a fault.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from long_cases import LONG_CASES
 from ptx_faults import PTX_FAULTS, PTX_SELECTIONS, PTX_UNITS
 
 NEEDED = 0.95
-# Limit of the tests in seconds, because a fault may cause an endless loop.
+# Time limit of the tests in seconds, because a fault may cause an endless loop.
 LONGEST = 300
 COPIED = ("csrc", "fastbert", "kernels", "ptxmachine", "tests", "pyproject.toml")
 TESTS = SELECTIONS | CPP_SELECTIONS | PTX_SELECTIONS
@@ -45,7 +44,7 @@ COMPILED = UNITS | PTX_UNITS
 
 
 class Outcome(NamedTuple):
-    """The outcome of one fault; ``by`` is the first test that failed, or the end of the run.
+    """The outcome of one fault; ``by`` is the first failed test, or how the run ended.
 
     ``quick`` says whether the cases that `make test` selects catch the fault.
     """
@@ -63,7 +62,7 @@ class Outcome(NamedTuple):
 
 
 def copy_tree(folder: Path) -> Path:
-    """Copy the files that the tests need, with symlinks, and return the folder."""
+    """Copy the files that the tests need, including symlinks, and return the folder."""
     ignored = shutil.ignore_patterns("__pycache__", ".pytest_cache", "build", "_machine*.so")
     for name in COPIED:
         source, target = ROOT / name, folder / name
@@ -82,7 +81,7 @@ def run_tests(tree: Path, noun: str, every_case: bool) -> tuple[bool, str]:
 def run_selection(tree: Path, selection: list[str]) -> tuple[bool, str]:
     """Return whether the selected tests pass in ``tree``, and the first failure.
 
-    The tests use the installed ptxmachine, or that of ``tree`` if `build` has linked its extension.
+    The tests use the installed ptxmachine, or the ptxmachine of ``tree`` if `build` has linked it.
     """
     machines = {str(library.parents[1]) for library in tree.glob("ptxmachine/src/*/_machine*.so")}
     paths = [str(tree), *machines, *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -92,7 +91,7 @@ def run_selection(tree: Path, selection: list[str]) -> tuple[bool, str]:
         "PYTHONDONTWRITEBYTECODE": "1",
         "TRITON_INTERPRET": "1",
         "OMP_NUM_THREADS": "1",
-        # Width of pytest's summary.
+        # The width of pytest's summary, so that lines are not shortened.
         "COLUMNS": "240",
     }
     command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "-p", "no:cacheprovider"]
@@ -108,7 +107,7 @@ def run_selection(tree: Path, selection: list[str]) -> tuple[bool, str]:
     if run.returncode < 0:
         return False, f"crashed with signal {-run.returncode}"
     if run.returncode != 1:
-        # pytest ran no test, or had an internal error, which proves nothing about the fault.
+        # Without a test, or after an internal error of pytest, nothing is known about the fault.
         raise RuntimeError(f"pytest: exit status {run.returncode}\n{run.stdout}\n{run.stderr}")
     failed = [line for line in run.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]
     return False, failed[0].partition(" ")[2] if failed else "an error"
@@ -123,7 +122,7 @@ def apply(tree: Path, fault: Fault) -> str:
 
 
 def build(tree: Path, noun: str) -> bytes:
-    """Compile the unit of the noun into its extension in ``tree`` and return its object."""
+    """Compile the noun's unit, link the extension in ``tree``, and return the object's bytes."""
     unit = COMPILED[noun]
     compiled = compile_unit(tree, unit)
     link_unit(compiled, unit, tree / unit.library)
@@ -131,7 +130,7 @@ def build(tree: Path, noun: str) -> bytes:
 
 
 def try_fault(tree: Path, fault: Fault, clean: dict[str, bytes]) -> Outcome:
-    """Run the tests with a fault; ``clean`` has the objects of the C++ nouns without a fault."""
+    """Run the tests with a fault; ``clean`` maps C++ nouns to objects without a fault."""
     start = time.monotonic()
     original = apply(tree, fault)
     try:
@@ -177,12 +176,12 @@ def try_all(faults: list[Fault], workers: int, clean: dict[str, bytes]) -> list[
 
 
 def check_unbroken(nouns: set[str], workers: int, every_case: bool) -> dict[str, bytes]:
-    """Run the tests without a fault and return the objects of the C++ nouns.
+    """Check that the tests pass without a fault, and return the objects of the C++ nouns.
 
     Args:
         nouns: The nouns whose tests run.
-        workers: The number of nouns at a time.
-        every_case: Whether all cases run, or those of `make test`.
+        workers: The number of nouns that are tested at the same time.
+        every_case: Whether all cases run, or only the cases of `make test`.
 
     Raises:
         RuntimeError: If a test fails without a fault.
@@ -204,14 +203,14 @@ def check_unbroken(nouns: set[str], workers: int, every_case: bool) -> dict[str,
 
 
 def judge(kind: str, faults: list[Fault], workers: int) -> list[Outcome]:
-    """Try the faults of one kind, and print for each file how many were caught."""
+    """Try the faults of one kind, and print how many faults of each file were caught."""
     start = time.monotonic()
     linked = {n for f in faults if f.noun in COMPILED for n in COMPILED[f.noun].linked}
     if linked:
         compile_all(sorted(linked), workers)
     clean = check_unbroken({fault.noun for fault in faults}, workers, every_case=False)
     outcomes = try_all(faults, workers, clean)
-    # A failure of a long case proves something if all long cases pass without a fault.
+    # The failure of a long case counts only if all long cases pass without a fault.
     long = {outcome.fault.noun for outcome in outcomes if outcome.caught and not outcome.quick}
     check_unbroken(long, workers, every_case=True)
     tried = Counter(outcome.fault.file for outcome in outcomes)
@@ -231,7 +230,7 @@ def judge(kind: str, faults: list[Fault], workers: int) -> list[Outcome]:
 
 
 def unlisted(outcomes: list[Outcome]) -> list[str]:
-    """Return the faults in which long_cases.py differs from the outcomes."""
+    """Return a message for each difference between long_cases.py and the outcomes."""
     return [
         f"{outcome.fault.name}: {'missing in' if outcome.caught else 'too much in'} long_cases.py"
         for outcome in outcomes
@@ -240,10 +239,10 @@ def unlisted(outcomes: list[Outcome]) -> list[str]:
 
 
 def part_of(text: str) -> tuple[int, int]:
-    """Read K/N, the K-th of N parts.
+    """Parse "K/N", which means the K-th of N parts.
 
     Raises:
-        ValueError: If this is no part; argparse prints the error.
+        ValueError: If the text is not such a part; argparse prints the error.
     """
     part, parts = map(int, text.split("/"))
     if not 1 <= part <= parts:
@@ -272,7 +271,8 @@ def main() -> int:
         parser.error(f"--only: got {options.only!r}, allowed: a part of a fault's name or file")
     outcomes, enough = [], True
     for kind, faults in chosen.items():
-        # Faults of one noun stand together and go to few parts, because each noun is checked first.
+        # Each part first checks its nouns without a fault. Faults of a noun are adjacent, so that
+        # few parts check the same noun.
         first, last = (len(faults) * k // parts for k in (part - 1, part))
         if faults[first:last]:
             judged = judge(kind, faults[first:last], options.workers)

@@ -1,10 +1,10 @@
-"""Put one fault at a time into the page of ``fastbert view``, and find out whether a test fails.
+"""Insert one fault at a time into the page of ``fastbert view``, and check whether a test fails.
 
     python tests/mutation/mutate_page.py [--only TEXT]    # or: make mutate-viewer
 
 Each fault of page_faults.py is applied to a copy of the tree, and node builds the page. The tests
-of the fault's noun run in the copy until one fails. A fault that does not change the built page is
-an error. The exit status is 1 if a fault is not caught, or if a test fails without a fault.
+of the fault's noun run in the copy until a test fails. A fault that does not change the built page
+is an error. The exit status is 1 if a fault is not caught, or if a test fails without a fault.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from page_faults import PAGE_FAULTS, PAGE_SELECTIONS
 
 
 def build(tree: Path) -> bytes:
-    """Build the page of ``tree`` and return it."""
+    """Build the page of ``tree`` and return its bytes."""
     web = tree / "fastbert" / "viewer" / "web"
     subprocess.run(["node", "build.mjs"], cwd=web, check=True, capture_output=True)
     return (web.parent / "page.html").read_bytes()

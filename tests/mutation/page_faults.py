@@ -1,7 +1,7 @@
-"""The faults that ``make mutate-viewer`` puts into the page of ``fastbert view``.
+"""The faults that ``make mutate-viewer`` inserts into the page of ``fastbert view``.
 
-Each fault is one wrong expression in a source of the page: a number, a place, a colour, a key or a
-label. The page is built with the fault, and a test in a browser must fail.
+Each fault is one wrong expression in a source of the page: a number, a position, a colour, a key or
+a label. The page is built with the fault, and a browser test must fail.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def fault(name: str, noun: str, file: str, old: str, new: str) -> Fault:
 
 
 PAGE_FAULTS = [
-    # Quantization, and which numbers a plane has
+    # Faults of quantization, and of the numbers in a plane
     fault("codes are not squared", "numbers", "planes.js",
           "(_, code) => (code / levels) ** 2", "(_, code) => code / levels"),
     fault("queries and keys are swapped", "numbers", "planes.js",
@@ -59,7 +59,7 @@ PAGE_FAULTS = [
     fault("a block is read once more than it is long", "controls", "data.js",
           "if (!unpacked.has(name)) unpacked.set(name, inflate(name));",
           "if (!unpacked.has('a')) unpacked.set(name, inflate('weights-0'));"),
-    # Sentences, windows and padding
+    # Faults of sentences, windows and padding
     fault("a to b shows b to a", "links", "data.js",
           "{ queries: side(filter[0]), keys: side(filter[1]) }",
           "{ queries: side(filter[1]), keys: side(filter[0]) }"),
@@ -73,7 +73,7 @@ PAGE_FAULTS = [
           "return sum / senders.length", "return sum"),
     fault("the answer starts at its end", "limits", "prediction.js",
           "at === 0 ? 'The answer starts at'", "at === 1 ? 'The answer starts at'"),
-    # State and link
+    # Faults of the state and the link
     fault("heads are lost in the link", "links", "state.js",
           "heads: state.heads.join('.') })", "heads: state.heads.join(',') })"),
     fault("the link loses the order", "links", "state.js",
@@ -84,7 +84,7 @@ PAGE_FAULTS = [
           "history.replaceState(null, '', hash());", ""),
     fault("the right arrow goes back", "controls", "state.js",
           "ArrowRight: () => step(1)", "ArrowRight: () => step(-1)"),
-    # Pictures and files
+    # Faults of pictures and files
     fault("saved lines are level", "pictures", "views/head.js",
           "L${width.right},${middle(to[line])}", "L${width.right},${middle(from[line])}"),
     fault("drawn lines are level", "pictures", "views/head.js",
@@ -116,7 +116,7 @@ PAGE_FAULTS = [
     fault("shares are per mille", "numbers", "measures.js", "(100 * value)", "(1000 * value)"),
     fault("a head of the table opens the layer after it", "controls", "measures.js",
           "change({ layer, heads: [head] })", "change({ layer: layer - 1, heads: [head] })"),
-    # Keys, pointers and zoom
+    # Faults of keys, pointers and zoom
     fault("End goes beyond the last thumbnail", "controls", "views/model.js",
           "count - 1", "count"),
     fault("shift moves five cells", "controls", "views/matrix.js",
@@ -131,7 +131,7 @@ PAGE_FAULTS = [
           "      work(event);\n", ""),
     fault("the button keeps the theme", "controls", "main.js",
           "isDark() ? 'light' : 'dark'", "isDark() ? 'dark' : 'light'"),
-    # Labels for assistive programs
+    # Faults of labels for assistive software
     fault("a select has no label", "accessibility", "dom.js",
           "element('label', { for: id }, label)", "element('label', {}, label)"),
     fault("a tab is a button", "accessibility", "main.js", "role: 'tab', id", "role: 'button', id"),

@@ -1,7 +1,7 @@
-"""The faults that ``make mutate`` puts into the PTX machine: wrong readings of the PTX manual.
+"""The faults that ``make mutate`` inserts into the PTX machine: wrong readings of the PTX manual.
 
-Each fault is one wrong line, as in faults.py. The machine judges kernels, so that its own tests and
-the kernels of tests/ptx/calibration, which are right on GPUs, must catch a fault in it.
+Each fault is one wrong line, as in faults.py. The machine's own tests must catch the fault, or the
+kernels of tests/ptx/calibration, which are known to be right on GPUs.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ PTX_UNITS: dict[str, Unit] = {f"ptx_{room}": Unit(f"{PTX}/{room}.cpp") for room 
 
 
 def selected(*names: str, triton: str = "") -> list[str]:
-    """Return the tests of the machine and, of the Triton cases, those with this text."""
+    """Return tests of the machine, and the Triton cases whose names contain `triton`."""
     files = [f"{OWN}{name}.py" for name in names]
-    # With a file of tests/, pytest reads the options of tests/conftest.py.
+    # One file is from tests/, so that pytest reads the options in tests/conftest.py.
     others = "not triton_calibration"
     return [*files, TRITON, "-k", f"{others} or {triton}" if triton else others]
 
@@ -86,7 +86,7 @@ def fault(room: str, name: str, old: str, new: str) -> Fault:
 
 
 PTX_FAULTS: list[Fault] = [
-    # Fragments, matrices and descriptors.
+    # Faults of fragments, matrices and descriptors.
     fault("products", "accumulator rows 8 apart are swapped", "(e & 2 ? 8 : 0)", "(e & 1 ? 8 : 0)"),
     fault(
         "products", "accumulator columns", "2 * (lane % 4) + (e & 1)", "(lane % 4) + 4 * (e & 1)"
@@ -170,7 +170,7 @@ PTX_FAULTS: list[Fault] = [
         "value |= (uint32_t)x << (16 * e);",
         "value |= (uint32_t)x << (16 - 16 * e);",
     ),
-    # Memory and atomics.
+    # Faults of memory and atomics.
     fault("memory", "local memory is shared by the lanes", "if (local) return m;", ""),
     fault(
         "memory", "s8 is not extended", "return (uint64_t)(int64_t)(int8_t)bits;", "return bits;"
@@ -195,7 +195,7 @@ PTX_FAULTS: list[Fault] = [
         "scope_of(i), i.arg[2] & kAcquire",
         "scope_of(i), false",
     ),
-    # Integers and bits.
+    # Faults of integers and bits.
     fault(
         "integer",
         "order of prmt's bytes",
@@ -278,7 +278,7 @@ PTX_FAULTS: list[Fault] = [
     fault(
         "warp", "match.all is match.any", "i.arg[0] ? (all ? members : 0) : equal[l]", "equal[l]"
     ),
-    # Barriers and asynchronous copies.
+    # Faults of barriers and asynchronous copies.
     fault(
         "machine",
         "a barrier of some warps",
@@ -467,7 +467,7 @@ PTX_FAULTS: list[Fault] = [
         "window == kSharedWindow && !i.arg[0] &&",
         "false &&",
     ),
-    # The operands of instructions.
+    # Faults of the operands of instructions.
     fault("shape", "an operand may be missing", "given < least", "given + 1 < least"),
     fault("shape", "a register may be wider", "return o.bits == s.bits", "return o.bits >= s.bits"),
     fault("shape", "special registers are written", "(s.written && o.special)", "false"),

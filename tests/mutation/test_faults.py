@@ -1,4 +1,4 @@
-"""The faults fit the present kernels, and one fault is caught. ``make mutate`` tries all faults."""
+"""All faults fit the current sources, and one fault is caught; ``make mutate`` tries all faults."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_every_program_of_the_page_has_faults():
 
 @functools.cache
 def included(unit: Unit) -> set[str]:
-    """Return the files of csrc that the compiler reads for ``unit``."""
+    """Return the files of csrc that the compiler reads to compile ``unit``."""
     paths, texts = {unit.source}, [(Path(unit.source).parent, text_of(ROOT, unit))]
     while texts:
         folder, text = texts.pop()

@@ -1,6 +1,6 @@
-"""The samples with which torch tests its own operators, as calls of our operations.
+"""The samples that torch uses to test its operators, converted to calls of fastbert operations.
 
-python tests/ops/_opinfo.py    # the number of samples by operation, and what is left out
+python tests/ops/_opinfo.py    # print the number of samples and of left-out samples by operation
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from fastbert.testing.cases import Inputs
 
 
 class Call(NamedTuple):
-    """A call of one of our operations, and a function of torch that takes the same arguments.
+    """A call of a fastbert operation, and a torch function that takes the same arguments.
 
     Attributes:
         inputs: The arguments.
-        torch_function: The function of torch.
-        refused: Name of the argument that our operation refuses on every backend; "" for none.
+        torch_function: The function of torch that is the oracle.
+        refused: Name of the argument that the operation refuses on every backend, or "".
     """
 
     inputs: Inputs
@@ -32,11 +32,11 @@ class Call(NamedTuple):
 
 
 class LeftOut(ValueError):
-    """A sample that our operation cannot express; the message says why."""
+    """Raised for a sample that a fastbert operation cannot express; the message says why."""
 
 
 def calls(op: str) -> Iterator[Call]:
-    """Yield the samples of an operation that it can express, each dense and with gaps in memory."""
+    """Yield calls for the samples that an operation can express, contiguous and non-contiguous."""
     for sample in samples(op):
         for given in (sample, sample.noncontiguous()):
             try:
@@ -46,8 +46,8 @@ def calls(op: str) -> Iterator[Call]:
 
 
 def samples(op: str) -> list[Any]:
-    """Return torch's samples of the counterpart of an operation."""
-    # The import takes seconds.
+    """Return torch's samples for the torch operator that corresponds to an operation."""
+    # The import is here because it takes seconds.
     from torch.testing._internal.common_methods_invocations import op_db
 
     inputs = []
@@ -58,7 +58,7 @@ def samples(op: str) -> list[Any]:
 
 
 def _call(torch_function: Callable[..., Tensor], refused: str = "", **arguments: Any) -> Call:
-    """Return a call with positional tensors; a keyword argument begins with an underscore."""
+    """Return a call; names with a leading underscore become keyword arguments."""
     keyword = {name[1:]: value for name, value in arguments.items() if name.startswith("_")}
     positional = {name: value for name, value in arguments.items() if not name.startswith("_")}
     differentiated = tuple(
@@ -70,7 +70,7 @@ def _call(torch_function: Callable[..., Tensor], refused: str = "", **arguments:
 
 
 def _norm(sample: Any) -> tuple[Tensor, list[Tensor | None], float | None]:
-    """Return the rows, weight and bias, and eps; the normalised dimensions become one."""
+    """Return rows, [weight, bias] and eps, with the normalised dimensions flattened to one."""
     shape, *given = sample.args
     parameters = [None if p is None else p.flatten() for p in (*given, None, None)[:2]]
     if parameters[0] is None:
@@ -138,11 +138,11 @@ def _attention(sample: Any) -> Call:
     )
     mask = bias = None
     if sample.kwargs.get("is_causal"):
-        # With fewer queries than keys, torch aligns the causal mask at the first key, and fastbert
-        # at the last key.
+        # With fewer queries than keys, torch aligns the causal mask to the first key, and fastbert
+        # to the last key.
         mask = torch.ones(1, 1, q.shape[2], k.shape[2], dtype=torch.bool).tril()
     elif (given := sample.kwargs.get("attn_mask")) is not None:
-        # In fastbert, a mask of two dimensions marks keys.
+        # In fastbert, a two-dimensional mask has the shape (batch, keys), so torch's is expanded.
         given = given.expand(*[1] * (4 - given.dim()), *given.shape)
         mask, bias = (given, None) if given.dtype == torch.bool else (None, given)
     return _call(torch_function, q=q, k=k, v=v, _mask=mask, _bias=bias)
@@ -195,7 +195,7 @@ def _linear_cross_entropy(sample: Any) -> Call:
     )  # fmt: skip
 
 
-# Operation → the name of its counterpart in torch's list of operators, and what makes the call.
+# Operation → the name of torch's corresponding operator, and the function that makes a call.
 COUNTERPARTS: dict[str, tuple[str, Callable[[Any], Call]]] = {
     "attention": ("nn.functional.scaled_dot_product_attention", _attention),
     "layer_norm": ("nn.functional.layer_norm", _layer_norm),
@@ -209,7 +209,7 @@ COUNTERPARTS: dict[str, tuple[str, Callable[[Any], Call]]] = {
 
 
 def table() -> str:
-    """Return the samples of each operation: all, and those left out with the reason."""
+    """Return a table with the numbers of samples and of left-out samples, with reasons."""
     rows = ["| operation | torch's samples | left out |", "|---|---|---|"]
     for op, (_, convert) in COUNTERPARTS.items():
         found_samples, left = samples(op), Counter()

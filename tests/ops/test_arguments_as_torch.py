@@ -1,4 +1,4 @@
-"""Arguments that torch takes in every form: vectors with a stride, and gradients that are None."""
+"""Operations accept strided vectors and None gradients, as torch does."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ WITH_VECTORS = [
 
 
 def each_run(chosen: list, long_backend: str):
-    """Run the cases on every backend; `make test` leaves out the cases of one backend.
+    """Parametrize a test by the cases; `make test` leaves out the cases of `long_backend`.
 
-    Triton's interpreter is slow, so `make test` has one case of each operation there.
+    Triton's interpreter is slow, so `make test` runs one Triton case of each operation.
     """
     first = {case.op: case for case, *_ in reversed(chosen)}
     runs = []
@@ -43,7 +43,7 @@ def each_run(chosen: list, long_backend: str):
 
 
 def column_of_a_matrix(vector: Tensor) -> Tensor:
-    """Return the values as a view with a stride of 3, between values that would be seen."""
+    """Return the values as a view with a stride of 3; values in the gaps would alter results."""
     matrix = torch.empty(len(vector), 3, dtype=vector.dtype, device=vector.device)
     matrix.fill_(float("nan") if vector.is_floating_point() else 1_000_000)
     matrix[:, 1] = vector
@@ -51,7 +51,7 @@ def column_of_a_matrix(vector: Tensor) -> Tensor:
 
 
 def with_columns(inputs: Inputs) -> Inputs:
-    """Return the inputs with a column of a matrix instead of every vector."""
+    """Return the inputs with every vector replaced by a column of a matrix."""
 
     def changed(name: str, value: Any) -> Any:
         return column_of_a_matrix(value) if is_vector(value) else value
@@ -71,7 +71,7 @@ def test_a_vector_with_a_stride_gives_the_same_bits(case, backend, dtype, device
         assert torch.equal(actual[name], value), name
 
 
-# All backends share the code before the gradient, and Triton's interpreter is slow.
+# Triton's cases are long, because all backends share the tested code and the interpreter is slow.
 @each_run(RUNS, long_backend="triton")
 def test_a_result_whose_gradient_is_none_gives_none(case, backend, dtype, device):
     inputs = case.inputs(dtype, device)

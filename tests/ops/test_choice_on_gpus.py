@@ -1,4 +1,4 @@
-"""Which backend serves a GPU, by its compute capability and the table of times."""
+"""The compute capability of a GPU and the table of times decide which backend serves it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """Pretend that this machine has a GPU of a compute capability."""
+    """Return a function that pretends a GPU with a compute capability."""
 
     def pretend(capability: tuple[int, int]) -> None:
         backend.capability.cache_clear()
@@ -32,7 +32,7 @@ def gpu(monkeypatch):
         monkeypatch.setattr(backend, "EXTENSION_HAS_CUDA", True)
         monkeypatch.setattr(backend, "CUDA_ARCHS", "8.0;9.0a;10.0+PTX")
 
-    # The GPU of a process stays the same, so that both are kept.
+    # Choices and the capability are cached, because the GPU of a process never changes.
     with mock.patch.dict(backend._choices, clear=True):
         yield pretend
     backend.capability.cache_clear()
@@ -56,7 +56,7 @@ def test_a_gpu_before_8_0_is_refused_with_its_capability(gpu, capability):
 
 @pytest.fixture
 def times(monkeypatch):
-    """Replace the table of times by one shape of each operation on 9.0; times are in seconds."""
+    """Return a function that replaces the table of times by one shape per operation on 9.0."""
 
     def replace(
         attention: dict[str, float],
@@ -95,7 +95,7 @@ def test_the_faster_backend_is_chosen(gpu, times):
     times({"triton": 2e-5, "cuda": 1e-5}, {"triton": 1e-5, "cuda": 2e-5})
     assert backend.resolve("attention", None, REQUEST).backend == "cuda"
     assert backend.resolve("layer_norm", None, REQUEST).backend == "triton"
-    # The table has no other dtype and operation.
+    # The table has no times for another dtype or operation.
     single = REQUEST._replace(dtype=torch.float32)
     assert backend.resolve("attention", None, single).backend == "triton"
     assert backend.resolve("embedding", None, REQUEST).backend == "triton"
@@ -153,7 +153,7 @@ def test_a_first_choice_that_refuses_is_passed_over_with_its_reason(gpu, times, 
 
 @pytest.mark.parametrize("op", ["linear_gelu", "feed_forward"])
 def test_the_rows_of_a_product_choose_its_backend(gpu, monkeypatch, op):
-    """The call itself asks for its class of rows, and a gradient adds the backward pass."""
+    """The rows of a call select the times, and a needed gradient adds the backward's time."""
     gpu((9, 0))
     seconds = {128: (1e-5, 2e-5), 2048: (2e-5, 1e-5)}
     points = tuple(
@@ -173,7 +173,7 @@ def test_the_rows_of_a_product_choose_its_backend(gpu, monkeypatch, op):
     monkeypatch.setattr(backend, "resolve", resolved)
     shapes = [(64, 64), (64,)] * (1 if op == "linear_gelu" else 2)
     for rows, needs in ((100, False), (2, False), (3000, False), (3000, True)):
-        # A tensor of the fake mode says that it is on a GPU.
+        # A fake tensor reports a GPU as its device.
         with FakeTensorMode():
             x, *parameters = (
                 torch.empty(shape, device="cuda", dtype=torch.float16)
@@ -239,14 +239,14 @@ def test_layers_take_their_parts_from_cuda(gpu, times):
         assert parts == tuple("cuda" if x == 1e-5 else "triton" for x in seconds)
     with pytest.raises(ValueError, match=r"'cuda' cannot serve attention: .*bias"):
         choose_parts(request._replace(options=("bias",)), torch.bfloat16, {"attention": "cuda"})
-    # ReLU is an activation that CUDA C++ does not have.
+    # CUDA C++ does not implement ReLU.
     relu = request._replace(activation="relu")
     with mock.patch.dict(backend._choices, clear=True):
         times({}, {}, {"triton": 2e-5, "cuda": 1e-5})
         assert choose(relu, {}) == ("triton", ONE_CALL, True)
     with pytest.raises(ValueError, match=r"'cuda' cannot serve feed_forward: .*none for relu"):
         choose_parts(relu, torch.bfloat16, {"feed_forward": "cuda"})
-    # An operation on another backend still prevents the call.
+    # If another backend is chosen for an operation, the layers cannot run as one call.
     choice = choose(request, {"feed_forward": "reference"})
     assert choice.backend == "reference"
     assert choice.reason.startswith("layer by layer: feed_forward is served by reference")

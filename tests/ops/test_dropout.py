@@ -1,4 +1,4 @@
-"""Dropout of a tensor: every backend has the mask of the reference, and gradients pass."""
+"""Dropout of a tensor: every backend has the mask of the reference, also for gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors of ``embedding`` on different devices."""
+"""``embedding`` refuses tensors on different devices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""feed_forward on every backend: gradients in float64, saved tensors, and launches."""
+"""feed_forward on every backend: gradients against float64, saved tensors, and launches."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fastbert.ops.feed_forward import (
 )
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-# Library GEMMs, allocations and views; all else in the Triton path must be Triton kernels.
+# On the Triton path, these operators (library GEMMs and views) may run besides Triton kernels.
 LIBRARY = {"aten::mm", "aten::addmm", "aten::t", "aten::transpose"}
 ALLOCATION = {"aten::empty", "aten::new_empty", "aten::empty_like", "aten::fill_"}
 VIEWS = {"aten::view", "aten::select", "aten::unsqueeze", "aten::detach", "aten::alias"}
@@ -51,7 +51,7 @@ def same(actual, expected):
 
 
 def saved_by(function, leaves) -> list[torch.Tensor]:
-    """Return the tensors that autograd keeps, except for the arguments."""
+    """Return the tensors that autograd saves for the backward, without the arguments."""
     kept = []
     hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t)
     with hooks:
@@ -152,7 +152,7 @@ def test_triton_launches_nothing_but_its_kernels_and_library_products(
 ):
     from fastbert.kernels.launch import Launch
 
-    # The interpreter would copy the arguments of a kernel with operators of torch.
+    # No kernel runs, because the interpreter would copy arguments with torch operators.
     monkeypatch.setattr(Launch, "run", lambda self, on: None)
     leaves = [t.detach() for t in draw(activation, dtype)]
     with Recorder() as recorder:

@@ -1,4 +1,4 @@
-"""The table of times by which a call on a GPU chooses its backend."""
+"""The table of times from which a call on a GPU chooses its backend."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def record(folder: Path, name: str, rows: list[dict], gpu: str = "NVIDIA H200") 
 
 
 def predictions(folder: Path, op: str, cases: tuple[str, ...], bytes_moved: float) -> None:
-    """Write counts of one launch of the library: Triton moves this many bytes, CUDA C++ 1.5 x."""
+    """Write predicted counts in which CUDA C++ moves 1.5 times the `bytes_moved` of Triton."""
     folder.mkdir()
     for name, share in ((op, 1.0), (f"{op}_cuda", 1.5)):
         directions = ("forward", "backward")
@@ -190,7 +190,7 @@ def predictions(folder: Path, op: str, cases: tuple[str, ...], bytes_moved: floa
 
 
 def seconds_of(bytes_moved: float, bandwidth: float) -> dict[str, float]:
-    """Return the times of `predictions`, at the share of the bandwidth that a copy reached."""
+    """Return the times that follow from `predictions` at the bandwidth of a measured copy."""
     seconds = bytes_moved / (bandwidth * 4.3 / 4.8)
     return {"triton": pytest.approx(seconds), "cuda": pytest.approx(1.5 * seconds)}
 
@@ -220,7 +220,7 @@ def test_a_recorded_run_replaces_the_predictions_of_its_architecture(tmp_path):
 
 @pytest.mark.parametrize("op", ["linear_gelu", "feed_forward"])
 def test_a_recorded_run_replaces_the_predictions_of_products(tmp_path, op):
-    """Both directions are in the record of `make gpu` for every shape of the table."""
+    """A measured shape replaces its prediction, and other shapes keep their predictions."""
     from fastbert.bench import choice
 
     old, new = tmp_path / "2026-01-01-predicted-bounds", tmp_path / "2026-01-02-predicted-bounds"
@@ -228,7 +228,7 @@ def test_a_recorded_run_replaces_the_predictions_of_products(tmp_path, op):
     predictions(new, op, ("2048×768×3072",), 2e9)
     before = {(p.arch, p.size): p for p in choice.points(tmp_path)}
     assert before.keys() == {(80, 128), (80, 2048), (90, 128), (90, 2048)}
-    # The later folder has the shape with 2048 rows alone.
+    # The newer folder has only the shape with 2048 rows.
     assert before[80, 128].forward == seconds_of(1e9, 2.039e12)
     assert before[90, 2048].forward == seconds_of(2e9, 4.8e12)
     assert before[90, 2048]._replace(forward={}, backward={}) == Point(

@@ -1,4 +1,4 @@
-"""Every registered case on every backend and dtype of this machine, forward and every gradient."""
+"""Every registered case passes on every backend and dtype of this machine, with all gradients."""
 
 from __future__ import annotations
 

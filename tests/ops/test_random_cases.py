@@ -1,6 +1,6 @@
-"""Seeded random cases: hundreds on Triton's kernels, and some on the other backends.
+"""Seeded random cases: hundreds on Triton kernels, and some on the other backends.
 
-`make test` runs the first turn of Triton's cases in fp32, and `make every-case` all turns.
+Of Triton's cases, `make test` runs the first round in fp32, and `make every-case` runs all rounds.
 
 A failure prints the command that reproduces the case. More cases run with ``fastbert check
 --cases 5000 --backend triton``.
@@ -25,17 +25,17 @@ from fastbert.testing.random_cases import (
 from fastbert.testing.selection import find
 
 DEVICE = parity.devices()[0]
-# The number of turns over all operations, by dtype.
+# The number of rounds by dtype; each round has a case of every operation.
 ROUNDS = {torch.float32: 21, torch.float16: 21, torch.bfloat16: 12}
 
 
 def served(backend: str, dtype: torch.dtype, rounds: int):
-    """Yield the cases that the backend serves here, one group per turn."""
+    """Yield the cases that the backend serves on this machine, one group per round."""
     for turn in range(rounds):
         cases = random_cases(len(TURNS) * rounds)[turn * len(TURNS) :][: len(TURNS)]
         group = [c for c in cases if parity.refusal(c, backend, dtype, DEVICE) is None]
         if group:
-            # A turn takes seconds in Triton's interpreter.
+            # A round takes seconds in Triton's interpreter.
             slow = backend == "triton" and (turn > 0 or dtype != torch.float32)
             name = f"{backend}-{str(dtype)[6:]}-{turn}"
             yield (long_case if slow else pytest.param)(group, backend, dtype, id=name)
@@ -94,7 +94,7 @@ def test_a_random_case_needs_its_operation_and_a_number():
 
 
 def test_the_options_are_all_met_among_a_thousand_cases():
-    """If a generator stopped drawing an option, the kernels of the option would go untested."""
+    """A thousand random cases contain every option, so that no kernel goes untested."""
     cases = random_cases(1000)
     dense = [c for c in cases if c.op == "attention"]
     assert {c.options.get("mask") for c in dense} >= {None, "padding", "rows", "k", "bhqk"}
@@ -117,14 +117,14 @@ def test_half_of_the_products_with_an_activation_meet_the_cuda_kernels(op):
     cases = random_cases(400, op=op)
     fused = [c for c in cases if all(size % 8 == 0 for size in c.shape[1:])]
     assert 0.5 * len(cases) <= len(fused) <= 0.8 * len(cases)
-    # The rows are free, and the other cases keep sizes that the kernels do not serve.
+    # The number of rows is arbitrary, and some cases have sizes that the kernels do not serve.
     assert {c.shape[0] % 8 for c in fused} == set(range(8))
     assert {size % 8 for c in cases for size in c.shape[1:]} == set(range(8))
 
 
 def test_free_logits():
     assert free_logits(3, 4) == 9
-    # Rows see 2, 3 and 4 keys, and each row has one free logit less. A window of 0 leaves none.
+    # The rows attend to 2, 3 and 4 keys, and have one free logit fewer. A window of 0 has none.
     assert free_logits(3, 4, causal=True) == 1 + 2 + 3
     assert free_logits(3, 4, window=0) == 0
     assert free_logits(5, 2, causal=True) == 1

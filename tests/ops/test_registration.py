@@ -1,4 +1,4 @@
-"""opcheck, torch.compile without graph breaks, autocast and second derivatives of operators."""
+"""Operators support opcheck, torch.compile without graph breaks, and autocast."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fastbert.ops import backend as backends
 from fastbert.testing import parity
 from fastbert.testing.selection import find
 
-# In these cases some parameters are None.
+# Some parameters are None in these cases.
 ABSENT = {("layer_norm", "no_bias"), ("embedding", "words")}
 RUNS = [
     run
@@ -22,8 +22,8 @@ RUNS = [
     if run[0] in (find(run[0].op, quick=True)[0], find(run[0].op)[1])
     or (run[0].op, run[0].name) in ABSENT
 ]
-# A case of Triton takes up to 30 s in its interpreter. The backends share the registered operators,
-# so `make test` has Triton for rows and for an activation in place.
+# A Triton case takes up to 30 s in the interpreter. The backends share the registered operators, so
+# `make test` runs Triton only for layer norm and for the feed-forward.
 ON_TRITON = ("layer_norm", "feed_forward")
 RUNS = [
     (
@@ -37,10 +37,10 @@ RUNS = [
 
 
 def _record_calls(monkeypatch):
-    """Replace operators by recorders, so that opcheck gets the arguments of the public function."""
+    """Record the operator calls that public functions make, as arguments for opcheck."""
     calls = []
     for noun, attribute in OPERATORS:
-        # import_module returns the module; the attribute ``ops.attention`` is the function.
+        # import_module is needed, because the attribute ``ops.attention`` is the function.
         module = importlib.import_module(f"fastbert.ops.{noun}")
         inner = getattr(module, attribute)
 
@@ -113,7 +113,7 @@ def test_opcheck_of_attention_weights(device):
 @pytest.mark.each_value
 @pytest.mark.parametrize(("case", "backend", "dtype", "device"), RUNS)
 def test_compiles_in_one_graph(case, backend, dtype, device):
-    torch._dynamo.reset()  # The limit of recompilations counts the other cases of an operation.
+    torch._dynamo.reset()  # Otherwise other cases would count towards the recompilation limit.
     function = getattr(ops, case.op)
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
     inputs = case.inputs(dtype, device)
@@ -132,13 +132,13 @@ def test_unpad_and_pad_compile_in_one_graph(device):
 
 @pytest.fixture
 def inductor(tmp_path, monkeypatch):
-    """Let torch's compiler link in a checkout whose path has a space; torch does not quote it."""
+    """Let torch.compile link if the path of torch has a space, which torch does not quote."""
     link = tmp_path / "lib"
     link.symlink_to(cpp_extension.TORCH_LIB_PATH)
     monkeypatch.setattr(cpp_extension, "TORCH_LIB_PATH", str(link))
 
 
-# The C++ code of inductor takes g++ 12 s.
+# g++ needs 12 s to compile inductor's C++ code.
 @pytest.mark.parametrize("compiler", ["aot_eager", long_case("inductor")])
 def test_compiled_dropout_draws_a_new_mask_each_call(inductor, compiler, device):
     q = torch.randn(1, 1, 16, 8, device=device)

@@ -1,4 +1,4 @@
-"""torch.func and forward-mode AD: plain PyTorch serves; other backends refuse with the reason."""
+"""torch.func and forward-mode AD use PyTorch code; other backends refuse and give the reason."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ each_op = pytest.mark.parametrize("op", [*OPERANDS, "rotary"])
 
 
 def both(op, **options):
-    """Yield the operation and its reference as functions of x."""
+    """Yield the operation and its reference, both as functions of x only."""
     for module, extra in ((ops, options), (reference, {})):
         function = functools.partial(getattr(module, op), **extra)
         if op == "rotary":
@@ -27,7 +27,7 @@ def both(op, **options):
 
 
 def turned(x, rotary):
-    """Return x with each row (8,) as two heads, the first of which is rotated."""
+    """View each row of x as two heads of size 4, and rotate the first head."""
     angles = torch.arange(2.0 * x.shape[0]).view(-1, 2)
     return rotary(x.view(-1, 2, 4), angles.cos(), angles.sin(), heads=1).reshape(x.shape)
 

@@ -1,8 +1,8 @@
-"""Run the kernel of attention weights on the PTX machine; a program for a test.
+"""Run the kernel of attention weights on the PTX machine; a test runs this program.
 
     python tests/ptx/attention_weights_on_ptx.py 80|90
 
-The kernel has no gradient, so that it has no case. The program prints the comparisons that fail.
+The kernel has no gradient, so no registered case covers it. The program prints failed comparisons.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Faults that only compiled code can have, put into the PTX of the shipped kernels.
+"""Faults that only compiled code can have, for insertion into the PTX of the shipped kernels.
 
 A fault removes or changes instructions in the PTX of one launch: a barrier, a wait, a fence, a
-swizzle, the form of a matrix instruction, a mask, a rounding. Each is a typical mistake of a
-compiler or of a kernel that is written by hand. A fault counts as caught if the PTX machine raises
-`PtxFault`, or if a tensor fails by the tolerance rule. try_compiled_faults.py tries the faults.
+swizzle, the form of a matrix instruction, a mask or a rounding. Such mistakes occur in compilers
+and in hand-written kernels. A fault is caught if the PTX machine raises `PtxFault`, or if a tensor
+fails the tolerance rule. try_compiled_faults.py tries the faults.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from typing import NamedTuple
 from fastbert.testing.cases import Case
 from fastbert.testing.selection import find
 
-# Three tiles of keys take the general kernels around their loops. The other cases are registered.
+# "general" makes the general kernels loop over three tiles of keys, and "loss" has two tiles. The
+# other cases are registered cases.
 CASES: dict[str, Case] = {
     "short": find("attention", "plain")[0],
     "general": Case("attention", "three_tiles", (1, 1, 300, 300, 64)),
@@ -31,9 +32,9 @@ class Kind(NamedTuple):
     """A kind of fault.
 
     Args:
-        meaning: What is wrong, in words.
-        old: Regular expression of the instructions that it changes.
-        new: What replaces a match, as in `re.sub`.
+        meaning: Description of the mistake.
+        old: Regular expression that matches the instructions to change.
+        new: Replacement of a match, as in `re.sub`.
     """
 
     meaning: str
@@ -41,12 +42,12 @@ class Kind(NamedTuple):
     new: str | Callable[[re.Match[str]], str]
 
     def replacement(self, match: re.Match[str]) -> str:
-        """Return what replaces a match."""
+        """Return the replacement of a match."""
         return match.expand(self.new) if isinstance(self.new, str) else self.new(match)
 
 
 def removed(meaning: str, instruction: str) -> Kind:
-    """Remove an instruction; `instruction` is a regular expression of its name."""
+    """Return a kind that removes instructions; the regular expression matches their names."""
     return Kind(meaning, rf"(?m)^\s*(?:@!?%p\d+ )?{instruction}\b[^;\n]*;$", "")
 
 
@@ -70,7 +71,7 @@ KINDS = {
     "stmatrix_trans": Kind(
         "stmatrix with .trans", r"(stmatrix\.\S*\.x\d)(\.shared)", r"\1.trans\2"
     ),
-    # Bits 62 and 63 of the descriptor of a matrix choose the swizzle: 128 bytes becomes none.
+    # Bits 62 and 63 of a matrix descriptor select the swizzle; the fault sets 128 bytes to none.
     "descriptor_swizzle": Kind(
         "a descriptor without swizzle",
         r"(or\.b64\s+%rd\d+, %rd\d+, )46116862933\d{8};",
@@ -115,8 +116,8 @@ class CompiledFault(NamedTuple):
         case: Key of `CASES`.
         launch: Name of the launch.
         kind: Key of `KINDS`.
-        which: "first", "last" or "every" match of the kind's expression.
-        dtype: Dtype of the inputs.
+        which: Matches of the kind's expression that change: "first", "last" or "every".
+        dtype: Data type of the inputs.
     """
 
     arch: int
@@ -131,7 +132,7 @@ class CompiledFault(NamedTuple):
         return f"sm_{self.arch} {self.launch} {self.dtype}: {self.which} {self.kind}"
 
     def broken(self, ptx: str) -> str:
-        """Return the PTX with the fault, or raise ValueError if the kind does not fit."""
+        """Return the PTX with the fault, or raise ValueError if the kind matches nothing."""
         kind = KINDS[self.kind]
         found = list(re.finditer(kind.old, ptx))
         if not found:
@@ -145,7 +146,7 @@ class CompiledFault(NamedTuple):
 def faults(
     arch: int, case: str, launch: str, dtype: str, first: str = "", last: str = "", every: str = ""
 ) -> list[CompiledFault]:
-    """Return the faults of a launch: the kinds that change the first, the last or every match."""
+    """Return the faults of a launch, by the kinds that change the first, last or every match."""
     return [
         CompiledFault(arch, case, launch, kind, which, dtype)
         for which, kinds in (("first", first), ("last", last), ("every", every))
@@ -348,10 +349,10 @@ FAULTS = [
 ]
 
 
-# Changes that the machine and the rule rightly let pass, with the reason. They are not counted.
-# Single instructions can be redundant, too, and are left out of `FAULTS`. An example is the barrier
-# after the loop over keys in the short forward: each warp has waited for its products before the
-# barriers around the change of layout of the output, which follow.
+# These changes are harmless for the given reasons, so that neither the machine nor the tolerance
+# rule must catch them. `FAULTS` also leaves out single redundant instructions. An example is the
+# barrier after the loop over keys in the short forward. It is redundant, because each warp waits
+# for its products before the later barriers around the layout conversion of the output.
 UNCAUGHT: dict[CompiledFault, str] = {
     CompiledFault(80, "short", "attention_short_forward", "fma_rounding", "every", "bfloat16"): (
         "the sums are fp32, and a unit in their last place is lost when they are rounded to bf16"

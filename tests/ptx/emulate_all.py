@@ -1,12 +1,12 @@
-"""Run the quick cases and random cases of every operation on compiled GPU kernels, without a GPU.
+"""Run quick and random cases of every operation on compiled GPU kernels, without a GPU.
 
     python tests/ptx/emulate_all.py [--cases 2] [--out out/emulate]    # or: make emulate
 
-The cases run on the PTX machine for sm_80 and sm_90, with Triton's kernels and, if nvcc is found,
-with the CUDA C++ kernels. Each runs on two schedules: 0 runs warps in turn and asynchronous
-operations at once, and 1 shuffles both. Approximate instructions err by the largest error in the
-PTX manual, downwards on schedule 0 and upwards on schedule 1. The results are written to
-emulation.json and emulation.md. The exit status is 1 if a run fails.
+The cases run on the PTX machine for sm_80 and sm_90, with the Triton kernels and, if nvcc exists,
+with the CUDA C++ kernels. Each case runs with two schedules. Schedule 0 runs warps in order and
+asynchronous operations immediately; schedule 1 shuffles both. Approximate instructions have the
+largest error of the PTX manual, downwards in schedule 0 and upwards in schedule 1. The results are
+written to emulation.json and emulation.md. The exit status is 1 if a run fails.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from fastbert.testing import emulation
 from fastbert.testing.emulation import EmulatedRun, Selection, emulate, summarize
 from fastbert.testing.random_cases import TURNS
 
-# Schedule, and share of the documented error that approximate instructions make.
+# Pairs of a schedule and the signed share of the documented error of approximate instructions.
 SCHEDULES = ((0, -1.0), (1, 1.0))
-# The CUDA C++ kernels serve about 1 of 15 random cases of attention, so more are drawn.
+# The CUDA C++ kernels serve about 1 of 15 random attention cases, so more of these are drawn.
 ATTENTION = ("attention", "attention_varlen", "attention_qkvpacked")
 DRAWN = 100
 
 
 def selections(backends: tuple[str, ...], random: int) -> list[Selection]:
-    """Return what runs; `random` is the number of random cases of each operation."""
+    """Return the selections to run; `random` is the number of random cases per operation."""
     chosen = []
     for arch in emulation.ARCHITECTURES:
-        # With the second schedule, the kernels are already compiled.
+        # The schedules of an architecture are adjacent, so the second needs no compilation.
         for schedule, approximate in SCHEDULES:
             common = {"schedule": schedule, "approximate": approximate}
             chosen.append(Selection(arch, backends, quick=True, **common))
@@ -50,7 +50,7 @@ def selections(backends: tuple[str, ...], random: int) -> list[Selection]:
 
 
 def run_all(chosen: list[Selection]) -> list[EmulatedRun]:
-    """Run everything and print a line for each run."""
+    """Run all selections, and print a line for each run."""
     runs = []
     for run in emulate(chosen, processes=os.cpu_count() or 1):
         runs.append(run)
@@ -64,7 +64,7 @@ def run_all(chosen: list[Selection]) -> list[EmulatedRun]:
 
 
 def page(runs: list[EmulatedRun], seconds: float) -> str:
-    """Return the results as Markdown: a paragraph, and a row per operation, backend and dtype."""
+    """Return Markdown with a summary and a table row per operation, backend and dtype."""
     rows: dict[tuple[str, str, str], dict[str, dict[str, Any]]] = {}
     for line in summarize(runs):
         rows.setdefault((line["op"], line["backend"], line["dtype"]), {})[line["arch"]] = line

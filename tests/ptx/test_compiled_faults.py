@@ -1,4 +1,4 @@
-"""The PTX machine and the tolerance rule catch faults in the compiled kernels that ship."""
+"""The PTX machine and the tolerance rule catch faults in the shipped compiled kernels."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ HERE = Path(__file__).parent
 
 pytestmark = [
     pytest.mark.skipif(not backends.HAS_TRITON, reason="needs triton"),
-    # The compilation takes most of the time.
+    # Compilation takes most of the time.
     pytest.mark.timeout(1500),
 ]
 
 
 @pytest.fixture(scope="module")
 def environment(pytestconfig):
-    """The environment of a process that compiles; Triton's cache is kept between runs."""
+    """Return the environment of a process that compiles; Triton's cache stays between runs."""
     cache = pytestconfig.cache.mkdir("triton")
     path = {"PYTHONPATH": str(HERE.parents[1])}
     return {**backends.compiler_environment(cache), **path, "OMP_NUM_THREADS": "1"}
@@ -32,7 +32,7 @@ def environment(pytestconfig):
 
 @pytest.fixture(scope="module")
 def outcomes(environment, request):
-    """What was found of each fault that this run judges, by its name."""
+    """Return the finding, or "", by the name of each fault that the selected tests need."""
     specs = (getattr(item, "callspec", None) for item in request.session.items)
     faults = {str(spec.params["fault"]) for spec in specs if spec and "fault" in spec.params}
     names = [str(fault) for fault in (*FAULTS, *UNCAUGHT) if str(fault) in faults]
@@ -54,7 +54,7 @@ def test_a_fault_is_caught(outcomes, fault):
 @pytest.mark.every_case
 @pytest.mark.parametrize("fault", UNCAUGHT, ids=str)
 def test_a_harmless_change_is_not_taken_for_a_fault(outcomes, fault):
-    """The reasons in `UNCAUGHT` hold."""
+    """The machine and the tolerance rule accept the harmless changes in `UNCAUGHT`."""
     assert outcomes[str(fault)] == ""
 
 

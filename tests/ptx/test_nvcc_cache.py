@@ -1,4 +1,4 @@
-"""What nvcc wrote is kept, and compiled again when anything that decides about it has changed."""
+"""nvcc's output is cached, and a source is compiled again if any input has changed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SOURCE = '#include "factor.cuh"\nextern "C" __global__ void scale(float* x) { *x
 
 @pytest.fixture
 def source(tmp_path, monkeypatch):
-    """A source with a header, and an empty folder of what is kept."""
+    """Return a source with a header, for an empty cache folder."""
     require_nvcc()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "source").mkdir()
@@ -31,7 +31,7 @@ def entries(tmp_path):
 
 
 def compiled(source, name, arch="80", flags=()):
-    """Return the texts of the PTX of a source that is compiled into a new folder."""
+    """Compile a source into a new folder, and return the PTX texts."""
     folder = source.parents[1] / name
     folder.mkdir()
     object_file, files = nvcc.compiled(source, folder, arch, flags)
@@ -84,7 +84,7 @@ def test_a_source_with_an_error_is_not_kept(source, tmp_path):
 
 
 def note_and_compile(source, name, log):
-    """Compile in another process, and note each run of the compiler."""
+    """Compile a source, and write a note for each run of nvcc; another process calls this."""
     original = nvcc._compile
 
     def noting(*arguments):
@@ -120,7 +120,7 @@ def test_what_nobody_used_for_a_month_goes(source, tmp_path):
     long_ago = time.time() - nvcc.KEPT_SECONDS - 60
     for path in (old, killed):
         os.utime(path, (long_ago, long_ago))
-    compiled(source, "again")  # A use makes it new.
+    compiled(source, "again")  # This use makes the cache entry recent.
     compiled(source, "other", flags=["-DUNUSED"])
     assert old in entries(tmp_path)
     assert killed not in entries(tmp_path)

@@ -1,4 +1,4 @@
-"""A part of a grid counts for the whole grid."""
+"""The counts of a whole grid are estimated from a sample of its blocks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_equal_blocks_are_probed_only():
 
 def test_unequal_blocks_have_more_of_them_run():
     def run(blocks):
-        # The first 20 of 128 blocks of a group work.
+        # Of each 128 consecutive blocks, only the first 20 have work.
         return {"instructions": float(sum(1000 if block % 128 < 20 else 1 for block in blocks))}
 
     found = mean_counts(run, 12800)
@@ -63,7 +63,7 @@ print(json.dumps([
 @pytest.mark.every_case
 @pytest.mark.skipif(not backends.HAS_TRITON, reason="needs triton")
 def test_the_counts_of_a_compiled_launch():
-    """A process of its own, because Triton decides at its import whether it interprets."""
+    """The counts of a launch are right; a child process runs, because Triton must compile."""
     result = subprocess.run(
         [sys.executable, "-c", COUNT], env=backends.compiler_environment(), capture_output=True,
         text=True, timeout=500,
@@ -74,7 +74,7 @@ def test_the_counts_of_a_compiled_launch():
     assert blocks > 1
     # Tiles of 64 × 32 cover 192 × 96 results.
     assert flops[0] == 2 * 192 * 96 * 64
-    # The products of the gradients of x and of the weight are the library's.
+    # Library GEMMs compute the gradients of x and of the weight.
     assert backward.count("library") == 2
     assert flops[1] == 2 * 2 * 130 * 96 * 64
     assert instructions[0] == pytest.approx(instructions[1], rel=0.25)
@@ -93,5 +93,5 @@ def test_the_mix_of_machine_code():
     """
     found = sass.mix(text)
     assert found == {"fma": 1, "alu": 1, "lsu": 1, "issue": 5}
-    # 20 PTX instructions ran, of a text of 10, which has 5 instructions in machine code.
+    # 20 PTX instructions ran, from a text of 10 PTX instructions with 5 machine instructions.
     assert sass.corrected(20, 10, found) == {"fma": 2, "alu": 2, "lsu": 2, "issue": 10}

@@ -1,8 +1,8 @@
-"""Try faults in compiled kernels, and print the outcome of each as JSON.
+"""Try faults in compiled kernels, and print the outcome of each fault as JSON.
 
-    python tests/ptx/try_compiled_faults.py [NAME ...]    # these faults, or all
+    python tests/ptx/try_compiled_faults.py [NAME ...]    # the named faults, or all
 
-Each case first runs without a fault and must pass. The environment must be that of
+Each case first runs without a fault and must pass. The environment variables must be those of
 `fastbert.ops.backend.compiler_environment`, as test_compiled_faults.py sets it.
 """
 
@@ -24,12 +24,12 @@ from fastbert.testing import parity
 from fastbert.testing.ptx.triton_launches import Binary, Emulator, serving_triton
 from ptxmachine import PtxFault
 
-# A fault may cause an endless loop. A warp of an honest launch executes far fewer instructions.
+# A fault may cause an endless loop. Without a fault, a warp executes far fewer instructions.
 LONGEST = 1_000_000
 
 
 class Broken(Emulator):
-    """An emulator that puts a fault into each launch of one name."""
+    """An emulator that inserts a fault into each launch with the name in the fault."""
 
     def __init__(self, fault: CompiledFault) -> None:
         super().__init__(fault.arch, seed=1, threads=1, limit=LONGEST)
@@ -43,7 +43,7 @@ class Broken(Emulator):
 
 
 def judge(emulator: Emulator, case: str, dtype: str) -> str:
-    """Run a case on an emulator, and return the fault or the failed tensors, or ""."""
+    """Run a case on an emulator, and return the fault, the failed tensors, or ""."""
     try:
         with serving_triton(emulator.arch, emulator.run):
             results = parity.check_case(CASES[case], "triton", getattr(torch, dtype))
@@ -53,14 +53,14 @@ def judge(emulator: Emulator, case: str, dtype: str) -> str:
 
 
 def try_fault(fault: CompiledFault) -> dict[str, str]:
-    """Try a fault; an access without its mask is tried with several places of the tensors.
+    """Try a fault; a missing mask is tried with several memory layouts.
 
-    Such an access beyond the end of a tensor may fall into another tensor, which the machine allows
-    and which changes no result. Where it falls depends on the addresses of the tensors.
+    Without its mask, an access beyond the end of a tensor may reach another tensor, which the
+    machine allows and which may change no result. This depends on the addresses of the tensors.
     """
     held: list[torch.Tensor] = []
     for attempt in range(4 if fault.kind in ("load_mask", "store_mask") else 1):
-        # What is held moves the tensors of the next attempt.
+        # These allocations change the addresses of the tensors in the next attempt.
         held += [torch.empty(3000 * (attempt + 1) + 700 * i) for i in range(attempt)]
         found = judge(Broken(fault), fault.case, fault.dtype)
         if found:
@@ -69,7 +69,7 @@ def try_fault(fault: CompiledFault) -> dict[str, str]:
 
 
 def try_all(faults: list[CompiledFault]) -> list[dict[str, str]]:
-    """Try the faults of one case, after a run without a fault."""
+    """Try the faults of one case, after checking that the case passes without a fault."""
     arch, case, dtype = faults[0].arch, faults[0].case, faults[0].dtype
     found = judge(Emulator(arch, seed=1, threads=1), case, dtype)
     if found:
@@ -79,7 +79,7 @@ def try_all(faults: list[CompiledFault]) -> list[dict[str, str]]:
 
 def main() -> None:
     torch.set_num_threads(1)
-    # Memory that no kernel wrote is full of NaN.
+    # New memory is filled with NaN, which reveals elements that no kernel writes.
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True
     names = sys.argv[1:] or [str(fault) for fault in (*FAULTS, *UNCAUGHT)]

@@ -1,4 +1,4 @@
-"""The tolerance rule passes results of good kernels and fails results of wrong kernels."""
+"""The tolerance rule accepts results of right kernels and rejects results of wrong kernels."""
 
 from __future__ import annotations
 
@@ -51,18 +51,18 @@ def test_a_small_bias_that_the_maximum_misses_is_caught_by_the_rms():
     assert not result.passed
 
 
-# Yardsticks with sums in fixed orders
+# Tests of yardsticks with sums in fixed orders
 
 
 def beside(library: torch.Tensor, run) -> Yardstick:
-    """Return the yardstick of ``run`` as if torch's own result were ``library``."""
+    """Return the yardstick of ``run``, with ``library`` in place of torch's own result."""
     yardstick = Yardstick(run)
     yardstick.library = library
     return yardstick
 
 
 def in_one_chain(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Return a bᵀ in fp32, with the terms added one after another."""
+    """Return a bᵀ in fp32, with the terms added in sequence."""
     total = torch.zeros(a.shape[0], b.shape[0])
     for k in range(a.shape[1]):
         total += a[:, k, None] * b[:, k]
@@ -71,7 +71,7 @@ def in_one_chain(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 @pytest.fixture
 def product():
-    """Return operands, the oracle of their product, and the product by two kinds of library."""
+    """Return operands, the oracle of their product, and the products of two kinds of library."""
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(rows, 111, generator=generator) for rows in (7, 59))
     oracle = a.double() @ b.double().mT
@@ -116,7 +116,7 @@ def test_a_dropped_key_is_caught_beside_fixed_orders(attention_out):
 
 
 def test_one_dominant_element_is_judged_by_several_orders():
-    """Large logits leave few weights that are neither 0 nor 1, and these have all of the error."""
+    """A yardstick with several orders of sums is fair if few elements have all of the error."""
     lucky = 0
     for seed in range(20):
         generator = torch.Generator().manual_seed(seed)
@@ -151,7 +151,7 @@ def test_an_element_that_is_not_finite_fails_even_where_the_oracle_is_not_either
 
 
 def test_a_loss_is_judged_by_the_dtype_it_was_computed_in():
-    """A close loss passes beside a lucky yardstick, and an error of one percent still fails."""
+    """A loss may have the error of the tested dtype beside a lucky yardstick, but not 1 %."""
     oracle = torch.tensor([4.6], dtype=torch.float64)
     yardstick, close, wrong = ((oracle + e).float() for e in (1e-5, 4e-4, 0.046))
     assert not compare("loss", close, oracle, yardstick).passed

@@ -1,7 +1,7 @@
-"""Compiled GPU kernels on the PTX machine: every launch that ships, and broken kernels.
+"""The PTX machine runs every shipped launch of compiled GPU kernels, and rejects broken kernels.
 
-`make emulate` runs all quick cases and random cases; here is a case or two of each operation.
-Triton's kernels run on sm_90 alone, and `make every-case` has them on sm_80 too.
+`make emulate` runs all quick cases and random cases; this file runs one or two cases of each
+operation. Triton kernels run for sm_90 only; with `make every-case`, they also run for sm_80.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ ROOT = Path(__file__).resolve().parents[2]
 
 pytestmark = [
     pytest.mark.skipif(not backends.HAS_TRITON, reason="needs triton"),
-    # The compilation takes most of the time.
+    # Compilation takes most of the time.
     pytest.mark.timeout(1500),
 ]
 
-# Operation, case and dtype: together they reach every launch, the weights of attention excepted.
+# (operation, case, dtype); together, they reach every launch except attention weights.
 SUBSET = (
     ("attention", "plain", "bfloat16"),
     ("attention", "bias_gradient", "bfloat16"),
@@ -46,20 +46,20 @@ SUBSET = (
     ("embedding", "plain", "bfloat16"),
     ("linear_cross_entropy", "sum", "float16"),
 )
-# tests/ptx/attention_weights_on_ptx.py runs this launch, which has no case.
+# No case reaches this launch; tests/ptx/attention_weights_on_ptx.py runs it.
 WITHOUT_CASE = {"attention_weights"}
 
 
 def available() -> tuple[str, ...]:
-    """The backends whose compilers are on this machine; Triton is needed by all tests here."""
-    # nvcc crashes with libasan loaded.
+    """Return the backends whose compilers exist on this machine; all tests here need Triton."""
+    # nvcc crashes if libasan is preloaded.
     asan = "libasan" in os.environ.get("LD_PRELOAD", "")
     return ("triton",) if asan or emulation.obstacle("cuda") else ("triton", "cuda")
 
 
 @pytest.fixture(scope="module")
 def cache(pytestconfig):
-    """Keep Triton's cache between runs, so that only changed kernels are compiled again."""
+    """Return Triton's cache folder, which stays between runs so that only changes are compiled."""
     return pytestconfig.cache.mkdir("triton")
 
 

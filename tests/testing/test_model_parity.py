@@ -1,4 +1,4 @@
-"""A pre-training step of the model on every backend of this machine; a broken model fails."""
+"""A pre-training step passes on every backend of this machine, and a broken model fails."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_pretraining_step(backend, dtype):
 
 
 def test_a_model_that_ignores_padding_fails(monkeypatch):
-    """The reference backend calls every operation, where other backends run a layer at once."""
+    """A model without masks fails on the reference backend, which calls each operation."""
 
     def unmasked(qkv, cu_seqlens, max_seqlen, **options):
         return right(qkv, cu_seqlens[[0, -1]], qkv.shape[0], **options)

@@ -1,4 +1,4 @@
-"""What `make test-processors` selects: the tests whose result is a comparison by a tolerance."""
+"""`make test-processors` selects the tests that compare results by a tolerance."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The selection of the cases that ``fastbert.testing.parity`` runs."""
+"""The options that select cases for ``fastbert.testing.parity``."""
 
 from __future__ import annotations
 

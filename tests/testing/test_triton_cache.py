@@ -1,4 +1,4 @@
-"""What is compiled ahead of time lies in Triton's cache where a launch looks for it."""
+"""A launch finds binaries that were compiled ahead of time in Triton's cache."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from fastbert.ops import backend as backends
 
-# A launch with `warmup` compiles, or finds the binary in the cache, and then does not run.
+# A launch with `warmup` compiles or finds the binary in the cache, but does not run the kernel.
 PROGRAM = """
 import json, os
 import triton

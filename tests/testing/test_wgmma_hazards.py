@@ -1,4 +1,4 @@
-"""Hand-made SASS: right and wrong waits before operand A of a Hopper product is overwritten."""
+"""Hand-written SASS with right and wrong waits before operand A of a wgmma is overwritten."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Calls on the mocked GPU whose cached launches are compared with launches that Triton makes anew.
+"""Compare cached kernel launches on the mocked GPU with launches that Triton prepares again.
 
-This is a program for a child process; ``test_host.py`` starts it. It prints the number of
-comparisons and the number of launches that came from the cache.
+``test_host.py`` runs this program in a child process. It prints the number of comparisons and the
+number of launches that came from the cache.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def plain(value: Any) -> Any:
 
 
 def checked(run: Callable[..., None]) -> Callable[..., None]:
-    """Return `run` with a comparison of what reaches the driver with what Triton would pass."""
+    """Wrap `run` to check that the driver gets the same launches as from Triton itself."""
 
     def compare(build: Any, inputs: Any, results: Any, *constants: Any) -> None:
         global compared
@@ -58,7 +58,7 @@ def watch() -> None:
 
     def record(self: Any, *arguments: Any) -> Any:
         x, y, z, stream, function, packed, _, _, _, *given = arguments
-        # The launcher belongs to one compiled kernel.
+        # Each launcher belongs to one compiled kernel, so its id identifies the kernel.
         recorded.append((id(self), (x, y, z), stream, function, packed, list(map(plain, given))))
         return call(self, *arguments)
 
@@ -74,7 +74,7 @@ def watch() -> None:
 
 
 def tensor(*shape: int, dtype: torch.dtype = torch.bfloat16, offset: int = 0) -> Tensor:
-    """Return a tensor whose address is `offset` elements beyond a multiple of 16 bytes."""
+    """Return a tensor whose address is a multiple of 16 bytes plus `offset` elements."""
     size = torch.Size(shape).numel()
     return torch.zeros(size + offset, dtype=dtype, device="cuda")[offset:].view(shape)
 
@@ -83,7 +83,7 @@ def layer_norms() -> None:
     weight, other = tensor(WIDTH), tensor(WIDTH, dtype=torch.float32)
     wide = tensor(7, 2 * WIDTH)
     x = tensor(7, WIDTH)
-    # One tensor in two places, and then two tensors.
+    # First x and the residual are the same tensor, and then two tensors.
     ops.layer_norm(x, weight, weight, residual=x)
     ops.layer_norm(x, weight, weight, residual=x.clone())
     ops.layer_norm(x, weight, other, eps=1e-5)
@@ -96,7 +96,7 @@ def layer_norms() -> None:
 
 
 def others() -> None:
-    """Call the operations outside the layers of BERT."""
+    """Call the operations that layers of BERT do not use."""
     x, weight = tensor(7, WIDTH), tensor(WIDTH).requires_grad_()
     ops.rms_norm(x.requires_grad_(), weight).sum().backward()
     heads, angles = tensor(7, 6, HEAD_DIM).requires_grad_(), tensor(7, 16, dtype=torch.float32)
@@ -115,7 +115,7 @@ def attentions() -> None:
     packed = tensor(25, 3, HEADS, HEAD_DIM).requires_grad_()
     dense = tensor(2, 17, 3, HEADS, HEAD_DIM).requires_grad_()
     mask = torch.ones(2, 17, dtype=torch.bool, device="cuda")
-    # A compilation takes most of the time. The options that are numbers share the kernels.
+    # Compilation takes most of the time, so most options differ only in numbers and share kernels.
     for options in ({}, {"window": 4}, {"window": 5}):
         ops.attention_qkvpacked(packed, ends, 16, **options).sum().backward()
     for dropout_p in (0.1, 0.2):
@@ -129,7 +129,7 @@ def attentions() -> None:
 
 
 def strides() -> None:
-    """Call a backward twice with equal inputs, and results of other strides the second time."""
+    """Call a backward twice with equal inputs but with outputs of different strides."""
     from fastbert.kernels.attention_backward import attention_backward
 
     ends = torch.tensor([0, 9, 25], dtype=torch.int32, device="cuda")
@@ -153,7 +153,7 @@ def feed_forwards() -> None:
 
 
 def device() -> None:
-    """A launch does not run on the current device if its tensors are on another one."""
+    """Check that a launch switches to the device of its tensors."""
     entered: list[Any] = []
     launch = next(iter(launches._cache.values()))[0]
     torch._C._cuda_getDevice = lambda: 1

@@ -1,9 +1,9 @@
-// The device "cuda" of torch without a GPU, for a torch that was built without CUDA.
+// Adds the device "cuda" to a torch that was built without CUDA, on a machine without a GPU.
 //
-// Tensors on this device are in the memory of the CPU and report the device cuda:0. Operators pass
-// the real dispatcher, autograd and autocast. Allocations, views and matrix products are native;
-// a product only allocates its result. Every other operator runs on the CPU through an alias of
-// the memory. The library counts the calls that would make the CPU wait for a GPU.
+// Tensors on this device are in CPU memory and report the device cuda:0. Operators pass the real
+// dispatcher, autograd and autocast. This file implements allocations, views and matrix products; a
+// product only allocates its result. Every other operator runs on the CPU through an alias of the
+// memory. The library records the calls that would make the CPU wait for a GPU.
 
 #include <ATen/ATen.h>
 #include <ATen/EmptyTensor.h>
@@ -61,7 +61,7 @@ struct CUDAHooks final : at::CUDAHooksInterface {
   c10::Device getDeviceFromPtr(void*) const override { return kDevice; }
   bool isPinnedPtr(const void*) const override { return false; }
 };
-// Blocks are kept by size, like the blocks of torch's allocator for CUDA.
+// Freed blocks are cached by size, as in torch's allocator for CUDA.
 struct Allocator final : c10::Allocator {
   c10::DataPtr allocate(size_t bytes) override {
     if (bytes == 0) return {nullptr, nullptr, &release, kDevice};
@@ -78,7 +78,7 @@ struct Allocator final : c10::Allocator {
     if (block == nullptr) {
       block = std::aligned_alloc(512, size + 512);
       std::memcpy(block, &size, sizeof size);
-      // No later step of a program may meet a NaN by chance.
+      // New memory is zeroed, so that a program does not read a random NaN.
       std::memset(static_cast<char*>(block) + 512, 0, size);
     }
     return {static_cast<char*>(block) + 512, block, &release, kDevice};
@@ -105,7 +105,7 @@ struct Allocator final : c10::Allocator {
 };
 Allocator allocator;
 
-// Synchronizations, by the name of the operator
+// Synchronizations, recorded by the name of the operator
 
 std::vector<std::string> waits;
 
@@ -177,7 +177,7 @@ at::Scalar read_number(const Tensor& x) {
 
 constexpr int64_t kLarge = 1 << 14;
 
-// Return a CPU tensor with the memory of x.
+// Returns a CPU tensor that shares the memory of x.
 Tensor cpu_alias(const Tensor& x) {
   return at::from_blob(
       x.data_ptr(), x.sizes(), x.strides(), [x](void*) {},
@@ -192,12 +192,12 @@ Tensor on_device(const Tensor& x) {
 }
 
 Tensor& copy(Tensor& to, const Tensor& from, bool non_blocking) {
-  // Pageable memory is copied in step with the CPU; only a copy on the device never waits.
+  // A copy between devices waits unless it is a non-blocking copy from the CPU.
   const bool between = to.is_cuda() != from.is_cuda();
   if (between && !(non_blocking && from.is_cpu())) {
     note_wait(to.is_cuda() ? "copy to the device" : "copy to the CPU");
   }
-  // A GPU copies while the CPU goes on, so the copy of a large tensor takes no time here.
+  // A GPU copies asynchronously, so a large copy is skipped to take no CPU time.
   if (!between && to.numel() > kLarge) return to;
   Tensor target = to.is_cuda() ? cpu_alias(to) : to;
   target.copy_(from.is_cuda() ? cpu_alias(from) : from);
@@ -209,7 +209,7 @@ void on_cpu(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stac
   if (kWaiting.count(schema.name()) != 0) note_wait(schema.name());
   const size_t count = schema.arguments().size();
   std::vector<c10::IValue> given(stack->end() - count, stack->end());
-  // A GPU computes while the CPU goes on, so a large result takes no time here.
+  // A GPU computes asynchronously, so a large result is not computed, to take no CPU time.
   if (schema.returns().size() == 1 && count > 0 && schema.arguments()[count - 1].is_out() &&
       given.back().toTensor().numel() > kLarge) {
     torch::jit::drop(*stack, count);
@@ -220,7 +220,7 @@ void on_cpu(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stac
     c10::IValue& value = (*stack)[stack->size() - count + i];
     const auto& argument = schema.arguments()[i];
     if (argument.is_out() && given[i].toTensor().numel() == 0) {
-      // The operator gives the result its size.
+      // The operator resizes an empty output.
       value = at::empty({0}, given[i].toTensor().options().device(c10::kCPU));
     } else if (value.isTensor() && value.toTensor().defined() && value.toTensor().is_cuda()) {
       value = cpu_alias(value.toTensor());
@@ -245,7 +245,7 @@ void on_cpu(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stac
     }
   }
   op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
-  // A result that is an argument, such as that of an operation in place, is the given tensor.
+  // If a result aliases an argument, as in an in-place operation, return the original tensor.
   const size_t results = schema.returns().size();
   for (size_t i = 0; i < results; ++i) {
     c10::IValue& value = (*stack)[stack->size() - results + i];
@@ -290,8 +290,8 @@ using ::CUDAHooks;
 REGISTER_CUDA_HOOKS(CUDAHooks)
 }  // namespace at
 
-// A torch without CUDA has no accelerator. This definition takes precedence over torch's own,
-// because the library is loaded before torch.
+// A torch without CUDA reports no accelerator. This definition replaces torch's own definition,
+// because this library is loaded first.
 namespace at::accelerator {
 std::optional<c10::DeviceType> getAccelerator(bool) { return c10::kCUDA; }
 }  // namespace at::accelerator

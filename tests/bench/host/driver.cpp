@@ -1,8 +1,8 @@
-// A CUDA driver without a GPU: the functions of libcuda that Triton's launcher calls.
+// A mock of the CUDA driver, with the functions of libcuda that Triton's launcher calls.
 //
-// The library has the name libcuda.so.1. A kernel is loaded but never executed: cuLaunchKernelEx
-// counts the launch and returns. Everything above the driver is the real code, so that the time of
-// a launch on the host can be measured without a GPU. The device claims to be an H100.
+// The library is named libcuda.so.1. A kernel is loaded but never executed: cuLaunchKernelEx counts
+// the launch and returns. All code above the driver is real, so the CPU time of a launch can be
+// measured without a GPU. The device reports the properties of an H100.
 
 #include <atomic>
 #include <cstddef>
@@ -15,7 +15,7 @@ constexpr int kMultiprocessors = 132;
 constexpr int kSharedMemory = 227 * 1024;
 std::atomic<int64_t> launches{0};
 
-// The numbers of CUdevice_attribute in cuda.h.
+// The cases are values of CUdevice_attribute in cuda.h.
 int attribute(int number) {
   switch (number) {
     case 10:  // WARP_SIZE
@@ -63,7 +63,7 @@ int cuModuleLoadData(void** module, const void*) { return *module = &launches, 0
 int cuModuleUnload(void*) { return 0; }
 int cuModuleGetFunction(void** function, void*, const char*) { return *function = &launches, 0; }
 int cuFuncGetAttribute(int* value, int number, void*) {
-  // The first attribute is the largest number of threads of a block.
+  // Attribute 0 is the largest number of threads per block.
   return *value = number == 0 ? 1024 : 0, 0;
 }
 int cuFuncSetAttribute(void*, int, int) { return 0; }

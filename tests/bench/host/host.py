@@ -1,11 +1,11 @@
-"""The time that the host spends on one layer of BERT-base, with a GPU that exists on the host only.
+"""Measure the CPU time of one layer of BERT-base on a mocked GPU.
 
 ``python tests/bench/host/host.py`` prints one line of JSON for each kind of call: the smallest time
-per layer in µs, the number of Python functions that the layer calls, and the launches. The number
-of function calls is the same in every run and on every machine, so tests can limit it. The
-yardstick is the time of 1,000 calls of an empty Python function in µs, as a measure of the machine.
+per layer in µs, the number of Python function calls of the layer, and the launches. The number of
+function calls is the same in every run and on every machine, so tests can limit it. The yardstick,
+the time in µs of 1,000 calls of an empty Python function, measures the speed of the machine.
 
-``mocked_cuda.py`` says what the times leave out.
+``mocked_cuda.py`` documents which costs of a real GPU the times do not include.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from torch import Tensor
 
 from fastbert.config import BertConfig
 
-# A short call is rarely interrupted by other processes, so there are few layers.
+# The model has few layers, because other processes rarely interrupt a short call.
 LAYERS = 2
 LENGTHS = (128, 128, 120, 112, 100, 96, 90, 64)
 
 
 class Figures(NamedTuple):
-    """The time and the work of the host for one layer.
+    """The CPU time and work for one layer.
 
     Attributes:
-        microseconds: Smallest time in µs.
+        microseconds: Smallest CPU time in µs.
         calls: Number of calls of Python functions.
         launches: Number of launches of Triton kernels.
-        waits: Operators of one whole call that would wait for the GPU.
+        waits: Operators in one whole call that would wait for the GPU.
     """
 
     microseconds: float
@@ -70,7 +70,7 @@ def _smallest(function: Callable[[], Any], repetitions: int) -> float:
 
 
 def python_calls(function: Callable[[], Any]) -> int:
-    """Return the number of Python functions that `function` calls, itself included."""
+    """Return the number of Python function calls made by `function`, including its own call."""
     count = 0
 
     def note(frame: Any, event: str, argument: Any) -> None:
@@ -79,7 +79,7 @@ def python_calls(function: Callable[[], Any]) -> int:
 
     sys.setprofile(note)
     try:
-        # Otherwise the functions of a backward pass run in a thread of their own.
+        # With multithreading, the backward pass would run in another thread and not be counted.
         with torch.autograd.set_multithreading_enabled(False):
             function()
     finally:
@@ -97,7 +97,7 @@ def measure(
     Args:
         function: The call, which runs `LAYERS` layers.
         repetitions: Number of timed calls.
-        after: Called after each call, outside of the time.
+        after: Function that is called after each timed call.
     """
     for _ in range(3):
         function()
@@ -117,14 +117,14 @@ def measure(
 
 
 def kinds(repetitions: int) -> Iterator[tuple[str, Figures]]:
-    """Yield the name and the figures of each kind of call of BERT-base in bf16.
+    """Yield the name and the figures of each kind of call of a bf16 BERT-base.
 
-    The name "inference, whole call" includes the embeddings, the removal of the padding and the
-    pooler. Their operators of torch run on the CPU here, so its time is too long.
+    The kind "inference, whole call" includes embeddings, removal of padding, and the pooler. Their
+    torch operators run on the CPU here, so the time of this kind is too long.
     """
     from fastbert.modules import BertModel
 
-    # The operators of torch that run on the CPU must not wait for threads.
+    # With one thread, torch operators on the CPU do not wait for other threads.
     torch.set_num_threads(1)
     torch.manual_seed(0)
     with torch.device("cuda"):
@@ -143,7 +143,7 @@ def kinds(repetitions: int) -> Iterator[tuple[str, Figures]]:
 
 
 def _encoder_call(model: Any, ids: Tensor, mask: Tensor) -> Callable[[], Tensor]:
-    """Return a function that runs the layers of `model` as the model itself runs them."""
+    """Return a function that calls the encoder with the arguments that `model` passes."""
     found: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
 
     def keep(module: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
@@ -189,7 +189,7 @@ def child(arguments: list[str], folder: Path) -> subprocess.CompletedProcess[str
 
 
 def main() -> int:
-    """Print the figures."""
+    """Print the figures of each kind of call."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repetitions", type=int, default=300, help="timed calls of each kind")
     parser.add_argument("--build", type=Path, default=Path(tempfile.gettempdir(), "mocked_cuda"))

@@ -1,11 +1,10 @@
-"""A GPU that exists on the host only, so that the host's share of a call can be measured anywhere.
+"""A mocked GPU, with which the CPU time of a GPU call can be measured on any machine.
 
-Two libraries make the GPU. ``device.cpp`` adds the device "cuda" to a torch that was
-built without CUDA. ``driver.cpp`` is a CUDA driver that accepts launches and executes nothing. All
-code between them is real: torch's dispatcher and autograd, Triton's compiler, binder and launcher.
-Results are therefore meaningless, and times leave out the parts of a real driver. On a real
-machine, a launch takes 2 to 3 µs more in ``cuLaunchKernelEx``, and a matrix product takes a few µs
-more in cuBLAS.
+Two libraries make the GPU. ``device.cpp`` adds the device "cuda" to a torch that was built without
+CUDA. ``driver.cpp`` is a CUDA driver that accepts launches and executes nothing. All code between
+them is real: torch's dispatcher and autograd, Triton's compiler, binder and launcher. Results are
+therefore meaningless, and times do not include a real driver. On a real machine, a launch takes 2
+to 3 µs more in ``cuLaunchKernelEx``, and a matrix product takes a few µs more in cuBLAS.
 
 The libraries must be loaded before torch. A parent process therefore calls `environment` and starts
 a child process, which calls `activate` first.
@@ -40,7 +39,7 @@ PROPERTIES = SimpleNamespace(
 
 
 def build(folder: Path) -> None:
-    """Compile both libraries into a folder, unless they are there and newer than their sources.
+    """Compile both libraries into a folder, unless they exist and are newer than their sources.
 
     Raises:
         subprocess.CalledProcessError: If the compiler fails.
@@ -72,7 +71,7 @@ def build(folder: Path) -> None:
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """Build the libraries and return the environment of a child process that has the GPU.
+    """Build the libraries, and return environment variables that give a child process the GPU.
 
     Args:
         folder: Folder of the libraries.
@@ -84,21 +83,21 @@ def environment(folder: Path) -> dict[str, str]:
 
 
 def is_loaded() -> bool:
-    """Tell whether this process has the environment of `environment`."""
+    """Return whether this process was started with the variables of `environment`."""
     return hasattr(torch.ops.mocked_cuda, "take_waits")
 
 
 def activate() -> None:
-    """Give torch.cuda one device; the process must have the environment of `environment`.
+    """Make torch.cuda report one device; the process needs the variables of `environment`.
 
     Raises:
         RuntimeError: If the libraries are not loaded.
     """
     if not is_loaded():
         raise RuntimeError("LD_PRELOAD: got no mocked GPU, allowed: mocked_cuda.environment(...)")
-    # Compilers, which are children of this process, do not need the libraries.
+    # Compilers run as children of this process and must not load the libraries.
     os.unsetenv("LD_PRELOAD")
-    # The functions of a CUDA build that a CPU build lacks. Device and stream are always number 0.
+    # A CPU build of torch lacks these functions. The device and the stream always have number 0.
     for name in (
         "_cuda_getDevice",
         "_cuda_setDevice",
@@ -125,15 +124,15 @@ def launches() -> int:
 
 
 def waits() -> list[str]:
-    """Return the operators since the last call that would have made the CPU wait for the GPU."""
+    """Return and clear the list of operators that would have made the CPU wait for the GPU."""
     return torch.ops.mocked_cuda.take_waits()
 
 
 def leave() -> NoReturn:
-    """End this process without the end of Python.
+    """End this process without the shutdown of Python.
 
-    A thread of autograd may still release what the last backward held. The end of Python would
-    interrupt the thread, and the process would abort.
+    A thread of autograd may still free tensors of the last backward. The shutdown would interrupt
+    this thread, and the process would abort.
     """
     sys.stdout.flush()
     os._exit(0)

@@ -1,4 +1,4 @@
-"""The host's share of a layer, on a GPU that exists on the host only."""
+"""The CPU time and the Python calls of a layer, measured on a mocked GPU."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def figures(libraries: Path) -> dict[str, dict[str, Any]]:
     return {row["kind"]: row for row in rows}
 
 
-# The figures are the measured ones and a few functions more, since versions of Triton differ.
+# The limits are a few calls above the measured numbers, because versions of Triton differ.
 @pytest.mark.parametrize(
     ("kind", "calls", "launches"),
     [
@@ -51,12 +51,12 @@ def test_a_layer_calls_few_functions(figures, kind, calls, launches):
     assert figures[kind]["launches"] == launches
 
 
-# A clock needs a quiet machine; the number of functions above does not.
+# Timing needs an idle machine; the numbers of function calls above do not.
 @pytest.mark.parametrize(
     ("kind", "limit"), [("inference", 7), ("training, forward", 10), ("training, backward", 18)]
 )
 def test_a_layer_takes_little_time(figures, kind, limit):
-    """The host's time of a layer is below a limit.
+    """The CPU time of a layer is below a limit.
 
     The unit is the time of 1,000 calls of an empty Python function. A layer takes 4 units in
     inference, 6 in the forward of training and 11 in its backward. The limits leave room for a

@@ -1,4 +1,4 @@
-"""Training steps on the mocked GPU; prints the waits of a step, for ``test_host.py``."""
+"""Run training steps on the mocked GPU and print which operators wait, for ``test_host.py``."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ for _ in range(2):
 
 
 class Calls:
-    """A recorder whose recordings call the function again, on the mocked GPU."""
+    """A substitute for a graph recorder; a replay calls the function again."""
 
     def __init__(self, device: torch.device) -> None:
         self.replayed = 0

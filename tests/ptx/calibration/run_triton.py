@@ -1,9 +1,9 @@
-"""Run the Triton cases on the PTX machine: a program, because Triton compiles or interprets.
+"""Run the Triton cases on the PTX machine, in a process in which Triton compiles.
 
     python run_triton.py --arch 90 [--only TEXT] [--names NAME ...] [--seeds 0 1]
 
 The program prints one JSON object for each case: its name, the architecture, the error or null, the
-number of instructions, the matrix and copy instructions of the PTX, and seconds.
+number of instructions, the matrix and copy instructions in the PTX, and the time in seconds.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from triton_launch import Launch
 
 import ptxmachine as ptx
 
-# Mnemonics that are counted in a text, to show that a case has what it is there for.
+# These mnemonics are counted in the PTX, to show that a case has the instructions that it tests.
 NOTABLE = re.compile(
     r"\b(wgmma\.mma_async|mma\.sync|ldmatrix|stmatrix|cp\.async\.bulk\.tensor"
     r"|cp\.reduce\.async\.bulk\.tensor|tensormap\.replace|cp\.async(?!\.bulk)(?=\.c[ag])"

@@ -1,4 +1,4 @@
-"""Primitives of the CUDA toolkit, compiled by nvcc, on the PTX machine; every result is exact."""
+"""Primitives of the CUDA toolkit, compiled by nvcc, give exact results on the PTX machine."""
 
 from __future__ import annotations
 

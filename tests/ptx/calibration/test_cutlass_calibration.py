@@ -1,4 +1,4 @@
-"""CUTLASS 3 collectives for sm_90 on the PTX machine, on small integers: every result is exact."""
+"""CUTLASS 3 collectives for sm_90 give exact products of small integers on the PTX machine."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import torch
 from fastbert.testing.ptx.cuda_library import CudaLibrary
 
 HERE = Path(__file__).parent
-# Where `make calibrate` installs the package.
+# `make calibrate` installs the package in this folder.
 PACKAGE = HERE.parents[2] / ".venv" / "cutlass" / "cutlass_library" / "source"
 BYTES = torch.float8_e4m3fn
-# File: name of the function, types of A, B and D, whether A and B are stored by columns and rows.
+# File → name of the function, dtypes of A, B and D, and whether A is column- and B row-major.
 PRODUCTS = {
     "pingpong": [("pingpong_half", torch.float16, torch.float16, torch.float16, False)],
     "cooperative": [

@@ -1,6 +1,6 @@
-"""Triton kernels of the tutorials' constructions, which a program runs on the PTX machine.
+"""Triton kernels that follow Triton's tutorials are right on the PTX machine.
 
-`make calibrate` runs all of triton_cases.py, `make test` none of it.
+`make calibrate` runs all cases of triton_cases.py, and `make test` runs none.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def identifier(name: str) -> str:
 
 @pytest.fixture(scope="module")
 def results(request) -> dict[tuple[int, str], dict[str, Any]]:
-    """Run the cases of the chosen tests, in one program for each architecture."""
+    """Run the cases of the selected tests, in one child process for each architecture."""
     if not HAS_TRITON:
         pytest.skip("triton is not installed")
     chosen: dict[int, set[str]] = {}

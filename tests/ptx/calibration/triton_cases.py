@@ -1,7 +1,7 @@
-"""The launches of triton_kernels.py with their inputs, and what they must give.
+"""Launches of the kernels in triton_kernels.py, with inputs and expected results.
 
-A case makes a launch and the check of its results. Integers and products of small integers are
-compared bit by bit, because every order of summation gives them; all other results fall under the
+A case makes a launch and a check of its results. Integers and products of small integers are
+compared bit by bit, because every order of summation is exact; other results are checked by the
 tolerance rule.
 """
 
@@ -25,7 +25,7 @@ INFINITY = float("inf")
 
 
 class Problem(NamedTuple):
-    """A launch, and what raises AssertionError unless its results are right."""
+    """A launch, and a function that raises AssertionError if the results are wrong."""
 
     launch: Launch
     check: Callable[[], None]
@@ -34,8 +34,8 @@ class Problem(NamedTuple):
 class Case(NamedTuple):
     """A named problem for some architectures.
 
-    ``breach`` is the kind of fault that the PTX itself has by the manual, and the reason, although
-    a GPU gives the right result. Without the search for races, the result must be right here, too.
+    ``breach`` is a fault kind and a reason for PTX that breaks a rule of the manual although GPUs
+    give the right result. Without the search for races, the machine's result must be right, too.
     """
 
     name: str
@@ -67,7 +67,7 @@ def equal(actual: Tensor, expected: Tensor) -> None:
 
 
 def small(*shape: int, dtype: torch.dtype, most: int = 3) -> Tensor:
-    """Integers whose products and sums are exact in every format of accumulators."""
+    """Draw integers whose products and sums are exact in every accumulator format."""
     return torch.randint(-most, most + 1, shape).to(dtype)
 
 
@@ -600,9 +600,9 @@ def _() -> Problem:
 
 
 def _near(actual: Tensor, exact: Tensor, plain: Tensor, name: str) -> None:
-    """Judge functions that are exact to a few units in the last place, element by element.
+    """Check, element by element, functions that are exact to a few units in the last place.
 
-    exp and log are computed as ex2 and lg2 of a product, whose rounding the result multiplies.
+    exp and log are computed by ex2, lg2 and a product, whose rounding error the result amplifies.
     """
     unit = (
         torch.maximum(exact.abs(), torch.tensor(2.0**-126).double()) * torch.finfo(exact.dtype).eps
@@ -631,7 +631,7 @@ def _() -> Problem:
         }  # fmt: skip
         for n, (name, exact) in enumerate(expected.items()):
             _near(out[n], exact, x, name)
-        # torch's own square root is off by a unit in the last place in some elements.
+        # The expected root is rounded from float64, because torch's float32 root is less exact.
         equal(out[4], a.sqrt().float())
         equal(out[9], 1 / x)
         equal(out[18], (d * d - 1).float())
@@ -742,7 +742,7 @@ def _casts(source: torch.dtype, target: torch.dtype, name: Any) -> Problem:
     if source.itemsize == 1 and source.is_floating_point:
         bits = torch.arange(256).to(torch.uint8).repeat(2)
         x = bits.view(source)
-        # Triton widens an infinity of e5m2 by a multiplication, to 65536.
+        # Triton converts an infinity of e5m2 to 65536, because it converts by a multiplication.
         x = torch.where(x.float().isfinite(), x.float(), torch.ones(512)).to(source)
     elif source.is_floating_point:
         x = (torch.randn(512, dtype=torch.float64) * 20).to(source)
@@ -771,7 +771,7 @@ def _() -> Problem:
     out, uniform = torch.zeros(4, 256, dtype=torch.int32), torch.zeros(256)
 
     def philox(counter: list[int], key: list[int]) -> list[int]:
-        # Salmon et al. 2011: ten rounds of Philox 4x32.
+        # Ten rounds of Philox 4x32 (Salmon et al. 2011).
         a, b, c, d = counter
         for _ in range(10):
             low, high = 0xD2511F53 * a, 0xCD9E8D57 * c

@@ -1,4 +1,4 @@
-"""Triton kernels of the constructions that are known to be right on GPUs.
+"""Triton kernels with constructions that are known to be right on GPUs.
 
 They follow the programs of Triton's tutorials and its language reference: row-wise softmax, grouped
 matrix products, layer norm with locks, fused attention, persistent products with descriptors, and
@@ -54,7 +54,7 @@ def layer_norm_backward(
     dx_ptr, dy_ptr, dw_ptr, db_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, lock_ptr, columns,
     GROUPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    # The sums of dw and db are shared by the rows of a group, one row at a time under a lock.
+    # The rows of a group add to the same sums of dw and db, one row at a time under a lock.
     row = tl.program_id(0)
     at = tl.arange(0, BLOCK)
     mask = at < columns
@@ -115,7 +115,7 @@ def matmul(
         a = tl.load(a_ptrs, depth[None, :] < left, 0.0)
         b = tl.load(b_ptrs, depth[:, None] < left, 0.0)
         if CHANGE_A:
-            # In registers, so that wgmma takes A from there.
+            # This change puts A into registers, from which wgmma then reads A.
             a = (a + a).to(a.dtype)
         sum = tl.dot(a, b, sum, input_precision=PRECISION, out_dtype=ACCUMULATOR)
         a_ptrs += BK * stride_ak
@@ -130,7 +130,7 @@ def matmul(
 def matmul_split(
     a_ptr, b_ptr, c_ptr, M, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr
 ):
-    # Each program of axis 2 adds its part of K by atomics.
+    # Each program along axis 2 adds the products of a part of K by atomics.
     rows = tl.program_id(0) * BM + tl.arange(0, BM)
     columns = tl.program_id(1) * BN + tl.arange(0, BN)
     depth = tl.program_id(2) * BK + tl.arange(0, BK)
@@ -152,7 +152,7 @@ def matmul_batched(a_ptr, b_ptr, c_ptr, B: tl.constexpr, M: tl.constexpr, N: tl.
 @triton.jit
 def matmul_chain(a_ptr, b_ptr, c_ptr, d_ptr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
                  L: tl.constexpr):  # fmt: skip
-    # (a b) c and its transposed product: the first result is an operand of the second.
+    # Computes (a b) c and a transposed product; the first product is an operand of the second.
     m, n, k, j = tl.arange(0, M), tl.arange(0, N), tl.arange(0, K), tl.arange(0, L)
     a = tl.load(a_ptr + m[:, None] * K + k[None, :])
     b = tl.load(b_ptr + k[:, None] * N + n[None, :])
@@ -196,7 +196,7 @@ def matmul_device_descriptors(
     a_ptr, b_ptr, c_ptr, M, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     GROUP: tl.constexpr,
 ):  # fmt: skip
-    # The same with descriptors that the kernel makes: a (M, K), b (K, N), c (M, N).
+    # A product with descriptors that the kernel creates: a (M, K), b (K, N), c (M, N).
     a_desc = tl.make_tensor_descriptor(a_ptr, [M, K], [K, 1], [BM, BK])
     b_desc = tl.make_tensor_descriptor(b_ptr, [K, N], [N, 1], [BK, BN])
     c_desc = tl.make_tensor_descriptor(c_ptr, [M, N], [N, 1], [BM, BN])
@@ -213,7 +213,7 @@ def matmul_device_descriptors(
 
 @triton.jit
 def boxes(x_desc, y_desc, sum_desc, most_desc, row, column, MOST: tl.constexpr):
-    # A box of each descriptor: copied, added to memory and combined by maximum.
+    # One box is loaded from a descriptor, and then stored, added to memory, and max-reduced.
     x = x_desc.load([row, column])
     y_desc.store([row, column], x)
     sum_desc.atomic_add([row, column], x)
@@ -237,7 +237,7 @@ def attention_forward(
     q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, scale, length, D: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
-    # One program for BM queries of one head; scale is that of base-2 logarithms.
+    # One program computes BM queries of one head; scale includes log2(e), because exp2 is used.
     head = tl.program_id(1).to(tl.int64) * length * D
     rows, columns, d = tl.program_id(0) * BM + tl.arange(0, BM), tl.arange(0, BN), tl.arange(0, D)
     q = tl.load(q_ptr + head + rows[:, None] * D + d[None, :], rows[:, None] < length, 0.0)
@@ -270,7 +270,7 @@ def attention_descriptors(
     q_desc, k_desc, v_desc, o_desc, scale, length, D: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, STAGES: tl.constexpr, SPECIALIZE: tl.constexpr,
 ):  # fmt: skip
-    # q, k, v, o (heads * length, D); length is a multiple of BM and BN.
+    # q, k, v and o have the shape (heads * length, D); length is a multiple of BM and BN.
     first_row = tl.program_id(1) * length
     q = q_desc.load([first_row + tl.program_id(0) * BM, 0])
     most = tl.full([BM], -float("inf"), tl.float32)
@@ -295,7 +295,7 @@ def attention_backward(
     q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr, dk_ptr, dv_ptr, scale, length,
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    # One program for BN keys of one head; dq (fp32) is summed by atomics. scale is that of exp.
+    # One program computes BN keys of one head, and adds to dq (fp32) by atomics. scale is for exp.
     head = tl.program_id(1).to(tl.int64) * length * D
     d, columns = tl.arange(0, D), tl.program_id(0) * BN + tl.arange(0, BN)
     k = tl.load(k_ptr + head + columns[:, None] * D + d[None, :])
@@ -321,7 +321,7 @@ def attention_backward(
 
 @triton.jit
 def composed(a_scale, a_shift, b_scale, b_shift):
-    # x → b(a(x)) for x → scale x + shift, in 32-bit integers: associative, not commutative.
+    # Composes two maps x → scale x + shift in 32-bit integers, which is not commutative.
     return a_scale * b_scale, a_shift * b_scale + b_shift
 
 
@@ -497,7 +497,7 @@ def high_products(x_ptr, y_ptr, out_ptr, N: tl.constexpr):
 
 @triton.jit
 def assembled(x_ptr, y_ptr, out_ptr, N: tl.constexpr):
-    # Four bytes in each 32-bit register; two registers of results.
+    # Each 32-bit register has four bytes, and the assembly returns two registers.
     n = tl.arange(0, N)
     x, y = tl.load(x_ptr + n), tl.load(y_ptr + n)
     low = tl.inline_asm_elementwise(

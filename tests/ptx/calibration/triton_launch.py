@@ -29,13 +29,13 @@ NAMES = {
     torch.uint8: "u8",
     torch.bool: "i1",
 }
-# Bytes of a swizzle by the driver's number of it.
+# The size of a swizzle in bytes, by the driver's number of the swizzle.
 SWIZZLES = (0, 32, 64, 128)
 
 
 @dataclass
 class Launch:
-    """A launch of a Triton kernel: arguments by name, compile-time constants among them."""
+    """A launch of a Triton kernel; the arguments by name include compile-time constants."""
 
     kernel: Any
     grid: tuple[int, ...]
@@ -72,7 +72,7 @@ class Launch:
         return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
 
     def run(self, arch: int, **options: Any) -> ptx.Report:
-        """Run the compiled kernel on the arguments' own memory."""
+        """Run the compiled kernel on the memory of the given arguments."""
         compiled = self.compiled(arch)
         module = ptx.load(compiled.asm["ptx"])
         [name] = module.kernels
@@ -102,13 +102,13 @@ class Launch:
 
 
 def _aligned(size: int) -> Tensor:
-    """Return memory at a multiple of 128 bytes."""
+    """Return a tensor whose address is a multiple of 128 bytes."""
     data = torch.zeros(size + 128, dtype=torch.uint8)
     return data[-data.data_ptr() % 128 :][:size]
 
 
 def _descriptor(value: TensorDescriptor, meta: dict[str, Any] | None) -> Sequence[Any]:
-    """Return a descriptor as Triton's launcher passes it: a tensor map, or its parts."""
+    """Return a descriptor in the form in which Triton passes it: a tensor map, or its parts."""
     shape, strides = list(value.shape), list(value.strides)
     if meta is None:
         flags = [value.padding == "nan", value.round_f32_to_tf32]
