@@ -34,7 +34,9 @@ class Classifier:
             supported, or if `max_length` exceeds the number of positions of the model.
     """
 
-    def __init__(self, model: str, *, max_length: int | None, backend: str | None) -> None:
+    def __init__(
+        self, model: str, *, max_length: int | None = None, backend: str | None = None
+    ) -> None:
         """Find and load the model, on a CUDA device if there is one."""
         import torch
 
@@ -54,7 +56,7 @@ class Classifier:
         self.model = _load(settings.encoder, config, backend).to(self.device)
         self.tokenizer = LimitedTokenizer(settings, config.max_length, max_length)
 
-    def __call__(self, batch: dict[str, Any]) -> torch.Tensor:
+    def forward(self, batch: dict[str, Any]) -> torch.Tensor:
         """Return the scores of a packed batch, fp32 of shape ``(B, labels)``."""
         logits = self.model(**batch).logits.float()
         if self.function == "softmax":
@@ -163,7 +165,7 @@ def classify_text(
 
     classifier = Classifier(model, max_length=max_length, backend=backend)
     with torch.inference_mode():
-        scores = classifier(pack([classifier.tokenizer((text,))], classifier.device))
+        scores = classifier.forward(pack([classifier.tokenizer((text,))], classifier.device))
     return next(results(scores.cpu().numpy(), classifier.labels))
 
 
@@ -201,7 +203,7 @@ def run(
         texts,
         target,
         tokenizer=classifier.tokenizer,
-        forward=classifier,
+        forward=classifier.forward,
         width=len(labels),
         tokens_per_batch=tokens_per_batch,
         device=classifier.device,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pyarrow as pa
@@ -12,6 +13,9 @@ import torch
 from pyarrow import parquet
 
 from fastbert.data import WordPieceTokenizer
+from fastbert.inference import DynamicBatcher
+from fastbert.inference.text_batches import pack
+from fastbert.jobs.classify import Classifier
 from fastbert.modules import BertForMaskedLM, BertForSequenceClassification
 from fastbert.testing.compare import assert_close
 from fastbert.testing.yardstick import Yardstick
@@ -175,7 +179,7 @@ def test_resumes(run, classifier, tmp_path, monkeypatch):
     folder, options = classifier(), ("--tokens-per-batch", 8, "--pair-field", "text_pair")
     source, target = write(tmp_path / "in.jsonl", PAIRS * 8), tmp_path / "out.jsonl"
     assert run("classify", folder, source, tmp_path / "whole.jsonl", *options).exit_code == 0
-    calls, call = [], module.Classifier.__call__
+    calls, call = [], module.Classifier.forward
 
     def failing(self, batch):
         calls.append(1)
@@ -183,7 +187,7 @@ def test_resumes(run, classifier, tmp_path, monkeypatch):
             raise KeyboardInterrupt
         return call(self, batch)
 
-    monkeypatch.setattr(module.Classifier, "__call__", failing)
+    monkeypatch.setattr(module.Classifier, "forward", failing)
     assert run("classify", folder, source, target, *options).exit_code == 130
     assert not target.exists()
     monkeypatch.undo()
@@ -267,3 +271,19 @@ def test_a_csv_with_ids(run, refused, classifier, tmp_path, target):
     assert [next(iter(row)) for row in actual] == ["id"] * len(TEXTS)
     message = refused("classify", folder, "--text", "the dog", "--id-field", "key")
     assert message == "error: --text: got a text and --id-field, allowed: --text, or INPUT and OUT"
+
+
+@pytest.mark.parametrize("pair", [False, True])
+def test_merged_calls_of_a_classifier_have_the_bits_of_single_calls(classifier, pair):
+    model = Classifier(str(classifier()))
+    inputs = [
+        (one["text"], one["text_pair"]) if pair else one for one in (PAIRS if pair else TEXTS)
+    ]
+    with torch.inference_mode():
+        alone = [
+            model.forward(pack([model.tokenizer(one if pair else (one,))], model.device))[0]
+            for one in inputs
+        ]
+    with DynamicBatcher(model) as batcher, ThreadPoolExecutor(8) as pool:
+        merged = list(pool.map(batcher, inputs * 5))
+    assert all(torch.equal(a, b) for a, b in zip(merged, alone * 5, strict=True))

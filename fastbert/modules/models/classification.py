@@ -6,11 +6,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from fastbert.config import BertConfig
 from fastbert.modules.chosen_rows import first_tokens
 from fastbert.modules.heads import classifier_dropout, cross_entropy
+from fastbert.modules.linear import Linear
 from fastbert.modules.models.task_model import Result, TaskModel, label_rows
 from fastbert.modules.outputs import SequenceClassifierOutput, TokenClassifierOutput
 from fastbert.ops.arguments import require_shape
@@ -41,7 +42,7 @@ class BertForSequenceClassification(TaskModel):
         """Create the modules and initialise their parameters."""
         super().__init__(config, backend=backend)
         self.dropout = classifier_dropout(config)
-        self.classifier = nn.Linear(config.hidden_size, config.num_labels)
+        self.classifier = Linear(config.hidden_size, config.num_labels, backend)
         self.initialise(self.classifier)
 
     def forward(
@@ -137,7 +138,7 @@ class BertForTokenClassification(TaskModel):
         """Create the modules and initialise their parameters."""
         super().__init__(config, backend=backend, pooling=False)
         self.dropout = classifier_dropout(config)
-        self.classifier = nn.Linear(config.hidden_size, config.num_labels)
+        self.classifier = Linear(config.hidden_size, config.num_labels, backend)
         self.initialise(self.classifier)
 
     def forward(

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from fastbert.config import BertConfig
 from fastbert.modules.chosen_rows import first_tokens
 from fastbert.modules.heads import classifier_dropout, cross_entropy
+from fastbert.modules.linear import Linear
 from fastbert.modules.models.task_model import Result, TaskModel
 from fastbert.modules.outputs import MultipleChoiceModelOutput
 
@@ -37,7 +38,7 @@ class BertForMultipleChoice(TaskModel):
         """Create the modules and initialise their parameters."""
         super().__init__(config, backend=backend)
         self.dropout = classifier_dropout(config)
-        self.classifier = nn.Linear(config.hidden_size, 1)
+        self.classifier = Linear(config.hidden_size, 1, backend)
         self.initialise(self.classifier)
 
     def forward(

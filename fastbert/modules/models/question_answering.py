@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fastbert.config import BertConfig
 from fastbert.modules.heads import cross_entropy
+from fastbert.modules.linear import Linear
 from fastbert.modules.models.task_model import Result, TaskModel
 from fastbert.modules.outputs import QuestionAnsweringModelOutput
 
@@ -45,7 +46,7 @@ class BertForQuestionAnswering(TaskModel):
         if config.num_labels != 2:
             raise ValueError(f"num_labels: got {config.num_labels}, allowed: 2 (start and end)")
         super().__init__(config, backend=backend, pooling=False)
-        self.qa_outputs = nn.Linear(config.hidden_size, config.num_labels)
+        self.qa_outputs = Linear(config.hidden_size, config.num_labels, backend)
         self.initialise(self.qa_outputs)
 
     def forward(
