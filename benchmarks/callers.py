@@ -50,7 +50,7 @@ def stock() -> Callable[[str], Any]:
 
 
 def drawn_texts(words: int, count: int = 256) -> list[str]:
-    """Return texts of this number of words, of real sentences."""
+    """Return `count` texts of `words` words each, joined from randomly drawn real sentences."""
     draw, sentences = random.Random(0), real_sentences(count)
     joined = (" ".join(draw.sample(sentences, 20)).split() for _ in range(count))
     return [" ".join(text[:words]) for text in joined]

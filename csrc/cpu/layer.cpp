@@ -72,8 +72,8 @@ struct Linear {
   Linear(const at::Tensor* first, int64_t count)
       : weights(first, first + count), biases(first + count, first + 2 * count) {}
 
-  // Returns the part with the outputs [begin, end). The part consists of whole weights, or of rows
-  // of one weight.
+  // Returns the part of the layer with the outputs [begin, end). A weight that is only partly in
+  // the range is cut.
   Linear rows(int64_t begin, int64_t end) const {
     Linear part(nullptr, 0);
     for (size_t i = 0; i < weights.size(); ++i) {

@@ -271,8 +271,9 @@ def fastbert_encoder(
 def gate(
     shape: EncoderShape, dtype: torch.dtype, device: str, *, autocast: bool = False
 ) -> dict[str, str]:
-    """Return the engines whose hidden states at real tokens break the tolerance rule, with reasons.
+    """Return the backends that break the tolerance rule, each with the reason.
 
+    The rule is that of `fastbert.testing.compare`. The hidden states at real tokens are compared; those at padding are not.
     The oracle is the reference backend in float64, and the yardstick is the reference backend in
     ``dtype``. Both run two layers of the encoder on weights that are rounded to ``dtype``.
     With ``autocast``, engines and yardstick run under bf16 autocast.

@@ -277,8 +277,8 @@ class PackedCollatorForPreTraining(PackedCollatorForMaskedLM):
     """Pack next-sentence pairs and draw a new mask for them in every call.
 
     A feature has the column ``next_sentence_label`` in addition to the columns of
-    `PackedCollatorForMaskedLM`. The label is 0 when the second half follows the first half, 1 when
-    it does not, and -100 when this is unknown.
+    `PackedCollatorForMaskedLM`. The label is 0 if the second text of a pair follows the first text
+    in the corpus, 1 if it does not, and -100 if this is unknown.
 
     Args:
         tokenizer: As in `PackedCollatorForMaskedLM`.

@@ -111,7 +111,8 @@ class Classify(Task):
 
     Attributes:
         labels: The labels; None before `learn`, and in the training of a regression.
-        multi: How several labels are read and chosen; None if an example has one label.
+        multi: How the labels of a multi-label task are parsed and predicted; None if every example
+            has exactly one label.
     """
 
     name = "classify"

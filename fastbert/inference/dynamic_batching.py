@@ -64,14 +64,14 @@ _BATCHERS: weakref.WeakSet[DynamicBatcher] = weakref.WeakSet()
 class DynamicBatcher:
     """A thread-safe front of a model that merges waiting calls into batches.
 
-    One thread computes. While it computes a batch, further calls wait; the next batch has the
-    waiting texts in the order of arrival, up to `tokens_per_batch` tokens. A call that finds the
-    thread idle is computed at once. Every caller gets the bits that it would get alone. If a batch
-    fails, its calls are computed one by one, so that an error reaches only its own caller. The
-    tokenizer runs in the threads of the callers.
+    One batch is computed at a time. While it runs, further calls wait; the next batch has the
+    waiting texts in the order of arrival, up to `tokens_per_batch` tokens, and is computed by a
+    thread of the front. A call that finds no other call is computed at once, by its own thread.
+    Every caller gets the bits that it would get alone. If a batch fails, its calls are computed one
+    by one, so that an error reaches only its own caller.
 
-    A forked process has a front without waiting calls and with a thread of its own. The thread does
-    not see ``torch.autocast`` and other settings of the callers' threads.
+    A forked process has a front without waiting calls and with a thread of its own. The thread of
+    the front does not see ``torch.autocast`` and other settings of the callers' threads.
 
     Args:
         model: An `Embedder`, or another model with a tokenizer that computes rows of texts.
@@ -104,7 +104,7 @@ class DynamicBatcher:
 
     def _start(self) -> None:
         """Begin without calls; a forked process has neither the thread nor the locks."""
-        self._lock = threading.Lock()
+        self._lock, self._computing = threading.Lock(), threading.Lock()
         # A tokenizer of Hugging Face changes its limit of tokens while it encodes.
         self._tokenizing = threading.Lock()
         self._calls: deque[_Call] = deque()
@@ -133,7 +133,10 @@ class DynamicBatcher:
             TimeoutError: If the rows are not there in time.
             RuntimeError: If the front is closed.
         """
-        future = self.submit(texts)
+        call = self._call(texts)
+        if timeout is None and self._begin_here(call):
+            return self._finish_here(call)
+        future = self._enqueue(call)
         try:
             return future.result(timeout)
         finally:
@@ -167,23 +170,7 @@ class DynamicBatcher:
         Raises:
             Exception: As in a call, except TimeoutError.
         """
-        single = isinstance(texts, (str, tuple))
-        call = _Call(self._encode([texts] if single else texts), single)  # type: ignore[list-item]
-        if not call.lines:
-            call.future.set_result(self._no_rows())
-            return call.future
-        with self._lock:
-            if self._closed:
-                raise RuntimeError("the DynamicBatcher is closed")
-            if self._waiting + len(call.lines) > self.max_waiting:
-                raise OverloadedError(
-                    f"texts: got {len(call.lines)} while {self._waiting} wait or run, allowed: "
-                    f"max_waiting={self.max_waiting} together"
-                )
-            self._waiting += len(call.lines)
-            self._calls.append(call)
-            self._thread.submit(self._run)
-        return call.future
+        return self._enqueue(self._call(texts))
 
     def close(self) -> None:
         """Compute the waiting calls, and end the thread. Later calls raise RuntimeError."""
@@ -204,6 +191,57 @@ class DynamicBatcher:
         """Close the front."""
         self.close()
 
+    def _call(self, texts: Sequence[Text] | Text) -> _Call:
+        single = isinstance(texts, (str, tuple))
+        return _Call(self._encode([texts] if single else texts), single)  # type: ignore[list-item]
+
+    def _enqueue(self, call: _Call) -> Future[Tensor]:
+        """Let a call wait for its turn, and return its future."""
+        if not call.lines:
+            call.future.set_result(self._no_rows())
+            return call.future
+        with self._lock:
+            self._enter(call)
+            self._calls.append(call)
+            self._thread.submit(self._run)
+        return call.future
+
+    def _enter(self, call: _Call) -> None:
+        """Count a call, or refuse it."""
+        if self._closed:
+            raise RuntimeError("the DynamicBatcher is closed")
+        if self._waiting + len(call.lines) > self.max_waiting:
+            raise OverloadedError(
+                f"texts: got {len(call.lines)} while {self._waiting} wait or run, allowed: "
+                f"max_waiting={self.max_waiting} together"
+            )
+        self._waiting += len(call.lines)
+
+    def _begin_here(self, call: _Call) -> bool:
+        """Return whether the calling thread may compute a call, which then is the only one."""
+        tokens = sum(len(line.ids) for line in call.lines)
+        if not call.lines or (len(call.lines) > 1 and tokens > self.tokens_per_batch):
+            return False
+        with self._lock:
+            if self._waiting or not self._computing.acquire(blocking=False):
+                return False
+            try:
+                self._enter(call)
+            except RuntimeError:
+                self._computing.release()
+                raise
+        return True
+
+    def _finish_here(self, call: _Call) -> Tensor:
+        try:
+            rows = self._compute(call.lines)
+        finally:
+            self._computing.release()
+            with self._lock:
+                self._waiting -= len(call.lines)
+        call.add(rows)
+        return call.future.result()
+
     def _encode(self, texts: Sequence[Text]) -> list[Encoded]:
         lines = []
         for number, text in enumerate(texts):
@@ -223,33 +261,33 @@ class DynamicBatcher:
 
     def _run(self) -> None:
         """Compute batches until no call waits."""
-        while batch := self._take():
-            lines = [call.lines[first + n] for call, first, count in batch for n in range(count)]
-            try:
-                rows = self._compute(lines)
-            except Exception as error:
-                self._run_alone(batch, error)
-                continue
-            for (call, _, _), own in zip(
-                batch, rows.split([count for _, _, count in batch]), strict=True
-            ):
-                self._finish(call, own)
+        while True:
+            with self._computing:
+                # The batch is taken as late as possible, so that it has all calls that wait.
+                batch = self._take()
+                results = self._rows_of(batch)
+            if not batch:
+                return
+            for (call, _, _), rows in zip(batch, results, strict=True):
+                self._fail(call, rows) if isinstance(rows, Exception) else self._finish(call, rows)
 
-    def _run_alone(self, batch: list[tuple[_Call, int, int]], error: Exception) -> None:
-        """Compute each call of a batch that has failed; a single call fails with the error."""
-        for call, first, count in batch:
-            try:
-                if len(batch) == 1:
-                    raise error
-                rows = self._compute(call.lines[first : first + count])
-            except Exception as own:
-                with self._lock:
-                    if self._calls and self._calls[0] is call:
-                        self._calls.popleft()
-                    self._waiting -= len(call.lines) - sum(map(len, call.rows))
-                call.future.set_exception(own)
-            else:
-                self._finish(call, rows)
+    def _rows_of(self, batch: list[tuple[_Call, int, int]]) -> Sequence[Tensor | Exception]:
+        """Return the rows of each call of a batch, or the error of the call."""
+        if not batch:
+            return []
+        lines = [call.lines[first + n] for call, first, count in batch for n in range(count)]
+        try:
+            return self._compute(lines).split([count for _, _, count in batch])
+        except Exception as error:
+            return [error] if len(batch) == 1 else [self._rows_of([part])[0] for part in batch]
+
+    def _fail(self, call: _Call, error: Exception) -> None:
+        """Give an error to a call, and drop its lines that still wait."""
+        with self._lock:
+            if self._calls and self._calls[0] is call:
+                self._calls.popleft()
+            self._waiting -= len(call.lines) - sum(map(len, call.rows))
+        call.future.set_exception(error)
 
     def _take(self) -> list[tuple[_Call, int, int]]:
         """Return the next batch: calls with the first of their lines and the number of lines."""

@@ -1,4 +1,4 @@
-"""Benchmark records are short, and their pages match their JSON files."""
+"""Files of recorded benchmarks have at most 300 lines, and each cpu.md is made from JSON files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The PTX machine catches faults in the kernels of attention for Hopper GPUs."""
+"""The PTX machine catches mistakes that tests insert into the attention kernels for Hopper GPUs."""
 
 from __future__ import annotations
 

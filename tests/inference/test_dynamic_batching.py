@@ -160,6 +160,49 @@ def test_a_result_does_not_keep_the_rows_of_its_batch(busy, model):
         assert not rows.is_inference()
 
 
+def test_a_call_without_others_is_computed_by_its_own_thread(model):
+    forward, threads = model.forward, []
+    model.forward = lambda batch: (threads.append(threading.get_ident()), forward(batch))[1]
+    own = threading.get_ident()
+    with DynamicBatcher(model, tokens_per_batch=4) as batcher:
+        batcher("a")
+        batcher("aaaaaaa")
+        batcher(["aa", "bb"])
+        assert threads == [own] * 3
+        batcher(["aa", "bb", "c"])
+        batcher("a", timeout=60)
+        batcher.submit("a").result(60)
+        asyncio.run(batcher.acall("a"))
+        assert len(threads) == 8
+        assert own not in threads[3:]
+
+
+def test_calls_wait_for_a_call_that_its_own_thread_computes(model):
+    """The second and the third call are one batch, because they wait for the first."""
+    model.gate.clear()
+    with DynamicBatcher(model) as batcher, ThreadPoolExecutor(1) as pool:
+        first = pool.submit(batcher, "first")
+        assert model.begun.wait(60)
+        later = [batcher.submit("a")]
+        time.sleep(0.05)
+        later.append(batcher.submit("b"))
+        model.gate.set()
+        assert first.result(60).tolist() == row("first")
+        assert [call.result(60).tolist() for call in later] == [row("a"), row("b")]
+    assert model.batches == [["first"], ["a", "b"]]
+
+
+@pytest.mark.parametrize("here", [True, False])
+def test_a_failed_call_leaves_the_front_usable(model, here):
+    model.poisoned = {"bad"}
+    with DynamicBatcher(model) as batcher:
+        with pytest.raises(RuntimeError, match="poison"):
+            batcher("bad", timeout=None if here else 60)
+        assert batcher("a").tolist() == row("a")
+        assert batcher("b", timeout=60).tolist() == row("b")
+        assert batcher._waiting == 0
+
+
 def test_a_call_that_waits_can_be_cancelled(busy, model):
     batcher, first = busy()
     cancelled, other = batcher.submit(["a", "b"]), batcher.submit("c")

@@ -19,7 +19,7 @@ from fastbert.jobs.texts import Texts
 from fastbert.training.log import read_log
 
 SECONDS = 10
-# Each of these texts, when parsed, needs many times its own size in memory.
+# Fragments that `dense` repeats. A parser needs many times the size of such a file in memory.
 DENSE = {"lists": "[],", "objects": '{"a":1},', "strings": '"abc",', "quotes": '""""', "mixed": ","}
 
 

@@ -39,8 +39,9 @@ struct Gelu {
   }
 
   // Computes `forward` for registers that will be rounded to bf16, with half of the operations of
-  // `forward`: max(x, 0) - a Q(a), with minimax polynomials (Lawson's algorithm) for log2 Q(a) and
-  // 2^r. The relative error is 1e-4 for x >= -4, 2e-4 for x >= -6 and 1.3e-3 for x >= -12.8; half a
+  // `forward`: max(x, 0) - a Q(a) for a = |x|, where Q is the upper tail of the normal
+  // distribution. Minimax polynomials (Lawson's algorithm) give log2 Q(a), and 2^f of its fraction
+  // f. The relative error is 1e-4 for x >= -4, 2e-4 for x >= -6 and 1.3e-3 for x >= -12.8; half a
   // unit of bf16 is 2e-3 to 4e-3. Below -12.8, the result is the value at -12.8, which is -1.1e-36.
   // Each stage processes all registers, so that the chains of operations overlap.
   template <int kCount>

@@ -176,7 +176,8 @@ class KeyGroup {
   // memory. Both groups read the buffer.
   __device__ void publish(int turn) {
     const uint32_t to = shared_ + M::kGradients + turn * M::kGradientBytes;
-    // Addresses that stay in registers from tile to tile would spill at head dim 128 with pairs.
+    // `opaque` makes the compiler compute the addresses again for each tile. Addresses that stay in
+    // registers would cause spills at head dim 128 with a mask of query-key pairs (kPairs).
     const int at = static_cast<int>(opaque(threadIdx.x)) % 32;
 #pragma unroll
     for (int step = 0; step < kTileQueries / 16; ++step) {

@@ -72,7 +72,10 @@ class Launch:
         return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
 
     def run(self, arch: int, **options: Any) -> ptx.Report:
-        """Run the compiled kernel on the memory of the given arguments."""
+        """Compile the kernel, and run it on the PTX machine.
+
+        The kernel reads and writes the tensors in ``self.arguments``.
+        """
         compiled = self.compiled(arch)
         module = ptx.load(compiled.asm["ptx"])
         [name] = module.kernels
