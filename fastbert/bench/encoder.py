@@ -273,7 +273,8 @@ def gate(
 ) -> dict[str, str]:
     """Return the backends that break the tolerance rule, each with the reason.
 
-    The rule is that of `fastbert.testing.compare`. The hidden states at real tokens are compared; those at padding are not.
+    The rule is that of `fastbert.testing.compare`. The hidden states at real tokens are compared,
+    and those at padding are not.
     The oracle is the reference backend in float64, and the yardstick is the reference backend in
     ``dtype``. Both run two layers of the encoder on weights that are rounded to ``dtype``.
     With ``autocast``, engines and yardstick run under bf16 autocast.
