@@ -13,17 +13,18 @@
 namespace fastbert::cpu {
 namespace {
 
-// The positions of the tensors in the argument `embedding`. The table of token types comes last and
-// may be absent.
+// The indices of the tensors in the argument `embedding` of `bert`. The table of token types comes
+// last and may be absent.
 enum { kWords, kPositions, kWeight, kBias, kTypes };
 
 // The tokens of a batch (B, L) without padding.
 struct Tokens {
   int64_t batch, length, longest;
-  // int64 of shape (T,). `types` is undefined if there is no table of token types.
+  // int64 tensors with one element for each token. `types` is undefined if there is no table of
+  // token types.
   at::Tensor ids, types, positions;
-  // The indices of the tokens in the flat batch, and the cumulative lengths. Both are undefined if
-  // there is no padding.
+  // The indices of the tokens in the flattened batch (B * L,), and the cumulative lengths of the
+  // sequences (B + 1,). Both are undefined if there is no padding.
   at::Tensor indices, cu_seqlens;
 
   bool padded() const { return indices.defined(); }
@@ -34,7 +35,8 @@ bool are_integers(const at::Tensor& t, at::IntArrayRef sizes) {
          (t.scalar_type() == at::kLong || t.scalar_type() == at::kInt);
 }
 
-// Returns a private copy of the elements of `numbers` at the tokens' indices in the flat batch.
+// Returns a private copy of the elements of `numbers` (B, L) that belong to tokens. `indices` holds
+// the positions of these elements in the flattened batch, and is undefined if there is no padding.
 at::Tensor of_tokens(const at::Tensor& numbers, const at::Tensor& indices) {
   const auto flat = private_copy(numbers, at::kLong).view({-1});
   return indices.defined() ? flat.index_select(0, indices) : flat;
@@ -50,8 +52,8 @@ at::Tensor positions_of(const Tokens& tokens) {
   return positions;
 }
 
-// Returns RoBERTa positions: they start at `first` and count the tokens of a row. The id of padding
-// is first - 1, and padding has the position first - 1.
+// Returns the positions of RoBERTa models, which number the tokens of a row from `first` on. In
+// these models, padding has the id first - 1 and the position first - 1.
 at::Tensor counted_positions(const at::Tensor& ids_in, const at::Tensor& indices, int64_t first) {
   auto positions = private_copy(ids_in, at::kLong);
   int64_t* position = positions.mutable_data_ptr<int64_t>();
@@ -64,7 +66,8 @@ at::Tensor counted_positions(const at::Tensor& ids_in, const at::Tensor& indices
   return indices.defined() ? positions.view({-1}).index_select(0, indices) : positions.view({-1});
 }
 
-// Returns whether `bert` can process the arguments. The caller explains an error.
+// Returns whether `bert` can process the arguments. If not, `bert` returns an empty result, and its
+// caller reports the error.
 bool fits(const at::Tensor& ids, const OptionalTensor& mask, const OptionalTensor& types,
           at::TensorList embedding, int64_t first_position) {
   if (ids.dim() != 2 || ids.numel() == 0 || !are_integers(ids, ids.sizes())) return false;
@@ -97,8 +100,8 @@ Tokens tokens_of(const at::Tensor& ids, const OptionalTensor& mask, const Option
   return tokens;
 }
 
-// Calls body(). An operator's error message names the operator's own arguments, so this function
-// adds the name of the argument of `bert` that contains them.
+// Calls body(). If an operator fails, its error message names the operator's own arguments, so this
+// function adds `argument`, the name of the argument of `bert` that contains them.
 template <class Body>
 void with_context(const char* argument, const Body& body) {
   try {
@@ -109,7 +112,8 @@ void with_context(const char* argument, const Body& body) {
   }
 }
 
-// Returns the row of the first token of each sequence, or 0 for a sequence without tokens.
+// Returns one row for each sequence: the row of the sequence's first token, or zeros if the
+// sequence has no tokens.
 at::Tensor first_rows(const at::Tensor& rows, const Tokens& tokens) {
   if (!tokens.padded()) return rows.view({tokens.batch, tokens.length, rows.size(1)}).select(1, 0);
   const auto* starts = tokens.cu_seqlens.const_data_ptr<int32_t>();

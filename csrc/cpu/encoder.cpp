@@ -15,17 +15,19 @@
 namespace fastbert::cpu {
 namespace {
 
-// The place of an int8 linear layer's scale, before its column sums, among the scales of a layer.
+// The index of each int8 linear layer's scale among the kScales tensors in `scales` of an encoder
+// layer. The column sums of the linear layer have the next index.
 constexpr size_t kQkvScale = 0, kProjectionScale = 2, kInnerScale = 4, kOuterScale = 6;
-constexpr size_t kScales = 8;  // number of scales of a layer
+constexpr size_t kScales = 8;  // number of tensors in `scales` for a layer
 
 // The division of the rows into sequences, and the settings that every layer shares.
 struct Stack {
   const OptionalTensor &cu_seqlens, &mask, &bias;
   at::TensorList rotations;  // cosines and sines for each layer
-  at::IntArrayRef windows;   // largest distance of a key for each layer
+  at::IntArrayRef windows;   // largest distance between a query and a key, for each layer
   int64_t batch, max_seqlen, heads;
-  // The number of weights of q, k and v, and of the first product of the feed-forward.
+  // The number of weight tensors of the projections to q, k and v, and the number of weight tensors
+  // of the first product of the feed-forward.
   int64_t projections, inner_projections;
   bool pre_norm;
   double eps;
@@ -33,7 +35,7 @@ struct Stack {
   at::ScalarType dtype;  // dtype of the products; hidden states keep their own dtype
 };
 
-// The number of parameters of a layer.
+// Returns the number of parameter tensors of a layer.
 size_t parameters_of(const Stack& s) {
   return LayerParameters::count(s.projections, s.inner_projections);
 }
@@ -99,7 +101,8 @@ void check(const at::Tensor& hidden, at::TensorList parameters, at::TensorList s
   }
 }
 
-// Rotates q and k in place, and computes attention of q, k and v, which are adjacent in each row.
+// Computes attention of q, k and v, which follow one another in each row of `qkv`. If the model has
+// rotary embeddings, q and k are first rotated in place.
 at::Tensor attention(const at::Tensor& qkv, const Layer& layer, const Stack& s) {
   const int64_t rows = qkv.size(0), head_dim = qkv.size(1) / (3 * s.heads);
   const double scale = 1.0 / std::sqrt((double)head_dim);
@@ -119,8 +122,8 @@ at::Tensor in_dtype(const at::Tensor& x, const Stack& s) {
   return x.scalar_type() == s.dtype ? x : x.to(s.dtype);
 }
 
-// Returns x Wᵀ + bias, where W consists of `count` weights one after another along the outputs. In
-// `weights`, the `count` biases follow the weights.
+// Returns x Wᵀ + bias, where W is the concatenation of `count` weights along the outputs. `weights`
+// points to these weights, and the `count` biases follow them.
 at::Tensor parts_product(const at::Tensor& x, const at::Tensor* weights, size_t count,
                          const std::string& activation, const Stack& s) {
   const at::TensorList biases(weights + count, count);
@@ -130,15 +133,15 @@ at::Tensor parts_product(const at::Tensor& x, const at::Tensor* weights, size_t 
                          activation);
 }
 
-// Returns activation(x Wᵀ + bias) with an int8 W. fp32 rows are quantised directly, without a
-// conversion to `dtype`.
+// Returns activation(x Wᵀ + bias), where W is the int8 weight p[0] and the bias is p[1]. fp32 rows
+// of x are quantised directly, without a conversion to s.dtype.
 at::Tensor int8_product(const at::Tensor& x, const at::Tensor* p, const at::Tensor* scale,
                         const std::string& activation, const Stack& s) {
   return int8_linear(x, p[0], scale[0], scale[1], p[1].numel(), p[1], std::nullopt, activation,
                      s.dtype);
 }
 
-// Returns q, k and v, adjacent in each row.
+// Returns the projections of x, whose rows contain q, k and v one after another.
 at::Tensor projections(const at::Tensor& x, const Layer& layer, const Stack& s) {
   if (layer.scales) return int8_product(x, layer.qkv, layer.scales + kQkvScale, "none", s);
   return parts_product(x, layer.qkv, s.projections, "none", s);
@@ -160,7 +163,8 @@ at::Tensor normalised(const at::Tensor& x, const OptionalTensor& residual, const
                                         std::nullopt, 0.0, s.eps));
 }
 
-// Returns LN(x Wᵀ + bias + residual).
+// Returns the layer norm of x Wᵀ + bias + residual, where W is p[0] and the bias is p[1]. If
+// `scale` is not null, W is an int8 weight.
 at::Tensor product_and_norm(const at::Tensor& x, const at::Tensor* p, const at::Tensor* norm,
                             const at::Tensor& residual, const at::Tensor* scale, const Stack& s) {
   if (!scale) {
@@ -170,8 +174,8 @@ at::Tensor product_and_norm(const at::Tensor& x, const at::Tensor* p, const at::
   return normalised(y, residual, norm, s);
 }
 
-// Hidden states keep their dtype from layer to layer, which is fp32 under autocast. Products
-// compute in `dtype`.
+// Runs a layer with norms after attention and after the feed-forward. Hidden states keep their
+// dtype from layer to layer; under autocast, this dtype is fp32. Products compute in s.dtype.
 at::Tensor through(const Layer& layer, const at::Tensor& hidden, const Stack& s) {
   const auto scale = [&](size_t place) { return layer.scales ? layer.scales + place : nullptr; };
   auto x = projections(hidden, layer, s);
@@ -235,8 +239,8 @@ std::vector<at::Tensor> encoder(at::Tensor hidden, at::TensorList parameters, at
       try {
         hidden = pre_norm ? through_pre_norm(layer, hidden, stack) : through(layer, hidden, stack);
       } catch (c10::Error& error) {
-        // An operator's error message names the operator's own arguments, so the number of the
-        // layer is added.
+        // The error message of an operator names the operator's own arguments, so the index of the
+        // layer in `parameters` is added.
         error.add_context("in layer " + std::to_string(i) + " of parameters" +
                           (scales.empty() ? "" : " and scales"));
         throw;

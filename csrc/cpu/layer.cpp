@@ -1,13 +1,13 @@
-// One layer of an encoder in training: a forward, which also returns the tensors that the backward
-// reads, and a backward. Each is one parallel region. Otherwise the worker threads would go to
-// sleep whenever Python runs between two operators.
+// One layer of an encoder in training. The file has a forward, which also returns the tensors that
+// the backward reads, and a backward. Each of them is one parallel region, because the worker
+// threads would go to sleep if Python ran between two operators.
 //
 // The rows between layers, the parameters and the parameters' gradients are fp32. Under autocast,
-// products and attention use another dtype: products round their operands to this dtype, and the
-// results of products and attention have this dtype, as in separate operators.
+// products and attention compute in another dtype, as separate operators do: products round their
+// operands to this dtype, and the results of products and attention have this dtype.
 //
-// A call may choose the rows that are queries. It then returns only the chosen rows, and the other
-// rows are used as keys and values only.
+// A call may choose the rows that are queries. The result then has only the chosen rows, and the
+// other rows are used as keys and values only.
 
 #include <array>
 #include <cmath>
@@ -23,20 +23,20 @@
 namespace fastbert::cpu {
 namespace {
 
-// The tensors that the forward keeps for the backward. A tensor that a layer does not need is
-// empty.
+// The indices of the tensors that the forward stores for the backward. A tensor that a layer does
+// not need is empty.
 enum Kept : size_t {
-  kKeys,       // projections to keys and values, after the queries if every row is a query
+  kKeys,       // keys and values; also the queries, first, if every row is a query
   kAttended,   // the output of attention
   kProjected,  // only if the norm is after attention
   kFirstMean,
   kFirstScale,
-  kMiddle,  // the input of the feed-forward, without the norm before it
-  kInner,   // result of the first product, before the activation
+  kMiddle,  // input of the feed-forward, before the norm if there is one
+  kInner,   // result of the feed-forward's first product, before the activation
   kOuter,   // only if the norm is after the feed-forward
   kSecondMean,
   kSecondScale,
-  kQueries,  // projections to queries, if queries were chosen
+  kQueries,  // queries, if a call chose them
   kRead,     // the chosen rows of the layer's input
   kFirst,    // input of attention, if a norm is before attention
   kSecond,   // input of the feed-forward, if a norm is before the feed-forward
@@ -64,16 +64,16 @@ struct LayerSettings {
   }
 };
 
-// A linear layer with one or more weights, which are adjacent along the outputs; or the gradients
-// of such a layer. An absent bias is empty.
+// A linear layer with one or more weights and as many biases, whose outputs follow one another; or
+// the gradients of such a layer. An absent bias is an empty tensor.
 struct Linear {
   std::vector<at::Tensor> weights, biases;
 
   Linear(const at::Tensor* first, int64_t count)
       : weights(first, first + count), biases(first + count, first + 2 * count) {}
 
-  // Returns the part of the layer with the outputs [begin, end). A weight that is only partly in
-  // the range is cut.
+  // Returns the part of the layer that computes the outputs [begin, end). If only some rows of a
+  // weight are in this range, the part has only these rows.
   Linear rows(int64_t begin, int64_t end) const {
     Linear part(nullptr, 0);
     for (size_t i = 0; i < weights.size(); ++i) {
@@ -89,7 +89,7 @@ struct Linear {
     return part;
   }
 
-  // Returns empty tensors with the shapes and dtypes of this layer's tensors.
+  // Returns a layer of uninitialised tensors with the shapes and dtypes of this layer's tensors.
   Linear empty_like() const {
     Linear made(nullptr, 0);
     for (size_t i = 0; i < weights.size(); ++i) {
@@ -122,7 +122,8 @@ void check_seeds(const LayerSettings& s) {
   }
 }
 
-// Checks the division into sequences. The operators of attention check the lengths.
+// Checks the arguments that divide the rows into sequences. The operators of attention check the
+// lengths in cu_seqlens.
 void check_sequences(const at::Tensor& hidden, const LayerSettings& s) {
   const int64_t rows = hidden.size(0);
   TORCH_CHECK_VALUE(s.cu_seqlens_q.has_value() == s.cu_seqlens_k.has_value(),
@@ -150,8 +151,8 @@ void check_sequences(const at::Tensor& hidden, const LayerSettings& s) {
   }
 }
 
-// Checks weights of shape (·, columns) and their biases. The weights have `outputs` rows in total;
-// -1 allows any number. Returns the number of rows.
+// Checks `count` weights, which must have `columns` columns, and their biases. The weights must
+// have `outputs` rows in total, where -1 allows any number. Returns the total number of rows.
 int64_t check_linear(const at::Tensor* first, int64_t count, int64_t columns, int64_t outputs,
                      const at::Tensor& hidden) {
   int64_t rows = 0, biased = 0;
@@ -227,7 +228,8 @@ void check_layer(const at::Tensor& hidden, at::TensorList parameters, const Laye
   check_sequences(hidden, s);
 }
 
-// Returns a private copy of the chosen rows, so that other threads cannot change them.
+// Returns a private copy of the indices in `chosen`, so that other threads cannot change the
+// indices during the call.
 OptionalTensor copied(const OptionalTensor& chosen) {
   if (!chosen) return std::nullopt;
   TORCH_CHECK_TYPE(chosen->scalar_type() == at::kLong, "chosen: got dtype ", chosen->scalar_type(),
@@ -239,7 +241,7 @@ OptionalTensor copied(const OptionalTensor& chosen) {
 
 // Products
 
-// Returns x Wᵀ + bias in the dtype of products.
+// Returns x Wᵀ + bias in s.dtype, where W is the concatenation of the weights of `l`.
 at::Tensor product_with_bias(const at::Tensor& x, const Linear& l, const LayerSettings& s) {
   if (l.weights.size() == 1) {
     return std::get<0>(
@@ -250,13 +252,13 @@ at::Tensor product_with_bias(const at::Tensor& x, const Linear& l, const LayerSe
                   "none");
 }
 
-// Returns x Wᵀ in the dtype of products. The norm that follows adds the bias.
+// Returns x weightᵀ in s.dtype. The layer norm that follows adds the bias.
 at::Tensor product_without_bias(const at::Tensor& x, const at::Tensor& weight,
                                 const LayerSettings& s) {
   return std::get<0>(linear_in(s.dtype, x, weight, std::nullopt, std::nullopt, "none", false));
 }
 
-// Returns a b + addend in `dtype`, with operands that are rounded to the dtype of products.
+// Returns a b + addend in `dtype`. The operands a and b are rounded to s.dtype.
 at::Tensor product_of(const at::Tensor& a, const at::Tensor& b, const OptionalTensor& addend,
                       at::ScalarType dtype, const LayerSettings& s) {
   auto out = empty({a.size(0), b.size(1)}, a.options().dtype(dtype));
@@ -264,13 +266,14 @@ at::Tensor product_of(const at::Tensor& a, const at::Tensor& b, const OptionalTe
   return out;
 }
 
-// Returns the gradient of the input of a product, dy W, in the dtype of products.
+// Returns the gradient of the input of a product, dy weight, in s.dtype.
 at::Tensor gradient_of_rows(const at::Tensor& dy, const at::Tensor& weight,
                             const LayerSettings& s) {
   return product_of(dy, weight, std::nullopt, s.dtype, s);
 }
 
-// Returns dy W + addend in fp32. The products with the weights of W are added in order.
+// Returns dy W + addend in fp32, where W is the concatenation of the weights of `l`. The products
+// with these weights are added in order.
 at::Tensor gradient_of_rows(const at::Tensor& dy, const Linear& l, const OptionalTensor& addend,
                             const LayerSettings& s) {
   at::Tensor sum;
@@ -287,8 +290,8 @@ at::Tensor gradient_of_rows(const at::Tensor& dy, const Linear& l, const Optiona
   return sum;
 }
 
-// Writes dyᵀ x to the gradients of the weights. Writes the sums of the rows of dy to the gradients
-// of the biases; `sums` has these sums if they were computed already.
+// Writes dyᵀ x to the gradients of the weights, and the sum of the rows of dy to the gradients of
+// the biases. If `sums` is not None, it holds this sum.
 void write_gradients(const Linear& gradients, const at::Tensor& dy, const at::Tensor& x,
                      const OptionalTensor& sums, const LayerSettings& s) {
   int64_t column = 0;
@@ -305,8 +308,9 @@ void write_gradients(const Linear& gradients, const at::Tensor& dy, const at::Te
 
 // Attention
 
-// Returns one projection from rows (T, parts · H), as (T, heads, head_dim) for packed sequences and
-// otherwise as (batch, heads, length, head_dim).
+// Returns a view of projection number `part` in rows whose projections have `size` columns each.
+// The view is (rows, heads, head_dim) for packed sequences and (batch, heads, length, head_dim)
+// otherwise.
 at::Tensor heads_of(const at::Tensor& rows, int64_t part, int64_t size, const LayerSettings& s) {
   const auto own = rows.narrow(1, part * size, size);
   const int64_t head_dim = size / s.heads;
@@ -316,8 +320,8 @@ at::Tensor heads_of(const at::Tensor& rows, int64_t part, int64_t size, const La
       .transpose(1, 2);
 }
 
-// Returns the queries, keys and values, or their gradients, as views of the rows of one or two
-// projections.
+// Returns views of the queries, keys and values, or of their gradients. If queries were chosen,
+// `queries` holds the queries, and `keys` holds keys and values. Otherwise, `keys` holds all three.
 std::array<at::Tensor, 3> split_heads(const at::Tensor& queries, const at::Tensor& keys,
                                       int64_t size, const LayerSettings& s) {
   if (s.chosen) {
@@ -326,7 +330,8 @@ std::array<at::Tensor, 3> split_heads(const at::Tensor& queries, const at::Tenso
   return {heads_of(keys, 0, size, s), heads_of(keys, 1, size, s), heads_of(keys, 2, size, s)};
 }
 
-// Rotates the queries and keys of rows (T, 3 H) in place.
+// Rotates the queries and keys in place if the model has rotary embeddings. Each of the rows holds
+// the queries, keys and values one after another.
 void rotate(const at::Tensor& rows, bool inverse, const LayerSettings& s) {
   if (s.rotation.empty()) return;
   const auto heads = rows.unflatten(1, {3 * s.heads, rows.size(1) / (3 * s.heads)});
@@ -337,8 +342,9 @@ double scale_of(int64_t size, const LayerSettings& s) {
   return 1.0 / std::sqrt((double)(size / s.heads));
 }
 
-// Computes attention, and stores the projections and the output of attention in `kept`. The queries
-// are projections of `read`, the chosen rows.
+// Computes attention, and stores the projections and the output of attention in `kept`. Keys and
+// values are projections of `rows`. Queries are projections of `read`, which holds the chosen rows,
+// or all rows if none were chosen.
 void attend(const at::Tensor& rows, const at::Tensor& read, const LayerParameters& p,
             const LayerSettings& s, at::Tensor* kept) {
   const int64_t size = rows.size(1);
@@ -358,9 +364,10 @@ void attend(const at::Tensor& rows, const at::Tensor& read, const LayerParameter
   kept[kAttended] = out.reshape({read.size(0), size});
 }
 
-// Computes the backward of attention from the gradient of the attention output. `dread` is another
-// gradient, in fp32, of the rows that the queries were computed from. Returns the gradient of the
-// rows, and writes the gradients of the projections.
+// Computes the backward of attention from `dattended`, the gradient of the attention output.
+// Returns the gradient of `rows`, and writes the gradients of the projections' parameters to
+// `gradients`. `dread` is another gradient, in fp32, of the rows from which the queries were
+// computed; the function adds it to the result.
 at::Tensor attend_backward(const at::Tensor& dattended, const OptionalTensor& dread,
                            const at::Tensor& rows, const LayerParameters& p, at::TensorList kept,
                            const Linear& gradients, const LayerSettings& s) {
@@ -388,7 +395,8 @@ at::Tensor attend_backward(const at::Tensor& dattended, const OptionalTensor& dr
 
 // The feed-forward
 
-// Returns the activation of the first product, and stores the first product in `kept`.
+// Returns the activation of the first product of the feed-forward, and stores this product in
+// `kept`.
 at::Tensor activate(const at::Tensor& rows, const LayerParameters& p, const LayerSettings& s,
                     at::Tensor* kept) {
   if (is_gated(s.activation)) {
@@ -401,9 +409,9 @@ at::Tensor activate(const at::Tensor& rows, const LayerParameters& p, const Laye
   return activated;
 }
 
-// Computes the backward of the feed-forward from the gradient of the second product. `drows` is
-// another gradient of the input, in fp32. Returns the gradient of the input, and writes the
-// gradients of both weights and of the first bias.
+// Computes the backward of the feed-forward from `dy`, the gradient of its second product. Returns
+// the gradient of the input `rows`, and writes the gradients of both weights and of the first bias.
+// `drows` is another gradient of the input, in fp32; the function adds it to the result.
 at::Tensor feed_backward(const at::Tensor& dy, const OptionalTensor& drows, const at::Tensor& rows,
                          const LayerParameters& p, at::TensorList kept, const Linear& dinner,
                          const Linear& douter, const LayerSettings& s) {
@@ -463,8 +471,8 @@ void forward_post_norm(const at::Tensor& hidden, const LayerParameters& p, const
 at::Tensor backward_post_norm(const at::Tensor& dy, const at::Tensor& hidden,
                               const LayerParameters& p, at::TensorList kept, Gradients& g,
                               const LayerSettings& s) {
-  // Returns the gradients of the residual and of the product. Both are the same tensor without
-  // dropout.
+  // Computes the backward of a layer norm. Returns the gradients of the residual and of the product
+  // that is added to the residual. Without dropout, both are the same tensor.
   const auto norm_backward = [&](const at::Tensor& dy_of, Kept x, Kept mean, Kept rstd,
                                  const at::Tensor* norm, const at::Tensor& residual,
                                  const at::Tensor& bias, size_t dropout, at::Tensor* dnorm,
@@ -489,8 +497,8 @@ at::Tensor backward_post_norm(const at::Tensor& dy, const at::Tensor& hidden,
                          g.qkv, s);
 }
 
-// Runs the forward of a layer with norms before attention (may be absent) and before the
-// feed-forward.
+// Runs the forward of a layer with norms before attention and before the feed-forward. The norm
+// before attention may be absent.
 void forward_pre_norm(const at::Tensor& hidden, const LayerParameters& p, const LayerSettings& s,
                       std::vector<at::Tensor>& found) {
   at::Tensor *kept = &found[1], rows = hidden;
@@ -511,8 +519,9 @@ void forward_pre_norm(const at::Tensor& hidden, const LayerParameters& p, const 
 at::Tensor backward_pre_norm(const at::Tensor& dy_in, const at::Tensor& hidden,
                              const LayerParameters& p, at::TensorList kept, Gradients& g,
                              const LayerSettings& s) {
-  // Takes the gradient of the result of a norm; products read this result. Returns the gradient of
-  // the norm's input, including the gradient of the residual connection around the norm.
+  // Computes the backward of a norm from `dy`, the gradient of its result. Returns the gradient of
+  // its input x, to which `dresidual`, the gradient of the residual connection around the norm, is
+  // added. dy is rounded to the dtype of products, because products read the result of the norm.
   const auto norm_backward = [&](const at::Tensor& dy, const at::Tensor& x, Kept mean, Kept rstd,
                                  const at::Tensor* norm, const at::Tensor& dresidual,
                                  at::Tensor* dnorm) {
@@ -542,8 +551,9 @@ at::Tensor backward_pre_norm(const at::Tensor& dy_in, const at::Tensor& hidden,
                : sum_of(dmiddle, rounded_to(dfirst, s.dtype));
 }
 
-// Returns the shapes of the kept tensors, indexed by Kept; (0,) for tensors that the layer does not
-// need.
+// The shape and the dtype of a tensor that the forward stores for the backward. kept_forms returns
+// them for all such tensors, indexed by Kept. A tensor that the layer does not need has the shape
+// (0,).
 struct KeptForm {
   std::vector<int64_t> shape;
   at::ScalarType dtype;

@@ -34,8 +34,9 @@ inline ConstMatrix matrix(const OptionalTensor& t) {
   return t ? matrix(*t) : ConstMatrix{nullptr, 0};
 }
 
-// Returns a parameter in the form that the kernels read: contiguous fp32. For a short vector,
-// torch's own conversion takes longer than the operator's work on the vector.
+// Returns a parameter in the form that the kernels read: contiguous fp32. A contiguous bf16
+// parameter is converted here, because torch's own conversion of a short vector takes longer than
+// the operator's work on the vector.
 inline at::Tensor as_float(const at::Tensor& parameter) {
   if (parameter.scalar_type() != at::kBFloat16 || !parameter.is_contiguous()) {
     return fastbert::as_float(parameter);
@@ -59,7 +60,8 @@ inline OptionalTensor with_unit_columns(const OptionalTensor& t) {
   return t ? OptionalTensor(fastbert::with_unit_columns(*t)) : std::nullopt;
 }
 
-// Checks an operand that is added to the (m, n) result of a product and has its dtype.
+// Checks an operand that is added to the (m, n) result of a product. The operand must have the
+// shape and the dtype of the result, and the device of `like`.
 inline void check_summand(const char* name, const at::Tensor& t, const at::Tensor& like, int64_t m,
                           int64_t n, at::ScalarType dtype) {
   check_device(name, t, like);
@@ -95,8 +97,9 @@ struct Chunks {
   }
 };
 
-// Returns gradients of parameters in contiguous fp32. body(begin, end, partial) adds the gradients
-// of the rows [begin, end) to `length` partial sums. The sums of the chunks are added in order.
+// Returns gradients of parameters in contiguous fp32. body(begin, end, partial) must add the
+// gradients of the rows [begin, end) to the `length` partial sums of a chunk. The partial sums of
+// the chunks are then added in order.
 template <class Body>
 at::Tensor sum_by_chunks(const Kernels& k, int64_t rows, int64_t columns, int64_t length,
                          const Body& body) {
@@ -116,7 +119,8 @@ inline float* row_scratch(const Kernels& k, int64_t columns) {
   return (float*)thread_scratch(k.layer_norm_scratch(columns) * (int64_t)sizeof(float));
 }
 
-// Returns the activation of this name, if the epilogue of a product can apply it.
+// Returns the activation called `name`. Throws ValueError if the epilogue of a product cannot apply
+// it.
 inline Activation epilogue_activation(const std::string& name) {
   return activation_of(
       name, {Activation::none, Activation::gelu, Activation::gelu_tanh, Activation::relu});

@@ -3,8 +3,8 @@
 // gradients.
 //
 // To keep compile times short, only this file among the CPU operators includes the large headers of
-// torch, and it allocates new tensors for the other files. A result that a call does not produce is
-// empty (dx without dropout, dx_bias or dbias without that bias).
+// torch, and it allocates new tensors for the other files. A result that a call does not compute is
+// an empty tensor: dx without dropout, and dx_bias or dbias if the layer does not have this bias.
 
 #include "operators.h"
 
@@ -115,7 +115,8 @@ TORCH_LIBRARY(fastbert_C, m) {
 
 namespace fastbert::cpu {
 
-// A call through the dispatcher would take longer than the allocation.
+// Allocates a tensor without torch's dispatcher, because a call through the dispatcher would take
+// longer than the allocation.
 at::Tensor empty(at::IntArrayRef sizes, const at::TensorOptions& options) {
   const auto dtype = c10::typeMetaToScalarType(options.dtype());
   const int64_t bytes = c10::multiply_integers(sizes) * (int64_t)options.dtype().itemsize();
@@ -179,7 +180,8 @@ TORCH_LIBRARY_IMPL(fastbert_C, CompositeExplicitAutograd, m) {
 
 // Before it calls an operator, torch resolves a pending negation or conjugation of the arguments.
 // This fails for an operator that writes to its arguments and returns nothing. With the
-// fallthrough, attention_backward receives such tensors unresolved, and register.h rejects them.
+// fallthrough, attention_backward receives such tensors with the operation still pending, and the
+// checks in register.h reject them.
 TORCH_LIBRARY_IMPL(fastbert_C, Negative, m) {
   m.impl("attention_backward", torch::CppFunction::makeFallthrough());
 }

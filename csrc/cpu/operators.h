@@ -1,5 +1,5 @@
-// The CPU operators as C++ functions. operators.cpp registers them, and some of them call one
-// another. The schemas in operators.cpp name the results.
+// The CPU operators as C++ functions. operators.cpp registers the functions, and its schemas name
+// their results. Some operators call one another.
 
 #pragma once
 
@@ -14,23 +14,24 @@
 
 namespace fastbert::cpu {
 
-// Returns activation(x Wᵀ + bias) + residual and, with `save`, the pre-activation, which is empty
-// otherwise. x (M, K); weight (N, K) in the dtype of x or fp32; bias (N,); residual (M, N).
+// Returns activation(x Wᵀ + bias) + residual and the pre-activation x Wᵀ + bias, which is empty
+// unless `save` is true. x is (M, K), bias is (N,) and residual is (M, N). W is `weight`, which is
+// (N, K) and has the dtype of x or fp32.
 std::tuple<at::Tensor, at::Tensor> linear(const at::Tensor& x, const at::Tensor& weight,
                                           const OptionalTensor& bias,
                                           const OptionalTensor& residual,
                                           const std::string& activation, bool save);
 
-// Computes `linear` for x in `dtype` or fp32. The operands are rounded to `dtype`, and the results
-// have this dtype.
+// Computes `linear` for an x that has the dtype `dtype` or fp32. The operands of the product are
+// rounded to `dtype`, and the results have the dtype `dtype`.
 std::tuple<at::Tensor, at::Tensor> linear_in(at::ScalarType dtype, const at::Tensor& x,
                                              const at::Tensor& weight, const OptionalTensor& bias,
                                              const OptionalTensor& residual,
                                              const std::string& activation, bool save);
 
-// Returns activation(x Wᵀ + b), where W and b are the weights and the biases one after another
-// along the outputs. The weights are read where they are stored. No copy is kept, so every change
-// of a weight takes effect. `biases` is empty or as long as `weights`.
+// Returns activation(x Wᵀ + b), where W is the concatenation of `weights` along the outputs, and b
+// is the concatenation of `biases`. The weights are read where they are stored. No copy outlives a
+// call, so the next call sees every change of a weight. `biases` is empty or as long as `weights`.
 at::Tensor linear_of_parts(const at::Tensor& x, at::TensorList weights, at::TensorList biases,
                            const std::string& activation);
 
@@ -38,15 +39,17 @@ at::Tensor linear_of_parts(const at::Tensor& x, at::TensorList weights, at::Tens
 at::Tensor parts_in(at::ScalarType dtype, const at::Tensor& x, at::TensorList weights,
                     at::TensorList biases, const std::string& activation);
 
-// Returns LN(x Wᵀ + bias + residual) in the dtype of the residual, which is the dtype of x or fp32.
+// Returns LN(x Wᵀ + bias + residual) in the dtype of the residual, where LN is layer norm. This
+// dtype is the dtype of x or fp32.
 at::Tensor linear_layer_norm(const at::Tensor& x, const at::Tensor& weight,
                              const OptionalTensor& bias, const at::Tensor& residual,
                              const at::Tensor& norm_weight, const at::Tensor& norm_bias,
                              double eps);
 
-// Returns LN(activation(x Wᵢᵀ + bᵢ) Wₒᵀ + bₒ + residual), in the dtype of the residual. The bits
-// are those of `linear` followed by `linear_layer_norm`. The activations are stored only as the
-// packed operand of the second product.
+// Returns LN(activation(x Wᵢᵀ + bᵢ) Wₒᵀ + bₒ + residual) in the dtype of the residual. Wᵢ and bᵢ
+// are `inner` and `inner_bias`, and Wₒ and bₒ are `outer` and `outer_bias`. The result has the same
+// bits as `linear` followed by `linear_layer_norm`. The activations are stored only as the packed
+// operand of the second product.
 at::Tensor feed_forward_layer_norm(const at::Tensor& x, const at::Tensor& inner,
                                    const OptionalTensor& inner_bias, const at::Tensor& outer,
                                    const OptionalTensor& outer_bias, const at::Tensor& residual,
@@ -54,38 +57,40 @@ at::Tensor feed_forward_layer_norm(const at::Tensor& x, const at::Tensor& inner,
                                    const std::string& activation, double eps);
 
 // Returns activation(q(x) Wᵀ + bias) + residual in `dtype`, which is also the dtype of the
-// residual. q(x) is x after quantisation. x is (M, K); `packed` is a prepacked int8 weight with n
-// outputs; scale and column_sum are padded to the columns of `packed`.
+// residual. q(x) is x after quantisation, and x is (M, K). W is `packed`, a prepacked int8 weight
+// with n outputs. `scale` and `column_sum` have one element for each column of `packed`, including
+// the padding.
 at::Tensor int8_linear(const at::Tensor& x, const at::Tensor& packed, const at::Tensor& scale,
                        const at::Tensor& column_sum, int64_t n, const OptionalTensor& bias,
                        const OptionalTensor& residual, const std::string& activation,
                        at::ScalarType dtype);
 
-// Returns two numbers of a prepacked int8 weight: the columns of a panel, and the consecutive
-// elements along k in a group.
+// Returns two numbers that describe a prepacked int8 weight: the number of columns in a panel, and
+// the number of consecutive elements of a column in a group.
 std::tuple<int64_t, int64_t> int8_layout();
 
-// Returns a b + addend in `dtype`, which is also the dtype of the addend. a is (M, K) and b is (K,
-// N), in the dtype of a or fp32; both may have any strides.
+// Returns a b + addend in `dtype`, which is also the dtype of the addend. a is (M, K). b is (K, N)
+// and has the dtype of a or fp32. Both may have any strides.
 at::Tensor matmul(const at::Tensor& a, const at::Tensor& b, const OptionalTensor& addend,
                   at::ScalarType dtype);
 
-// Writes a b + addend to `out` (M, N), whose columns are contiguous, without checks. The operands
-// are in `dtype` or fp32 and are rounded to `dtype`. The addend has the dtype of `out`, may be
-// `out` itself, and may be absent.
+// Writes a b + addend to `out` (M, N), without checks. The elements of a row of `out` must be
+// contiguous. The operands are in `dtype` or fp32 and are rounded to `dtype`. The addend may be
+// absent or `out` itself, and otherwise has the dtype of `out`.
 void matmul_into(const at::Tensor& out, at::ScalarType dtype, const at::Tensor& a,
                  const at::Tensor& b, const OptionalTensor& addend);
 
-// Returns y, mean and rstd. The residual has the dtype of x or fp32, and y has the dtype of the
-// residual.
+// Returns y = LN(residual + dropout(x + x_bias)), where LN is layer norm, and for each row of the
+// sum its mean and rstd, the reciprocal of its standard deviation. The residual has the dtype of x
+// or fp32, and y has the dtype of the residual.
 std::tuple<at::Tensor, at::Tensor, at::Tensor> layer_norm_forward(
     const at::Tensor& x, const at::Tensor& weight, const OptionalTensor& bias,
     const OptionalTensor& residual, const OptionalTensor& x_bias, const OptionalTensor& seed,
     double dropout_p, double eps);
 
-// Returns the gradients of the sum, x, weight, bias and x_bias. The gradient of the sum has the
-// dtype of the residual. The gradient of x is empty without dropout, and the gradient of an absent
-// bias is empty.
+// Returns the gradients of the sum residual + dropout(x + x_bias), and of x, weight, bias and
+// x_bias. The gradient of the sum has the dtype of the residual. The gradient of x is empty without
+// dropout, and the gradient of an absent bias is empty.
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> layer_norm_backward(
     const at::Tensor& dy, const at::Tensor& x, const at::Tensor& weight, const at::Tensor& mean,
     const at::Tensor& rstd, const OptionalTensor& residual, const OptionalTensor& x_bias,
@@ -104,22 +109,24 @@ std::tuple<at::Tensor, at::Tensor> rms_norm_backward(const at::Tensor& dy, const
 at::Tensor rotary(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin, int64_t heads,
                   bool inverse);
 
-// Rotates a contiguous x in its own memory, with the arguments of `rotary`.
+// Does the same as `rotary`, but overwrites x, which must be contiguous.
 void rotate_in_place(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin,
                      int64_t heads, bool inverse);
 
-// Returns softmax(q kᵀ scale + bias) v and, in fp32, the log-sum-exp of each row of logits. q (B,
-// H, Lq, D), k and v (B, H, Lk, D) with any strides; or packed (T, H, D) with int32 cu_seqlens (B +
-// 1,), where rows after the last sequence give 0. `mask` is bool and `bias` floating; both are 4-D
-// and broadcastable to (B, H, max_q, max_k). The memory order of a dense `out` is (B, Lq, H, D), so
-// merging heads is free; lse is (B, H, Lq) or (H, Tq).
+// Returns softmax(q kᵀ scale + bias) v and, in fp32, the log-sum-exp of each row of logits. q is
+// (B, H, Lq, D), k and v are (B, H, Lk, D), and all may have any strides. In a packed batch, they
+// are (T, H, D) with cu_seqlens in int32 (B + 1,), and the result is 0 in rows after the last
+// sequence. `mask` is bool and `bias` floating; both are 4-D and broadcastable to (B, H, max_q,
+// max_k). The memory order of a dense result is (B, Lq, H, D), so that heads can be merged without
+// a copy. The log-sum-exp is (B, H, Lq) or, in a packed batch with Tq query rows, (H, Tq).
 std::tuple<at::Tensor, at::Tensor> attention_forward(
     const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const OptionalTensor& mask,
     const OptionalTensor& bias, const OptionalTensor& cu_seqlens_q,
     const OptionalTensor& cu_seqlens_k, const OptionalTensor& seed, int64_t max_seqlen_q,
     int64_t max_seqlen_k, double dropout_p, double scale, int64_t left, int64_t right);
 
-// Writes the gradients dq, dk, dv and, if given, dbias, which has the shape of the bias.
+// Writes the gradients to dq, dk and dv and, if it is not None, to dbias, which has the shape of
+// the bias.
 void attention_backward(const at::Tensor& dq, const at::Tensor& dk, const at::Tensor& dv,
                         const OptionalTensor& dbias, const at::Tensor& dout, const at::Tensor& q,
                         const at::Tensor& k, const at::Tensor& v, const OptionalTensor& mask,
@@ -128,7 +135,8 @@ void attention_backward(const at::Tensor& dq, const at::Tensor& dk, const at::Te
                         int64_t max_seqlen_q, int64_t max_seqlen_k, double dropout_p, double scale,
                         int64_t left, int64_t right);
 
-// Returns the softmax weights (B, heads, rows, max_seqlen_k) of chosen heads and queries.
+// Returns the softmax weights of the heads in `heads` and the queries in `rows`. The result is (B,
+// number of heads, number of rows, max_seqlen_k).
 at::Tensor attention_weights(const at::Tensor& q, const at::Tensor& k, const OptionalTensor& mask,
                              const OptionalTensor& bias, const OptionalTensor& cu_seqlens_q,
                              const OptionalTensor& cu_seqlens_k, int64_t max_seqlen_q,
@@ -149,17 +157,18 @@ at::Tensor attention_of_rows(const at::Tensor& qkv, int64_t heads, const Optiona
 at::Tensor activation_forward(const at::Tensor& h, const OptionalTensor& bias,
                               const std::string& activation);
 
-// Returns the gradient of h. With `sum_rows`, also returns the gradient of the bias. With
-// `recompute`, also returns the activation, which the gradient of the next weight needs. Results
-// that are not requested are empty.
+// Returns the gradient of h, the gradient of the bias and the activation. The gradient of the bias
+// is empty unless `sum_rows` is true. The activation, which the gradient of the next weight needs,
+// is empty unless `recompute` is true.
 std::tuple<at::Tensor, at::Tensor, at::Tensor> activation_backward(const at::Tensor& dy,
                                                                    const at::Tensor& h,
                                                                    const OptionalTensor& bias,
                                                                    const std::string& activation,
                                                                    bool sum_rows, bool recompute);
 
-// Sums one row of each table for every token, and applies layer norm and dropout. Returns y, mean
-// and rstd. If a table is absent, its indices are absent too.
+// Sums one row of each table for every token, and applies layer norm and dropout. Returns the
+// result y, and for each sum its mean and rstd, the reciprocal of its standard deviation. If a
+// table is absent, its indices are absent too.
 std::tuple<at::Tensor, at::Tensor, at::Tensor> embedding_forward(
     const at::Tensor& ids, const OptionalTensor& token_types, const OptionalTensor& positions,
     const at::Tensor& word_table, const OptionalTensor& type_table,
@@ -187,16 +196,17 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> linear_cross_entropy_backward(
 // Returns whether any element is outside [0, size) and is not `ignored`.
 bool any_outside(const at::Tensor& index, int64_t size, std::optional<int64_t> ignored);
 
-// Takes a mask (B, L) that is nonzero for real tokens. Returns the tokens' indices in the flat
-// batch, the cumulative lengths and the longest length.
+// Takes a mask (B, L) that is nonzero for real tokens. Returns the indices of these tokens in the
+// flattened batch, the cumulative lengths of the sequences and the length of the longest sequence.
 std::tuple<at::Tensor, at::Tensor, int64_t> unpad_indices(const at::Tensor& mask);
 
-// Returns (rows, ...) with row indices[i] = values[i] and 0 in all other rows.
+// Returns a tensor (rows, ...) whose row indices[i] is values[i], and whose other rows are 0.
 at::Tensor scatter_rows(const at::Tensor& values, const at::Tensor& indices, int64_t rows);
 
 // Runs a whole stack of encoder layers, for inference. `rotations` is empty or holds cosines and
-// sines for each layer. `windows` is empty or holds the largest distance of a key for each layer,
-// where -1 means no limit. Returns the last hidden state, or all hidden states with `all_states`.
+// sines for each layer. `windows` is empty or holds, for each layer, the largest distance between a
+// query and a key, where -1 means no limit. Returns the last hidden state, or all hidden states
+// with `all_states`.
 std::vector<at::Tensor> encoder(at::Tensor hidden, at::TensorList parameters, at::TensorList scales,
                                 const OptionalTensor& cu_seqlens, const OptionalTensor& mask,
                                 const OptionalTensor& bias, at::TensorList rotations,
@@ -209,11 +219,11 @@ std::vector<at::Tensor> encoder(at::Tensor hidden, at::TensorList parameters, at
 at::Tensor sum_rows(const at::Tensor& x);
 
 // Runs one layer in training. Rows and parameters are fp32, and the operands of products and of
-// attention are rounded to `dtype`. Returns the rows after the layer, and the tensors that the
-// backward reads. `chosen` holds the ascending indices of the rows that are queries; the result
-// then has only these rows. `seeds` and `dropouts` belong to the attention weights, the attention
-// output and the feed-forward; without dropout, `seeds` is empty. `rotation` holds cosines and
-// sines, or is empty.
+// attention are rounded to `dtype`. Returns the result of the layer, followed by the tensors that
+// the backward reads. `chosen` is None, or holds the ascending indices of the rows that are
+// queries. In the second case, the result has only these rows. `seeds` and `dropouts` belong to the
+// attention weights, the attention output and the feed-forward; without dropout, `seeds` is empty.
+// `rotation` holds cosines and sines, or is empty.
 std::vector<at::Tensor> layer_forward(const at::Tensor& hidden, at::TensorList parameters,
                                       const OptionalTensor& chosen,
                                       const OptionalTensor& cu_seqlens_q,
@@ -224,8 +234,8 @@ std::vector<at::Tensor> layer_forward(const at::Tensor& hidden, at::TensorList p
                                       int64_t window, bool pre_norm, double eps,
                                       const std::string& activation, at::ScalarType dtype);
 
-// Returns the gradients of hidden and of the parameters. The gradient of an absent parameter is
-// empty.
+// Returns the gradients of `hidden` and of the parameters. `kept` holds the tensors that
+// layer_forward returned for the backward. The gradient of an absent parameter is empty.
 std::vector<at::Tensor> layer_backward(
     const at::Tensor& dy, const at::Tensor& hidden, at::TensorList parameters, at::TensorList kept,
     const OptionalTensor& chosen, const OptionalTensor& cu_seqlens_q,
@@ -234,7 +244,8 @@ std::vector<at::Tensor> layer_backward(
     int64_t heads, int64_t projections, int64_t inner_projections, int64_t window, bool pre_norm,
     double eps, const std::string& activation, at::ScalarType dtype);
 
-// Returns whether layers with these parameters have enough work for several threads.
+// Returns whether the products of `rows` rows with `parameters` are enough work for several
+// threads.
 bool worth_a_team(int64_t rows, at::TensorList parameters);
 
 // Moves the memory of weights to pages of 2 MiB where the operating system can do so.
@@ -246,8 +257,9 @@ void use_huge_pages(at::TensorList weights);
 // bias, or is empty. Positions count from 0 over the padded row, or from `first_position` over the
 // tokens without padding. The first result holds the rows of the tokens, the pooled rows if there
 // is a pooler and, if there is padding, the tokens' indices and the cumulative lengths. The second
-// result is the longest length. The first result is empty if an argument has another form or a
-// value that is not allowed, or if a weight does not have the dtype `dtype`.
+// result is the length of the longest sequence. The first result is empty if the operator cannot
+// process the shapes, dtypes or values of `ids`, `mask` or `token_types`, if the batch has no
+// token, or if a weight does not have the dtype `dtype`.
 std::tuple<std::vector<at::Tensor>, int64_t> bert(
     const at::Tensor& ids, const OptionalTensor& mask, const OptionalTensor& token_types,
     at::TensorList embedding, at::TensorList parameters, at::TensorList pooler,

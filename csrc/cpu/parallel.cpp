@@ -17,8 +17,8 @@
 namespace fastbert::cpu {
 namespace {
 
-// inherited: whether a fork that happens now gives the child a thread pool without threads.
-// orphaned: whether this process is such a child.
+// `inherited` tells whether a fork that happens now gives the child a thread pool without threads.
+// `orphaned` tells whether this process is such a child.
 std::atomic<bool> inherited{false}, orphaned{false};
 
 // Ends the threads of the pool; the next parallel region starts new threads. OpenMP cannot end the
@@ -29,8 +29,8 @@ void before_fork() {
 #endif
 }
 
-// torch's own operators, such as the tanh of the pooler, would wait forever too, so torch also gets
-// one thread.
+// Runs in the child after a fork. With a thread pool without threads, torch's own operators, such
+// as the tanh of the pooler, would also wait forever, so torch is limited to one thread too.
 void in_child() {
   if (!inherited) return;
   orphaned = true;
@@ -41,8 +41,9 @@ void in_child() {
 // threads without ever calling these kernels.
 [[maybe_unused]] const int registered = pthread_atfork(before_fork, nullptr, in_child);
 
-// A team has a leader, which runs the loops, and helpers. The leader waits for claims that helpers
-// have taken and not finished, but never for a helper without a claim.
+// A team has a leader, which runs the loops, and helpers. The tasks of a loop are divided into
+// claims, and a claim is a few adjacent tasks that one thread runs. The leader waits for claims
+// that helpers have taken and not finished, but never for a helper without a claim.
 //
 // The state is one word: the number of the current loop, the number of its claims, and the next
 // claim. A thread takes a claim by adding 1 to this word. The leader begins a loop only when all
@@ -77,7 +78,7 @@ class Team {
   static constexpr int kBits = 21;
   static constexpr uint64_t kMost = (1 << kBits) - 1, kEnd = ~uint64_t{0};
 
-  // Runs claims of the current loop until none is left. Returns whether there was any claim.
+  // Runs claims of the current loop until none is left. Returns whether this thread ran any claim.
   bool take() {
     bool took = false;
     uint64_t state = state_.load(std::memory_order_acquire);
@@ -99,7 +100,7 @@ class Team {
     try {
       for (int64_t task = first; task < last; ++task) loop_.call(loop_.body, task);
     } catch (...) {
-      // If several tasks fail, one exception is kept.
+      // If several tasks fail, only one of their exceptions is stored for `run` to throw.
       if (!failed_.exchange(true)) failure_ = std::current_exception();
     }
   }

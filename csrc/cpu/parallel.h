@@ -24,8 +24,9 @@
 
 namespace fastbert::cpu {
 
-// Waits for a short time, and after about 0.1 ms yields the core to other programs. A thread that
-// yields its core at once may not get a core again for many milliseconds.
+// Each call waits for a short time. After calls that took about 0.1 ms in total, each call yields
+// the core to other programs. A thread that yields its core at once may not get a core again for
+// many milliseconds.
 class Pause {
  public:
   void operator()();
@@ -34,7 +35,8 @@ class Pause {
   int spins_ = 0;
 };
 
-// Returns false in a child that was forked inside a parallel region.
+// Returns whether these kernels may use several threads. The result is false in a process that was
+// forked inside a parallel region.
 bool use_threads();
 
 // Returns memory that belongs to the calling thread, aligned to 64 bytes. The next call on the same
@@ -46,13 +48,13 @@ void* thread_scratch(int64_t bytes);
 // calls runs on one thread.
 void together(const std::function<void()>& body);
 
-// A body of a loop, and the function that calls it for a task.
+// The body of a loop, and the function that calls this body for a task.
 struct Loop {
   const void* body;
   void (*call)(const void* body, int64_t task);
 };
 
-// Returns whether the calling thread would share a loop with a team.
+// Returns whether the calling thread leads a team, which would share the next loop of this thread.
 bool leads_team();
 
 // The threads of a team are already awake, so an additional thread is worth its cost for 1 / kAwake

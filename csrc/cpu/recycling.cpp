@@ -10,9 +10,11 @@
 namespace fastbert::cpu {
 namespace {
 
-// The elements begin at a multiple of the cache line.
+// The size of the header in bytes. It is a whole cache line, so the elements begin at a multiple of
+// the cache line.
 constexpr size_t kHeader = 64;
-// The C library itself keeps freed memory of smaller sizes.
+// The smallest size in bytes that is recycled. The C library itself keeps freed memory of smaller
+// sizes for reuse.
 constexpr size_t kLeast = size_t{1} << 16;
 
 thread_local Recycling* active = nullptr;
@@ -40,7 +42,7 @@ class Allocator final : public c10::Allocator {
     return {(char*)block + kHeader, block, &release, c10::Device(c10::DeviceType::CPU)};
   }
 
-  // The address of the elements is not the address that has to be freed.
+  // Returns null, because the address of the elements is not the address that has to be freed.
   c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
 
   void copy_data(void* to, const void* from, size_t count) const override {

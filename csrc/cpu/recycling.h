@@ -15,7 +15,7 @@
 
 namespace fastbert::cpu {
 
-// The header of a piece of memory, before the elements of the tensor.
+// The header of a piece of memory. The elements of the tensor follow the header.
 struct Block {
   size_t bytes;  // size of the elements
 };
@@ -29,8 +29,8 @@ class Recycling {
   Recycling(const Recycling&) = delete;
   Recycling& operator=(const Recycling&) = delete;
 
-  // Returns the allocator for tensors of `bytes` bytes on the calling thread; null for torch's own
-  // allocator.
+  // Returns the allocator that the calling thread uses for a tensor of `bytes` bytes. Null means
+  // torch's own allocator.
   static c10::Allocator* allocator(size_t bytes);
 
   // Returns the smallest free block that has at least `bytes` bytes and not many more, or null.

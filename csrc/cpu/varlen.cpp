@@ -39,8 +39,9 @@ bool any_outside(const at::Tensor& index_in, int64_t size, std::optional<int64_t
   });
 }
 
-// Takes a mask (B, L) that is nonzero for real tokens. Returns the tokens' indices in the flat
-// batch, int64 (T,); the cumulative lengths, int32 (B + 1,); and the longest length.
+// Takes a mask (B, L) that is nonzero for real tokens. Returns the indices of these T tokens in the
+// flattened batch, int64 (T,); the cumulative lengths of the sequences, int32 (B + 1,); and the
+// length of the longest sequence.
 std::tuple<at::Tensor, at::Tensor, int64_t> unpad_indices(const at::Tensor& mask_in) {
   TORCH_CHECK_VALUE(mask_in.dim() == 2, "mask: got shape ", mask_in.sizes(), ", allowed: (B, L)");
   const auto mask = private_copy(mask_in, mask_in.scalar_type());
@@ -64,8 +65,8 @@ std::tuple<at::Tensor, at::Tensor, int64_t> unpad_indices(const at::Tensor& mask
   });
 }
 
-// Returns (rows, ...) with row indices[i] = values[i] and 0 in all other rows. If the indices are
-// ascending, as the indices of a mask are, one pass is enough.
+// Returns a tensor (rows, ...) whose row indices[i] is values[i], and whose other rows are 0. If
+// the indices are ascending, as those from unpad_indices are, one pass over the result is enough.
 at::Tensor scatter_rows(const at::Tensor& values_in, const at::Tensor& indices_in, int64_t rows) {
   TORCH_CHECK_VALUE(values_in.dim() >= 1, "values: got shape ", values_in.sizes(),
                     ", allowed: (T, ...)");

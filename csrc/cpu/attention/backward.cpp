@@ -6,9 +6,10 @@
 namespace fastbert::cpu {
 namespace {
 
-// The pieces of a backward pass. If one head is more than one thread's share of the work, the head
-// is split twice: by queries, and then by keys. All pieces by queries run before the pieces by
-// keys.
+// The division of a backward pass into pieces. A head that has more than one thread's share of the
+// work, and more than one block of queries and of keys, is divided twice: into blocks of queries
+// (pieces in `first`), and into blocks of keys (pieces in `second`). Every other head is one piece
+// in `first`. All pieces in `first` run before the pieces in `second`.
 struct BackwardPlan {
   struct Piece {
     AttentionItem item;
@@ -55,7 +56,8 @@ void zero_slack(const AttentionProblem& problem, const at::Tensor& dq, const at:
   dv.narrow(0, a.cu_k[a.batch], problem.k_rows - a.cu_k[a.batch]).zero_();
 }
 
-// Computes dbias from the statistics that the other gradients stored.
+// Computes the gradient of the bias. The kernel reads the statistics of each row that
+// attention_backward stored while it computed the other gradients.
 void bias_gradient(AttentionBackward& p, const at::Tensor& dbias) {
   auto sums = empty(dbias.sizes(), dbias.options().dtype(at::kFloat));
   const auto stride = [&](int i) { return sums.size(i) == 1 ? 0 : sums.stride(i); };

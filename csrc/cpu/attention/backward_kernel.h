@@ -1,19 +1,23 @@
 // Attention backward without atomic additions, so that every sum has a fixed order. The formulas
 // are those of Dao 2023, "FlashAttention-2".
 //
-// With the weights P, dP = dropout(dout vᵀ) and delta = rowsum(P dP):
+// P denotes the softmax weights before dropout. With the gradient of these weights, dP =
+// dropout(dout vᵀ), and with the sums over keys delta = rowsum(P dP), where products are
+// elementwise, the gradients are:
 //
 //     dS = P (dP - delta),   dq = dS k scale,   dk = dSᵀ q scale,   dv = dropout(P)ᵀ dout
 //
-// The kernel computes the maximum, sum and delta of each row again instead of reading the
-// log-sum-exp. The rounding error of an fp32 log-sum-exp would appear in every weight of the row.
-// Where one weight is nearly 1, dP - delta cancels, so delta must be computed from the same values
-// of dP.
+// For each row of logits, the kernel computes the maximum and the sum of the exponentials again,
+// because the forward stores only their log-sum-exp in fp32, whose rounding error would appear in
+// every weight of the row. delta is also computed here, from the same values of dP as dS. Where one
+// weight is nearly 1, dP is nearly equal to delta, and a delta from other values would leave mostly
+// rounding error in dP - delta.
 //
-// dq is the sum over blocks of keys in order; dk and dv are sums over blocks of queries in order.
-// An item computes all three for a whole head. A long head is split, first by queries (statistics
-// and dq) and then by keys (dk and dv). The blocks and their order stay the same, so the result has
-// the same bits.
+// dq is summed over the blocks of keys in order, and dk and dv are summed over the blocks of
+// queries in order. An item usually computes all three gradients of a whole head. A long head is
+// divided into items that compute the statistics and dq of some queries, followed by items that
+// compute dk and dv of some keys. The blocks and their order are the same with and without this
+// division, so the gradients have the same bits.
 
 #pragma once
 
@@ -21,8 +25,10 @@
 
 namespace fastbert::cpu::FASTBERT_LEVEL {
 
-// With at most this many keys, the logits and dP of a block of queries are kept from the first pass
-// to the second. With more keys, both passes compute the logits and dP.
+// Each block of queries makes two passes over the keys of the item: the first for the statistics,
+// and the second for the gradients. With at most kKeptKeys keys, the logits and dP of the first
+// pass stay in memory for the second pass. With more keys, the second pass computes the logits and
+// dP again.
 constexpr int64_t kKeptKeys = 1024;
 
 struct BackwardMemory {
@@ -31,7 +37,8 @@ struct BackwardMemory {
   float *q, *dout, *q_columns, *dout_columns;   // one block of queries
   float *dq, *maximum, *sum, *delta, *maxima;
   float *scores, *dweights;
-  // The row stride of scores, and the columns of kept scores (0 if no scores are kept).
+  // The row stride of `scores` and `dweights`, and their number of columns if the second pass reads
+  // the scores of the first pass. The number is 0 if the second pass computes the scores again.
   int64_t stride, kept_keys;
 
   BackwardMemory(const AttentionBackward& p, int64_t item_keys, Arena& arena) {
@@ -106,8 +113,8 @@ struct Backward {
     pack_columns<F>({dout, p.dout.row, nullptr}, rows, a.head_dim, kQueries, m.dout_columns);
   }
 
-  // Returns the keys of the item that a block of queries sees, rounded down to the start of a block
-  // of keys.
+  // Returns the range of the item's keys that are inside the window of a block of queries. The
+  // start of the range is rounded down to the start of a block of keys.
   Range seen(int64_t query, int64_t rows) const {
     const Range range = visible_keys(a, h, query, query + rows - 1);
     const int64_t high = clamp(range.high, keys.low, keys.high);
@@ -131,7 +138,7 @@ struct Backward {
     return m.dweights + (m.kept_keys != 0 ? block.key - keys.low : 0);
   }
 
-  // Computes the logits and dP. Dropout is already applied to dP.
+  // Computes the logits and dP = dropout(dout vᵀ) of a block.
   void products(const Block& block) const {
     const int64_t at = (block.key - keys.low) * a.head_dim, columns = whole_panels(block.keys);
     logits(a, h, block, m.q, m.keys_for_q + at, scores(block), m.stride, m.maxima);
@@ -172,7 +179,8 @@ struct Backward {
         m.maximum[r] = after;
       }
     });
-    // A row that attends to no key has weights of 0.
+    // All logits of a row that attends to no key are -inf. With a sum of 1 and a maximum of 0, the
+    // weights of such a row are 0 instead of NaN.
     for (int64_t r = 0; r < rows; ++r) {
       const bool empty = m.sum[r] == 0.0f;
       if (empty) m.sum[r] = 1.0f;
@@ -190,7 +198,8 @@ struct Backward {
     }
   }
 
-  // Overwrites logits with weights after dropout, and dP with dS.
+  // Overwrites the logits of a block with the weights after dropout, and dP with dS = P (dP -
+  // delta).
   void finish(const Block& block) const {
     const int64_t columns = whole_panels(block.keys);
     for (int64_t r = 0; r < block.rows; ++r) {
@@ -208,8 +217,8 @@ struct Backward {
     }
   }
 
-  // Adds the contribution of a block to dq of the block's queries. add_dk_dv adds the contributions
-  // to dk and dv of the block's keys.
+  // add_dq adds the contribution of a block to dq of the block's queries. add_dk_dv adds the
+  // contributions of a block to dk and dv of the block's keys.
   void add_dq(const Block& block) const {
     product<Update::add>({dweights(block), m.stride, 1}, block.rows,
                          m.keys + (block.key - keys.low) * kPanel, all() * kPanel, width / kPanel,
@@ -237,7 +246,9 @@ struct Backward {
     }
   }
 
-  // Computes gradients for the queries [range.low, range.high) and the keys of the item.
+  // Computes gradients for the queries [range.low, range.high) and the keys of the item: dq if
+  // `for_queries`, and dk and dv if `for_keys`. If `finds`, the statistics of the rows are
+  // computed; otherwise, the statistics that earlier items stored are read.
   void run(Range range, bool finds, bool for_queries, bool for_keys) {
     if (for_keys) clear(m.dk, keys.high - keys.low), clear(m.dv, keys.high - keys.low);
     for (int64_t query = range.low; query < range.high; query += kQueries) {
@@ -280,8 +291,9 @@ void attention_backward(const AttentionBackward& p, AttentionPass pass, const At
   backward_item<F16>(p, pass, item, scratch);
 }
 
-// Computes one block of the bias gradient, summed over the dimensions in which the bias is
-// broadcast. The sums are in double precision, because a sum may have terms from many sequences.
+// Computes one block of the bias gradient. Where the bias is broadcast over a dimension, its
+// gradient is the sum over this dimension. Terms are added in double precision, because a sum may
+// have terms from many sequences.
 template <class F>
 void bias_item(const AttentionBackward& p, const AttentionItem& item, void* scratch) {
   const Attention& a = p.forward;

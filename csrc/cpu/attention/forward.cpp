@@ -11,7 +11,7 @@
 namespace fastbert::cpu {
 namespace {
 
-// The largest number of queries of one item, chosen so that the queries stay in the cache.
+// The largest number of queries in one item of work, chosen so that the queries stay in the cache.
 constexpr int64_t kLongest = 4 * kAttentionQueries;
 
 void forward_into(AttentionProblem& problem, const at::Tensor& out, const at::Tensor& lse) {
@@ -56,8 +56,9 @@ at::Tensor attention_of_rows(const at::Tensor& qkv, int64_t heads, const Optiona
                              int64_t right) {
   const int64_t rows = qkv.size(0), columns = qkv.size(1) / 3, head_dim = columns / heads;
   auto out = empty({rows, columns}, qkv.options());
-  // Returns a view of the heads in `width` columns from column `first` on: (rows, heads, head_dim)
-  // for packed sequences, otherwise (batch, heads, length, head_dim).
+  // Returns a view of `columns` columns of `t`, from column `first` on, that is divided into heads.
+  // Its shape is (rows, heads, head_dim) for packed sequences, and (batch, heads, max_seqlen,
+  // head_dim) otherwise.
   const auto of_heads = [&](const at::Tensor& t, int64_t first) {
     const int64_t width = t.stride(0);
     if (cu_seqlens) return strided(t, {rows, heads, head_dim}, {width, head_dim, 1}, first);
@@ -103,8 +104,8 @@ at::Tensor attention_weights(const at::Tensor& q, const at::Tensor& k, const Opt
     TORCH_CHECK_VALUE(row >= 0 && row < a.max_q, "rows: got ", row, ", allowed: 0 to ",
                       a.max_q - 1);
   }
-  // The kernel takes queries in ascending order. For any other order, the rows of the result are
-  // rearranged after the kernel.
+  // The kernel requires queries in ascending order, so `rows` is sorted. If the caller chose
+  // another order, the rows of the result are moved to this order after the kernel has run.
   std::vector<int64_t> order(rows.size());
   std::iota(order.begin(), order.end(), 0);
   std::stable_sort(order.begin(), order.end(), [&](auto i, auto j) { return rows[i] < rows[j]; });

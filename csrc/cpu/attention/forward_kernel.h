@@ -3,9 +3,9 @@
 //
 // An item packs each block of keys and values into panels once. All queries of the item are then
 // multiplied by the block, one block of queries at a time. Each block updates the running softmax,
-// so only one block of scores is in memory. The sums of a row depend on the row's own sequence
-// alone: blocks of keys begin at multiples of kKeys, and blocks that a query does not see change
-// nothing in its row.
+// so only one block of scores is in memory. The result of a row depends on the row's own sequence
+// alone: blocks of keys begin at multiples of kKeys, and a block without any key that the row's
+// query attends to does not change the row.
 
 #pragma once
 
@@ -25,8 +25,8 @@ struct Arena {
   }
 };
 
-// Sets mask[n] to all ones if dropout keeps the weight (query, key + n) of the block, and to 0
-// otherwise.
+// Sets mask[n] for n < keys: to all ones if dropout keeps the weight between query `query` and key
+// `key` + n, and to 0 if dropout drops the weight.
 inline void attention_dropout(const Dropout& dropout, const Head& h, int64_t query, int64_t key,
                               int64_t keys, uint32_t* mask) {
   const WordVec lane = lane_numbers();
@@ -43,7 +43,7 @@ inline void attention_dropout(const Dropout& dropout, const Head& h, int64_t que
   }
 }
 
-// Overwrites logits with exp(logit - maximum), and returns the sum of the exponentials.
+// Overwrites a row of logits with exp(logit - maximum), and returns the sum of the exponentials.
 inline float exponentials(float* scores, int64_t width, float maximum) {
   const Vec reference = splat(maximum);
   Vec sum[2] = {};
@@ -63,13 +63,16 @@ inline void drop_row(float* weights, int64_t width, const uint32_t* kept, float 
   }
 }
 
-// The running softmax of the rows of a block: the maxima and sums over the blocks of keys so far.
+// The state of the running softmax for the rows of a block of queries. For each row, `maximum` is
+// the largest logit and `sum` is the sum of exponentials, over the blocks of keys that were
+// processed.
 struct Running {
   float *maximum, *sum;
 };
 
-// Overwrites one block of logits with unnormalised weights. The sums and results of all earlier
-// blocks have to be multiplied by `factors`.
+// Overwrites one block of logits with weights that are not yet divided by their sum, and updates
+// `running`. Writes one factor for each row to `factors`. The caller must multiply the row's result
+// from earlier blocks of keys by this factor.
 inline void running_softmax(const Attention& a, const Head& h, const Block& block, float* scores,
                             int64_t stride, const float* maxima, Running running, float* factors) {
   const int64_t width = whole_panels(block.keys);
@@ -77,7 +80,8 @@ inline void running_softmax(const Attention& a, const Head& h, const Block& bloc
   for (int64_t r = 0; r < block.rows; ++r) {
     const float before = running.maximum[r];
     const float after = maxima[r] > before ? maxima[r] : before;
-    // In a row without any key so far, the maximum is -inf, and -inf - -inf would give NaN.
+    // If a row has not attended to any key so far, `after` is -inf. The reference is then 0,
+    // because the difference of two infinities would be NaN.
     const float reference = after == -kInfinity ? 0.0f : after;
     factors[r] = exp_minus(reference - before);
     const float sum = exponentials(scores + r * stride, width, reference);
@@ -116,7 +120,8 @@ inline int64_t attention_scratch(const Attention& a, int64_t rows) {
   return (int64_t)(arena.next - (char*)nullptr);
 }
 
-// Adds the contribution of a block of keys to the results of a block of queries.
+// Adds the contribution of a block of keys to the results of a block of queries. If `begins`, no
+// earlier block has contributed, and the contribution overwrites the results.
 inline void forward_block(const Attention& a, const Head& h, const Block& block,
                           const ForwardMemory& m, int64_t first, bool begins) {
   const int64_t width = whole_panels(a.head_dim);
@@ -147,8 +152,9 @@ void forward_results(const Attention& a, const Head& h, const AttentionItem& ite
     const float inverse = 1.0f / sum;
     for_each_vector(a.head_dim, [&](int64_t n, int count) {
       const Vec x = load(m.out + r * width + n);
-      // Division by the sum rounds once; multiplication by the inverse rounds twice. For a result
-      // in 16 bits, the extra rounding error is far below the error of the conversion to 16 bits.
+      // Dividing by the sum rounds once. Multiplying by the inverse is faster, but rounds twice.
+      // Results in 16 bits use the multiplication, because its additional rounding error is far
+      // below the error of the conversion to 16 bits.
       const Vec y = sizeof(typename F::Storage) == 2 ? x * inverse : x / sum;
       F::store(out + r * a.out.row + n, empty ? Vec{} : y, count);
     });

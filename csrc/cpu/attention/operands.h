@@ -1,5 +1,5 @@
-// The conversion of tensors to the plain operands of the attention kernels, and the division of the
-// work into pieces of similar cost.
+// The conversion of tensors to the operands of the attention kernels (pointers, strides and sizes),
+// and the division of the work into pieces of similar cost.
 
 #pragma once
 
@@ -21,14 +21,15 @@ struct AttentionArguments {
   int64_t left, right;
 };
 
-// Returns a private copy of the cumulative lengths of sequences in `rows` rows. The kernels use the
-// copied numbers as indices. No sequence may be longer than `longest`. Error messages use the
-// argument names `name` and `longest_name`.
+// Checks the cumulative sequence lengths `cu_seqlens` and returns a private copy of them. The
+// kernels use the copied numbers as indices, so no other thread can change these indices. It is an
+// error if the last number is larger than `rows`, the number of rows of the packed tensor, or if a
+// sequence is longer than `longest`. Error messages call the arguments `name` and `longest_name`.
 at::Tensor checked_lengths(const char* name, const at::Tensor& cu_seqlens, int64_t rows,
                            const char* longest_name, int64_t longest);
 
-// Checks that no two elements of a tensor share memory. Operators check each tensor that they write
-// to.
+// Checks that the strides of `written`, a tensor that an operator writes to, do not place two
+// elements at the same address.
 void check_no_overlap(const char* name, const at::Tensor& written);
 
 // One attention problem: the operands of the kernels, and the tensors that own the memory of these
@@ -44,9 +45,11 @@ struct AttentionProblem {
   bool packed() const { return kernel.cu_q != nullptr; }
   int64_t q_length(int64_t sequence) const;
   int64_t k_length(int64_t sequence) const;
-  // The approximate number of (query, key) pairs of one head inside the window.
+  // Returns the approximate number of (query, key) pairs that are inside the window, for one head
+  // of the sequence.
   int64_t pairs(int64_t sequence) const;
-  // Returns an operand that the kernels can read: its last dimension is contiguous.
+  // Returns the operand for a tensor that the kernels read. A tensor whose last dimension is not
+  // contiguous is copied first.
   ConstRows read(const at::Tensor& x);
   Rows write(const char* name, const at::Tensor& x) const;
   // Returns an empty fp32 tensor with one element for each query, such as the log-sum-exp.
@@ -60,7 +63,7 @@ struct Work {
 
 // Calls body(item, memory) once for each item, on torch's threads. The most expensive items come
 // first, so that no thread begins a long item when the other threads are done. `memory` points to
-// `scratch` bytes.
+// `scratch` bytes that belong to the calling thread.
 template <class Item, class Body>
 void share_out(std::vector<Item>& items, int64_t scratch, const Body& body) {
   if (items.empty()) return;
@@ -68,7 +71,7 @@ void share_out(std::vector<Item>& items, int64_t scratch, const Body& body) {
                    [](const Item& a, const Item& b) { return a.cost > b.cost; });
   int64_t total = 0;
   for (const Item& item : items) total += item.cost;
-  // Waking a thread costs more time than this many multiplications.
+  // Waking a thread takes longer than this many multiplications, so no thread is woken for fewer.
   constexpr int64_t kWorthAThread = 1 << 18;
   const int64_t threads = std::min({(int64_t)at::get_num_threads(), (int64_t)items.size(),
                                     std::max<int64_t>(1, total / worth_a_thread(kWorthAThread))});
@@ -76,9 +79,10 @@ void share_out(std::vector<Item>& items, int64_t scratch, const Body& body) {
                 [&](int64_t i) { body(items[i], thread_scratch(scratch)); });
 }
 
-// Divides the length(sequence) rows of every head of every sequence into pieces. A piece is a whole
-// head if there are enough heads for all threads; otherwise the pieces are shorter. The length of a
-// piece is a multiple of `grain` and at most `longest`.
+// Divides the rows of every head of every sequence into pieces, where length(sequence) is the
+// number of rows. A piece is a whole head if there are enough heads for all threads and the head
+// has at most `longest` rows. Otherwise, the pieces are shorter. The length of a piece is a
+// multiple of `grain`, except for the last piece of a head.
 template <class Length>
 std::vector<Work> pieces(const AttentionProblem& problem, int64_t grain, int64_t longest,
                          const Length& length) {

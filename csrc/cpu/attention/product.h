@@ -1,11 +1,11 @@
-// The fp32 matrix products of attention, with packed panels of the right operand and register tiles
-// of sums.
+// The fp32 matrix products of attention. The right operand is packed in panels, and the sums of a
+// tile stay in registers.
 //
-// Every product is c (rows, columns) = a b with `depth` terms per element. Elements of a are
-// broadcast one by one, so a may have any strides. b is packed in panels of kPanel columns, each
-// (depth, kPanel). Operands are fp32 for every storage format of the tensors. The terms of an
-// element are added in order along the depth, in chains of kChain terms. The order is the same in
-// every tile.
+// A product is c = a b for a left operand a (rows, depth), a right operand b (depth, columns) and a
+// result c (rows, columns). Elements of a are broadcast one by one, so a may have any strides. b is
+// packed in panels of kPanel columns, and each panel is stored as (depth, kPanel). The operands are
+// fp32 for every storage format of the tensors. The terms of an element of c are added in order
+// along the depth, in chains of kChain terms. The order is the same in every tile.
 
 #pragma once
 
@@ -14,18 +14,20 @@
 
 namespace fastbert::cpu::FASTBERT_LEVEL {
 
-// The accumulators take most of the 16 registers (32 registers with AVX-512).
+// The largest number of rows in a tile of sums. The sums take two registers for each row, and so
+// most of the processor's 16 registers (32 registers with AVX-512).
 constexpr int kProductRows = kBytes == 64 ? 12 : 6;
 
 FASTBERT_INLINE int64_t whole_panels(int64_t n) { return (n + kPanel - 1) / kPanel * kPanel; }
 
-// Element (r, k) is data[r * row + k * step].
+// The left operand of a product. Its element (r, k) is data[r * row + k * step].
 struct Left {
   const float* data;
   int64_t row, step;
 };
 
-// c = a b, c += a b, or c = factors[row] * c + a b.
+// The update of the result c by a product: c = a b (store), c += a b (add), or c = factors[row] * c
+// + a b (rescale).
 enum class Update { store, add, rescale };
 
 template <int kRows, Update kUpdate>
@@ -72,11 +74,12 @@ FASTBERT_INLINE void product_tiles(Left a, int64_t rows, const float* panel, int
   }
 }
 
-// The number of terms that are added in one chain. For accuracy, longer sums are sums of several
-// chains.
+// The largest number of terms that are added one after another. A longer sum is the sum of several
+// such chains, which has a smaller rounding error than one long chain.
 constexpr int64_t kChain = kBytes == 16 ? 32 : 64;
 
-// Adjacent panels of b are panel_stride elements apart.
+// Updates c (rows, panels * kPanel) by the product a b. Adjacent panels of b are panel_stride
+// elements apart.
 template <Update kUpdate>
 __attribute__((noinline)) void product(Left a, int64_t rows, const float* b, int64_t panel_stride,
                                        int64_t panels, int64_t depth, float* c, int64_t c_row,
@@ -94,7 +97,7 @@ __attribute__((noinline)) void product(Left a, int64_t rows, const float* b, int
   }
 }
 
-// Rows in the storage format of the tensor. Rows for which `used` is 0 are read as zeros.
+// Rows of a tensor in its storage format. Row n is read as zeros if used[n] is 0.
 template <class F>
 struct Source {
   const typename F::Storage* data;
@@ -107,7 +110,8 @@ struct Source {
   }
 };
 
-// Copies (rows, columns) to row-major fp32 rows, padded to whole panels of columns.
+// Copies the matrix `source` (rows, columns) to fp32. Rows of the copy are one after another, and
+// each row is padded to a whole number of panels.
 template <class F>
 void copy_rows(const Source<F>& source, int64_t rows, int64_t columns, float* to) {
   const int64_t width = whole_panels(columns);
@@ -117,8 +121,8 @@ void copy_rows(const Source<F>& source, int64_t rows, int64_t columns, float* to
   }
 }
 
-// Packs (rows, columns) as a right operand with the same columns, in panels (depth, kPanel). Only
-// the first `rows` rows of a panel are written.
+// Packs the matrix `source` (rows, columns) as a right operand with the same rows and columns. Each
+// panel has memory for `depth` rows, and only its first `rows` rows are written.
 template <class F>
 void pack_columns(const Source<F>& source, int64_t rows, int64_t columns, int64_t depth,
                   float* to) {
@@ -134,8 +138,8 @@ void pack_columns(const Source<F>& source, int64_t rows, int64_t columns, int64_
   }
 }
 
-// Packs the transpose of (rows, columns) as a right operand, in panels (columns, kPanel). Zeros pad
-// the last panel.
+// Packs the transpose of the matrix `source` (rows, columns) as a right operand. Each panel is
+// (columns, kPanel), and zeros pad the last panel.
 template <class F>
 void pack_rows(const Source<F>& source, int64_t rows, int64_t columns, float* to) {
   for (int64_t first = 0; first < whole_panels(rows); first += 4) {
@@ -146,7 +150,8 @@ void pack_rows(const Source<F>& source, int64_t rows, int64_t columns, float* to
         const int64_t row = first + i;
         block[i] = row < rows ? (WordVec)source.load(row, n, count) : WordVec{};
       }
-      // Word 4 b + i of register j is now element (first + i, n + 4 b + j).
+      // For b < kLanes / 4, word 4 b + i of register block[j] is now element (first + i, n + 4 b +
+      // j) of the source.
       transpose_blocks(block);
       for (int j = 0; j < 4; ++j) {
         for (int b = 0; b < kLanes / 4; ++b) {

@@ -1,5 +1,6 @@
-// The logits of attention for one block of queries and one block of keys: q kᵀ with window, mask
-// and bias. The file also has the functions that every softmax of attention shares.
+// The logits of attention for one block of queries and one block of keys: q kᵀ scale + bias, or
+// -inf where the window or the mask excludes a key. The file also has functions that several
+// attention kernels share.
 
 #pragma once
 
@@ -9,11 +10,12 @@
 namespace fastbert::cpu::FASTBERT_LEVEL {
 
 constexpr int64_t kQueries = kAttentionQueries, kKeys = kAttentionKeys;
-// A row stride that is a power of two would map all rows of scores to a few sets of the cache.
+// The number of elements between rows of scores. It is not a power of two, because a power of two
+// would map all rows to a few sets of the cache.
 constexpr int64_t kScoreStride = kKeys + 16;
 constexpr float kInfinity = __builtin_inff();
 
-// Returns exp(-u) for u >= 0, computed as in exp.h, and NaN for NaN.
+// Returns exp(-u) for u >= 0, computed by exp_negative (exp.h), and NaN if u is NaN.
 FASTBERT_INLINE Vec exp_minus(Vec u) {
   const Vec e = exp_negative(u);
   return (Vec)((WordVec)e | (WordVec)(u != u));
@@ -54,7 +56,8 @@ FASTBERT_INLINE Head head_of(const Attention& a, int64_t sequence, int64_t head)
   return {sequence, head, q, a.cu_q[sequence + 1] - q, k, a.cu_k[sequence + 1] - k, nullptr};
 }
 
-// Returns the address of row `start`, which is the first row of the head's sequence.
+// Returns the address of row `start` of the head. Rows are numbered within the sequence or, in a
+// packed batch, over all sequences.
 template <class F>
 FASTBERT_INLINE const typename F::Storage* first_row(const Attention& a, const Head& h,
                                                      const ConstRows& rows, int64_t start) {
@@ -80,7 +83,8 @@ struct Range {
   int64_t low, high;
 };
 
-// Returns the keys that are inside the window of at least one of the queries [first, last].
+// Returns the range of keys that are inside the window of at least one of the queries [first,
+// last].
 FASTBERT_INLINE Range visible_keys(const Attention& a, const Head& h, int64_t first, int64_t last) {
   const int64_t offset = h.k_length - h.q_length;
   const int64_t low = a.left < 0 ? 0 : clamp(first + offset - a.left, 0, h.k_length);
@@ -94,9 +98,10 @@ FASTBERT_INLINE const uint8_t* mask_row(const Attention& a, const Head& h, int64
          query * a.mask.row;
 }
 
-// Sets a flag for every key of the head: whether any query attends to the key. Returns null if
-// queries attend to all keys. A key without a query may hold NaN, and 0 * NaN is NaN, so such keys
-// must be skipped.
+// Sets used[n] for every key n of the head: to all ones if any query attends to the key, and to 0
+// otherwise. Returns `used`, or null if there is no mask and no window, so that every key is used.
+// A key that no query attends to may contain NaN, and 0 * NaN is NaN, so the kernels read such a
+// key as zeros.
 inline const uint32_t* used_keys(const Attention& a, const Head& h, uint32_t* used) {
   if (a.mask.data == nullptr && a.left < 0 && a.right < 0) return nullptr;
   for (int64_t n = 0; n < h.k_length; ++n) used[n] = 0;
@@ -132,9 +137,9 @@ FASTBERT_INLINE bool any_used(const Head& h, int64_t first, int64_t last) {
   return any != 0;
 }
 
-// A block of queries and keys. Row r is the query query + r or, if `queries` is not null,
-// queries[r], in ascending order. Column n is the key key + n for n < keys, where `key` is a
-// multiple of kKeys.
+// A block of logits. Row r belongs to query number `query` + r or, if `queries` is not null, to
+// query number queries[r]; these numbers are ascending. Column n belongs to key number `key` + n
+// for n < keys, and `key` is a multiple of kKeys.
 struct Block {
   int64_t query, rows, key, keys;
   const int64_t* queries;
@@ -161,8 +166,8 @@ FASTBERT_INLINE Masking masking(const Attention& a, const Head& h, const Block& 
   return {window || pairs || tail || hidden, window || pairs};
 }
 
-// Sets allowed[n] to all ones if row r may attend to key n of the block, and to 0 otherwise.
-// Elements up to the end of the last panel are set.
+// Sets allowed[n] to all ones if the query of row r may attend to key n of the block, and to 0
+// otherwise. The elements after the last key, up to the end of the last panel, are set to 0.
 inline void allowed_keys(const Attention& a, const Head& h, const Block& block, int64_t r,
                          uint32_t* allowed) {
   const int64_t query = block.position(r), width = whole_panels(block.keys);
@@ -179,7 +184,7 @@ inline void allowed_keys(const Attention& a, const Head& h, const Block& block, 
   for (int64_t n = low; n < high; ++n) allowed[n] = mask[n * a.mask.key] != 0 ? ~0u : 0u;
 }
 
-// Loads the bias of one query as fp32.
+// Loads the bias of one query for all keys of the block, and converts the bias to fp32.
 template <class F>
 FASTBERT_INLINE void bias_row(const Attention& a, const Head& h, const Block& block, int64_t query,
                               float* to) {
@@ -201,7 +206,7 @@ inline void bias_row(const Attention& a, const Head& h, const Block& block, int6
   return bias_row<F16>(a, h, block, query, to);
 }
 
-// Overwrites a row of products with logits, and returns the maximum of the logits.
+// Overwrites a row of the product q kᵀ with logits, and returns the largest logit.
 template <bool kBias, bool kMask>
 FASTBERT_INLINE float finish_row(float* scores, int64_t width, float scale, const float* bias,
                                  const uint32_t* allowed) {
@@ -223,9 +228,9 @@ FASTBERT_INLINE float finish_row(float* scores, int64_t width, float scale, cons
   return largest(select(maximum[0] > maximum[1], maximum[0], maximum[1]));
 }
 
-// Computes the logits of a block from keys that are packed in panels. A logit is -inf where a query
-// does not attend to a key. The columns are padded to whole panels. `maximum` receives the largest
-// logit of each row.
+// Computes the logits of a block from `keys`, which are packed in panels. A logit is -inf where a
+// query does not attend to a key, and in the columns that pad the last panel. `maximum` receives
+// the largest logit of each row.
 inline void logits(const Attention& a, const Head& h, const Block& block, const float* q,
                    const float* keys, float* scores, int64_t stride, float* maximum) {
   const int64_t width = whole_panels(block.keys);

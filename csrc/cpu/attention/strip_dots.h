@@ -1,5 +1,5 @@
-// The products of strip_kernel.h for a strip of rows, computed with dot products of bf16.
-// strip_tiles.h has the same functions for AMX tiles.
+// The matrix products of strip_kernel.h for a strip of kStrip rows, computed with the bf16
+// dot-product instruction. strip_tiles.h defines the same functions with AMX tiles.
 
 #pragma once
 
@@ -11,13 +11,13 @@ namespace fastbert::cpu::FASTBERT_LEVEL {
 FASTBERT_INLINE void begin_strips() {}
 FASTBERT_INLINE void end_strips() {}
 
-// kMayOverlap: whether the steps of a product can run between other work. overlaps(): whether the
-// steps do so now.
+// kMayOverlap tells whether this level can run the steps of a product between the instructions of a
+// softmax. overlaps() tells whether it does so with the current settings.
 constexpr bool kMayOverlap = false;
 FASTBERT_INLINE constexpr bool overlaps() { return false; }
 
-// Computes c (+)= a b for a strip of rows and one panel. a is bf16 and padded to whole steps along
-// k.
+// Computes c = a b or, if kAdd, c += a b for a strip of rows of a and one panel of b. a is bf16,
+// and its rows are padded to whole steps of kStep elements.
 template <bool kAdd>
 __attribute__((noinline)) void strip_product(const uint16_t* a, int64_t a_row, const char* b,
                                              int64_t steps, float* c, int64_t c_row) {
@@ -50,13 +50,13 @@ __attribute__((noinline)) void strip_product(const uint16_t* a, int64_t a_row, c
   }
 }
 
-// The product c (+)= a b of a strip of rows and all panels. a is bf16 and padded to whole steps
-// along k.
+// The product c = a b or, if `add`, c += a b of a strip of rows of a and all panels of b. a is
+// bf16, and its rows are padded to whole steps of kStep elements.
 struct StripProduct {
   const uint16_t* a;
   int64_t a_row;
   const char* b;
-  int64_t steps;  // steps along k of a panel
+  int64_t steps;  // number of steps in a row of a
   float* c;
   int64_t c_row;
   bool add;

@@ -1,17 +1,17 @@
 // Attention forward in bf16 with AMX tiles or bf16 dot products, for 32 queries and kKeys keys at a
 // time. The algorithm is that of forward_kernel.h.
 //
-// A block of keys is packed once per item and used for all queries of the item. For q kᵀ, the right
-// operand is k with two elements of a head in each word, which takes a transposition of 16 x 16
-// words. For P v, the right operand is v with two keys in each word, which takes an interleaving of
-// two rows.
+// A block of keys is packed once per item and used for all queries of the item. In the packed right
+// operand of q kᵀ, each word holds two consecutive elements of one key, and packing transposes
+// blocks of 16 x 16 words. P denotes the softmax weights. In the packed right operand of P v, each
+// word holds the same element of two consecutive keys, and packing interleaves pairs of rows of v.
 //
 // Scores are stored as one row per query. The exponentials then have the layout of the left operand
-// of P v, and masks, bias, windows and dropout work row by row, as in the fp32 kernel. Scores with
-// one row per key (k qᵀ) would need no reductions along rows, but v and the result would have to be
-// transposed. Here, each of 16 rows is reduced to one register. A transposition of these 16
-// registers then gives one register of 16 maxima (or sums), and the running softmax works on 16
-// rows at once.
+// of P v, and masks, bias, windows and dropout work row by row, as in the fp32 kernel. With one row
+// per key instead (k qᵀ), no reductions along rows would be needed, but v and the result would have
+// to be transposed. In this kernel, each of 16 rows is reduced to one register. A transposition of
+// these 16 registers then gives one register of 16 maxima (or sums), and the running softmax works
+// on 16 rows at once.
 //
 // The maximum, sum and result of a row depend on the row's own sequence alone: blocks of keys begin
 // at multiples of kKeys, and keys that a query does not attend to add zeros.
@@ -27,7 +27,8 @@
 
 namespace fastbert::cpu::FASTBERT_LEVEL {
 
-// The stride of a row of weights is not a power of two, for the same reason as kScoreStride.
+// The number of elements between rows of weights. It is not a power of two, for the same reason as
+// kScoreStride (scores.h).
 constexpr int64_t kWeightStride = kKeys + kStep;
 
 struct StripMemory {
@@ -35,7 +36,7 @@ struct StripMemory {
   uint16_t *q, *kept_rows;
   char *keys, *values;
   float *out, *maximum, *sum, *factors;
-  // Two strips alternate between these buffers if products overlap with softmax.
+  // If products overlap with the softmax, consecutive strips use these two buffers alternately.
   uint16_t* weights[2];
   float* scores[2];
 
@@ -59,8 +60,9 @@ struct StripMemory {
   }
 };
 
-// Returns 2^t for t <= 0, 0 where 2^t is below the normal floats, and NaN for NaN. The relative
-// error of 3e-6 is small enough, because the results are rounded to bf16.
+// Returns 2^t for t <= 0. The result is 0 where 2^t is smaller than the smallest normal float, and
+// NaN where t is NaN. The relative error of 3e-6 is small enough, because the results are rounded
+// to bf16.
 FASTBERT_INLINE Vec exp2_negative(Vec t) {
   // Adding kRound rounds t to an integer. The low bits of the sum are this integer plus the
   // exponent bias of fp32.
@@ -81,7 +83,9 @@ constexpr float kLog2E = 1.44269504f;
 
 FASTBERT_INLINE Vec larger(Vec a, Vec b) { return greatest(b, a); }
 
-// Returns rows of the head. Keys that no query attends to may hold NaN, so zeros replace them.
+// Returns the rows of k or v (`from`) for the keys [key, key + keys) of the head, and sets `stride`
+// to the number of elements between them. If no query attends to some of these keys, their rows may
+// contain NaN. The function then returns a copy in `kept`, in which such rows are zeros.
 inline const uint16_t* rows_of_keys(const Attention& a, const Head& h, const ConstRows& from,
                                     int64_t key, int64_t keys, uint16_t* kept, int64_t& stride) {
   const uint16_t* rows = first_row<BF16>(a, h, from, h.k_start) + key * from.row;
@@ -96,7 +100,8 @@ inline const uint16_t* rows_of_keys(const Attention& a, const Head& h, const Con
   return kept;
 }
 
-// Prefetches rows of a head. The rows are too far apart for the processor's own prefetcher.
+// Prefetches `count` rows of a head. The rows are too far apart for the processor to prefetch them
+// by itself.
 inline void fetch_rows(const Attention& a, const uint16_t* rows, int64_t stride, int64_t count) {
   for (int64_t n = 0; n < count; ++n) {
     for (int64_t d = 0; d < a.head_dim; d += kStep) __builtin_prefetch(rows + n * stride + d, 0, 3);
@@ -119,14 +124,15 @@ inline void pack_keys(const Attention& a, const Head& h, int64_t key, int64_t ke
   }
 }
 
-// Returns the product q kᵀ of a strip of queries and a block of keys.
+// Returns the product q kᵀ of a strip of queries and a block of keys. The caller runs its steps.
 inline StripProduct product_of_keys(const uint16_t* q, int64_t width, int64_t keys, float* scores,
                                     const StripMemory& m) {
   return {q, width, m.keys, width / kStep, scores, kScoreStride, false, panels_of(keys)};
 }
 
-// Returns the product that adds P v to out. Before the product, `out` is multiplied by the factors
-// or, for the first block of keys (`begins`), the product overwrites `out`.
+// Returns the product that adds P v of a block of keys to `out`; the caller runs its steps. Before
+// it returns, the function multiplies the rows of `out` by m.factors. For the first block of keys
+// (`begins`), the product overwrites `out` instead.
 inline StripProduct product_of_values(float* out, int64_t width, int64_t rows, int64_t keys,
                                       bool begins, const uint16_t* weights, const StripMemory& m) {
   for (int64_t r = 0; r < rows && !begins; ++r) {
@@ -163,9 +169,10 @@ FASTBERT_INLINE Vec row_maximum(const float* scores, int64_t width, float scale)
   return larger(maximum[0], maximum[1]);
 }
 
-// Writes exp(score * scale - maximum) of a row in bf16. Returns the sums of the exponentials in
-// each lane, before the rounding to bf16. `scale` is a separate multiplication, so that the result
-// of a row is the same with and without a mask.
+// Writes exp(score * scale - maximum) for the scores of one row, after dropout and rounded to bf16.
+// Returns the sums of the exponentials in each lane, before dropout and rounding. The score is
+// multiplied by `scale` alone, and not by scale * kLog2E, so that the result of a row is the same
+// with and without a mask.
 FASTBERT_INLINE Vec row_weights(const float* scores, int64_t width, float scale, float maximum,
                                 const uint32_t* kept, float kept_scale, uint16_t* weights) {
   Vec sum[2] = {};
@@ -182,7 +189,7 @@ FASTBERT_INLINE Vec row_weights(const float* scores, int64_t width, float scale,
   return sum[0] + sum[1];
 }
 
-// Reduces each register: lane i of the result combines all lanes of rows[i].
+// Reduces each of the registers in `rows`: lane i of the result combines all lanes of rows[i].
 template <class Combine>
 FASTBERT_INLINE Vec combine_lanes(Vec (&rows)[kLanes], Combine combine) {
   transpose(rows);
@@ -192,13 +199,15 @@ FASTBERT_INLINE Vec combine_lanes(Vec (&rows)[kLanes], Combine combine) {
 }
 
 // Converts the scores of a strip to weights, and updates the running maxima and sums of the strip.
-// The results of earlier blocks have to be multiplied by `factors`.
+// Writes one factor for each row to m.factors. The caller must multiply the row's result from
+// earlier blocks of keys by this factor.
 inline void strip_softmax(const Attention& a, const Head& h, const Block& block,
                           const StripMemory& m, int64_t first, int side, BesideSoftmax& beside) {
   const int64_t width = whole_panels(block.keys);
   const Masking masks = masking(a, h, block);
   const bool biased = a.bias.data != nullptr, plain = !masks.needed && !biased;
-  // If `plain` is false, finish_row multiplies by a.scale.
+  // If `plain` is false, finish_row multiplies the scores by a.scale, and row_weights must not do
+  // so again.
   const float scale = plain ? a.scale : 1.0f;
   alignas(64) uint32_t allowed[kKeys];
   alignas(64) uint32_t kept[kKeys];
@@ -229,7 +238,8 @@ inline void strip_softmax(const Attention& a, const Head& h, const Block& block,
         larger(before, combine_lanes(values, [&](Vec x, Vec y) __attribute__((always_inline)) {
                  return larger(x, y);
                }));
-    // In a row without any key so far, the maximum is -inf, and -inf - -inf would give NaN.
+    // If a row has not attended to any key so far, `after` is -inf. The reference is then 0,
+    // because the difference of two infinities would be NaN.
     const Vec reference = select(after == -kInfinity, Vec{}, after);
     const Vec factors = exp2_negative((before - reference) * kLog2E);
     store(place, after);
@@ -269,16 +279,16 @@ inline void begin_queries(const Attention& a, const Head& h, const AttentionItem
   }
 }
 
-// Processes one block of keys and all strips of queries that see the block. While the softmax of
-// one strip runs, the products of the previous and the next strip advance.
+// Processes one block of keys for all strips of queries whose window includes a key of the block.
+// While the softmax of one strip runs, the products of the previous and the next strip advance.
 inline void strip_block(const Attention& a, const Head& h, const AttentionItem& item, int64_t key,
                         int64_t keys, const StripMemory& m) {
   const int64_t rows = item.end - item.begin, width = whole_panels(a.head_dim);
   const auto block_of = [&](int64_t first) {
     return Block{item.begin + first, clamp(rows - first, 0, kStrip), key, keys, nullptr};
   };
-  // Returns the first strip, at row `first` or later, that sees a key of the block. Returns `rows`
-  // or more if there is no such strip.
+  // Returns the first row of the next strip whose window includes a key of the block. The search
+  // begins with the strip at row `first`. Returns `rows` or more if there is no such strip.
   const auto seeing = [&](int64_t first) {
     for (; first < rows; first += kStrip) {
       const Block block = block_of(first);
@@ -333,8 +343,8 @@ inline void strip_item(const Attention& a, const AttentionItem& item, void* scra
   forward_results<BF16>(a, h, item, m);
 }
 
-// The attention functions in the kernel table of a level that multiplies pairs of bf16. They
-// process bf16 and call forward_kernel.h for other formats.
+// The attention functions in the kernel tables of the levels that have bf16 dot products or AMX
+// tiles. They process bf16 tensors, and call the functions of forward_kernel.h for other formats.
 
 int64_t attention_strip_scratch(const Attention& a, int64_t rows) {
   if (a.format != Format::bf16) return attention_scratch(a, rows);

@@ -1,5 +1,5 @@
-// The products of strip_kernel.h for a strip of rows, computed on AMX tiles. strip_dots.h has the
-// same functions for dot products of bf16.
+// The matrix products of strip_kernel.h for a strip of kStrip rows, computed with AMX tiles.
+// strip_dots.h defines the same functions with the bf16 dot-product instruction.
 
 #pragma once
 
@@ -10,18 +10,19 @@ namespace fastbert::cpu::FASTBERT_LEVEL {
 FASTBERT_INLINE void begin_strips() { configure_tiles(); }
 FASTBERT_INLINE void end_strips() { tile_release(); }
 
-// kMayOverlap: whether the steps of a product can run between other work. overlaps(): whether the
-// steps do so now.
+// kMayOverlap tells whether this level can run the steps of a product between the instructions of a
+// softmax. overlaps() tells whether it does so with the current settings.
 constexpr bool kMayOverlap = true;
 FASTBERT_INLINE bool overlaps() { return tile_schedule != TileSchedule::in_turn; }
 
-// The product c (+)= a b of a strip of rows and all panels. a is bf16 and padded to whole steps
-// along k. The product keeps its sums in the tiles from its first step to its last step.
+// The product c = a b or, if `add`, c += a b of a strip of rows of a and all panels of b. a is
+// bf16, and its rows are padded to whole steps of kStep elements. The sums of a panel stay in tile
+// registers from the panel's first step to its last step.
 struct StripProduct {
   const uint16_t* a;
   int64_t a_row;
   const char* b;
-  int64_t steps;  // steps along k of a panel
+  int64_t steps;  // number of steps in a row of a
   float* c;
   int64_t c_row;
   bool add;
@@ -29,7 +30,8 @@ struct StripProduct {
 
   FASTBERT_INLINE bool done() const { return panel >= panels; }
 
-  // Computes one step. The function is not inlined, so that the code of a step exists once.
+  // Computes one step of the product. The function is not inlined, so that its machine code exists
+  // only once.
   __attribute__((noinline)) void advance() {
     float* sums = c + panel * kPanel;
     if (step == 0) begin(sums);

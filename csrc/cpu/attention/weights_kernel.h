@@ -1,5 +1,5 @@
-// The softmax weights of attention as a result, for chosen queries of a head. Each row of weights
-// is computed as a whole, so no running softmax is needed.
+// The kernel that writes the softmax weights of attention, for chosen queries of a head. All logits
+// of a row are in memory at the same time, so no running softmax is needed.
 
 #pragma once
 
@@ -7,8 +7,8 @@
 
 namespace fastbert::cpu::FASTBERT_LEVEL {
 
-// Whole rows of logits need more memory than blocks of logits, so an item takes fewer queries at a
-// time.
+// The largest number of queries that are processed at a time. It is smaller than kQueries, because
+// whole rows of logits need more memory than blocks of logits.
 constexpr int64_t kWeightRows = 24;
 
 struct WeightsMemory {

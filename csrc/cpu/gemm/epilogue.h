@@ -12,15 +12,17 @@
 
 namespace fastbert::cpu::FASTBERT_LEVEL {
 
-// A tile of complete sums.
+// A tile of complete sums, to which no more terms are added. The first sum of the tile belongs to
+// (row, column) of the product, and rows of sums are `stride` elements apart.
 struct Tile {
   float* sums;
   int64_t stride, row, column;
   int rows, columns;
 };
 
-// A function is applied to a few registers of sums at a time, so that long chains of operations
-// overlap.
+// The functions that an epilogue applies to sums. Each is applied to several registers at a time,
+// so that the processor overlaps their long chains of dependent operations. `Same` leaves the sums
+// unchanged.
 struct Same {
   template <int kCount>
   static FASTBERT_INLINE void apply(Vec (&)[kCount]) {}
@@ -108,7 +110,8 @@ FASTBERT_INLINE void pass(const Tile& tile, const float* bias,
   Pass<From, To, Function>{tile, bias, residual, out}.run();
 }
 
-// Calls body(function) with the type of the activation of a result in the format `To`.
+// Calls body(function) with an object whose type computes `activation` for a result in the format
+// `To`.
 template <class To, class Body>
 FASTBERT_INLINE void with_activation(Activation activation, Body body) {
   switch (activation) {
@@ -164,8 +167,9 @@ __attribute__((noinline)) void finish_tile(const Epilogue& e, const Tile& tile) 
   });
 }
 
-// Transposes one square of registers in a block of kPanel x kPanel sums. The block has four such
-// squares, and `part` is the number of the square. Rows of sums are `stride` apart.
+// Transposes one square of kLanes x kLanes sums in a block of kPanel x kPanel sums. The block has
+// four such squares, and `part` is the number of the square. Rows of sums are `stride` elements
+// apart.
 FASTBERT_INLINE void turn_part(const float* sums, int64_t stride, float* turned, int part) {
   const int64_t row = part / 2 * kLanes, column = part % 2 * kLanes;
   Vec block[kLanes];
@@ -176,8 +180,9 @@ FASTBERT_INLINE void turn_part(const float* sums, int64_t stride, float* turned,
   for (int i = 0; i < kLanes; ++i) store(turned + (column + i) * kPanel + row, block[i]);
 }
 
-// Finishes a tile in which a row of sums is a column of the result. The memory around `tile` is
-// readable up to whole blocks of kPanel x kPanel sums.
+// Runs the epilogue of a tile in which a row of sums is a column of the result. The tile has at
+// most kPanel x kPanel sums, and the caller guarantees that the memory of a whole block of this
+// size can be read.
 __attribute__((noinline)) void finish_turned(const Epilogue& e, const Tile& tile) {
   alignas(64) float turned[kPanel * kPanel];
   for (int part = 0; part < 4; ++part) {

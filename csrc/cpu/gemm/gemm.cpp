@@ -13,7 +13,8 @@
 namespace fastbert::cpu {
 namespace {
 
-// Checks the weight (N, K) of a product with x (M, K). The weight has the dtype of x or fp32.
+// Checks that `weight` is (N, K) for an x of shape (M, K), and that its dtype is fp32 or the dtype
+// of x.
 void check_weight(const at::Tensor& weight, const at::Tensor& x, const char* name = "weight") {
   check_device(name, weight, x);
   TORCH_CHECK_TYPE(weight.scalar_type() == x.scalar_type() || weight.scalar_type() == at::kFloat,
@@ -26,13 +27,14 @@ void check_weight(const at::Tensor& weight, const at::Tensor& x, const char* nam
 // Below about this many multiplications, a second thread costs more time than it saves.
 constexpr int64_t kProductGrain = 400'000;
 
-// A task that normalises rows takes a multiple of kNormUnit rows, which is a multiple of the panel
-// width at every level. The packed rows of x and the sums of a task fit a second-level cache of 1
-// MiB, unless the task has few rows.
+// A task that computes and normalises whole rows takes a multiple of kNormUnit rows. kNormUnit is a
+// multiple of the panel width at every level. The task's packed rows of x and its sums have at most
+// kNormBytes bytes, and fit a second-level cache of 1 MiB. Only tasks of up to kFewNormUnits *
+// kNormUnit rows may have more bytes.
 constexpr int64_t kNormUnit = 32, kFewNormUnits = 4, kNormBytes = 896 << 10;
 
-// The rows of x, packed in `format` as the right operand of products. The packed rows are freed
-// after the call.
+// The rows of x, packed as the right operand of products. This object owns the memory of the packed
+// rows, which is freed at the end of the operator's call.
 struct RightOperand {
   Packing packing = {};
   at::Tensor bytes;
@@ -43,16 +45,16 @@ struct RightOperand {
                x.stride(1),  x.size(0), x.size(1),          bytes.mutable_data_ptr()};
   }
 
-  // Packs x for products in `dtype` whose left operand is a stored weight. Elements of x that are
-  // wider than `dtype` are rounded while they are packed.
+  // Describes the packing of x for products in `dtype` whose left operand is a stored weight.
+  // Elements of x that are wider than `dtype` are rounded while they are packed.
   RightOperand(const Kernels& k, const at::Tensor& x, at::ScalarType dtype)
       : RightOperand(
             k, x, x.scalar_type() == dtype ? k.right_format(format_of(dtype)) : format_of(dtype)) {}
 
   RightOperand(const Kernels& k, const at::Tensor& x) : RightOperand(k, x, x.scalar_type()) {}
 
-  // Allocates the operand for x (rows, columns) in `format`. Another product will write the
-  // elements.
+  // Allocates the memory for a packed x of shape (rows, columns) in `format`. Another product may
+  // write its results there as the packed elements.
   RightOperand(const Kernels& k, int64_t rows, int64_t columns, Format format) {
     bytes = empty({k.packed_bytes(format, rows, columns)}, at::dtype(at::kByte));
     packing.to = format;
@@ -66,7 +68,7 @@ int threads_for(double work) {
 
 double work_of(const Gemm& g) { return (double)g.m * (double)g.n * (double)g.k; }
 
-// Tasks that need the results of all tasks of the previous phase.
+// A group of tasks. Each task needs the results of all tasks of the previous phase.
 struct Phase {
   int64_t count;
   std::function<void(int64_t task)> body;
@@ -118,7 +120,7 @@ Phase products_of(const Kernels& k, const std::vector<Gemm>& products, int threa
           }};
 }
 
-// Packs x and computes products of it.
+// Packs x, and computes `products`, whose right operand is the packed x.
 void run(const Kernels& k, const Packing& x, const std::vector<Gemm>& products) {
   double work = 0.0;
   for (const Gemm& g : products) work += work_of(g);
@@ -150,7 +152,8 @@ void set_operands(Gemm& g, const at::Tensor& a, const RightOperand& right) {
   g.a_column = a.stride(1);
 }
 
-// Describes the product of `x` with a weight that is the left operand.
+// Describes the product x weightᵀ + bias + residual in `dtype`, in which `weight` is the left
+// operand and `right` is the packed x.
 Gemm product(const at::Tensor& x, at::ScalarType dtype, const RightOperand& right,
              const at::Tensor& weight, const OptionalTensor& bias, const OptionalTensor& residual) {
   Gemm g = product(x, dtype, weight.size(0), bias, residual);
@@ -159,9 +162,9 @@ Gemm product(const at::Tensor& x, at::ScalarType dtype, const RightOperand& righ
   return g;
 }
 
-// Returns whether a product in fp32 packs its weight instead of x. It does if x has many rows and
-// the packed weight has at most 1 MiB, so that the weight stays in the second-level cache while all
-// rows of x are multiplied.
+// Returns whether a product in `dtype` packs its weight instead of x. A product in fp32 does so if
+// x has many rows and the packed weight has at most 1 MiB, so that the weight stays in the
+// second-level cache while all rows of x are multiplied.
 bool packs_weight(const at::Tensor& x, const at::Tensor& weight, at::ScalarType dtype) {
   constexpr int64_t kManyRows = 512, kMostElements = 1 << 18;
   return dtype == at::kFloat && x.size(0) >= kManyRows && weight.numel() <= kMostElements;
@@ -170,8 +173,8 @@ bool packs_weight(const at::Tensor& x, const at::Tensor& weight, at::ScalarType 
 // The product of x with a weight, followed by the addition of a residual and layer norm.
 class NormedProduct {
  public:
-  // Checks the arguments of `linear_layer_norm`. Error messages use the caller's names of the
-  // weight and the bias.
+  // Checks the arguments of `linear_layer_norm`. Error messages call the weight `weight_name` and
+  // the bias `bias_name`.
   NormedProduct(const at::Tensor& x, const at::Tensor& weight, const OptionalTensor& bias,
                 const at::Tensor& residual, const at::Tensor& norm_weight,
                 const at::Tensor& norm_bias, double eps, const char* weight_name = "weight",
@@ -197,7 +200,7 @@ class NormedProduct {
 
   double work() const { return work_of(gemm_); }
 
-  // Adds the phases that run after x is packed.
+  // Appends the phases that run after x is packed to `phases`.
   void add_to(std::vector<Phase>& phases, const Kernels& k, const RightOperand& x, int threads) {
     set_operands(gemm_, weight_, x);
     if (m_ <= kNormUnit * threads) {
@@ -210,8 +213,9 @@ class NormedProduct {
   at::Tensor y;
 
  private:
-  // Divides a product with few rows. Each task takes some rows of W, and the sums stay in the
-  // second-level cache until they are normalised.
+  // Appends two phases for a product with few rows. In the first phase, each task multiplies x by
+  // some rows of the weight. The second phase normalises the sums, which are still in the
+  // second-level cache.
   void add_few_rows(std::vector<Phase>& phases, const Kernels& k, int threads) {
     sums_ = empty({m_, n_}, y.options().dtype(at::kFloat));
     gemm_.out = sums_.mutable_data_ptr();
@@ -223,8 +227,8 @@ class NormedProduct {
                       }});
   }
 
-  // Divides a product with more rows. Each task computes and normalises whole rows, with the sums
-  // in its scratch memory.
+  // Returns the phase for a product with more rows. Each task computes and normalises whole rows,
+  // and its sums are in the scratch memory of its thread.
   Phase whole_rows(const Kernels& k, int threads) const {
     const int64_t unit_bytes = k.packed_bytes(gemm_.packed_format, kNormUnit, gemm_.k) +
                                kNormUnit * n_ * (int64_t)sizeof(float);
@@ -259,7 +263,7 @@ class NormedProduct {
   RowNorm norm_;
 };
 
-// Packs x and computes the product.
+// Packs x, and computes the product and the layer norm.
 at::Tensor normed_product(const at::Tensor& x, NormedProduct normed) {
   if (x.size(0) == 0) return normed.y;
   const Kernels& k = kernels();
@@ -271,8 +275,8 @@ at::Tensor normed_product(const at::Tensor& x, NormedProduct normed) {
   return normed.y;
 }
 
-// Returns one bias in fp32 for each weight, after a check that the bias has one element for each
-// row of the weight. Without biases, every element of the result is absent.
+// Checks that each bias has one element for each row of its weight, and returns the biases in fp32.
+// If `biases` is empty, the result has one absent bias for each weight.
 std::vector<OptionalTensor> biases_of(at::TensorList biases, at::TensorList weights,
                                       const at::Tensor& x) {
   TORCH_CHECK_VALUE(biases.empty() || biases.size() == weights.size(), "biases: got ",
@@ -389,8 +393,8 @@ at::Tensor feed_forward_layer_norm(const at::Tensor& x, const at::Tensor& inner,
   }
   const auto inner_bias = as_float(inner_bias_in);
   const Activation function = epilogue_activation(activation);
-  // The activations exist only in packed panels. For the checks, an expanded tensor of one element
-  // has their shape.
+  // The activations exist only in packed panels. NormedProduct needs only their shape and dtype, so
+  // it gets a tensor of one element that is expanded to this shape.
   NormedProduct normed = normed_of(empty({1, 1}, x.options()).expand({m, n}));
   if (m == 0) return normed.y;
   const Kernels& k = kernels();

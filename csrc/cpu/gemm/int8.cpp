@@ -1,5 +1,5 @@
-// int8 products on the CPU. The operator quantises the rows of x, divides the result into blocks
-// and distributes the blocks over threads.
+// int8 products on the CPU. The operator quantises the rows of its argument x, divides the result
+// into blocks and distributes the blocks over threads.
 
 #include <ATen/Dispatch.h>
 
@@ -14,13 +14,15 @@
 namespace fastbert::cpu {
 namespace {
 
-// Up to this depth, sums of products of values up to 255 and 128 stay below 2^31.
+// The largest number of terms in a sum. A term is at most 255 * 128, so sums of this many terms
+// stay below 2^31.
 constexpr int64_t kInt8Depth = 65536;
-// The number of panels is a multiple of 4, the number of rows of q a multiple of 16, and k a
-// multiple of 64. These multiples are whole tiles at every level.
+// The number of panels of a weight is padded to a multiple of 4, the number of quantised rows to a
+// multiple of 16, and the number of elements of a row to a multiple of 64. These multiples are
+// whole tiles at every level.
 constexpr int64_t kPanels = 4, kRows = 16, kDepth = 64;
-// The size of the rows of q of one task. These rows stay in the second-level cache while all
-// weights are read.
+// The largest size in bytes of the quantised rows of one task. Rows of this size stay in the
+// second-level cache while all weights are read.
 constexpr int64_t kRowBytes = 256 * 1024;
 
 int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
@@ -87,14 +89,15 @@ struct Quantised {
     const Kernels& k = kernels();
     parallel_for(rows, grain_rows(columns),
                  [&](int64_t begin, int64_t end) { k.int8_quantise(params, begin, end); });
-    // Padding rows are multiplied too, and their results are discarded. The padding only has to be
-    // initialised.
+    // The kernel multiplies padding rows too and discards their results, so the padding may have
+    // any initialised values.
     if (q.size(0) > rows) q.narrow(0, rows, q.size(0) - rows).zero_();
   }
 };
 
-// Divides the rows into blocks that fit the cache. If this gives too few tasks, the columns are
-// divided too.
+// Computes the product in parallel tasks. The rows are divided into blocks that fit the
+// second-level cache. If this division gives too few tasks for the threads, the columns are divided
+// too.
 void multiply(const Int8Gemm& params, int64_t m, int64_t panels, int64_t row_bytes) {
   const Kernels& k = kernels();
   const int64_t unit = 2 * kRows;

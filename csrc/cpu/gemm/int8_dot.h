@@ -2,10 +2,10 @@
 // consecutive elements along k, with sums in int32 (Intel's Software Developer's Manual).
 //
 // The usual AVX2 instruction for this product, pmaddubsw, saturates the sum of two products at 16
-// bits. Unsigned activations up to 255 times weights up to 127 exceed this limit. Levels without
-// AVX512_VNNI therefore widen both operands to 16 bits and use pmaddwd, which cannot overflow here.
-// Weights are widened when they are loaded, and activations when they are quantised. vpdpbusd and
-// AMX tiles multiply unsigned by signed bytes directly.
+// bits. The sum of two products of an activation up to 255 and a weight up to 127 exceeds this
+// limit. Levels without AVX512_VNNI therefore widen both operands to 16 bits and use pmaddwd, which
+// cannot overflow here. Weights are widened when they are loaded, and activations when they are
+// quantised. vpdpbusd and AMX tiles multiply unsigned by signed bytes directly.
 
 #pragma once
 

@@ -1,14 +1,15 @@
-// int8 products. Each call quantises the rows of x; weights are quantised once, in advance. Sums
-// are int32 and are converted back to fp32 with one scale for each row and one for each column
-// (Jacob et al. 2018).
+// int8 products. Each call quantises the rows of its argument x; weights are quantised once, in
+// advance. Sums are int32 and are converted back to fp32 with one scale for each row and one for
+// each column (Jacob et al. 2018).
 //
 // Let [low, high] be the smallest interval that contains all elements of a row and 0. The row
 // becomes q = clip(rint(x / scale) + zero, 0, 255) with scale = (high - low) / 255 and zero =
 // rint(-low / scale). Activations are quantised with a zero point, because the result of a GELU is
 // hardly ever below 0 and would waste half of a symmetric range. Weights are quantised
-// symmetrically. The zero point then needs one correction per result: zero times the sum of the
-// column of weights. With 16-bit activations, q - zero is stored, and no correction is needed.
-// Integer sums do not depend on their order, so every level, block and batch gives the same sums.
+// symmetrically. Because of the zero point, zero times the sum of a column of weights must be
+// subtracted from each result in this column. With 16-bit activations, q - zero is stored instead
+// of q, and the subtraction is not needed. Integer sums do not depend on their order, so every
+// level, block and batch gives the same sums.
 //
 // A prepacked weight consists of panels of kLanes columns. Each panel is [k /
 // group][kLanes][group], with a group of 2 or 4 (int8_dot.h). Zeros pad k to a multiple of 64 and
@@ -24,8 +25,8 @@
 
 namespace fastbert::cpu::FASTBERT_LEVEL {
 
-// Adding 1.5 * 2^23 rounds to an integer, ties to even. The low bits of the sum's mantissa are this
-// integer.
+// Adding kRounder = 1.5 * 2^23 to a float rounds the float to an integer, ties to even. The low
+// bits of the sum's mantissa are this integer.
 constexpr float kRounder = 12582912.0f;
 constexpr int32_t kRounderBits = 0x4b400000;
 
@@ -38,8 +39,9 @@ struct RowRange {
   bool finite;
 };
 
-// Several chains of comparisons run at a time, because each comparison of a single chain would wait
-// for the previous comparison.
+// Returns the smallest interval that contains all elements of a row and 0, and whether all elements
+// are finite. Several chains of comparisons run at a time, because each comparison of a single
+// chain would wait for the previous comparison.
 template <class Format>
 FASTBERT_INLINE RowRange range_of(const typename Format::Storage* x, int64_t columns) {
   Vec lows[kSums] = {}, highs[kSums] = {};
@@ -85,8 +87,9 @@ FASTBERT_INLINE void store_narrow(int16_t* p, IntVec v, int count) {
   }
 }
 
-// Element is uint8_t for q, or int16_t for q - zero. A row with an infinite or NaN element gets the
-// scale NaN, so all results of the row are NaN.
+// Quantises the rows [begin, end) of x. With the type uint8_t as `Element`, q is stored; with
+// int16_t, q - zero is stored. A row with an infinite or NaN element gets the scale NaN, so all
+// results of the row are NaN.
 template <class Format, class Element>
 void int8_quantise_rows(const Int8Rows& params, int64_t begin, int64_t end) {
   const Int8Rows p = params;
@@ -133,16 +136,17 @@ void int8_quantise(const Int8Rows& p, int64_t begin, int64_t end) {
   int8_quantise_elements<int16_t>(p, begin, end);
 }
 
-// The rows and the panels of a register block. With few rows, a block takes four panels, so that
-// enough independent sums hide the latency of the instructions.
+// A register block has up to kInt8Rows rows and kInt8Panels panels. With at most kInt8FewRows rows,
+// a block has kInt8MostPanels panels, so that there are enough independent sums to hide the latency
+// of the instructions.
 constexpr int kInt8Rows = 6;
 constexpr int kInt8Panels = FASTBERT_LEVEL_BYTES == 64 ? 4 : 2;
 constexpr int kInt8FewRows = 2;
 constexpr int kInt8MostPanels = 4;
 
-// Computes sums[r][p * kLanes + i] for kRows rows of q and the columns of kPanels panels. If the
-// products are faster than memory, the panel at `next` is meanwhile prefetched into the
-// second-level cache.
+// Computes sums[r][p * kLanes + i] for kRows rows of q and the columns of kPanels panels. Products
+// with groups of four and more than kInt8FewRows rows would wait for memory, so they prefetch the
+// panel at `next` into the second-level cache.
 template <class Dot, int kRows, int kPanels>
 __attribute__((noinline)) void int8_block(const void* rows, int64_t depth, const int8_t* packed,
                                           const int8_t* next, int32_t* sums) {
@@ -186,15 +190,15 @@ FASTBERT_INLINE void int8_rows(int rows, const void* q, int64_t depth, const int
   }
 }
 
-// Computes (sum - zero sum_of_column) row_scale column_scale for `rows` rows from `row` on and the
-// columns [begin, end), and then the epilogue. A row of sums has `width` elements, at least end -
-// begin.
+// Computes (sum - zero * column_sum) * row_scale * column_scale for `rows` rows from `row` on and
+// the columns [begin, end), and then runs the epilogue. A row of sums has `width` elements, which
+// is at least end - begin.
 FASTBERT_INLINE void int8_epilogue(const Int8Gemm& p, int32_t* sums, int64_t width, int64_t row,
                                    int64_t rows, int64_t begin, int64_t end) {
-  // The floats overwrite the integers.
+  // The fp32 values overwrite the integer sums in the same memory.
   auto* values = (float*)sums;
   for (int64_t n = 0; n < width && begin + n < end; n += kLanes) {
-    WordVec columns;  // padded to whole panels
+    WordVec columns;  // sums of the weight's columns, padded to whole panels
     __builtin_memcpy(&columns, p.column_sum + begin + n, kBytes);
     const Vec column_scale = load(p.column_scale + begin + n);
     for (int64_t r = 0; r < rows; ++r) {
@@ -208,8 +212,8 @@ FASTBERT_INLINE void int8_epilogue(const Int8Gemm& p, int32_t* sums, int64_t wid
   finish_tile(p, {values, width, row, begin, (int)rows, (int)(end - begin)});
 }
 
-// Multiplies the rows of a block by whole panels. Four panels stay in the first-level and
-// second-level caches while all rows are multiplied. The first rows also prefetch the next four
+// Computes one block of the result, four panels at a time. The four panels stay in the first-level
+// and second-level caches while all rows are multiplied. The first rows also prefetch the next four
 // panels, because the first rows of the next panels would otherwise wait for memory.
 template <class Dot>
 void int8_gemm_vectors(const Int8Gemm& p, const Int8Block& block) {
@@ -217,7 +221,8 @@ void int8_gemm_vectors(const Int8Gemm& p, const Int8Block& block) {
   const int64_t row_bytes = p.depth * (int64_t)sizeof(typename Dot::Element);
   for (int64_t first = block.panel_begin; first < block.panel_end; first += kInt8MostPanels) {
     int64_t row = block.row_begin;
-    // Blocks are as even as possible: 8 rows are 4 and 4, not 6 and 2.
+    // The numbers of rows in register blocks differ by at most one: 8 rows become blocks of 4 and 4
+    // rows, not of 6 and 2.
     int64_t blocks = (block.row_end - row + kInt8Rows - 1) / kInt8Rows;
     for (int64_t ahead = kInt8MostPanels; blocks > 0; --blocks, ++ahead) {
       const int rows = (int)((block.row_end - row + blocks - 1) / blocks);

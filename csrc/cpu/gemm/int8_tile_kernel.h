@@ -12,7 +12,8 @@
 
 namespace fastbert::cpu::FASTBERT_LEVEL {
 
-// Rows of complete sums whose epilogue has not run yet.
+// Rows of complete sums whose epilogue has not run yet. `finish` runs the epilogue of the next
+// `most` rows.
 struct PendingRows {
   int32_t* sums = nullptr;
   int64_t row = 0, rows = 0, begin = 0, end = 0;
@@ -27,16 +28,17 @@ struct PendingRows {
   }
 };
 
-// Tiles 0 to 3 hold sums, tiles 4 and 5 rows of q, and tiles 6 and 7 weights. Each step runs the
-// epilogue of up to `most` rows of the previous block. The epilogues of all these rows end before
-// the new tiles are stored to `sums`.
+// Computes the sums of kTall tiles of rows of q and two panels of the weight. Tiles 0 to 3 hold
+// sums, tiles 4 and 5 hold rows of q, and tiles 6 and 7 hold weights. Each step also runs the
+// epilogue of up to `most` rows of the previous block (`waiting`). The epilogues of all these rows
+// end before the new sums overwrite `sums`.
 template <int kTall>
 FASTBERT_INLINE void int8_tile_sums(const Int8Gemm& p, const uint8_t* q, const int8_t* packed,
                                     int32_t* sums, PendingRows& waiting, int64_t most) {
   const int64_t depth = p.depth;
   const int8_t* second = packed + depth * kLanes;
   const uint8_t* lower = q + kMostTileRows * depth;
-  PendingRows pending = waiting;  // local copy in registers
+  PendingRows pending = waiting;  // a local copy, which stays in registers
   tile_zero<0>();
   tile_zero<1>();
   if constexpr (kTall == 2) {
@@ -72,7 +74,8 @@ void int8_gemm_tiles(const Int8Gemm& p, const Int8Block& block) {
   for (int tile = 0; tile < 8; ++tile) shapes.set(tile, kMostTileRows, kMostTileBytes);
   tile_configure(shapes);
   const int64_t steps = p.depth / kMostTileBytes, most = (kBlockRows + steps - 1) / steps;
-  // A product with fewer steps would end long before the epilogue that runs beside it.
+  // With fewer steps, the products of a block would end long before the epilogue of the previous
+  // block, so the two do not overlap.
   constexpr int64_t kFewestSteps = 8;
   const bool overlaps = tile_schedule != TileSchedule::in_turn && steps >= kFewestSteps;
   PendingRows pending;

@@ -1,25 +1,26 @@
 // Matrix products with a packed right operand, and their epilogues: out = epilogue(x Wᵀ). There are
 // two kinds. A plain product packs W in each call. A turned product packs x as its right operand,
-// and reads W as it is stored, without a copy. The text below describes plain products. In a turned
-// product, W and x exchange roles, and blocks of sums are transposed before their epilogue.
+// and reads the weight W as it is stored, without a copy. The text below describes plain products,
+// in which W is packed. k is the dimension that a product sums over. In a turned product, W and x
+// exchange roles, and blocks of sums are transposed before their epilogue.
 //
 // Panels, register tiles and blocks for each cache follow Goto and van de Geijn 2008.
 //
 // W is packed in panels that are two registers wide (packing.h). One step along k loads these two
-// registers and multiplies them by one broadcast element of each of up to kTileRows rows of a. The
-// sums of such a tile stay in registers. k is divided into blocks of kDepth words. One block of a
-// panel stays in or near the first-level cache while it is multiplied by all rows of a task; in
-// fp32 the block has 16 KiB with registers of 32 bytes and 32 KiB with registers of 64 bytes. The
-// rows of the task are copied to 32-bit words with a constant stride, and stay in the second-level
-// cache.
+// registers and multiplies them by one broadcast element of each of up to kTileRows rows of the
+// left operand. The sums of such a tile stay in registers. k is divided into blocks of kDepth words
+// of 32 bits. One block of a panel stays in or near the first-level cache while it is multiplied by
+// all rows of a task; in fp32 the block has 16 KiB with registers of 32 bytes and 32 KiB with
+// registers of 64 bytes. The rows of the task are copied to 32-bit words with a constant stride,
+// and stay in the second-level cache.
 //
 // In a turned product, the rows of W are multiplied by all panels of a task, which stay in the
-// second-level cache. Rows that are stored as 32-bit words are read without a copy, unless more
-// rows than the first-level cache has ways would map to the same set.
+// second-level cache. Rows that are stored as 32-bit words are read without a copy, unless so many
+// rows would map to one set of the first-level cache that they evict each other.
 //
-// An element is the sum of its chunks of k in order, and each chunk is the sum of its products in
-// order. The order does not depend on the number of rows, on the division into tasks or on the
-// row's position in its tile, so a row's result does not depend on its batch.
+// An element of the result is the sum of its chunks of k in order, and each chunk is the sum of its
+// products in order. The order does not depend on the number of rows, on the division into tasks or
+// on the row's position in its tile, so a row's result does not depend on its batch.
 
 #pragma once
 
@@ -34,11 +35,12 @@
 
 namespace fastbert::cpu::FASTBERT_LEVEL {
 
-constexpr int kTileRows = kBytes == 64 ? 14 : 6;  // 2 registers of sums each, and 3 for operands
-constexpr int kDepth = 256;                       // words along k in a block
+constexpr int kTileRows =
+    kBytes == 64 ? 14 : 6;   // 2 registers of sums for each row, 3 for operands
+constexpr int kDepth = 256;  // words along k in a block
 constexpr int64_t kMaxRows = kBytes == 64 ? 128 : 120, kMaxColumns = 1024;  // largest task
 
-// Returns sum + x b for a register of words.
+// Returns sum + x b for registers of words in the format of `Operand`: fp32, or pairs of bf16.
 template <class Operand>
 FASTBERT_INLINE Vec multiply_add(Vec x, Vec b, Vec sum) {
 #if defined(FASTBERT_LEVEL_DOTS)
@@ -47,28 +49,29 @@ FASTBERT_INLINE Vec multiply_add(Vec x, Vec b, Vec sum) {
   return fma(x, b, sum);
 }
 
-// The block of the result that one task computes, and the scratch memory of the task: one block of
-// a panel in fp32, one block of a in rows of kDepth words, and the sums.
+// The block of the result that one task computes, and the scratch memory of the task: `panel` for
+// one block of a panel in fp32, `a` for one block of the left operand in rows of kDepth words, and
+// `sums`.
 struct Task : GemmBlock {
   float *panel, *a, *sums;
   int64_t stride;   // elements between rows of `sums`
   bool one_by_one;  // whether `sums` holds one tile at a time
 };
 
-// The stride is not a multiple of a page, so the rows of a tile do not compete for the same lines
-// of cache.
+// Returns the number of elements between rows of sums. It is not a multiple of a page, so the rows
+// of a tile do not evict each other from the cache.
 FASTBERT_INLINE int64_t sums_stride(int64_t columns) { return panels_of(columns) * kPanel + 16; }
 
 // The largest number of columns of a task in a turned product. One block of these columns' panels
 // stays in the second-level cache while it is multiplied by the rows of W.
 constexpr int64_t kMaxTurnedColumns = 128;
 
-// The largest number of panels that are multiplied together.
+// The largest number of panels that the same rows are multiplied by at the same time.
 constexpr int64_t kMostPanels = 4;
 
-// Returns whether the epilogue of a tile runs directly after its product, because k is a single
-// block. The sums of such a tile never leave the first-level cache, and a task may have any number
-// of columns.
+// Returns whether the epilogue of each tile runs directly after the product of the tile. This is
+// possible if k is a single block. The sums of a tile then never leave the first-level cache, and a
+// task may have any number of columns.
 FASTBERT_INLINE bool tiles_finish_one_by_one(const Gemm& g) {
   bool single = false;
   if (g.turned) return false;
@@ -77,7 +80,8 @@ FASTBERT_INLINE bool tiles_finish_one_by_one(const Gemm& g) {
   return single;
 }
 
-// Rounds to the format `To` and back if `From` is wider.
+// Returns v rounded to the precision of the format `To` if `From` is a wider format, and v
+// otherwise.
 template <class From, class To>
 FASTBERT_INLINE Vec rounded_to(Vec v) {
   if constexpr (sizeof(typename From::Storage) > sizeof(typename To::Storage)) {
@@ -87,7 +91,8 @@ FASTBERT_INLINE Vec rounded_to(Vec v) {
   }
 }
 
-// Copies `count` rows of the left operand, starting at row `begin`, to rows of kDepth words.
+// Copies `count` rows of the left operand, starting at row `begin`, to fp32 rows that are kDepth
+// words apart. The copy has the elements [first, first + depth) of each row, rounded to `To`.
 template <class Format, class To>
 void pack_rows(const Gemm& g, int64_t begin, int64_t count, int64_t first, int64_t depth,
                float* out) {
@@ -116,8 +121,9 @@ void pack_rows(const Gemm& g, int64_t begin, int64_t count, int64_t first, int64
   }
 }
 
-// Copies rows like pack_rows, but to words that hold two consecutive elements along k. Rows with
-// contiguous elements are copied one after another, while the next rows are prefetched.
+// Copies rows as pack_rows does, but each word of the copy holds two consecutive elements along k
+// in bf16, and `first` and `depth` count words. Rows with contiguous elements are copied one after
+// another, while the next rows are prefetched.
 template <class From>
 void pack_row_pairs(const Gemm& g, int64_t begin, int64_t count, int64_t first, int64_t depth,
                     float* out) {
@@ -147,8 +153,8 @@ void pack_row_pairs(const Gemm& g, int64_t begin, int64_t count, int64_t first, 
   }
 }
 
-// Copies `count` rows of the left operand, starting at row `begin`, to rows of kDepth words of
-// `Operand`.
+// Copies the words [first, first + depth) of `count` rows of the left operand, starting at row
+// `begin`. A word has the format of `Operand`: fp32, or a pair of bf16.
 template <class Operand>
 void pack_left_words(const Gemm& g, int64_t begin, int64_t count, int64_t first, int64_t depth,
                      float* out) {
@@ -164,20 +170,21 @@ void pack_left_words(const Gemm& g, int64_t begin, int64_t count, int64_t first,
   });
 }
 
-// The range of k of one product: the number of steps of the block, the length of a chain of
-// additions, and whether to add to the sums of earlier blocks.
+// The range of k that one product covers: `steps` steps along k, in chains of `chunk` additions.
+// `add` tells whether the product is added to the sums of earlier blocks of k.
 struct Depth {
   int64_t steps, chunk;
   bool add;
 };
 
-// Rows of the left operand as words, `row` words apart.
+// Rows of the left operand as 32-bit words. Adjacent rows are `row` words apart.
 struct LeftWords {
   const float* words;
   int64_t row;
 };
 
-// Returns whether the stored rows of the left operand already are words of `Operand`.
+// Returns whether the left operand is stored as words in the format of `Operand`, so that its rows
+// need no copy.
 template <class Operand>
 FASTBERT_INLINE bool lies_in_words(const Gemm& g) {
   if (g.a_column != 1) return false;
@@ -187,10 +194,10 @@ FASTBERT_INLINE bool lies_in_words(const Gemm& g) {
   return g.format == Format::f32 && g.rounded == Format::f32;
 }
 
-// Returns whether element k of all rows of a tile maps to the same set of the first-level cache.
-// Addresses that differ by a multiple of a page map to the same set, and a set has only 8 or 12
-// lines, so the rows would evict each other. Rows half a page apart use two sets and are not
-// evicted.
+// Returns whether, for every k, element k of all rows of a tile maps to the same set of the
+// first-level cache. Addresses that differ by a multiple of a page map to the same set, and a set
+// has only 8 or 12 lines, so the rows would evict each other. Rows half a page apart use two sets
+// and are not evicted.
 FASTBERT_INLINE bool share_a_set(int64_t row_bytes) {
   constexpr int64_t kSetPeriod = 4096, kFewestWays = 8;
   return kTileRows > kFewestWays && row_bytes % kSetPeriod == 0;
@@ -206,8 +213,8 @@ struct Next {
 
 constexpr int64_t kCacheLine = 64;
 
-// The order in which the lines of the next rows of the left operand are prefetched, two lines at a
-// time. If a block contains most of each row, all lines of one row come before the next row, so
+// Prefetches the cache lines of the next rows of the left operand, two lines in each call of
+// `fetch`. If a block contains most of each row, all lines of one row come before the next row, so
 // memory is read in order. Otherwise, each chunk of k prefetches the lines that the same chunk of
 // the next tile will multiply.
 class NextLines {
@@ -236,12 +243,12 @@ class NextLines {
 
 FASTBERT_INLINE Next next_of(const char* a, int64_t row, const char* panel, int64_t bytes,
                              int64_t steps, int64_t tile, int64_t tiles) {
-  const int64_t step = bytes / (steps * tiles + 1) + 1;  // there may be no steps
+  const int64_t step = bytes / (steps * tiles + 1) + 1;  // `steps` may be 0
   return {a, panel + tile * steps * step, row, step, steps};
 }
 
-// Computes sums (+)= a bᵀ for kRows rows of a and kPanels panels over the steps [begin, end). The
-// panels are `panel` elements apart.
+// Computes sums = a bᵀ or, if `add`, sums += a bᵀ for kRows rows of a and kPanels panels of b, over
+// the steps [begin, end) along k. The panels are `panel` elements apart.
 template <class Format, int kRows, int kPanels>
 FASTBERT_INLINE void multiply_chunk(const LeftWords& a, const typename Format::Storage* b,
                                     int64_t panel, int64_t begin, int64_t end, float* sums,
@@ -293,10 +300,12 @@ FASTBERT_INLINE void multiply_chunk(const LeftWords& a, const typename Format::S
   }
 }
 
-// Long chains of additions lose accuracy. A library's product of one or two rows, which sums by
-// lanes, is twice as accurate as one chain over a whole block. Chunks of 128 steps hardly slow down
-// large products. Shorter chunks are used for products whose speed matters little: products with
-// few steps, or with so few columns that a library would sum by lanes.
+// Returns the number of steps along k that are added in one chain. Long chains of additions lose
+// accuracy. Other libraries compute a product of one or two rows with a separate sum in each lane,
+// which is twice as accurate as one chain over a whole block. Chunks of 128 steps hardly slow down
+// large products. Chunks of 32 steps are used for products whose speed matters little: products
+// with fewer than 128 steps, or with so few columns that other libraries would use a sum in each
+// lane.
 FASTBERT_INLINE int64_t chunk_of(int64_t n, int64_t k) { return k < 128 || n < 16 ? 32 : 128; }
 
 template <class Format, int kRows, int kPanels>
@@ -330,8 +339,8 @@ __attribute__((noinline)) void multiply_rows(int rows, const LeftWords& a,
   multiply_at_most<Format, kTileRows>(rows, a, b, depth, sums, stride, next);
 }
 
-// The product for one block of k, which is added to the sums. The last block of k also runs the
-// epilogues of its tiles.
+// Computes a task's product for one block of k, and adds it to the sums. After the last block of k,
+// the epilogue of each tile also runs.
 template <class Format>
 struct TaskBlock {
   using Storage = typename Format::Storage;
@@ -374,8 +383,9 @@ struct TaskBlock {
     fetch_tile<1>(g.out, g.out_row, g.out_format, row, n, rows);
   }
 
-  // Rows are spread evenly over the tiles. Tiles of five rows keep the multipliers as busy as tiles
-  // of six, but a tile of a single row would not.
+  // Multiplies all rows of the task by the panel `b`. The rows are spread evenly over tiles. Tiles
+  // of five rows keep the processor's multipliers as busy as tiles of six, but a last tile of a
+  // single row would not.
   template <class Operand>
   FASTBERT_INLINE void multiply_panel(int64_t n, const typename Operand::Storage* b,
                                       const char* next_panel) const {
@@ -393,8 +403,9 @@ struct TaskBlock {
     }
   }
 
-  // With few rows, several panels are multiplied at a time, so that enough independent sums hide
-  // the latency of the instructions.
+  // Multiplies the kRows rows of a task by kPanels panels at a time, so that there are enough
+  // independent sums to hide the latency of the instructions. Returns the first column that is not
+  // yet computed.
   template <int kRows, int kPanels>
   FASTBERT_INLINE int64_t multiply_panels() const {
     int64_t n = 0;
@@ -425,7 +436,8 @@ struct TaskBlock {
     const LeftWords stored = {(const float*)left(0), (left(1) - left(0)) / 4};
     const bool in_place = lies_in_words<Format>(g) && !share_a_set(left(1) - left(0));
     const LeftWords w = in_place ? stored : LeftWords{task.a, kDepth};
-    // The copy of a tile for one panel is not needed again.
+    // If the task has a single panel, the copied rows of a tile are not needed again, and the next
+    // tile overwrites the copy.
     const bool keeps = in_place || task.columns > kPanel;
     for (int64_t n = 0; n < task.columns; n += kPanel) {
       const auto* next_panel = (const char*)panel(n + kPanel < task.columns ? n + kPanel : 0);
@@ -454,15 +466,15 @@ struct TaskBlock {
     }
   }
 
-  // Returns the distance in words from the first row to the data that the last tile prefetches.
-  // This is the first row again for the next panel, then the next block of k, and then the first
-  // row after the task.
+  // Returns the distance in words from the first row of the task to the data that the last tile
+  // prefetches. If another panel follows, this is the first row again. Otherwise, it is the next
+  // block of k of the first row or, after the last block of k, the first row after the task.
   FASTBERT_INLINE int64_t after_task(const LeftWords& w, int64_t n) const {
     if (n + kPanel < task.columns) return 0;
     return last() ? task.rows * w.row - first : depth;
   }
 
-  // Prefetches the lines of up to kPanel outputs for each row in a panel of x.
+  // Prefetches the cache lines that hold up to kPanel outputs of each row of x in a panel.
   FASTBERT_INLINE void fetch_outputs(int64_t output, int64_t n) const {
     const int rows = clamp_count(task.columns - n, kPanel);
     const int64_t row = task.column + n - task.row, column = task.row + output - task.column;
@@ -530,7 +542,7 @@ constexpr int64_t kTasksOfThread = 3;
 // Returns the division of a turned product into tasks. Tasks have whole panels of outputs, so that
 // each task writes whole cache lines.
 inline GemmPlan turned_plan(const Gemm& g, int threads) {
-  constexpr int64_t kMostRows = 256, kTaskRows = 16;  // kTaskRows: the cost of one task, in rows
+  constexpr int64_t kMostRows = 256, kTaskRows = 16;  // kTaskRows: fixed cost of a task, in rows
   const int64_t parts = quotient_up(g.m, kMaxTurnedColumns);
   GemmPlan plan = {};
   plan.columns = quotient_up(quotient_up(g.m, parts), kPanel) * kPanel;

@@ -1,7 +1,7 @@
-// The epilogue of a turned product whose result is the packed right operand of the next product. A
-// row of sums already has the layout of a row of that operand's panel, because a column of the
-// result is one step along k of the next product. The epilogue therefore stores the sums from
-// registers directly to the panels (packing.h), without a transposition.
+// The epilogue of a turned product (kernel.h) whose result is the packed right operand of the next
+// product. A row of sums already has the layout of a row of that operand's panel, because a column
+// of the result is one step along k of the next product. The epilogue therefore stores the sums
+// from registers directly to the panels (packing.h), without a transposition.
 
 #pragma once
 
@@ -69,8 +69,8 @@ struct PairPanel {
 };
 #endif
 
-// Writes function(sums + bias) in the format `To` for kRows rows of sums, starting at `row`. kRows
-// is even. The first row of the tile is row `first` of the panel.
+// Writes function(sums + bias), in the format `To`, to `panel` for kRows rows of the tile, starting
+// at row `row`. kRows must be even. Row 0 of the tile corresponds to row `first` of the panel.
 template <class To, class Function, int kRows, class Panel>
 FASTBERT_INLINE void pack_rows(const Epilogue& e, const Tile& tile, int row, const Panel& panel,
                                int64_t first) {
@@ -112,9 +112,10 @@ FASTBERT_INLINE PairPanel next_pairs(const Epilogue& e, const Tile& tile) {
 }
 #endif
 
-// Finishes a tile as wide as a panel, with an even number of rows. Rows of the tile are columns of
-// the result, and columns of the tile are rows of the result. Columns beyond the last row of the
-// result are never read.
+// Runs the epilogue of a tile that is as wide as a panel and has an even number of rows. Rows of
+// the tile are columns of the result, and columns of the tile are rows of the result. Columns of
+// the tile beyond the last row of the result may hold any values, because no result depends on
+// them.
 __attribute__((noinline)) void finish_packed(const Epilogue& e, const Tile& tile) {
 #if defined(FASTBERT_LEVEL_DOTS)  // At a level with AMX tiles, pieces.h finishes pairs.
   if (e.next_format == Format::bf16) return activate_packed<BF16>(e, tile, next_pairs(e, tile));

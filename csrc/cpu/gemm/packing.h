@@ -1,4 +1,5 @@
-// The right operand of a product, W (n, k), packed in panels (Goto and van de Geijn 2008).
+// The right operand of a product, a matrix W (n, k) whose rows are the columns of the operand,
+// packed in panels (Goto and van de Geijn 2008).
 //
 // A panel holds kPanel columns, two registers wide, as a sequence of rows along k, so one step
 // along k loads two registers. Rows consist of 32-bit words. A word holds one fp32 element or a
@@ -85,8 +86,9 @@ FASTBERT_INLINE int64_t words_of(int64_t k) {
   return kIsDots<Operand> ? (k + 1) / 2 : k;
 }
 
-// 16-bit rows are converted to fp32 once, during packing. Otherwise the product would convert them
-// again for every tile of rows of W.
+// Returns the format in which a turned product (kernel.h) packs x. bf16 stays bf16 if the level has
+// a dot product of bf16. All other rows in 16 bits are converted to fp32 once, while they are
+// packed, because the product would convert them again for every tile of rows of the weight.
 Format right_format(Format format) {
   return format == Format::bf16 && kIsDots<BF16Operand> ? Format::bf16 : Format::f32;
 }
@@ -129,7 +131,7 @@ FASTBERT_INLINE void load_transposed(const typename Format::Storage* p, int64_t 
 }
 
 // Packs the columns of a panel as words of two consecutive elements along k. Columns are `row`
-// elements apart.
+// elements apart, and the elements of a column are `column` elements apart.
 template <class From>
 void pack_dots(const typename From::Storage* p, int64_t row, int64_t column, int low, int high,
                int64_t k, uint32_t* packed) {

@@ -14,8 +14,8 @@
 
 namespace fastbert::cpu::FASTBERT_LEVEL {
 
-// The pieces of the epilogue of one tile of sums. The memory after the tile is unused and as large
-// as the tile.
+// The epilogue of one tile of sums, divided into `count` pieces. piece(g, tile, i) runs piece i.
+// The memory after the tile is unused and as large as the tile, so a piece may write to it.
 struct Pieces {
   using Piece = void (*)(const Gemm& g, const Tile& tile, int i);
 
@@ -25,32 +25,36 @@ struct Pieces {
 };
 
 constexpr int kPieceRows = 4, kTilePieces = kPanel / kPieceRows;
-// The squares of registers in a tile of sums, and in its pairs.
+// The number of kLanes x kLanes squares in a tile of sums, and in the same tile after its sums are
+// converted to pairs of bf16.
 constexpr int kSumSquares = 4, kPairSquares = 2;
 
 FASTBERT_INLINE int pieces_of(int rows) { return (int)quotient_up(rows, kPieceRows); }
 
-// Finishes rows of sums that are rows of the result.
+// Runs the epilogue of up to kPieceRows rows of sums, which are rows of the result.
 __attribute__((noinline)) void finish_rows(const Gemm& g, const Tile& tile, int i) {
   const int row = kPieceRows * i;
   finish_tile(g, {tile.sums + row * tile.stride, tile.stride, tile.row + row, tile.column,
                   clamp_count(tile.rows - row, kPieceRows), tile.columns});
 }
 
-// Transposes the sums in the first pieces, then finishes rows of the result.
+// Each of the first kSumSquares pieces transposes one square of sums. Each later piece runs the
+// epilogue of up to kPieceRows rows of the result.
 __attribute__((noinline)) void finish_turned_rows(const Gemm& g, const Tile& tile, int i) {
   float* turned = tile.sums + kPanel * kPanel;
   if (i < kSumSquares) return turn_part(tile.sums, kPanel, turned, i);
   finish_rows(g, {turned, kPanel, tile.column, tile.row, tile.columns, tile.rows}, i - kSumSquares);
 }
 
-// Finishes rows of sums and stores them to the panels of the next product.
+// Runs the epilogue of kPieceRows rows of sums, and stores the results to the packed right operand
+// of the next product.
 template <class Function>
 __attribute__((noinline)) void finish_pairs(const Gemm& g, const Tile& tile, int i) {
   pack_rows<BF16, Function, kPieceRows>(g, tile, kPieceRows * i, next_pairs(g, tile), tile.row);
 }
 
-// Converts rows of sums to finished pairs of bf16, then transposes the pairs to rows of the result.
+// Each of the first kTilePieces pieces runs the epilogue of kPieceRows rows of sums, and stores the
+// results as pairs of bf16. Each later piece transposes one square of pairs to rows of the result.
 template <class Function>
 __attribute__((noinline)) void finish_turned_pairs(const Gemm& g, const Tile& tile, int i) {
   uint32_t* words = (uint32_t*)(tile.sums + kPanel * kPanel);

@@ -1,24 +1,26 @@
 // bf16 products on AMX tiles. The epilogues and the functions of the kernel table are those of
 // kernel.h.
 //
-// W is packed in panels of 32 columns. A panel is a sequence of steps of 32 along k. A step
-// consists of two tiles of 16 columns with a pair of consecutive k in each word, 2 KiB that are
-// read in sequence. The rows of a are read without a copy if they are aligned, and otherwise from a
-// padded copy.
+// The right operand is packed in panels of 32 columns. A panel is a sequence of steps of 32
+// elements along k, the dimension that a product sums over. A step consists of two tiles of 16
+// columns, in which each word holds two consecutive elements along k. The 2 KiB of a step are read
+// in sequence. The rows of the left operand are read without a copy if they are aligned, and
+// otherwise from a padded copy.
 //
-// The four products of a step take 64 cycles (Intel's Optimization Reference Manual). They add to 2
-// x 2 tiles of sums from two tiles of a and two tiles of W, so each tile is loaded once. Loading
-// these 4 KiB from the second-level cache would take twice as long as the products. One operand, 32
-// rows or columns of at most 48 KiB at k = 768, therefore stays in the first-level cache, while the
-// other operand is streamed from the second-level cache. A hint in the streaming loads keeps them
-// from evicting the first operand, which makes products 1.5 x as fast on a Xeon with AMX. The data
-// of the next pass are meanwhile prefetched from beyond these caches. If a is a weight, strips of a
-// stay and panels of x are streamed; otherwise a panel stays and rows are streamed. With 16 rows or
-// fewer, 1 x 4 tiles of sums take two panels at a time.
+// The four products of a step take 64 cycles (Intel's Optimization Reference Manual). They update 2
+// x 2 tiles of sums from two tiles of the left operand and two tiles of the right operand, so each
+// tile is loaded once. Loading these 4 KiB from the second-level cache would take twice as long as
+// the products. One operand, 32 rows or columns of at most 48 KiB at k = 768, therefore stays in
+// the first-level cache, while the other operand is streamed from the second-level cache. A hint in
+// the streaming loads keeps them from evicting the first operand, which makes products 1.5 x as
+// fast on a Xeon with AMX. The data of the next pass are meanwhile prefetched from beyond these
+// caches. If the left operand is a weight, a strip of its rows stays in the first-level cache, and
+// panels of x are streamed. Otherwise, a panel of the weight stays, and rows of x are streamed.
+// With 16 rows or fewer, a step updates 1 x 4 tiles of sums from two panels.
 //
-// k is never divided: sums stay in tiles from the first step to the last step. An element is the
-// sum of its steps in order, for every m, every number of threads and every position of the row in
-// the batch. No partial sum is stored.
+// k is never divided: sums stay in tiles from the first step to the last step. An element of the
+// result is the sum of its steps in order, for every number of rows, every number of threads and
+// every position of the row in the batch. No partial sum is stored.
 //
 // The epilogue of a block runs between the steps of the next block (pieces.h).
 
@@ -30,11 +32,11 @@
 
 namespace fastbert::cpu::FASTBERT_LEVEL {
 
-constexpr int64_t kBlockBytes = 1152 << 10;  // streamed rows or panels: over half of L2
-constexpr int64_t kMaxStripRows = 1024;      // largest task
+constexpr int64_t kBlockBytes = 1152 << 10;  // most streamed bytes: over half of L2
+constexpr int64_t kMaxStripRows = 1024;      // rows of the largest task
 
-// Copies rows of a one after another, with zeros that pad k to whole steps and the rows to whole
-// tiles.
+// Copies rows of the left operand one after another. Zeros pad each row to whole steps, and the
+// number of rows to whole tiles.
 template <class From>
 void pack_left(const Gemm& g, int64_t first, int64_t rows, char* out) {
   const int64_t steps = steps_of(g.k), stride = steps * kStepBytes;
@@ -63,8 +65,8 @@ FASTBERT_INLINE void configure_tiles() {
   tile_configure(shapes);
 }
 
-// Returns whether tiles of a can be loaded without a copy: steps are whole, and each step is in one
-// cache line.
+// Returns whether tiles of the left operand can be loaded without a copy. This is possible if its
+// rows consist of whole steps, and each step of a row is one cache line.
 FASTBERT_INLINE bool lies_in_tiles(const Gemm& g) {
   return g.format == Format::bf16 && g.a_column == 1 && g.k % kStep == 0 && g.a_row % kStep == 0 &&
          (uintptr_t)g.a % 64 == 0;
@@ -114,8 +116,9 @@ FASTBERT_INLINE void store_block(float* sums, int64_t stride) {
   }
 }
 
-// The next data to prefetch from beyond the second-level cache: `lines` of W in each step, and the
-// next rows of a if no block has read them yet.
+// The next data to prefetch from beyond the second-level cache. In each step, these are `lines`
+// cache lines of the right operand, starting at `b`, and one cache line of each of `a_rows` rows of
+// the left operand, starting at `a`. `a` is null if an earlier block has read these rows.
 struct Ahead {
   const char* b;
   int64_t lines;
@@ -125,7 +128,7 @@ struct Ahead {
 
 FASTBERT_INLINE void fetch(const char* p) { __builtin_prefetch(p, 0, 2); }
 
-// Prefetches rows of a step into the first-level cache.
+// Prefetches the kRows rows of a step of the left operand into the first-level cache.
 template <int kRows>
 FASTBERT_INLINE void fetch_near(const char* a, int64_t stride) {
 #pragma GCC unroll 4
@@ -245,8 +248,8 @@ FASTBERT_INLINE void multiply_turned(TileTask& t) {
   finish_pending(t);
 }
 
-// Returns the bytes of the copied rows of a, which are the first part of the scratch memory of a
-// task. The sums follow.
+// Returns the size in bytes of the copied rows of the left operand. The copy is the first part of
+// the scratch memory of a task, and the sums follow it.
 FASTBERT_INLINE int64_t left_bytes(const Gemm& g, int64_t rows) {
   return (lies_in_tiles(g) ? kStrip : whole_strips(rows)) * steps_of(g.k) * kStepBytes;
 }
@@ -278,8 +281,8 @@ inline void run_tile_task(const Gemm& g, int64_t row, int64_t column, int64_t ro
   tile_release();
 }
 
-// Returns the division into tasks of a product that multiply_turned computes. With one thread, a
-// single task takes all rows of W, so that every strip but the first is prefetched.
+// Returns the division of a turned product into tasks. With one thread, a single task takes all
+// rows of W, so that every strip but the first is prefetched.
 inline GemmPlan turned_tile_plan(const Gemm& g, int threads) {
   const int64_t row_bytes = steps_of(g.k) * kStepBytes;
   const int64_t strips = quotient_up(g.n, kStrip);
@@ -302,9 +305,9 @@ inline GemmPlan turned_tile_plan(const Gemm& g, int threads) {
   return plan;
 }
 
-// Returns the division with the smallest estimated time on the busiest thread. The estimate counts
-// the products, and the rows and columns that each task reads from beyond the second-level cache.
-// Half of these reads are assumed to overlap with products.
+// Returns the division of a product into tasks with the smallest estimated time on the busiest
+// thread. The estimate counts the products, and the rows and columns that each task reads from
+// beyond the second-level cache. Half of these reads are assumed to overlap with products.
 inline GemmPlan tile_plan(const Gemm& g, int threads) {
   if (g.turned) return turned_tile_plan(g, threads);
   const int64_t steps = steps_of(g.k), row_bytes = steps * kStepBytes;

@@ -21,8 +21,9 @@ namespace {
 
 #if defined(__x86_64__)
 
-// Returns whether this process may use AMX tiles in bf16 and int8. Linux grants them to processes
-// that ask (arch_prctl ARCH_REQ_XCOMP_PERM, feature 18), and children inherit the permission.
+// Returns whether this process may use AMX tiles in bf16 and int8. Linux grants the use of tiles to
+// a process that requests it (arch_prctl ARCH_REQ_XCOMP_PERM, feature 18), and child processes
+// inherit the permission.
 bool has_tiles() {
   unsigned a = 0, b = 0, c = 0, d = 0;
   if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
@@ -48,9 +49,9 @@ bool has_avx512_bf16() {
 // Returns whether bf16 dot products are slower than fp32 products of widened operands. Intel cores
 // since Golden Cove, which have AMX tiles, start one bf16 dot product in two cycles. In the same
 // time, they start four fp32 multiplications of the same width, which do twice the work: 173
-// instead of 85 GFLOP/s on one core of an Emerald Rapids. A virtual machine may hide the tiles. The
-// rule uses the name of the processor instead of a time measurement, so that every process computes
-// the same bits.
+// instead of 85 GFLOP/s on one core of an Emerald Rapids. A virtual machine may hide the tiles.
+// This function reads the name of the processor instead of measuring times, so that every process
+// chooses the same level and computes the same bits.
 bool has_slow_dots() { return __builtin_cpu_is("intel") && !__builtin_cpu_is("cooperlake"); }
 
 // __builtin_cpu_supports reads CPUID. It also reads XGETBV, which tells whether the operating

@@ -37,11 +37,12 @@ struct Level {
 const Level* levels_begin();
 const Level* levels_end();
 
-// Returns the kernels in use. Throws ValueError if FASTBERT_CPU_ISA names a level that is unknown
-// or not supported.
+// Returns the kernels in use. Throws ValueError if no level was chosen yet and FASTBERT_CPU_ISA
+// names a level that is unknown or not supported.
 const Kernels& kernels();
 
-// Sets the level of the whole process by name; nullptr restores the automatic choice.
+// Sets the level of the whole process by name. nullptr restores the choice at start, by
+// FASTBERT_CPU_ISA or the processor.
 void set_level(const char* name);
 
 // Replaces the kernels in use by another table. Python cannot call this function. Tests that

@@ -1,7 +1,7 @@
 // Storage formats of activations: fp32, bf16 and fp16 in memory, fp32 in registers.
 //
 // Conversion to 16 bits rounds to nearest, ties to even, and keeps NaN as NaN. As in vec.h, a load
-// sets the lanes from `count` on to 0, and a store does not write them.
+// sets the lanes from number `count` on to 0, and a store does not write these lanes.
 
 #pragma once
 
@@ -92,8 +92,8 @@ struct F16 : SixteenBits<F16> {
     return (HalfVec)_mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
   }
 #else
-  // A multiplication changes the exponent bias. The multiplication is exact and also normalises
-  // subnormals.
+  // A multiplication by 2^112 changes the exponent bias from 15 to 127. The multiplication is exact
+  // and also normalises subnormals.
   static FASTBERT_INLINE Vec widen(HalfVec bits) {
     const WordVec h = __builtin_convertvector(bits, WordVec);
     const WordVec finite = (WordVec)((Vec)((h & 0x7fffu) << 13) * 0x1p112f);
@@ -104,7 +104,7 @@ struct F16 : SixteenBits<F16> {
   static FASTBERT_INLINE HalfVec narrow(Vec v) {
     const Vec magnitude = abs(v);
     const WordVec bits = (WordVec)magnitude;
-    // The mantissa of a normal number is rounded to 13 bits less, and the exponent bias changes
+    // The mantissa of a normal number is rounded from 23 to 10 bits, and the exponent bias changes
     // from 127 to 15.
     const WordVec normal = (bits + 0xfffu + ((bits >> 13) & 1u) - (112u << 23)) >> 13;
     // For a subnormal result, adding 0.5 rounds to a multiple of 2^-24. The low bits of the sum are
@@ -118,8 +118,8 @@ struct F16 : SixteenBits<F16> {
 #endif
 };
 
-// Converts normal numbers to bf16, with one instruction (VCVTNEPS2BF16) if the level has
-// AVX512_BF16. The instruction treats subnormals as 0.
+// Converts numbers to bf16, with one instruction (VCVTNEPS2BF16) if the level has AVX512_BF16. This
+// instruction treats subnormals as 0, so results that are subnormal may differ between levels.
 FASTBERT_INLINE HalfVec narrow_normal(Vec v) {
 #if (defined(FASTBERT_LEVEL_DOTS) || defined(FASTBERT_LEVEL_TILES)) && !defined(FASTBERT_EMULATE)
   const __m256bh narrow = _mm512_cvtneps_pbh((__m512)v);

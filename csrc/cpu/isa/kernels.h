@@ -32,8 +32,9 @@ struct ConstMatrix {
   int64_t stride;
 };
 
-// Element (r, n) is kept iff word n % 4 of Philox(key, counter = (n / 4, r, 0, 0)) >> 8 >=
-// threshold (Salmon et al. 2011).
+// The dropout of a matrix with rows r and columns n. Let w be word n % 4 of Philox(key, counter =
+// (n / 4, r, 0, 0)) (Salmon et al. 2011). Element (r, n) is multiplied by `scale` if w >> 8 is at
+// least `threshold`, and is dropped otherwise.
 struct Dropout {
   bool enabled;
   uint32_t key[2];
@@ -41,7 +42,8 @@ struct Dropout {
   float scale;
 };
 
-// y = LN(residual + dropout(x + x_bias)) over rows of `columns` elements; y is contiguous.
+// y = LN(residual + dropout(x + x_bias)) for rows of `columns` elements, where LN is layer norm. y
+// is contiguous.
 struct LayerNormForward {
   Format format, x_format;  // formats of y and the residual, and of x; x may be narrower than fp32
   int64_t columns;
@@ -53,7 +55,7 @@ struct LayerNormForward {
   float *mean, *rstd;
 };
 
-// y = LN(sums) for contiguous rows of sums; y is contiguous.
+// y = LN(sums), where LN is layer norm. `sums` and y are contiguous.
 struct RowNorm {
   Format format;  // format of y
   int64_t columns;
@@ -62,9 +64,10 @@ struct RowNorm {
   void* y;
 };
 
-// The gradients of the sum (dsum) and, under dropout, of x (dx); both are contiguous. Each chunk of
-// rows has its own partial sums of parameter gradients: `columns` doubles for dweight, the same
-// number for dbias with `has_bias`, and the same number for dx_bias with x_bias.
+// The backward of LayerNormForward. `dsum` receives the gradient of residual + dropout(x + x_bias)
+// and, under dropout, `dx` receives the gradient of x. Both are contiguous. Each chunk of rows has
+// its own partial sums of parameter gradients: `columns` doubles for dweight, as many for dbias if
+// `has_bias`, and as many for dx_bias if x_bias is not null.
 struct LayerNormBackward {
   Format format, x_format;  // formats of dy, the residual and dsum; of x and dx
   int64_t columns;
@@ -86,8 +89,8 @@ struct RmsNormForward {
   float* rstd;
 };
 
-// dsum is the gradient of the sum and is contiguous. Each chunk of rows has its own partial sums of
-// dweight, as in layer norm.
+// The backward of RmsNormForward. `dsum` receives the gradient of s and is contiguous. Each chunk
+// of rows has its own partial sums of dweight, as in LayerNormBackward.
 struct RmsNormBackward {
   Format format;
   int64_t columns;
@@ -109,15 +112,15 @@ struct Rotary {
   void* y;
 };
 
-// The rows that are summed for each token: one row from each of `count` tables. The word table
-// comes first, then the type table and the position table if they exist.
+// The tables of an embedding, which sums one row from each of `count` tables for every token. The
+// word table comes first, then the type table and the position table if they exist.
 struct Lookup {
   int count;
   const int64_t* indices[3];
   ConstMatrix tables[3];
 };
 
-// y = dropout(LN(sum of the token's rows)); y is contiguous.
+// y = dropout(LN(sum of the token's table rows)), where LN is layer norm. y is contiguous.
 struct EmbeddingForward {
   Format format;
   int64_t columns;
@@ -129,8 +132,9 @@ struct EmbeddingForward {
   float *mean, *rstd;
 };
 
-// dsum is the gradient of the sum in contiguous fp32. Each chunk of rows has its own partial sums
-// of dweight and, with `has_bias`, of dbias.
+// The backward of EmbeddingForward. `dsum` receives the gradient of the sum of each token's table
+// rows, in contiguous fp32. Each chunk of rows has its own partial sums of dweight and, with
+// `has_bias`, of dbias.
 struct EmbeddingBackward {
   Format format;
   int64_t columns;
@@ -142,9 +146,9 @@ struct EmbeddingBackward {
   float* dsum;
 };
 
-// Row targets[s] of out is the sum of the rows order[i] for starts[s] <= i < starts[s + 1], in
-// ascending order of i. If `order` is null, order[i] is i. A unit of work is a strip of
-// kStripColumns columns of one segment s.
+// Sums of segments of rows. For segment s, row targets[s] of `out` is the sum of the rows order[i]
+// for starts[s] <= i < starts[s + 1], in ascending order of i. If `order` is null, order[i] is i. A
+// unit of work is a strip of kStripColumns columns of one segment.
 constexpr int64_t kStripColumns = 128;
 struct SegmentSums {
   Format format, out_format;  // formats of the rows and of out
@@ -156,9 +160,10 @@ struct SegmentSums {
   int64_t out_stride;
 };
 
-// Contiguous logits, without their bias, of the classes [first, first + columns). Each row has four
-// statistics: its label, the running maximum, the sum of exponentials relative to the maximum, and
-// the logit of the label.
+// One part of a cross entropy: contiguous `logits`, without their bias, of the classes [first,
+// first + columns). Each row has a label and three statistics, which the parts update in turn:
+// `highest`, the running maximum; `total`, the sum of exp(logit - highest); and `own`, the logit of
+// the label.
 struct CrossEntropyForward {
   int64_t first, columns;
   const float *logits, *bias;
@@ -178,8 +183,8 @@ struct CrossEntropyBackward {
   void* rounded;
 };
 
-// y = f(h + bias), contiguous, in rows of `columns` elements. If f is gated, h and bias have twice
-// as many columns.
+// y = f(h + bias) for the activation f. y is contiguous and has `columns` columns. If f is gated, h
+// and bias have twice as many columns.
 struct ActivationForward {
   Format format;
   Activation activation;
@@ -189,9 +194,10 @@ struct ActivationForward {
   void* y;
 };
 
-// dh is the gradient of h. If `a` is not null, y is also computed again and written to `a`. Both
-// are contiguous. If partial sums are given, they are as long as a row of h and receive the sum of
-// dh over the rows of a chunk.
+// The backward of ActivationForward. `dh` receives the gradient of h. If `a` is not null, y is
+// computed again and written to `a`. dh and `a` are contiguous. If the partial sums of the kernel
+// call are not null, they are as long as a row of h, and the sum of dh over a chunk of rows is
+// added to them.
 struct ActivationBackward {
   Format format;
   Activation activation;
@@ -201,8 +207,8 @@ struct ActivationBackward {
   void *dh, *a;
 };
 
-// Packs W (n, k), with any strides in elements, as the right operand of a product. The layout of
-// `packed` depends on the level. A unit of work is a panel of columns.
+// Packs W (n, k) as the right operand of a product. W may have any strides, which are in elements.
+// The layout of `packed` depends on the level. A unit of work is a panel of columns.
 struct Packing {
   Format from, to;
   const void* weight;
@@ -211,7 +217,7 @@ struct Packing {
   void* packed;
 };
 
-// The steps after the sums of a product with n columns: `bias` (n) is added, the result is stored
+// The steps after the sums of a product with n columns. `bias` (n) is added, the result is stored
 // to `pre_activation` if that pointer is not null, the activation is applied, and `residual` is
 // added.
 struct Epilogue {
@@ -232,8 +238,8 @@ struct Epilogue {
 };
 
 // out = epilogue(x Wᵀ) for x (m, k) and W (n, k). The kernels multiply the rows of a left operand,
-// which may have any strides, by the packed rows of a right operand. Normally, x is the left
-// operand and W is packed. If `turned`, W is the left operand and x is packed. Elements of the left
+// which may have any strides, by the packed rows of a right operand. If `turned`, W is the left
+// operand and x is packed. Otherwise, x is the left operand and W is packed. Elements of the left
 // operand that are wider than `rounded` are rounded to `rounded`. Sums over k have the same order
 // for every m and every number of threads.
 struct Gemm : Epilogue {
@@ -260,9 +266,9 @@ struct Int8Layout {
   int64_t lanes, group;
 };
 
-// The rows of x as integers: x = (q - zero) scale. q is (rows, depth), with 0 from column `columns`
-// on. For groups of four, q is uint8_t. For pairs, q is int16_t with the zero point already
-// subtracted.
+// The rows of x as integers q, so that x is approximately (q - zero) * scale. q is (rows, depth),
+// and its columns from number `columns` on are 0. For groups of four, q is uint8_t. For pairs, q is
+// int16_t with the zero point already subtracted.
 struct Int8Rows {
   Format format;
   int64_t columns, depth, group;
@@ -272,8 +278,8 @@ struct Int8Rows {
   int32_t* zero;
 };
 
-// out = epilogue(x Wᵀ) by an integer product. column_scale and column_sum are padded to whole
-// panels, and q to a multiple of 16 rows.
+// out = epilogue(x Wᵀ), computed by a product of the integers q and an int8 weight. column_scale
+// and column_sum are padded to whole panels, and q is padded to a multiple of 16 rows.
 struct Int8Gemm : Epilogue {
   int64_t depth, group;
   const void* q;
@@ -301,23 +307,23 @@ struct Rows {
   int64_t batch, head, row;
 };
 
-// An operand with one element for every (batch, head, query, key). Strides are in elements, and are
-// 0 where the tensor is broadcast; `data` is null for an absent tensor. A mask has bytes, nonzero
-// where a query may attend to a key.
+// A mask or a bias, with one element for every (batch, head, query, key). Strides are in elements,
+// and are 0 where the tensor is broadcast; `data` is null for an absent tensor. The elements of a
+// mask are bytes, which are nonzero where a query may attend to a key.
 struct ConstPairs {
   const void* data;
   Format format;
   int64_t batch, head, row, key;
 };
 
-// out = softmax(q kᵀ scale + bias) v over the keys that may be attended to. lse is the natural
+// out = softmax(q kᵀ scale + bias) v over the keys that mask and window allow. lse is the natural
 // log-sum-exp of each row of logits, and -inf for a row without any key. A dense sequence has max_q
 // queries and max_k keys. A packed sequence b has the query rows from cu_q[b] up to cu_q[b + 1],
 // and the key rows from cu_k[b] up to cu_k[b + 1]. Query i has the position of key i + offset,
 // where offset is the number of keys minus the number of queries of the sequence. The query attends
 // to at most `left` keys before its position and `right` keys after its position; -1 means no
-// limit. Weight (b, h, i, j) is kept iff word j % 4 of Philox(key, counter = (j / 4, i, h, b)) >> 8
-// >= threshold.
+// limit. Dropout keeps the weight of sequence b, head h, query i and key j if w >> 8 is at least
+// dropout.threshold, where w is word j % 4 of Philox(key, counter = (j / 4, i, h, b)).
 struct Attention {
   Format format;
   int64_t batch, heads, head_dim;
@@ -343,12 +349,12 @@ struct AttentionItem {
   int64_t sequence, head, begin, end;
 };
 
-// The gradients of an Attention, whose `out` and `lse` are not read. Each gradient has the shape of
-// its tensor. Items by keys and the bias gradient read three statistics that earlier items store in
-// fp32, in the layout of lse: the maximum of a row's logits, the sum of its exponentials, and
-// delta. The pointers to the statistics are null if every item is a whole head and no gradient of
-// the bias is requested. dbias is contiguous fp32 in the shape of the bias; its strides are 0 where
-// the bias is broadcast.
+// The backward of Attention. The members `out` and `lse` of `forward` are not read. Each gradient
+// has the shape of its tensor. Items with AttentionPass::keys and the bias gradient read three
+// statistics that earlier items store in fp32, in the layout of lse: the maximum of a row's logits,
+// the sum of the exponentials, and delta (attention/backward_kernel.h). The pointers to the
+// statistics are null if every item is a whole head and no gradient of the bias is requested. dbias
+// is contiguous fp32 in the shape of the bias; its strides are 0 where the bias is broadcast.
 struct AttentionBackward {
   Attention forward;
   ConstRows dout;
@@ -365,8 +371,8 @@ enum class AttentionPass : int32_t { whole, queries, keys };
 // The functions of one level. A range [begin, end) counts rows, units or tasks.
 struct Kernels {
   const char* name;
-  // Returns the floats of scratch memory that the norms and the embedding need for rows of this
-  // length.
+  // Returns the number of floats of scratch memory that the norms and the embedding need for rows
+  // of `columns` elements.
   int64_t (*layer_norm_scratch)(int64_t columns);
   void (*layer_norm_forward)(const LayerNormForward&, int64_t begin, int64_t end, float* scratch);
   void (*normalise)(const RowNorm&, int64_t begin, int64_t end);
@@ -385,39 +391,42 @@ struct Kernels {
   void (*sum_segments)(const SegmentSums&, int64_t begin, int64_t end);
   void (*cross_entropy_forward)(const CrossEntropyForward&, int64_t begin, int64_t end);
   void (*cross_entropy_backward)(const CrossEntropyBackward&, int64_t begin, int64_t end);
-  // out[n] = the sum of column n of a contiguous (rows, columns) matrix, added from the first row
-  // to the last.
+  // Sets out[n] to the sum of column n of a contiguous (rows, columns) matrix. Terms are added from
+  // the first row to the last.
   void (*sum_rows)(const double* matrix, int64_t rows, int64_t columns, float* out);
-  // Returns the format of the packed right operand in a turned product, if x is stored in `format`.
+  // Returns the format of the packed x in a turned product, for an x that is stored in `format`.
   Format (*right_format)(Format format);
-  // Return the bytes of a packed (n, k) operand, and the number of units of work of `pack`.
+  // packed_bytes returns the size in bytes of a packed (n, k) operand, and pack_units returns the
+  // number of units of work of `pack`.
   int64_t (*packed_bytes)(Format to, int64_t n, int64_t k);
   int64_t (*pack_units)(int64_t n);
   void (*pack)(const Packing&, int64_t begin, int64_t end);
-  // m and n are at least 1. `gemm` runs the tasks [begin, end) with the memory `scratch`.
+  // m and n of the product must be at least 1. `gemm` runs the tasks [begin, end) of a plan with
+  // the memory `scratch`.
   GemmPlan (*gemm_plan)(const Gemm&, int threads);
   void (*gemm)(const Gemm&, const GemmPlan&, int64_t begin, int64_t end, void* scratch);
-  // Returns the bytes of memory, aligned to 64, that a thread needs for items of up to `rows`
-  // queries.
+  // Returns the bytes of scratch memory, aligned to 64, that a thread needs for items of up to
+  // `rows` queries.
   int64_t (*attention_scratch)(const Attention&, int64_t rows);
   void (*attention_forward)(const Attention&, const AttentionItem&, void* scratch);
-  // Returns the bytes of memory, aligned to 64, that a thread needs for items of up to `keys` keys.
+  // Returns the bytes of scratch memory, aligned to 64, that a thread needs for items of up to
+  // `keys` keys.
   int64_t (*attention_backward_scratch)(const AttentionBackward&, int64_t keys);
   void (*attention_backward)(const AttentionBackward&, AttentionPass, const AttentionItem&,
                              void* scratch);
   // Computes one block of dbias, for the queries from item.begin on and the keys from item.end on.
   // If the bias is broadcast over sequences, the block of the first sequence receives the sum over
-  // all sequences. The same rule holds for heads, queries and keys.
+  // all sequences. The same holds for a bias that is broadcast over heads, queries or keys.
   int64_t (*attention_bias_scratch)(const AttentionBackward&);
   void (*attention_bias_gradient)(const AttentionBackward&, const AttentionItem&, void* scratch);
   // Writes softmax weights of one head for the queries queries[begin] to queries[end - 1], which
   // are in ascending order. Each query's row has max_k elements, and the first row is at `out`.
-  // Weights beyond the lengths of the sequence are 0.
+  // Weights of queries or keys after the end of the sequence are 0.
   int64_t (*attention_weights_scratch)(const Attention&);
   void (*attention_weights)(const Attention&, const AttentionItem&, const int64_t* queries,
                             void* out, void* scratch);
-  // Returns the layout that this level prefers. The level also accepts groups of two with the same
-  // number of lanes.
+  // Returns the layout in which this level is fastest. The level also accepts groups of two with
+  // the same number of lanes.
   Int8Layout (*int8_layout)();
   void (*int8_quantise)(const Int8Rows&, int64_t begin, int64_t end);
   void (*int8_gemm)(const Int8Gemm&, const Int8Block&);

@@ -1,5 +1,6 @@
 // The kernels for processors with AVX512_BF16 and AVX512_VNNI in addition to x86-64-v4: Cooper
-// Lake, Zen 4 and later, and Sapphire Rapids if the operating system grants no tiles.
+// Lake, Zen 4 and later, and Sapphire Rapids if the operating system does not grant the use of AMX
+// tiles.
 
 #if defined(__x86_64__)
 

@@ -1,5 +1,5 @@
-// The kernels that every build has, for x86-64-v2 or, on other processors, with plain vector
-// extensions.
+// The kernels that every build has. On x86-64, they use x86-64-v2; on other processors, they use
+// only the compiler's vector extensions.
 
 #if defined(__x86_64__) && defined(__clang__)
 #pragma clang attribute push(__attribute__((target("sse4.2"))), apply_to = function)

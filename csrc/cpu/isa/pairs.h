@@ -1,6 +1,7 @@
 // Pairs of neighbouring bf16 in 32-bit words, with the first element in the low half. The bf16 dot
 // products of AVX-512 and AMX tiles read their operands in this form (VDPBF16PS and TDPBF16PS in
-// Intel's Software Developer's Manual). Products advance along k in steps of kStep.
+// Intel's Software Developer's Manual). Products advance along k, the dimension that they sum over,
+// in steps of kStep elements.
 
 #pragma once
 
@@ -15,7 +16,8 @@ FASTBERT_INLINE int clamp_count(int64_t count, int most) {
   return count < 0 ? 0 : count < most ? (int)count : most;
 }
 
-// Loads `count` elements, starting at p, that are `stride` apart; the other lanes are 0.
+// Loads `count` elements that are `stride` elements apart, starting at `p`. The other lanes of the
+// result are 0.
 template <class Format>
 FASTBERT_INLINE Vec gather(const typename Format::Storage* p, int64_t stride, int count) {
   if (stride == 1) return Format::load(p, count);
@@ -31,8 +33,8 @@ constexpr bool kIsBF16 = false;
 template <>
 constexpr bool kIsBF16<BF16> = true;
 
-// Loads `depth` elements, at most kLine, and returns them as bf16 in memory order; the other
-// elements are 0.
+// Loads `depth` elements, at most kLine, and returns a register that holds them as bf16 in memory
+// order. The other elements of the register are 0.
 template <class From>
 FASTBERT_INLINE Vec load_line(const typename From::Storage* p, int depth) {
   Vec line = {};
@@ -58,8 +60,9 @@ FASTBERT_INLINE Vec pair_words(Vec even, Vec odd) {
   }
 }
 
-// Loads up to kLanes rows of up to kLine elements, starting at p. Word i of words[j] holds elements
-// 2 j and 2 j + 1 of row i; words outside the rows are 0.
+// Loads `rows` rows (at most kLanes) of `depth` elements (at most kLine), starting at `p`. Rows are
+// `row` elements apart, and the elements of a row are `column` elements apart. Word i of words[j]
+// receives elements 2 j and 2 j + 1 of row i. Words without elements are 0.
 template <class From>
 FASTBERT_INLINE void load_pairs(const typename From::Storage* p, int64_t row, int64_t column,
                                 int rows, int depth, Vec (&words)[kLanes]) {
@@ -77,8 +80,8 @@ FASTBERT_INLINE void load_pairs(const typename From::Storage* p, int64_t row, in
   }
 }
 
-// Loads rows without a transposition: words[i] holds the first `depth` elements of row i; words
-// outside the rows are 0.
+// Loads the same elements as load_pairs, without the transposition: words[i] receives the first
+// `depth` elements of row i. Words without elements are 0.
 template <class From>
 FASTBERT_INLINE void load_row_pairs(const typename From::Storage* p, int64_t row, int64_t column,
                                     int rows, int depth, Vec (&words)[kLanes]) {

@@ -77,7 +77,8 @@ FASTBERT_INLINE void tile_store(void* p, int64_t stride) {
     asm volatile(instruction " %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kC), "i"(kA), "i"(kB)); \
   }
 
-// C += A B in bf16, and in int8 with signed (s) or unsigned (u) bytes in A and in B.
+// The products C += A B. tile_product_bf16 is in bf16. The others are in int8, and their last two
+// letters tell whether the bytes of A and of B are signed (s) or unsigned (u).
 FASTBERT_TILE_PRODUCT(tile_product_bf16, "tdpbf16ps")
 FASTBERT_TILE_PRODUCT(tile_product_ss, "tdpbssd")
 FASTBERT_TILE_PRODUCT(tile_product_su, "tdpbsud")
@@ -102,8 +103,7 @@ FASTBERT_INLINE void tile_require(bool condition, const char* what) {
   std::abort();
 }
 
-// A second configuration without a release in between means that a kernel did not release its
-// tiles.
+// Aborts if the tiles are already configured, because a kernel then did not release its tiles.
 FASTBERT_INLINE void tile_configure(const TileShapes& shapes) {
   EmulatedTiles& t = emulated_tiles;
   tile_require(!t.configured, "the tiles are configured twice without a release");

@@ -7,7 +7,8 @@
 
 namespace fastbert::cpu::FASTBERT_LEVEL {
 
-// Returns a0 b0 a1 b1 ... from the lower halves, or from the upper halves, of a and b.
+// interleave_low returns a0 b0 a1 b1 ... from the elements in the lower halves of a and b.
+// interleave_high does the same with the upper halves.
 #if FASTBERT_LEVEL_BYTES == 64
 FASTBERT_INLINE Vec interleave_low(Vec a, Vec b) {
   return __builtin_shufflevector(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
@@ -32,8 +33,9 @@ FASTBERT_INLINE Vec interleave_high(Vec a, Vec b) {
 }
 #endif
 
-// Interleaving rows i and i + kLanes / 2 gives rows 2 i and 2 i + 1. This rotates the bits of the
-// combined index (row, lane) by one position, and log2(kLanes) rotations exchange row and lane.
+// Transposes a square block in place. One round interleaves rows i and i + kLanes / 2, which gives
+// rows 2 i and 2 i + 1. This rotates the bits of the combined index (row, lane) by one position,
+// and log2(kLanes) rotations exchange row and lane.
 FASTBERT_INLINE void transpose(Vec (&block)[kLanes]) {
 #pragma GCC unroll 4
   for (int step = 1; step < kLanes; step *= 2) {

@@ -40,7 +40,7 @@ typedef float FloatHalf __attribute__((vector_size(kBytes / 2)));
 typedef double DoubleVec __attribute__((vector_size(kBytes)));
 typedef uint16_t HalfVec __attribute__((vector_size(kBytes / 2)));
 
-// x - 0 is x for every x, including NaN and -0, so the subtraction is a broadcast.
+// Returns a register with x in every lane. x - 0 is x for every x, including NaN and -0.
 FASTBERT_INLINE Vec splat(float x) { return x - Vec{}; }
 
 FASTBERT_INLINE Vec load(const float* p) {
@@ -87,8 +87,8 @@ FASTBERT_INLINE WordVec lane_numbers() {
 
 FASTBERT_INLINE Vec select(IntVec condition, Vec a, Vec b) { return condition ? a : b; }
 
-// Returns a < b ? a : b for `least`, and a > b ? a : b for `larger`, so that a NaN gives b.
-// Compilers do not recognise a select as a minimum or a maximum.
+// least returns a < b ? a : b, and greatest returns a > b ? a : b. If a or b is NaN, both return b.
+// Intrinsics are used because compilers do not recognise a select as a minimum or a maximum.
 FASTBERT_INLINE Vec least(Vec a, Vec b) {
 #if FASTBERT_INTRINSIC_BYTES == 64
   return (Vec)_mm512_min_ps((__m512)a, (__m512)b);
@@ -114,8 +114,8 @@ FASTBERT_INLINE Vec first_lanes(Vec v, int count, Vec rest = Vec{}) {
 }
 
 // Returns a * b + c, with a single rounding if the instruction set has fused multiply-add. The
-// function is explicit because the build forbids the compiler to fuse operations by itself. Results
-// therefore depend on the level only, and not on the compiler.
+// build forbids the compiler to fuse operations by itself, so results depend on the level only, and
+// not on the compiler. Kernels therefore call this function where they need a fused operation.
 FASTBERT_INLINE Vec fma(Vec a, Vec b, Vec c) {
 #if FASTBERT_INTRINSIC_BYTES == 64
   return (Vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
@@ -135,8 +135,8 @@ FASTBERT_INLINE Vec fma(Vec a, Vec b, Vec c) {
 }
 
 #if defined(FASTBERT_LEVEL_DOTS)
-// Adds to each lane of c the two products of the bf16 pairs in a and b, the upper product first.
-// The instruction treats subnormals as 0.
+// Adds the two products of the bf16 pairs in a and b to each lane of c. The product of the upper
+// elements is added first. The instruction treats subnormals as 0.
 FASTBERT_INLINE Vec dot_bf16(Vec a, Vec b, Vec c) {
 #if FASTBERT_INTRINSIC_BYTES == 64
   return (Vec)_mm512_dpbf16_ps((__m512)c, (__m512bh)a, (__m512bh)b);
@@ -148,8 +148,8 @@ FASTBERT_INLINE Vec dot_bf16(Vec a, Vec b, Vec c) {
 }
 #endif
 
-// Sums along a row use four registers of partial sums. Short chains of additions are fast and
-// accurate, and the registers for two such sums still fit the register file.
+// The number of registers of partial sums for a sum along a row. Short chains of additions are fast
+// and accurate, and the registers for two such sums still fit the register file.
 constexpr int kSums = 4;
 
 // Returns the lower (half = 0) or upper (half = 1) lanes in double precision.
@@ -159,8 +159,9 @@ FASTBERT_INLINE DoubleVec widen(Vec v, int half) {
   return __builtin_convertvector(narrow, DoubleVec);
 }
 
-// The lanes are added and divided in double precision. All elements of a row share the error of the
-// row's mean or variance, so that error must be small compared with the errors of the elements.
+// Returns the mean of a row of `columns` elements from its partial sums. The lanes are added and
+// divided in double precision. All elements of a row share the error of the row's mean or variance,
+// so that error must be small compared with the errors of the elements.
 FASTBERT_INLINE double mean_of(const Vec (&sums)[kSums], int64_t columns) {
   const Vec sum = (sums[0] + sums[1]) + (sums[2] + sums[3]);
   const DoubleVec wide = widen(sum, 0) + widen(sum, 1);
@@ -169,7 +170,8 @@ FASTBERT_INLINE double mean_of(const Vec (&sums)[kSums], int64_t columns) {
   return total / (double)columns;
 }
 
-// sums[i] += v[i] in double precision, because gradients of parameters are sums over many rows.
+// Adds the first `count` lanes of v to `sums`. The sums are in double precision, because gradients
+// of parameters are sums over many rows.
 FASTBERT_INLINE void accumulate(double* sums, Vec v, int count) {
   if (count < kLanes) {
     for (int i = 0; i < count; ++i) sums[i] += v[i];
@@ -184,8 +186,8 @@ FASTBERT_INLINE void accumulate(double* sums, Vec v, int count) {
   }
 }
 
-// Calls body(n, count) for the elements [n, n + count) of a row. `count` is the constant kLanes
-// except in the last call on a row that does not divide evenly.
+// Calls body(n, count) for the elements [n, n + count) of a row. `count` is the constant kLanes,
+// except in the last call if `columns` is not a multiple of kLanes.
 template <class Body>
 FASTBERT_INLINE void for_each_vector(int64_t columns, Body body) {
   int64_t n = 0;
@@ -194,7 +196,7 @@ FASTBERT_INLINE void for_each_vector(int64_t columns, Body body) {
 }
 
 // Calls body(n, u, count) for the same ranges as for_each_vector. u < kSums is the number of the
-// partial sum for this range.
+// partial sum to which the range belongs.
 template <class Body>
 FASTBERT_INLINE void for_each_summand(int64_t columns, Body body) {
   constexpr int kStep = kSums * kLanes;

@@ -15,7 +15,7 @@ Activation row_activation(const std::string& name) {
                               Activation::geglu, Activation::swiglu});
 }
 
-// Returns the number of columns of the result.
+// Checks the arguments of an activation, and returns the number of columns of its result.
 int64_t check_activation(const at::Tensor& h, const OptionalTensor& bias, Activation activation) {
   check_pre_activation(h, bias);
   if (activation != Activation::geglu && activation != Activation::swiglu) return h.size(1);

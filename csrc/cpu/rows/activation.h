@@ -1,11 +1,12 @@
 // GELU (Hendrycks and Gimpel 2016), ReLU and SiLU, and their derivatives, for one register. `both`
 // returns the value and sets the slope at the same point.
 //
-// gelu(x) = x Phi(x) with the normal distribution function Phi. Its upper tail is computed
-// directly: Q(a) = 1 - Phi(a) = exp(-a^2 / 2) R(a) for a = |x|. Phi therefore keeps its relative
-// accuracy for negative x, where 1 + erf would cancel. The derivative uses the same exponential for
-// the density. R is Mills' ratio over sqrt(2 pi): r P(1 - 8 r) with r = 1 / (a + 4) and
-// a minimax polynomial P (Lawson's algorithm on [0, 14.5], relative error 9e-9).
+// gelu(x) = x Phi(x) with the normal distribution function Phi. The upper tail of the distribution
+// is computed directly: Q(a) = 1 - Phi(a) = exp(-a^2 / 2) R(a) for a = |x|. Phi therefore keeps its
+// relative accuracy for negative x, where 1 + erf would cancel. The derivative uses the same
+// exponential for the density. R is Mills' ratio over sqrt(2 pi), and is approximated by r P(1 - 8
+// r) with r = 1 / (a + 4) and a minimax polynomial P (Lawson's algorithm on [0, 14.5], relative
+// error 9e-9).
 //
 // gelu_tanh(x) = 0.5 x (1 + tanh(w)) = x s(2 w) with the logistic function s.
 
@@ -40,10 +41,11 @@ struct Gelu {
 
   // Computes `forward` for registers that will be rounded to bf16, with half of the operations of
   // `forward`: max(x, 0) - a Q(a) for a = |x|, where Q is the upper tail of the normal
-  // distribution. Minimax polynomials (Lawson's algorithm) give log2 Q(a), and 2^f of its fraction
-  // f. The relative error is 1e-4 for x >= -4, 2e-4 for x >= -6 and 1.3e-3 for x >= -12.8; half a
-  // unit of bf16 is 2e-3 to 4e-3. Below -12.8, the result is the value at -12.8, which is -1.1e-36.
-  // Each stage processes all registers, so that the chains of operations overlap.
+  // distribution. One minimax polynomial (Lawson's algorithm) approximates log2 Q(a). Another one
+  // approximates 2^f, where f is the difference between this logarithm and the nearest integer. The
+  // relative error is 1e-4 for x >= -4, 2e-4 for x >= -6 and 1.3e-3 for x >= -12.8; half a unit of
+  // bf16 is 2e-3 to 4e-3. Below -12.8, the result is the value at -12.8, which is -1.1e-36. Each
+  // stage processes all registers, so that the chains of operations overlap.
   template <int kCount>
   static FASTBERT_INLINE void forward_bf16(Vec (&x)[kCount]) {
     constexpr float kLargest = 12.8f, kRound = 12582912.0f;
@@ -62,7 +64,8 @@ struct Gelu {
     for (int k = 1; k <= 8; ++k) {
       for (int i = 0; i < kCount; ++i) log[i] = fma(log[i], a[i], splat(kLogTail[k]));
     }
-    // The low bits of `shifted` are an integer, as in exp_negative, and r is the remainder of -log.
+    // The low bits of `shifted` are an integer, as in exp_negative (exp.h), and r is the remainder
+    // of -log.
     for (int i = 0; i < kCount; ++i) shifted[i] = kRound - log[i];
     for (int i = 0; i < kCount; ++i) r[i] = (kRound - shifted[i]) - log[i];
 #pragma GCC unroll 3
@@ -75,8 +78,8 @@ struct Gelu {
     }
   }
 
-  // The slope is Phi(x) + x phi(x). Where phi is 0, the product is skipped, because x may be
-  // infinite.
+  // The slope is Phi(x) + x phi(x), where phi is the density of the normal distribution. Where phi
+  // is 0, the product is skipped, because x may be infinite.
   static FASTBERT_INLINE Vec both(Vec x, Vec& slope) {
     Vec bell;
     const Vec cumulative = distribution(x, bell);
@@ -86,8 +89,8 @@ struct Gelu {
   }
 };
 
-// Returns the logistic function s(x) and sets `complement` to s(-x), given e = exp(-|x|). Neither
-// value is computed as a difference, so both are accurate relative to their size.
+// Returns the logistic function s(x) and sets `complement` to s(-x), where e must be exp(-|x|).
+// Neither value is computed as a difference, so both have a small relative error.
 FASTBERT_INLINE Vec logistic(Vec x, Vec e, Vec& complement) {
   const Vec larger = 1.0f / (1.0f + e);
   const Vec smaller = e * larger;
@@ -110,7 +113,8 @@ struct GeluTanh {
     return x * of_cubic(x, complement);
   }
 
-  // The slope is s + x s (1 - s) 2 w'. Above |x| = 12, the second term is 0, and x^2 may overflow.
+  // The slope is s + x s (1 - s) 2 w' with s = s(2 w), where w' is the derivative of w. For |x| >
+  // 12, the second term is skipped: its value is 0, but x^2 may overflow.
   static FASTBERT_INLINE Vec both(Vec x, Vec& slope) {
     Vec complement;
     const Vec s = of_cubic(x, complement);
@@ -120,7 +124,7 @@ struct GeluTanh {
   }
 };
 
-// max(x, 0). NaN stays NaN, and its slope is 1, as in torch.
+// max(x, 0). NaN stays NaN, and the slope at NaN is 1, as in torch.
 struct Relu {
   static FASTBERT_INLINE Vec forward(Vec x) { return select(x <= 0.0f, Vec{}, x); }
 
@@ -137,7 +141,8 @@ struct Silu {
     return x * logistic(x, exp_negative(abs(x)), complement);
   }
 
-  // The slope is s + x s (1 - s). Above |x| = 87, the second term is 0, and x may be infinite.
+  // The slope is s + x s (1 - s). For |x| > 87, the second term is skipped: its value is 0, but x
+  // may be infinite.
   static FASTBERT_INLINE Vec both(Vec x, Vec& slope) {
     Vec complement;
     const Vec s = logistic(x, exp_negative(abs(x)), complement);

@@ -1,4 +1,4 @@
-// The element-wise half of the feed-forward: an activation, gated or not, and its gradients.
+// The element-wise part of the feed-forward: an activation, which may be gated, and its gradients.
 
 #pragma once
 
@@ -9,7 +9,7 @@
 
 namespace fastbert::cpu::FASTBERT_LEVEL {
 
-// Loads h + bias of one row, from element n on.
+// Returns h + bias for `count` elements of one row, from element n on.
 template <class Format>
 FASTBERT_INLINE Vec pre_activation(const typename Format::Storage* h, const float* bias, int64_t n,
                                    int count) {
@@ -19,7 +19,7 @@ FASTBERT_INLINE Vec pre_activation(const typename Format::Storage* h, const floa
 
 template <class Format, class Function, bool kGated>
 void activation_forward_rows(const ActivationForward& params, int64_t begin, int64_t end) {
-  const ActivationForward p = params;  // a local copy: see RowSum
+  const ActivationForward p = params;  // RowSum (layer_norm_kernel.h) explains this copy.
   using Storage = typename Format::Storage;
   for (int64_t row = begin; row < end; ++row) {
     const Storage* h = (const Storage*)p.h.data + row * p.h.stride;
@@ -32,8 +32,8 @@ void activation_forward_rows(const ActivationForward& params, int64_t begin, int
   }
 }
 
-// Computes the gradients of a few rows. The rows are summed in registers, so the sums in memory are
-// read and written once per block of rows.
+// Computes the gradients of up to four rows. The gradients of these rows are summed in registers,
+// so `sums` in memory are read and written only once for the block.
 template <class Format, class Function, bool kGated>
 FASTBERT_INLINE void activation_backward_block(const ActivationBackward& p, int64_t first, int rows,
                                                double* sums) {
@@ -73,7 +73,7 @@ template <class Format, class Function, bool kGated>
 void activation_backward_rows(const ActivationBackward& params, int64_t begin, int64_t end,
                               double* sums) {
   constexpr int kRows = 4;
-  const ActivationBackward p = params;  // a local copy: see RowSum
+  const ActivationBackward p = params;  // RowSum (layer_norm_kernel.h) explains this copy.
   for (int64_t row = begin; row < end; row += kRows) {
     const int rows = end - row < kRows ? (int)(end - row) : kRows;
     activation_backward_block<Format, Function, kGated>(p, row, rows, sums);
@@ -88,7 +88,8 @@ struct Ungated {
   static constexpr bool value = false;
 };
 
-// Calls body(format, function, gated) with objects of the types that the params struct names.
+// Calls body(format, function, gated) with objects whose types correspond to the format and the
+// activation in the params struct.
 template <class Format, class P, class Body>
 FASTBERT_INLINE void with_function(const P& p, Body body) {
   switch (p.activation) {

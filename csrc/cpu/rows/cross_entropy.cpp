@@ -1,9 +1,10 @@
 // The cross entropy of a vocabulary projection on the CPU, over the labelled rows only.
 //
 // The labelled rows are gathered. Their logits are computed for a block of rows and a part of the
-// vocabulary at a time, and processed while they are in the cache. The forward keeps the maximum
-// and the sum of exponentials of each row, and the backward computes the logits again. The parts of
-// the vocabulary have a fixed size, so a row's loss has the same bits in every batch.
+// vocabulary at a time, and are processed while they are in the cache. The forward stores the
+// maximum and the sum of exponentials of each row for the backward, which computes the logits
+// again. The parts of the vocabulary have a fixed size, so a row's loss has the same bits in every
+// batch.
 
 #include <algorithm>
 #include <cmath>
@@ -17,7 +18,7 @@
 namespace fastbert::cpu {
 namespace {
 
-// The number of classes and rows in one block of logits, which takes 4 MB in fp32.
+// The number of classes and the number of rows in one block of logits. A block takes 4 MiB in fp32.
 constexpr int64_t kPartClasses = 2048, kBlockRows = 512;
 
 bool check_reduction(const std::string& reduction) {
@@ -38,7 +39,8 @@ void check_projection(const at::Tensor& hidden, const at::Tensor& weight,
   check_numbers("labels", labels, hidden, hidden.size(0));
 }
 
-// The labelled rows, gathered in the order that `order` lists.
+// The labelled rows of a batch: their indices (`rows`), hidden states and labels, in the order of
+// the argument `order`.
 struct Labelled {
   int64_t count;
   at::Tensor rows, hidden, labels;
@@ -50,7 +52,8 @@ struct Labelled {
         labels(all_labels.index_select(0, rows)) {}
 
  private:
-  // Checks every index, and returns the number of labelled rows. `order` is a private int64 copy.
+  // Checks the indices in `order`, which must be a private int64 copy of the result of order_of,
+  // and returns the number of labelled rows.
   static int64_t count_of(const at::Tensor& order) {
     const int64_t total = order.size(0) - 1;
     const int64_t* place = order.const_data_ptr<int64_t>();
@@ -65,7 +68,8 @@ struct Labelled {
 };
 
 // Returns the indices of the labelled rows in ascending order, then the other rows in descending
-// order, and then the number of labelled rows. `labels` is a private int64 copy.
+// order, and then the number of labelled rows. `labels` must be a private int64 copy, which no
+// other thread can change.
 at::Tensor order_of(const at::Tensor& labels, int64_t ignore_index, int64_t classes) {
   const int64_t total = labels.size(0);
   auto order = empty({total + 1}, labels.options().dtype(at::kInt));
@@ -148,7 +152,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> linear_cross_entropy_forward(
 
 namespace {
 
-// Returns the gradient of each labelled row's loss.
+// Returns, for each labelled row, the gradient of the result with respect to the loss of this row,
+// multiplied by dloss.
 at::Tensor scales(const at::Tensor& dloss, const Labelled& given, const std::string& reduction) {
   const auto gradient = dloss.to(at::kFloat);
   if (reduction == "none") return gradient.index_select(0, given.rows);
@@ -179,8 +184,8 @@ class Backward {
       result.zero_();
       return;
     }
-    // If the result is a sum over several blocks of rows, the sum is kept in fp32 and rounded once
-    // at the end.
+    // If `result` has 16 bits and is a sum over several blocks of rows, the blocks are added in
+    // fp32, and the sum is rounded once at the end.
     const bool direct = given.count <= kBlockRows || result.scalar_type() == at::kFloat;
     const auto sum = direct ? result : empty(result.sizes(), statistics.options());
     for_each_part(given.count, kBlockRows, [&](int64_t row, int64_t rows) {
@@ -202,8 +207,8 @@ class Backward {
   at::Tensor dhidden, dweight, dbias;
 
  private:
-  // Returns the gradient of a block of logits in the dtype of the products, and adds its sum over
-  // the rows to dbias.
+  // Returns the gradient of a block of logits in the dtype of the weight, and adds the sum of the
+  // gradient over the rows to dbias.
   at::Tensor gradient(int64_t first, int64_t row, at::Tensor logits) {
     const int64_t rows = logits.size(0), columns = logits.size(1);
     const bool round = weight.scalar_type() != at::kFloat;
@@ -238,7 +243,7 @@ class Backward {
   }
 };
 
-// Checks the tensors that the forward pass kept.
+// Checks the tensors that the forward returned for the backward.
 void check_kept(const at::Tensor& statistics, const at::Tensor& order, const at::Tensor& hidden) {
   const int64_t total = hidden.size(0);
   check_floats("statistics", statistics, hidden, {2, total});

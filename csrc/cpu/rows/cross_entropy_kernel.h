@@ -1,8 +1,9 @@
 // Softmax over a vocabulary in parts: the running maximum and sum of exponentials of each row
 // (Milakov and Gimelshein 2018), and the gradient of the logits after the last part.
 //
-// Both the maximum and the sum are kept, because their log-sum-exp would be rounded as coarsely as
-// a logit: at 1e4, this rounding changes a probability by 5e-4.
+// The forward stores both the maximum and the sum instead of their log-sum-exp. The rounding error
+// of the log-sum-exp would be as large as that of a logit: near 1e4, it changes a probability by a
+// factor of 1 + 5e-4.
 
 #pragma once
 
@@ -13,8 +14,8 @@
 
 namespace fastbert::cpu::FASTBERT_LEVEL {
 
-// The initial value of a running maximum. The value is finite, so that a logit of -inf gives no
-// NaN.
+// The initial value of a running maximum. The value is finite, because the difference of a logit of
+// -inf and a maximum of -inf would be NaN.
 constexpr float kLowest = -2.0e38f;
 
 // Returns exp(v - highest), which is NaN where v is NaN.
@@ -22,7 +23,7 @@ FASTBERT_INLINE Vec exp_below(Vec v, Vec highest) {
   return select(v == v, exp_negative(highest - v), v);
 }
 
-// Returns the logits of a row with their bias.
+// Returns `count` logits of a row, from class n on, with their bias.
 template <class P>
 FASTBERT_INLINE Vec biased(const P& p, const float* logits, int64_t n, int count) {
   const Vec v = load(logits + n, count);
@@ -40,7 +41,7 @@ FASTBERT_INLINE float highest_of(const Vec (&vectors)[kSums]) {
 }
 
 void cross_entropy_forward(const CrossEntropyForward& params, int64_t begin, int64_t end) {
-  const CrossEntropyForward p = params;  // RowSum explains the local copy.
+  const CrossEntropyForward p = params;  // RowSum (layer_norm_kernel.h) explains this copy.
   for (int64_t row = begin; row < end; ++row) {
     const float* logits = p.logits + row * p.columns;
     Vec highs[kSums];
@@ -66,7 +67,7 @@ void cross_entropy_forward(const CrossEntropyForward& params, int64_t begin, int
 }
 
 // Overwrites the logits with scale (softmax - onehot). If `rounded` is not null, the result is also
-// written there in the format of the products.
+// written to `rounded` in the format `Format`.
 template <class Format>
 void cross_entropy_backward_rows(const CrossEntropyBackward& params, int64_t begin, int64_t end) {
   const CrossEntropyBackward p = params;
@@ -78,7 +79,8 @@ void cross_entropy_backward_rows(const CrossEntropyBackward& params, int64_t beg
     for_each_vector(p.columns, [&](int64_t n, int count) __attribute__((always_inline)) {
       store(logits + n, exp_below(biased(p, logits, n, count), highest) * share, count);
     });
-    // p g - g is used instead of (p - 1) g, because it rounds a small p only once.
+    // With the softmax p and the scale g, p g - g is used instead of (p - 1) g. If p is small, the
+    // second form has two rounding errors of the same size, and the first form has one.
     const int64_t label = p.labels[row] - p.first;
     if (label >= 0 && label < p.columns) logits[label] -= scale;
     if (!p.rounded) continue;

@@ -1,4 +1,4 @@
-// The operators of the embedding of a BERT input on the CPU. One pass gathers and sums the rows of
+// The operators for the embedding of BERT's input on the CPU. One pass gathers and sums the rows of
 // the tables and applies layer norm and dropout. The backward computes the gradients of the tables.
 
 #include <algorithm>
@@ -56,7 +56,8 @@ struct Operands {
   }
 
  private:
-  // Checks that a table and its indices are given together, and returns whether they are given.
+  // Checks that table i and its indices are both present or both absent, and returns whether they
+  // are present.
   static bool check_pair(int i, bool has_index, bool has_table) {
     TORCH_CHECK_VALUE(has_index || !has_table, kIndexNames[i], ": got None with ", kTableNames[i],
                       ", allowed: both or neither");

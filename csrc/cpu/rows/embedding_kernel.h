@@ -1,5 +1,5 @@
 // The embedding of a token, y = dropout(LN(word + type + position)) (Devlin et al. 2019, figure 2),
-// and sums of chosen rows, which give the gradients of the tables.
+// and the sums of segments of rows from which the gradients of the tables are computed.
 
 #pragma once
 
@@ -31,7 +31,7 @@ struct TableSum {
 template <class Format, int kTables>
 void embedding_forward_rows(const EmbeddingForward& params, int64_t begin, int64_t end,
                             float* scratch) {
-  const EmbeddingForward p = params;  // RowSum explains the local copy.
+  const EmbeddingForward p = params;  // RowSum (layer_norm_kernel.h) explains this copy.
   using Storage = typename Format::Storage;
   uint32_t* mask = scratch_mask(scratch, p.columns);
   for (int64_t row = begin; row < end; ++row) {
@@ -118,8 +118,9 @@ void embedding_backward(const EmbeddingBackward& p, int64_t begin, int64_t end, 
   });
 }
 
-// Computes kVectors registers of one sum, starting at column n. Each group of rows is summed in
-// fp32, and the sums of the groups are added in double precision.
+// Computes kVectors registers of the sum of one segment (SegmentSums in kernels.h), starting at
+// column n. Each group of kGroupRows rows is summed in fp32, and the sums of the groups are added
+// in double precision.
 template <class From, class To, int kVectors>
 FASTBERT_INLINE void sum_segment(const SegmentSums& p, int64_t segment, int64_t n, int count) {
   DoubleVec low[kVectors] = {}, high[kVectors] = {};

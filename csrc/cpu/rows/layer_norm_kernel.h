@@ -2,8 +2,8 @@
 //
 // The forward stores the sum of one row in scratch memory, which fits in the first-level cache for
 // BERT, and makes two passes over this memory. The second pass also computes the rounding error of
-// the mean, which matters in rows around 1e4 and in constant rows. The backward computes the sum
-// again instead of storing it.
+// the mean, which matters in rows whose elements are near 1e4 or are all equal. The backward
+// computes the sum again instead of storing it.
 
 #pragma once
 
@@ -15,13 +15,15 @@
 
 namespace fastbert::cpu::FASTBERT_LEVEL {
 
-// The backward adds the rows of a block in registers, and then adds the result to fp32 sums in
-// memory. After a group of rows, these fp32 sums are added to sums in double precision.
+// The backward adds the parameter gradients of the rows of a block in registers, and then adds the
+// result to fp32 sums in memory. After a group of rows, these fp32 sums are added to sums in double
+// precision.
 constexpr int kBlockRows = 4;
 constexpr int kGroupRows = 16;
 
-// The scratch memory of one thread holds the fp32 row and the dropout mask of each row of a block.
-// After them come the fp32 sums of a group, for at most this many parameters.
+// The largest number of parameters with gradients. The scratch memory of one thread holds the fp32
+// values and the dropout mask of each row of a block, and after them the fp32 sums of a group for
+// each of these parameters.
 constexpr int kParameters = 3;
 
 FASTBERT_INLINE int64_t scratch_row(int64_t columns) { return (columns + 15) / 16 * 16; }
@@ -47,14 +49,15 @@ FASTBERT_INLINE const Storage* row_of(const ConstMatrix& matrix, int64_t row) {
   return matrix.data ? (const Storage*)matrix.data + row * matrix.stride : nullptr;
 }
 
-// The operands of a row's sum: x alone, x and residual, or any combination. The kernels are
-// compiled for each value, so that the loops of the first two cases have no branch.
+// The operands of the sum that is normalised: x alone, x and residual, or any combination of the
+// operands. The kernels are compiled for each value, so that the loops of the first two cases have
+// no branch.
 enum class Summands { x, x_and_residual, any };
 
-// Computes residual + dropout(x + x_bias) of one row, starting at element n. P is a params struct.
-// XFormat is the format of x, which is narrower than the format of the residual under autocast.
-// Kernels use local copies of their params. A store could alias the original params, and the
-// compiler would then read them again for every register.
+// Computes residual + dropout(x + x_bias) for elements of one row. P is a params struct of
+// kernels.h. XFormat is the format of x, which is narrower than the format of the residual under
+// autocast. Kernels use local copies of their params. A store could alias the original params, and
+// the compiler would then read them again for every register.
 template <class Format, class XFormat, Summands kSummands, class P>
 struct RowSum {
   using Storage = typename Format::Storage;
@@ -87,8 +90,9 @@ struct RowSum {
   }
 };
 
-// Calls visit(n, u, count, v) for every register v of the row and returns a pointer to the row in
-// fp32. The pointer is `scratch`, or x itself if the row needs no sum and no conversion.
+// Calls visit(n, u, count, v) for every register v of the sum of one row, with the other arguments
+// of for_each_summand. Returns a pointer to the sum in fp32. The pointer is `scratch`, or x itself
+// if x is the only operand and is stored in fp32.
 template <class Format, class XFormat, Summands kSummands, class P, class Visit>
 FASTBERT_INLINE const float* fp32_row(const RowSum<Format, XFormat, kSummands, P>& row_sum,
                                       int64_t columns, float* scratch, Visit visit) {
@@ -101,8 +105,8 @@ FASTBERT_INLINE const float* fp32_row(const RowSum<Format, XFormat, kSummands, P
   return kInPlace ? (const float*)row_sum.x : scratch;
 }
 
-// Calls write(n, count, v) for every register v of the normalised row. P has a weight, and a bias
-// that may be null.
+// Calls write(n, count, v) for every register v of the normalised row, with the weight and the bias
+// of p applied. The bias may be null.
 template <class P, class Write>
 FASTBERT_INLINE void write_normalised(const P& p, const float* sum, const Moments& m, Write write) {
   const Vec shift = splat(-m.correction * m.rstd), mean = splat(m.mean), rstd = splat(m.rstd);
@@ -235,7 +239,8 @@ FASTBERT_INLINE void add_to(float* sums, Vec v, int count) {
   store(sums, load(sums, count) + v, count);
 }
 
-// The second half of layer_norm_backward_block. It is compiled with and without a bias.
+// The second pass of layer_norm_backward_block over the rows of a block. The function is compiled
+// with and without a bias.
 template <class Row, bool kHasBias, int kRows>
 FASTBERT_INLINE void finish_block(const typename Row::P& p, const Row (&lines)[kRows],
                                   const Normalised (&rows)[kRows], float* sums) {
@@ -261,8 +266,8 @@ FASTBERT_INLINE void finish_block(const typename Row::P& p, const Row (&lines)[k
   });
 }
 
-// Computes dsum = rstd (g - mean(g) - h mean(g h)) of kRows rows and adds dy h to dweight, dy to
-// dbias and dx to dx_bias.
+// Computes dsum = rstd (g - mean(g) - h mean(g h)) of kRows rows, with the normalised row h and g =
+// dy weight. Adds dy h to dweight, dy to dbias and dx to dx_bias.
 template <class Row, int kRows>
 FASTBERT_INLINE void layer_norm_backward_block(const typename Row::P& p, int64_t first,
                                                float* scratch, float* sums) {
@@ -276,8 +281,9 @@ FASTBERT_INLINE void layer_norm_backward_block(const typename Row::P& p, int64_t
              : finish_block<Row, false>(p, lines, rows, sums);
 }
 
-// Calls block(row) for whole blocks of the rows [begin, end), and single(row) for each remaining
-// row. After every group of rows, the `length` fp32 sums are added to the partial sums.
+// Divides the rows [begin, end) into groups of kGroupRows rows. Calls block(row) for each whole
+// block of a group, and single(row) for each remaining row. After each group, the `length` fp32
+// sums in `sums` are added to `partial`.
 template <class Block, class Single>
 FASTBERT_INLINE void for_each_group(int64_t begin, int64_t end, int64_t length, float* sums,
                                     double* partial, Block block, Single single) {
@@ -292,8 +298,8 @@ FASTBERT_INLINE void for_each_group(int64_t begin, int64_t end, int64_t length, 
   }
 }
 
-// `length` is the number of sums, one to three times the columns. With dropout and without x_bias,
-// the sums of dx are formed and ignored.
+// `length` is the number of sums, one to three times the columns. With dropout but without x_bias,
+// the sums of dx are computed and not used.
 template <class Row>
 void layer_norm_backward_rows(const typename Row::P& params, int64_t length, int64_t begin,
                               int64_t end, float* scratch, double* partial) {

@@ -76,14 +76,14 @@ FASTBERT_INLINE void transpose_blocks(WordVec (&v)[4]) {
 #endif
 }
 
-// Returns the number of elements of a row's mask, in whole groups of 4 * kLanes.
+// Returns the number of elements in the mask of a row: `columns`, rounded up to a multiple of 4 *
+// kLanes.
 FASTBERT_INLINE int64_t mask_length(int64_t columns) {
   return (columns + 4 * kLanes - 1) / (4 * kLanes) * (4 * kLanes);
 }
 
 // Sets mask[n] to all ones if element (row, n) is kept, and to 0 if it is dropped. The function is
-// not inlined, because the registers for its constants would be lost to the caller even without
-// dropout.
+// not inlined, because its constants would take registers from the caller even without dropout.
 inline __attribute__((noinline)) void dropout_mask(const Dropout& dropout, int64_t row,
                                                    int64_t columns, uint32_t* mask) {
   // Lane 4 b + j of a register holds counter j * (kLanes / 4) + b of its group. After the
@@ -102,7 +102,8 @@ inline __attribute__((noinline)) void dropout_mask(const Dropout& dropout, int64
   }
 }
 
-// Drops and scales the elements of x. A dropped element is exactly 0 even if x is infinite or NaN.
+// Returns `scale` times the elements of x that `mask` keeps, and 0 for the other elements. A
+// dropped element is exactly 0 even if x is infinite or NaN.
 FASTBERT_INLINE Vec drop(Vec x, const uint32_t* mask, float scale, int count) {
   WordVec kept = {};
   if (count == kLanes) {

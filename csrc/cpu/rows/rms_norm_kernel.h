@@ -1,5 +1,6 @@
 // RMS norm of a residual sum, y = weight s / sqrt(mean(s^2) + eps) with s = x + residual, in fp32
-// (Zhang and Sennrich 2019). The backward forms the sum again instead of storing it.
+// (Zhang and Sennrich 2019). The backward computes the sum s again instead of reading it from
+// memory.
 
 #pragma once
 
@@ -7,8 +8,8 @@
 
 namespace fastbert::cpu::FASTBERT_LEVEL {
 
-// Computes 1 / sqrt(mean(s^2) + eps) in double precision, for rows around 1e30, whose squares
-// overflow in fp32.
+// Computes 1 / sqrt(mean(s^2) + eps) in double precision. This is necessary for rows with elements
+// near 1e30, whose squares overflow in fp32.
 inline __attribute__((noinline)) float wide_reciprocal_rms(const float* sum, int64_t columns,
                                                            float eps) {
   double squares = 0.0;
@@ -19,7 +20,7 @@ inline __attribute__((noinline)) float wide_reciprocal_rms(const float* sum, int
 template <class Format, Summands kSummands>
 void rms_norm_forward_rows(const RmsNormForward& params, int64_t begin, int64_t end,
                            float* scratch) {
-  const RmsNormForward p = params;  // RowSum explains the local copy.
+  const RmsNormForward p = params;  // RowSum (layer_norm_kernel.h) explains this copy.
   using Storage = typename Format::Storage;
   for (int64_t row = begin; row < end; ++row) {
     const RowSum<Format, Format, kSummands, RmsNormForward> row_sum(p, row, nullptr);
@@ -39,8 +40,8 @@ void rms_norm_forward_rows(const RmsNormForward& params, int64_t begin, int64_t 
   }
 }
 
-// Computes dsum = rstd (g - h mean(g h)) of kRows rows, with h = s rstd and g = dy weight, and adds
-// dy h to dweight.
+// Computes dsum = rstd (g - h mean(g h)) of kRows rows, with h = s rstd and g = dy weight. Adds dy
+// h to dweight.
 template <class Format, Summands kSummands, int kRows>
 FASTBERT_INLINE void rms_norm_backward_block(const RmsNormBackward& p, int64_t first,
                                              float* scratch, float* dweight) {

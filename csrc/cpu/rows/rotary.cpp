@@ -18,7 +18,7 @@ void check(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin, in
                     x.size(1));
 }
 
-// Writes the rotated x to the contiguous y, which may be x.
+// Writes the rotated x to y, which must be contiguous and may be x itself.
 void rotate(const at::Tensor& x, const at::Tensor& cos_in, const at::Tensor& sin_in, int64_t heads,
             bool inverse, const at::Tensor& y) {
   const auto cos = cos_in.contiguous(), sin = sin_in.contiguous();

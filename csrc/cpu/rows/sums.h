@@ -13,7 +13,7 @@
 
 namespace fastbert::cpu {
 
-// Calls body(zero) with a zero of the type of the elements.
+// Calls body(zero), where the type of `zero` is the C++ type of elements in `dtype`.
 template <class Body>
 void with_type(at::ScalarType dtype, Body body) {
   switch (dtype) {
@@ -26,7 +26,8 @@ void with_type(at::ScalarType dtype, Body body) {
   }
 }
 
-// Returns residual + rows in fp32, for a residual in fp32 and contiguous rows in any dtype.
+// Returns residual + rows in fp32. The residual must be fp32, and `rows` must be contiguous and may
+// have any dtype.
 inline at::Tensor sum_of(const at::Tensor& residual_in, const at::Tensor& rows) {
   const auto residual = residual_in.contiguous();
   auto sum = empty(residual.sizes(), residual.options());
@@ -52,8 +53,8 @@ inline at::Tensor product_and_sum(at::ScalarType dtype, const at::Tensor& x,
   return same ? y : sum_of(residual, y);
 }
 
-// Returns contiguous fp32 rows with every element rounded to `dtype`. If `dtype` is fp32, returns
-// the rows themselves.
+// Rounds every element of `rows`, which must be contiguous fp32, to `dtype`. Returns the rounded
+// elements as fp32, or `rows` itself if `dtype` is fp32.
 inline at::Tensor rounded_to(const at::Tensor& rows, at::ScalarType dtype) {
   if (dtype == at::kFloat) return rows;
   auto made = empty(rows.sizes(), rows.options());
