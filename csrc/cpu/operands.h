@@ -74,8 +74,9 @@ constexpr int64_t kGrain = 16384;
 
 inline int64_t grain_rows(int64_t columns) { return std::max<int64_t>(1, kGrain / columns); }
 
-// Chunks of rows for the gradients of parameters, which are sums over rows. The chunks depend on
-// the shape alone, so the result does not depend on the number of threads.
+// The division of rows into chunks. Gradients of parameters are sums over rows, and are computed as
+// one partial sum for each chunk. The chunks depend on the shape alone, so the result does not
+// depend on the number of threads.
 struct Chunks {
   int64_t rows, rows_per_chunk, count;
 
@@ -114,7 +115,8 @@ at::Tensor sum_by_chunks(const Kernels& k, int64_t rows, int64_t columns, int64_
   return totals;
 }
 
-// Returns the calling thread's scratch memory for the norms and the embedding.
+// Returns scratch memory of the calling thread that is large enough for the norms and the embedding
+// with rows of `columns` elements.
 inline float* row_scratch(const Kernels& k, int64_t columns) {
   return (float*)thread_scratch(k.layer_norm_scratch(columns) * (int64_t)sizeof(float));
 }

@@ -178,10 +178,10 @@ TORCH_LIBRARY_IMPL(fastbert_C, CompositeExplicitAutograd, m) {
   implement<int8_layout>(m, "int8_layout");
 }
 
-// Before it calls an operator, torch resolves a pending negation or conjugation of the arguments.
-// This fails for an operator that writes to its arguments and returns nothing. With the
-// fallthrough, attention_backward receives such tensors with the operation still pending, and the
-// checks in register.h reject them.
+// If a negation or conjugation of an argument is pending, torch normally computes it before it
+// calls the operator. This fails for an operator that writes to its arguments and returns nothing.
+// With the fallthrough registered here, attention_backward receives such tensors with the operation
+// still pending, and the checks in register.h reject them.
 TORCH_LIBRARY_IMPL(fastbert_C, Negative, m) {
   m.impl("attention_backward", torch::CppFunction::makeFallthrough());
 }

@@ -21,8 +21,8 @@ namespace {
 // `orphaned` tells whether this process is such a child.
 std::atomic<bool> inherited{false}, orphaned{false};
 
-// Ends the threads of the pool; the next parallel region starts new threads. OpenMP cannot end the
-// threads inside a parallel region.
+// Runs before a fork, and ends the threads of OpenMP's pool. The next parallel region starts new
+// threads. Inside a parallel region, OpenMP cannot end the threads.
 void before_fork() {
 #if defined(_OPENMP)
   inherited = omp_pause_resource_all(omp_pause_hard) != 0;
@@ -45,10 +45,10 @@ void in_child() {
 // claims, and a claim is a few adjacent tasks that one thread runs. The leader waits for claims
 // that helpers have taken and not finished, but never for a helper without a claim.
 //
-// The state is one word: the number of the current loop, the number of its claims, and the next
-// claim. A thread takes a claim by adding 1 to this word. The leader begins a loop only when all
-// claims of the previous loop are done. The thread that takes a claim therefore reads the
-// description of the claim's own loop.
+// The state of the team is one word, which contains the number of the current loop, the number of
+// its claims, and the index of the next claim. A thread takes a claim by adding 1 to this word. The
+// leader begins a loop only when all claims of the previous loop are done. The thread that takes a
+// claim therefore reads the description of the claim's own loop.
 class Team {
  public:
   void run(int64_t count, Loop loop) {
@@ -113,7 +113,8 @@ class Team {
   std::exception_ptr failure_;
 };
 
-// The team whose leader is this thread; null inside a loop.
+// The team whose leader is this thread. It is null if there is no such team, and while the thread
+// runs a loop of the team.
 thread_local Team* led = nullptr;
 
 }  // namespace

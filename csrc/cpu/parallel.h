@@ -3,8 +3,8 @@
 // The thread pool of GNU OpenMP does not survive fork(). If a parent has used the pool, in these
 // kernels or in torch's operators, the next parallel region of the child waits forever for threads
 // that do not exist. The pool is therefore ended before each fork, and parent and child start new
-// threads when they need them. If the fork happens inside a parallel region, the pool cannot be
-// ended. The child then runs these kernels on one thread and also calls torch.set_num_threads(1).
+// threads when they need them. Inside a parallel region, the pool cannot be ended. A child that is
+// forked there runs these kernels on one thread and also calls torch.set_num_threads(1).
 //
 // OpenMP's threads wait for each other at the end of a parallel region. If other programs use the
 // cores, a thread may arrive late by a scheduler time slice, which is longer than all products of a
@@ -57,12 +57,12 @@ struct Loop {
 // Returns whether the calling thread leads a team, which would share the next loop of this thread.
 bool leads_team();
 
-// The threads of a team are already awake, so an additional thread is worth its cost for 1 / kAwake
-// of the usual work.
+// The threads of a team are already awake. In a team, a thread is therefore used for 1 / kAwake of
+// the work for which a sleeping thread would be woken.
 constexpr int64_t kAwake = 8;
 
-// Returns the smallest work for which a thread is used, given the smallest work for which a
-// sleeping thread is woken.
+// Returns the smallest amount of work for which a thread is used. `asleep` is the smallest amount
+// for which a sleeping thread is woken.
 inline int64_t worth_a_thread(int64_t asleep) {
   return leads_team() ? std::max<int64_t>(1, asleep / kAwake) : asleep;
 }
@@ -78,7 +78,7 @@ Loop loop_of(const Body& body) {
 }
 
 // Calls body(begin, end) for ranges that cover [0, count). The number of ranges is at most count /
-// `asleep`, rounded up, or kAwake times as many in a team.
+// `asleep`, rounded up. In a team, it may be kAwake times as large.
 template <class Body>
 void parallel_for(int64_t count, int64_t asleep, const Body& body) {
   if (count <= 0) return;

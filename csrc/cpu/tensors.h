@@ -12,7 +12,8 @@ namespace fastbert::cpu {
 
 at::Tensor empty(at::IntArrayRef sizes, const at::TensorOptions& options);
 
-// Returns a view of `t` that starts at element `first`. The function does not use the dispatcher.
+// Returns a view of `t` that starts at element `first`. The function makes the view without a call
+// through torch's dispatcher.
 at::Tensor strided(const at::Tensor& t, at::IntArrayRef sizes, at::IntArrayRef strides,
                    int64_t first);
 

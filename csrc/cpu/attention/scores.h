@@ -29,8 +29,8 @@ FASTBERT_INLINE float largest(Vec v) {
   return x;
 }
 
-// Returns the sum of the lanes. Adding in pairs makes a smaller rounding error than adding one lane
-// after the other.
+// Returns the sum of the lanes of v. Adding the lanes in pairs gives a smaller rounding error than
+// adding one lane after another.
 FASTBERT_INLINE float total(Vec v) {
   for (int step = kLanes / 2; step > 0; step /= 2) {
     for (int i = 0; i < step; ++i) v[i] += v[i + step];

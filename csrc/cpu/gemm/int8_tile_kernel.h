@@ -1,9 +1,9 @@
 // int8 products on AMX tiles. Tiles of unsigned activations are multiplied by tiles of signed
 // weights (TDPBUSD in Intel's Software Developer's Manual).
 //
-// The panels of the prepacked weight need no rearrangement: 16 groups of four along k form one tile
-// of 16 rows. The rows of q are padded to whole tiles. Two tiles of rows are multiplied by two
-// panels, so each loaded tile is used twice.
+// The panels of the prepacked weight need no rearrangement: 16 adjacent groups of four elements
+// along k form one tile of 16 rows. The rows of q are padded to whole tiles. Two tiles of rows are
+// multiplied by two panels, so each loaded tile is used twice.
 
 #pragma once
 

@@ -35,9 +35,8 @@
 
 namespace fastbert::cpu::FASTBERT_LEVEL {
 
-constexpr int kTileRows =
-    kBytes == 64 ? 14 : 6;   // 2 registers of sums for each row, 3 for operands
-constexpr int kDepth = 256;  // words along k in a block
+constexpr int kTileRows = kBytes == 64 ? 14 : 6;  // 2 registers of sums per row, 3 for operands
+constexpr int kDepth = 256;                       // words along k in a block
 constexpr int64_t kMaxRows = kBytes == 64 ? 128 : 120, kMaxColumns = 1024;  // largest task
 
 // Returns sum + x b for registers of words in the format of `Operand`: fp32, or pairs of bf16.
@@ -494,8 +493,8 @@ struct TaskBlock {
   }
 
   FASTBERT_INLINE void run() const {
-    // With three or more tiles, converting a panel to fp32 once in memory costs less time than
-    // converting it in every tile.
+    // With three or more tiles of rows, converting a panel to fp32 once, in memory, takes less time
+    // than converting the panel for every tile.
     const bool widen = sizeof(Storage) < 4 && task.rows > 2 * kTileRows;
     int64_t n = task.rows == 1   ? multiply_panels<1, kMostPanels>()
                 : task.rows == 2 ? multiply_panels<2, 2>()

@@ -93,7 +93,7 @@ Format right_format(Format format) {
   return format == Format::bf16 && kIsDots<BF16Operand> ? Format::bf16 : Format::f32;
 }
 
-// Calls body(operand) with the type of a right operand in `format`.
+// Calls body(operand) with an object of the type that stands for a right operand in `format`.
 template <class Body>
 FASTBERT_INLINE void with_operand(Format format, Body body) {
   switch (format) {

@@ -5,7 +5,7 @@
 // registers of 64 bytes can run at no cost. On a Xeon with AMX, every further instruction costs its
 // full time. The epilogues that a model needs are therefore as short as possible: they process sums
 // in the order in which the sums are stored, transpose pairs of bf16 instead of sums, and prefetch
-// the lines of the result before the stores.
+// the cache lines of the result before the stores.
 
 #pragma once
 

@@ -1,5 +1,5 @@
-// bf16 products on AMX tiles. The epilogues and the functions of the kernel table are those of
-// kernel.h.
+// bf16 products on AMX tiles. The epilogues are those of kernel.h. The functions at the end of this
+// file replace functions of kernel.h in the kernel table.
 //
 // The right operand is packed in panels of 32 columns. A panel is a sequence of steps of 32
 // elements along k, the dimension that a product sums over. A step consists of two tiles of 16

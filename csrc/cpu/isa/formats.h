@@ -65,7 +65,8 @@ struct BF16 : SixteenBits<BF16> {
 #if FASTBERT_INTRINSIC_BYTES == 64
     const WordVec words = (WordVec)_mm512_cvtepu16_epi32((__m256i)bits);
 #elif FASTBERT_INTRINSIC_BYTES == 32
-    // GCC compiles the conversion of a whole register to four instructions.
+    // This intrinsic is one instruction. GCC compiles the equal __builtin_convertvector to four
+    // instructions.
     const WordVec words = (WordVec)_mm256_cvtepu16_epi32((__m128i)bits);
 #else
     const WordVec words = __builtin_convertvector(bits, WordVec);

@@ -32,8 +32,8 @@ void activation_forward_rows(const ActivationForward& params, int64_t begin, int
   }
 }
 
-// Computes the gradients of up to four rows. The gradients of these rows are summed in registers,
-// so `sums` in memory are read and written only once for the block.
+// Computes the gradients of up to four rows. The gradients of these rows are added in registers
+// first, so `sums`, which is in memory, is read and written only once for these rows.
 template <class Format, class Function, bool kGated>
 FASTBERT_INLINE void activation_backward_block(const ActivationBackward& p, int64_t first, int rows,
                                                double* sums) {

@@ -94,7 +94,8 @@ struct TableCount {
   static constexpr int value = kTables;
 };
 
-// Calls body(format, tables) with constants for the format and the number of tables.
+// Calls body(format, tables) with objects whose types stand for the format and the number of
+// tables.
 template <class P, class Body>
 FASTBERT_INLINE void with_tables(const P& p, Body body) {
   with_format(p.format, [&](auto format) __attribute__((always_inline)) {

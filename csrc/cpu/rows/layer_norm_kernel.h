@@ -251,8 +251,8 @@ FASTBERT_INLINE void finish_block(const typename Row::P& p, const Row (&lines)[k
     for (int i = 0; i < kRows; ++i) {
       const Normalised& row = rows[i];
       const Vec dy = lines[i].gradient(n, count), h = load(row.h + n, count);
-      // g is rounded as in the computation of mean(g), so that a row with one column cancels
-      // exactly.
+      // g is rounded in the same way as in the computation of mean(g), so that g - mean(g) is
+      // exactly 0 in a row with one column.
       const Vec g = dy * weight;
       const Vec d = fma(h, splat(-row.gh_mean), g - row.g_mean) * row.rstd;
       const Vec dx = lines[i].finish(n, d, count);
@@ -315,8 +315,8 @@ void layer_norm_backward_rows(const typename Row::P& params, int64_t length, int
       });
 }
 
-// Calls body(format, x_format, summands) with constants for the formats and the operands in the
-// params. If x is narrower than the residual, summands is Summands::any.
+// Calls body(format, x_format, summands) with objects whose types stand for the formats and the
+// operands in the params struct. If x is narrower than the residual, summands is Summands::any.
 template <Summands kSummands>
 struct SummandsConstant {
   static constexpr Summands value = kSummands;

@@ -86,9 +86,9 @@ FASTBERT_INLINE int64_t mask_length(int64_t columns) {
 // not inlined, because its constants would take registers from the caller even without dropout.
 inline __attribute__((noinline)) void dropout_mask(const Dropout& dropout, int64_t row,
                                                    int64_t columns, uint32_t* mask) {
-  // Lane 4 b + j of a register holds counter j * (kLanes / 4) + b of its group. After the
-  // transposition, register j therefore holds the words of kLanes / 4 consecutive counters in
-  // memory order.
+  // Each group of 4 * kLanes elements has kLanes counters. Before the transposition, lane 4 b + j
+  // of a register holds counter j * (kLanes / 4) + b of the group. After the transposition,
+  // register j therefore holds the words of kLanes / 4 consecutive counters in memory order.
   const WordVec lane = lane_numbers();
   const WordVec order = (lane & 3u) * (uint32_t)(kLanes / 4) + (lane >> 2);
   for (int64_t n = 0; n < columns; n += 4 * kLanes) {
