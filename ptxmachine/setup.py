@@ -9,25 +9,26 @@ from pybind11.setup_helpers import ParallelCompile, Pybind11Extension
 from setuptools import setup
 from setuptools.command.build_ext import build_ext
 
-# PTX says which products and sums are fused, so the compiler fuses none.
+# The machine rounds each product and sum as the PTX instruction says, so the compiler must not fuse
+# a product and a sum.
 FLAGS = ["-O3", "-g0", "-ffp-contract=off", "-fno-math-errno", "-Wno-maybe-uninitialized"]
 FLAGS += shlex.split(os.environ.get("PTXMACHINE_CXXFLAGS", ""))
 HEADERS = sorted(glob("csrc/*.h"))
 
 
 def changed(compiled: str, source: str) -> bool:
-    """Tell whether a source, or a header, is newer than what was compiled from it."""
+    """Return whether a source file or any header is newer than the compiled object file."""
     if not os.path.exists(compiled):
         return True
     return any(os.path.getmtime(p) > os.path.getmtime(compiled) for p in (source, *HEADERS))
 
 
 class Build(build_ext):
-    """Keeps the objects in the build folder; a later build compiles only what has changed."""
+    """Keeps object files in the build folder, so that a later build compiles only changed files."""
 
     def finalize_options(self) -> None:
         super().finalize_options()
-        # pip builds an editable install in a temporary folder.
+        # Without this setting, an editable install compiles in a temporary folder.
         base = self.get_finalized_command("build").build_base
         self.build_temp = f"{base}/temp.{self.plat_name}-{sys.implementation.cache_tag}"
 

@@ -1,4 +1,4 @@
-"""Run the encoder inside a model of transformers unpadded, in the kernels of fastbert.
+"""Run the encoder inside a model of transformers without padding, in the kernels of fastbert.
 
 `accelerate` changes the class of an encoder to a subclass with the ``forward`` of fastbert. The
 modules, the parameters and the state dict of the encoder do not change. Everything around the
@@ -42,7 +42,7 @@ Model = TypeVar("Model")
 
 POOLED = "BaseModelOutputWithPooling"
 CROSSED = "BaseModelOutputWithPoolingAndCrossAttentions"
-# Each encoder of transformers returns an output of this class.
+# The name of an encoder class of transformers → the name of the class of its output.
 OUTPUTS = {
     "BertModel": CROSSED,
     "RobertaModel": CROSSED,
@@ -74,7 +74,7 @@ TAKEN = (
     # The Trainer passes the number of labels, which only a loss reads.
     "num_items_in_batch",
 )
-# The arguments of `BertModel.encode_at_once`.
+# The arguments of `BertModel.encode_at_once`, which runs all layers in one call.
 AT_ONCE = {"input_ids", "attention_mask", "token_type_ids"}
 # The arguments that the embedding of an encoder of transformers may take.
 EMBEDDED = ("input_ids", "token_type_ids", "position_ids", "inputs_embeds")
@@ -83,33 +83,35 @@ LOCK = threading.RLock()
 
 
 def accelerate(model: Model, *, strict: bool = True) -> Model:
-    """Make fastbert run every encoder inside a model: unpadded and in fused kernels.
+    """Make fastbert run every encoder inside a model, without padding and in fused kernels.
 
     The model keeps the names, parameters, arguments and outputs of transformers. `restore` undoes
     the change. Hidden states and attention weights carry gradients, as in transformers. The
-    attention weights are the weights before dropout.
+    returned attention weights are the weights before dropout.
 
     An accelerated encoder differs from transformers in these intended ways:
 
     - ``last_hidden_state`` is 0 at padding. A loss over padded positions, as in question answering,
-      therefore sees only the bias of the head at padding. - The pooler reads the first token that
-      is not padding. - ``attention_mask`` may have 3 or 4 dimensions, and may then be bool, 0/1 or
-      additive. - Packed tokens attend only to their own sequence, and each sequence has a pooler
-      output. A caller packs with ``cu_seq_lens_q``, or with ``position_ids`` that restart. -
-      ``output_attentions`` may be a list of layers. - A query whose whole window is padding gives 0
-      instead of NaN.
+      therefore sees only the bias of the head at padding.
+    - The pooler reads the first token that is not padding.
+    - ``attention_mask`` may have 3 or 4 dimensions, and may then be bool, 0/1 or additive.
+    - Packed tokens attend only to their own sequence, and each sequence has a pooler output. A
+      caller marks the packed sequences with ``cu_seq_lens_q``, or with ``position_ids`` that start
+      again at each sequence.
+    - ``output_attentions`` may be a list of layer numbers.
+    - A query whose whole attention window is padding gives 0 instead of NaN.
 
-    A later call of the encoder raises ValueError if an argument of the call cannot be served. If
-    the encoder itself can no longer be served, for example because of a new hook, the encoder runs
-    its own code and a warning names the reason.
+    A later call of the encoder raises ValueError if fastbert does not support an argument of the
+    call. If fastbert can no longer run the encoder, for example because of a new hook, the encoder
+    runs the code of transformers and a warning names the reason.
 
     Args:
         model: A model of transformers with any head or with none, a ``SentenceTransformer``, a
             ``CrossEncoder``, a module of your own around such an encoder, or any object that holds
             one of these, such as a pipeline or ``HuggingFaceEmbeddings`` of langchain-huggingface.
             `find_modules` says where the encoder may be.
-        strict: Whether a model that cannot be served raises. With False, the function warns
-            and returns the model unchanged.
+        strict: Whether the function raises ValueError if fastbert cannot run the encoder. With
+            False, the function warns and returns the model unchanged.
 
     Returns:
         `model` itself.
@@ -117,8 +119,8 @@ def accelerate(model: Model, *, strict: bool = True) -> Model:
     Raises:
         TypeError: If no module is found in `model`.
         ValueError: If `strict` is True and `model` has no encoder, encoders in several attributes,
-            or an encoder that cannot be served. The message names the reason, and nothing was
-            changed.
+            or an encoder that fastbert cannot run. The message names the reason, and `model`
+            stays unchanged.
 
     Examples:
         ```python
@@ -161,7 +163,7 @@ def _accelerate(model: Any, probing: Callable[[nn.Module], Any] | None = _unchec
         for hf_model, stock in pairs:
             kind: Any = type(hf_model)
             changed.append((hf_model, kind))
-            # The class is one of the facts of a binding, so the class is set first.
+            # A BoundEncoder records the class of its HF model, so the class is set first.
             hf_model.__class__ = _fast_class(kind, stock)
             hf_model.__dict__[BOUND] = BoundEncoder(hf_model, probing)
     except ValueError:
@@ -203,8 +205,9 @@ def bound_encoders(model: Any) -> dict[str, BoundEncoder]:
 
     Returns:
         The bound encoder of each accelerated module, by the path of the module in `model`, such as
-        ``"0.auto_model"`` in a ``SentenceTransformer``, and ``"_client.0.auto_model"`` in an object
-        that holds it. The dict is empty if `model` is not accelerated.
+        ``"0.auto_model"`` in a ``SentenceTransformer``, or ``"_client.0.auto_model"`` in an object
+        whose attribute ``_client`` is a ``SentenceTransformer``. The dict is empty if `model` is
+        not accelerated.
 
     Raises:
         TypeError: If no module is found in `model`.
@@ -220,8 +223,8 @@ def obstacles(model: Any) -> dict[str, str | None]:
         model: A module or an object that holds one, as in `accelerate`.
 
     Returns:
-        The reason, or None if fastbert runs the encoder, for each accelerated module by its path as
-        in `bound_encoders`.
+        A dict from the path of each accelerated module, as in `bound_encoders`, to the reason. The
+        reason is None if fastbert runs the encoder.
 
     Raises:
         TypeError: If no module is found in `model`.
@@ -245,7 +248,7 @@ def _accelerated_inside(model: Any) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _modules(model: Any) -> dict[str, nn.Module]:
-    """Return the modules in `model` that hold its encoders, or the modules without encoders."""
+    """Return the modules in `model` that hold encoders, or its other modules if none holds any."""
     return find_modules(model, lambda module: [hf_model for hf_model, _ in _encoders(module)])
 
 
@@ -261,7 +264,7 @@ def _encoders(outer: nn.Module) -> Iterator[tuple[Any, Any]]:
 
 
 def _nothing_found(model: Any, modules: dict[str, nn.Module]) -> str:
-    """Name what `model` holds instead of an encoder, with the paths of the modules in it."""
+    """Return a message that names the classes in `model`, none of which is a known encoder."""
     got = []
     for path, outer in modules.items():
         kinds = [m for m in outer.modules() if isinstance(m, PreTrainedModel)] or [outer]
@@ -284,7 +287,7 @@ def _fast_class(kind: Any, stock: Any) -> Any:
     `kind` is `stock` or a subclass of `stock`. A method that `kind` overrides still runs, and
     ``super().forward`` then reaches the forward of fastbert.
     """
-    # The names leave out self and **kwargs.
+    # The first parameter is self and the last is **kwargs.
     names = tuple(inspect.signature(stock.forward).parameters)[1:-1]
     taken = {*names, *TAKEN}
 
@@ -427,7 +430,7 @@ def _run(hf_model: Any, bound: BoundEncoder, stock: str, given: dict[str, Any]) 
 
 
 def _embedded(bound: BoundEncoder, given: dict[str, Any], tokens: EncoderInput) -> Tensor:
-    """Call the HF model's embedding, and return rows of shape ``(T, H)``."""
+    """Call the HF model's embedding, and return the T real tokens as rows of shape ``(T, H)``."""
     arguments = {name: given.get(name) for name in EMBEDDED}
     if tokens.layout.shape is not None:
         arguments["position_ids"] = tokens.positions.view(tokens.layout.shape)
@@ -442,7 +445,7 @@ def _flag(hf_model: Any, given: dict[str, Any], name: str) -> Any:
 def _arguments(
     bound: BoundEncoder, given: dict[str, Any]
 ) -> tuple[dict[str, Any], tuple[int, int] | None]:
-    """Return the arguments of `enter`, and the shape ``(B, L)`` of packed input or None."""
+    """Return the arguments of `enter`, and the shape ``(B, L)`` if the input is packed, or None."""
     choices = bound.model.config.architecture
     names = ["input_ids", "attention_mask", "position_ids", "inputs_embeds"]
     names += ["token_type_ids"] if choices.type_table else []
@@ -474,10 +477,10 @@ def _arguments(
 
 
 def _selected(states: tuple[Tensor, ...], wanted: Any) -> tuple[Tensor | None, ...]:
-    """Keep the states whose numbers are in `wanted`, and replace the other states with None.
+    """Keep the hidden states whose numbers are in `wanted`, and replace the others with None.
 
-    `wanted` is one number or several; a bool keeps all states. A negative number counts from the
-    end, and a number out of range is ignored.
+    `wanted` is one number or several numbers. If `wanted` is a bool, all states are returned. A
+    negative number counts from the end, and a number out of range is ignored.
     """
     if isinstance(wanted, bool):
         return states

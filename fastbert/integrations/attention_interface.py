@@ -60,12 +60,13 @@ def attention(
 ) -> tuple[Tensor, Tensor | None]:
     """Compute ``softmax(q kᵀ scaling + mask) v`` with the signature that transformers calls.
 
-    A row of a packed batch attends only to its own sequence. The sequences are given by
-    `cu_seq_lens_q` with B = 1, or, without a mask, by `position_ids` that restart. An exported
-    graph contains plain PyTorch operations.
+    A token of a packed batch attends only to its own sequence. The caller marks the sequences with
+    `cu_seq_lens_q` and a batch size B of 1, or, without a mask, with `position_ids` that start
+    again at each sequence. An exported graph contains only PyTorch's own operations.
 
     Args:
-        module: The attention module that calls; its ``is_causal`` is the default of `is_causal`.
+        module: The attention module that calls this function. Its attribute ``is_causal`` is the
+            default of `is_causal`.
         query: Queries of shape ``(B, H, Lq, D)``.
         key: Keys of shape ``(B, H, Lk, D)``.
         value: Values of shape ``(B, H, Lk, D)``.
@@ -75,23 +76,24 @@ def attention(
         dropout: Probability with which an attention weight is dropped.
         scaling: Factor of the logits; ``D ** -0.5`` by default.
         is_causal: Whether a query attends only to keys at its own position or earlier. The value
-            has no effect with a mask, because the mask then contains the causal rule. It has no
-            effect for a single query either, because that query attends to all keys before it.
+            has no effect with a mask, because the mask of transformers then already excludes the
+            later keys. It has no effect for a single query either, because that query is the last
+            position and attends to all keys.
         position_ids: Positions of shape ``(B, L)``.
         cu_seq_lens_q: Cumulative lengths of the queries' sequences, int32 of shape ``(N + 1,)``.
         cu_seq_lens_k: Cumulative lengths of the keys' sequences; `cu_seq_lens_q` by default.
-        max_length_q: Length of the longest sequence of queries.
-        max_length_k: Length of the longest sequence of keys.
+        max_length_q: Number of queries in the longest sequence.
+        max_length_k: Number of keys in the longest sequence.
         output_attentions: Whether the attention weights are returned too.
-        options: Other options of transformers. The options in ``REFUSED`` must be None, and all
-            others are ignored.
+        options: Other options of transformers. ``head_mask``, ``position_bias``, ``s_aux`` and
+            ``softcap`` must be None, and all others are ignored.
 
     Returns:
         The output of shape ``(B, Lq, H, D)``, and the weights before dropout of shape
         ``(B, H, Lq, Lk)``, or None without `output_attentions`.
 
     Raises:
-        ValueError: If an argument cannot be served. The message names the argument.
+        ValueError: If fastbert does not support an argument. The message names the argument.
     """
     for name in REFUSED:
         if options.get(name) is not None:
@@ -101,7 +103,8 @@ def attention(
     if key.shape[1] != query.shape[1]:
         raise ValueError(f"key: got {key.shape[1]} heads, allowed: {query.shape[1]}, as query has")
     causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
-    # As in transformers, a mask contains the causal rule, and a single query attends to all keys.
+    # As in transformers, a mask already excludes later keys, and a single query attends to every
+    # key.
     causal = bool(causal) and attention_mask is None and query.shape[2] > 1
     exporting = torch.compiler.is_exporting() or torch.onnx.is_in_onnx_export()
     operations: Any = reference if exporting else ops
@@ -173,17 +176,17 @@ def mask(
         kv_length: Number of keys of each sequence, Lk.
         q_offset: Position of the first query.
         kv_offset: Position of the first key.
-        mask_function: The rule of transformers that decides whether a query attends to a key.
-        attention_mask: The caller's mask. A mask of 2 dimensions marks padding; a mask of shape
-            ``(B, Lq, Lk)`` keeps its values.
-        allow_is_bidirectional_skip: Whether a mask of padding alone may have the shape ``(B, 1, 1,
-            Lk)`` or be None.
+        mask_function: The function of transformers that decides whether a query attends to a key.
+        attention_mask: The caller's mask. A mask of 2 dimensions is nonzero at real tokens; a mask
+            of shape ``(B, Lq, Lk)`` is returned with its values.
+        allow_is_bidirectional_skip: Whether a mask that excludes only padding may have the shape
+            ``(B, 1, 1, Lk)`` or be None.
         options: Further arguments of transformers' ``sdpa_mask``.
 
     Returns:
-        A bool mask of shape ``(B, 1, 1, Lk)`` for padding alone, or ``(B, 1, Lq, Lk)`` for a causal
-        or windowed rule; None if every query may attend to every key. A 3-D mask of the caller is
-        returned with a dimension of 1 for the heads.
+        A bool mask of shape ``(B, 1, 1, Lk)`` if it excludes only padding, or ``(B, 1, Lq, Lk)`` if
+        `mask_function` is causal or windowed. The result is None if every query may attend to every
+        key. A 3-D `attention_mask` is returned with a dimension of 1 for the heads.
 
     Raises:
         ValueError: If the caller's mask has 3 dimensions and `mask_function` is not bidirectional.

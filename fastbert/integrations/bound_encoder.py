@@ -51,8 +51,8 @@ class Watch(NamedTuple):
     """The facts on which a binding depends, in a form that ``torch.compile`` can trace.
 
     The facts are the HF model's modules with their paths and classes, the hooks of these modules,
-    and whether a module instance has an own ``forward``. Further facts are the shared parameters on
-    both sides, and the norms on both sides, which have an ``eps``.
+    and whether a module instance has a ``forward`` of its own. Further facts are which parameters
+    fastbert shares with the HF model, and the ``eps`` of each layer norm in both.
     """
 
     modules: list[tuple[dict[str, Any], str, nn.Module, type]]
@@ -63,7 +63,7 @@ class Watch(NamedTuple):
 
     @classmethod
     def over(cls, inside: list[Inside], leaves: list[Leaf]) -> Watch:
-        """Record the present facts of the modules in `inside` and `leaves`."""
+        """Record the current facts of the modules in `inside` and `leaves`."""
         bound = [(place, place.get()) for leaf in leaves for place in leaf.hf_places]
         places = [(place, module) for _, place, module in inside]
         present = [(place, child) for place, child in (*places, *bound) if child is not None]
@@ -92,7 +92,7 @@ class Watch(NamedTuple):
         )
 
     def unchanged(self) -> bool:
-        """Return whether the facts still hold."""
+        """Return whether all recorded facts are still true."""
         return (
             all(
                 siblings.get(name) is child and type(child) is kind
@@ -134,11 +134,13 @@ class BoundEncoder:
         model: The ``BertModel``.
         called: The modules of the HF model that are called because they deviate from the stock
             model: the path of the module → the deviation in words.
-        whole: Whether a called module receives padding, so that no padding is removed.
+        whole: Whether a module in `called` may depend on padded rows, so that no padding is
+            removed.
         calls_embedding: Whether the HF model's embedding is called, because a part of it deviates.
         checkpoints: Whether gradient checkpointing is on in the HF model.
         asks_gradient: Whether a hook of transformers makes the embeddings require gradients.
-        frequencies: Rotary frequencies of each base, if the HF model has rounded them, or empty.
+        frequencies: Rotary frequencies by the base of the rotary embedding, if the HF model has
+            rounded them, or an empty dictionary.
 
     Raises:
         ValueError: If fastbert cannot compute the HF model. The message names the obstacle.
@@ -147,18 +149,19 @@ class BoundEncoder:
     def __init__(
         self, hf_model: nn.Module, probing: Callable[[nn.Module], Any] | None = None
     ) -> None:
-        """Build the ``BertModel`` without memory of its own, and bind it to `hf_model`."""
+        """Build the ``BertModel`` on the meta device, and bind it to `hf_model`."""
         self._host = weakref.ref(hf_model)
         self._probing = probing
         self.called: dict[str, str] = {}
         self.whole = self.calls_embedding = self.checkpoints = self.asks_gradient = False
         self.watch: Watch | None = None
-        # One result for training mode and one for inference, and the result that is in effect.
+        # `_comparisons` has one result for training mode and one for inference. `_in_effect` is
+        # the result of the last call of `bind`.
         self._comparisons: dict[bool, CachedComparison] = {}
         self._in_effect: CachedComparison | None = None
         self.tables: list[tuple[str, Tensor]] = []
         self.frequencies: dict[float, Tensor] = {}
-        # The buffers of the HF model, with the numbers of writes to them.
+        # The buffers of the HF model, each with the number of times that torch has written to it.
         self._written: list[tuple[Tensor, int]] = []
 
         @torch._dynamo.assume_constant_result
@@ -229,7 +232,7 @@ class BoundEncoder:
         return cached.problem
 
     def _bind_traced(self, hf_model: nn.Module) -> str | None:
-        """Bind in a traced graph, where each fact that is read becomes a guard of the graph."""
+        """Bind while ``torch.compile`` traces, where each fact that is read becomes a guard."""
         if not (self._fits() and self.watch is not None and self.watch.unchanged()):
             problem = self._bind_while_traced()
             # Each fact that is read here becomes a guard, so a change of the fact leads to a new
@@ -258,7 +261,8 @@ class BoundEncoder:
         self.calls_embedding = any(
             path.partition(".")[0] == EMBEDDING or path in embedding for path in called
         )
-        # Any other hook is among the reasons of `called`.
+        # The comparison reports every hook except those of transformers, so a hook that is still
+        # here is the one that makes the embeddings require gradients.
         tables = [place.get() for leaf in self.leaves if leaf.embeds for place in leaf.hf_places]
         self.asks_gradient = any(table is not None and table._forward_hooks for table in tables)
         inner = [leaf for leaf in self.leaves if not leaf.embeds]
@@ -310,7 +314,7 @@ class BoundEncoder:
         return embedded
 
     def _settle_dropout(self) -> None:
-        """Take over the current dropout probabilities of the HF model."""
+        """Copy the current dropout probabilities of the HF model to the modules of fastbert."""
         dropping = False
         for drop in self.drops:
             probability = drop.probability()
@@ -321,7 +325,7 @@ class BoundEncoder:
             self.model.training = dropping
 
     def _find_tables(self) -> None:
-        """Keep the HF model's tables, whose sizes are read before every call."""
+        """Collect the HF model's embedding tables, whose sizes are read before every call."""
         embeddings = self.model.embeddings
         self.tables = []
         for name, table in (
@@ -335,7 +339,7 @@ class BoundEncoder:
                 self.tables.append((name, weight))
 
     def _take_sizes(self) -> None:
-        """Take over the sizes of the HF model's tables, which may have grown in place."""
+        """Copy the sizes of the HF model's embedding tables, which may have grown in place."""
         config = self.model.config
         for name, weight in self.tables:
             if weight.shape[0] != getattr(config, name):
@@ -362,7 +366,7 @@ def _are_row_wise(leaf: Leaf, called: Mapping[str, str]) -> bool:
 
 
 def _bind(leaf: Leaf, called: Mapping[str, str]) -> None:
-    """Share the parameters of the HF model's modules, or call one of its modules instead."""
+    """Share the parameters of the HF model's modules, or put a module in `called` in its place."""
     module = leaf.module
     parts = [place.get() for place in leaf.hf_places]
     if isinstance(module, JoinedLinear):

@@ -1,4 +1,8 @@
-"""Rules for the contents of the buffers of a stock encoder; a twin's buffers have no values."""
+"""Check the buffers of an HF model, a model of transformers, against the values of stock code.
+
+The twin of an HF model is a fresh model of the same class and config on the meta device, so the
+buffers of the twin have no values. This module computes the expected values instead.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +15,9 @@ from fastbert.modules.positions import frequencies
 
 
 def buffer_problem(name: str, buffer: Tensor | None, twin: nn.Module, config: Any) -> str | None:
-    """Return how a buffer of the HF model differs from what the stock code puts into it, or None.
+    """Return how a buffer of the HF model differs from the buffer of stock code, or None.
 
-    The values of a buffer on the meta device do not exist, and are not compared.
+    A buffer on the meta device has no values, so only its dtype and shape are compared.
 
     Args:
         name: Name of the buffer.
@@ -35,7 +39,10 @@ def buffer_problem(name: str, buffer: Tensor | None, twin: nn.Module, config: An
 
 
 def _integer_problem(name: str, buffer: Tensor) -> str | None:
-    """Compare with 0, 1, 2, … or with zeros; the table of positions may have been resized."""
+    """Compare ``position_ids`` with 0, 1, 2, …, and ``token_type_ids`` with zeros.
+
+    The length may differ from the config, because the table of positions may have been resized.
+    """
     shape = tuple(buffer.shape)
     if buffer.dtype != torch.int64 or len(shape) != 2 or shape[0] != 1:
         return f"got {buffer.dtype} of shape {shape}, allowed: torch.int64 of shape (1, L)"
@@ -53,9 +60,9 @@ def _integer_problem(name: str, buffer: Tensor) -> str | None:
 
 
 def _frequency_problem(name: str, buffer: Tensor, expected: Tensor, config: Any) -> str | None:
-    """Compare with ``base ** (-2 i / dim)``, also after a rounding to a half precision and back.
+    """Compare element i with ``base ** (-2 i / dim)``, or with that value rounded to bf16 or fp16.
 
-    The binding reads the buffer, so a rounded buffer gives the same result as in the stock code.
+    A rounded buffer is allowed because fastbert reads its values, as the stock code does.
     """
     if not buffer.is_floating_point() or buffer.shape != expected.shape:
         shapes = f"shape {tuple(buffer.shape)}, allowed: floats of shape {tuple(expected.shape)}"

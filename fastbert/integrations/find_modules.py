@@ -19,15 +19,16 @@ from torch import Tensor, nn
 
 from fastbert.modules.class_name import class_name
 
-# Attributes between the object and a module. The items of a list, a tuple or a dict count as the
-# attribute that holds the container.
+# Largest number of attributes on the path from the object to a module. An item of a list, a tuple
+# or a dict adds nothing to this number.
 DEPTH = 4
 # Largest number of objects that one search looks at, and of items that it takes from a container.
 OBJECTS = 10_000
 ITEMS = 1_000
 # Values of these types hold no module.
 VALUE_TYPES = (str, bytes, bytearray, int, float, complex, range, Tensor, type, types.ModuleType)
-# Objects of these packages lead to every thread or every logger of the process.
+# The search skips objects of these packages, because they lead to every thread or every logger of
+# the process.
 SHARED = {"asyncio", "concurrent", "logging", "multiprocessing", "threading", "_thread"}
 # Slots of pydantic that hold attributes by name.
 NAMESPACES = ("__dict__", "__pydantic_private__", "__pydantic_extra__")
@@ -40,7 +41,7 @@ class Reached(NamedTuple):
 
     Attributes:
         path: The path from the first object, such as ``._client`` or ``._replicas[0].model``.
-        place: The path without the indices of containers.
+        place: The path without the indices and keys of containers.
         value: The object.
         depth: Number of attributes in the path.
     """
@@ -52,7 +53,7 @@ class Reached(NamedTuple):
 
 
 class Candidate(NamedTuple):
-    """A module with encoders: where the module is, and the ids of its encoders."""
+    """A module with encoders: `reached` is the module, and `encoders` the ids of its encoders."""
 
     reached: Reached
     encoders: frozenset[int]
@@ -61,19 +62,19 @@ class Candidate(NamedTuple):
 def find_modules(wrapper: Any, encoders: Encoders) -> dict[str, nn.Module]:
     """Find the modules with an encoder in an object.
 
-    A module with an encoder inside is the result itself. In any other object, the search follows at
-    most `DEPTH` attributes and looks at most at `OBJECTS` objects, each one once. Several modules
-    are returned together if their paths differ only in the indices of a container, such as the
-    replicas ``._replicas[0]`` and ``._replicas[1]``. A module whose encoders are all inside another
-    found module is left out.
+    If `wrapper` is a module with an encoder inside, it is the only result. In any other object, the
+    search follows at most `DEPTH` attributes and looks once at each of at most `OBJECTS` objects.
+    Several modules are returned together if their paths differ only in the indices of a container,
+    such as the replicas ``._replicas[0]`` and ``._replicas[1]``. A module is left out if another
+    result contains all its encoders.
 
     Args:
         wrapper: A module, a container, or any object that holds modules.
         encoders: Returns the encoders inside a module.
 
     Returns:
-        The found modules by their paths from `wrapper`; the path of `wrapper` itself is ``""``. If
-        no module contains an encoder, the outermost modules without one.
+        The modules by their paths from `wrapper`; the path of `wrapper` itself is ``""``. If no
+        module contains an encoder, the result is the outermost modules without one.
 
     Raises:
         TypeError: If there is no module at all.
@@ -105,9 +106,9 @@ def find_modules(wrapper: Any, encoders: Encoders) -> dict[str, nn.Module]:
 def reader_of_padding(outer: nn.Module) -> str:
     """Return which module in `outer` reads hidden states where the attention mask is 0.
 
-    An accelerated encoder computes no hidden states there. In a ``MultiVectorEncoder`` of
-    sentence-transformers, query expansion with ``attend=False`` appends mask tokens that the
-    attention mask hides. The score of a query reads the hidden states of these mask tokens, as in
+    An accelerated encoder computes no hidden states at these positions. In a ``MultiVectorEncoder``
+    of sentence-transformers, query expansion with ``attend=False`` appends mask tokens whose
+    attention mask is 0. The score of a query reads the hidden states of these mask tokens, as in
     ColBERT.
 
     Args:
@@ -131,7 +132,7 @@ def reader_of_padding(outer: nn.Module) -> str:
 
 
 def _outermost(candidates: list[Candidate]) -> list[Reached]:
-    """Leave out each module whose encoders are all in a larger module, or in an earlier one."""
+    """Leave out a module if a larger candidate has all its encoders, or an earlier one the same."""
     return [
         reached
         for i, (reached, inside) in enumerate(candidates)
@@ -165,7 +166,10 @@ def _modules_in(wrapper: Any, encoders: Encoders) -> Iterator[tuple[Reached, fro
 
 
 def _inside(reached: Reached) -> Iterator[Reached]:
-    """Yield what an object stores: the items of a container, or the attributes of an object."""
+    """Yield the items of a container, or the attributes of any other object.
+
+    Values that cannot hold a module are left out.
+    """
     path, place, value, depth = reached
     # The methods of the built-in classes are used, because a subclass may compute its items.
     items: Iterable[tuple[Any, Any]] = ()

@@ -1,4 +1,7 @@
-"""The modules of an HF model, a model of transformers, beside the modules of fastbert."""
+"""The correspondence between the modules of an HF model and the modules of fastbert.
+
+An HF model is a model of transformers.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,7 @@ class Place(NamedTuple):
 
 
 class Inside(NamedTuple):
-    """A module inside the HF model that is not called, with its path and its place."""
+    """A module of the HF model that fastbert replaces and does not call, with path and place."""
 
     path: str
     place: Place
@@ -46,7 +49,11 @@ class Inside(NamedTuple):
 
 
 class Leaf(NamedTuple):
-    """A module of fastbert with parameters, and the paths and places of the HF model's modules."""
+    """A module of fastbert with parameters, and the HF model's modules whose parameters it shares.
+
+    `path` and `own_place` belong to the module of fastbert, and `paths` and `hf_places` to the
+    modules of the HF model.
+    """
 
     path: str
     own_place: Place
@@ -56,14 +63,14 @@ class Leaf(NamedTuple):
 
     @property
     def embeds(self) -> bool:
-        """Whether the module is part of the embedding, a projection after it included."""
+        """Whether the module is part of the embedding or is the projection after it."""
         return self.path.startswith(EMBEDDING)
 
 
 class Drop(NamedTuple):
     """A module of fastbert with a ``dropout_p``, and the source of its value in the HF model.
 
-    The source is the dropout module called ``name`` in ``hf_module``, or a number of that name.
+    The source is the attribute `name` of `hf_module`: a dropout module or a number.
     """
 
     module: Any
@@ -79,7 +86,7 @@ class Drop(NamedTuple):
 
 
 def layers_of(hf_model: nn.Module, config: Any) -> int:
-    """Return the number of stored layers of the HF model."""
+    """Return the number of layers whose parameters the HF model stores."""
     family = families.family_of(config.model_type)
     path = family.modules["encoder.layer.{layer}.output.dense"][0]
     container = hf_model.get_submodule(path.partition(".{")[0])
@@ -109,7 +116,7 @@ def leaves_of(model: BertModel, hf_model: nn.Module) -> list[Leaf]:
 
 
 def drops_of(model: BertModel, hf_model: nn.Module) -> list[Drop]:
-    """Return the modules of fastbert with dropout, whose probability is now 0."""
+    """Set every dropout probability of `model` to 0, and return the modules that have a source."""
     for module in model.modules():
         if "dropout_p" in module.__dict__:
             module.dropout_p = 0.0
@@ -124,10 +131,10 @@ def drops_of(model: BertModel, hf_model: nn.Module) -> list[Drop]:
 
 
 def containers_of(hf_model: nn.Module, model: BertModel, leaves: list[Leaf]) -> Iterator[Inside]:
-    """Find the HF model's modules that are not called.
+    """Yield the modules of the HF model that fastbert replaces and does not call.
 
-    Four kinds of modules are left out: leaves, the modules inside leaves, the pooler, which is
-    called, and modules that a subclass added.
+    Four kinds of modules are left out: the modules whose parameters `leaves` share, the modules
+    inside these, the pooler, which fastbert calls, and modules that a subclass added.
     """
     family = families.family_of(model.config.model_type)
     paths = [path for group in family.modules.values() for path in group]
@@ -149,11 +156,12 @@ def containers_of(hf_model: nn.Module, model: BertModel, leaves: list[Leaf]) -> 
 def rounded_frequencies(hf_model: nn.Module, config: BertConfig) -> dict[float, Tensor]:
     """Return the rotary frequencies in the buffers of an HF model, if they are rounded.
 
-    ``hf_model.to(torch.bfloat16)`` rounds the buffers, and the way back keeps the rounding.
+    ``hf_model.to(torch.bfloat16)`` rounds the buffers, and a later ``hf_model.float()`` does not
+    undo the rounding.
 
     Returns:
-        The frequencies of each base, or an empty dictionary if no buffer is rounded. The buffers
-        of an HF model on the device meta have no values, and are written before the HF model runs.
+        The frequencies by the base of the rotary embedding, or an empty dictionary if no buffer is
+        rounded. Buffers on the meta device have no values yet and are ignored.
     """
     bases = sorted(set(config.architecture.rotary_bases))
     buffers: dict[float, Tensor] = {}

@@ -1,4 +1,8 @@
-"""The rules by which one module of an HF model is compared with the same module of the twin."""
+"""The rules by which one module of an HF model is compared with the same module of its twin.
+
+An HF model is a model of transformers. Its twin is a fresh model of the same class and config on
+the meta device.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,7 @@ from fastbert.integrations.stock_files import MISSING, placed
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 LEAVES = (nn.Linear, nn.LayerNorm, nn.Embedding)
-# The container of the tables: fastbert calls it as a whole if anything in it deviates.
+# The module with the embedding tables. If any part of it deviates, fastbert calls the whole module.
 EMBEDDINGS = "embeddings"
 
 
@@ -28,14 +32,16 @@ def is_embedding(path: str) -> bool:
 def kind_problem(
     kind: type, expected: type, code: stock_code.Code, *, root: bool = False
 ) -> str | None:
-    """Return why the class `kind` is not `expected` or a subclass that changes nothing.
+    """Return why the class `kind` must not stand in for the class `expected`, or None.
+
+    A subclass of `expected` is allowed if it overrides nothing that the code of `expected` uses.
 
     Args:
         kind: Class of the HF model's module.
         expected: Class of the twin's module.
         code: The code of `expected`.
-        root: Whether the module is the HF model itself. Its own ``forward`` runs, and reaches
-            fastbert only through the ``forward`` of `expected`.
+        root: Whether the module is the HF model itself, which may have a ``forward`` of its own.
+            Such a ``forward`` runs, and reaches fastbert through ``super().forward``.
     """
     dropouts = (nn.Dropout, nn.Identity)
     if kind is expected or (kind in dropouts and expected in dropouts):
@@ -55,7 +61,7 @@ def kind_problem(
 
 
 def _only_checkpoints(kind: type, expected: Any) -> bool:
-    """Return whether the forward of `kind` is that of `expected`, wrapped for checkpointing."""
+    """Return whether the forward of `kind` wraps that of `expected` for gradient checkpointing."""
     forward = vars(kind)["forward"]
     cells = getattr(forward, "__closure__", None) or ()
     if not any(cell.cell_contents is expected.forward for cell in cells):
@@ -72,7 +78,10 @@ def is_own_forward(hf_model: nn.Module, value: Any) -> bool:
 
 
 def honoured_problems(hf_model: nn.Module, twin: nn.Module) -> Iterator[tuple[str, str]]:
-    """Yield the values of honoured attributes that cannot be honoured."""
+    """Yield the attributes that fastbert follows if their values are not supported.
+
+    fastbert follows the dropout probabilities and the function for gradient checkpointing.
+    """
     for name in ("p", "attention_dropout"):
         value = vars(hf_model).get(name, 0.0)
         if name in vars(twin) and (type(value) not in (int, float) or not 0.0 <= value <= 1.0):
@@ -86,7 +95,7 @@ def honoured_problems(hf_model: nn.Module, twin: nn.Module) -> Iterator[tuple[st
 
 
 def hook_problems(path: str, hf_model: nn.Module) -> Iterator[tuple[str, str]]:
-    """Yield the hooks of a module that are not among transformers' own."""
+    """Yield the hooks of a module that transformers did not register."""
     for name in HOOKS:
         for hook in vars(hf_model).get(name, {}).values():
             if not _is_known_hook(path, hook):
@@ -131,7 +140,7 @@ def shape_problem(parameter: Any, expected: Any, is_table: bool) -> str | None:
     Args:
         parameter: The HF model's parameter, or None.
         expected: The twin's parameter, or None.
-        is_table: Whether the number of rows may differ.
+        is_table: Whether the parameter is an embedding table, whose number of rows may differ.
     """
     if parameter is None or expected is None:
         return None
@@ -141,7 +150,7 @@ def shape_problem(parameter: Any, expected: Any, is_table: bool) -> str | None:
 
 
 def equal(a: Any, b: Any) -> bool:
-    """Return whether two values of an attribute are equal, in their types as well."""
+    """Return whether two values of an attribute have equal types and equal contents."""
     if a is b:
         return True
     if type(a) is not type(b):
@@ -157,7 +166,7 @@ def equal(a: Any, b: Any) -> bool:
 
 
 def shown(value: Any) -> str:
-    """Return a value in a few words."""
+    """Return a description of a value, in at most about 60 characters."""
     if value is MISSING:
         return "nothing"
     if isinstance(value, Tensor):

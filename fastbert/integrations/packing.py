@@ -10,8 +10,9 @@ from torch import Tensor
 def restarts(position_ids: Tensor, batch: int, length: int) -> tuple[Tensor | None, Tensor | None]:
     """Find the sequences that are packed into the rows of a batch, from their positions.
 
-    A row is packed if its positions return to the first position of the row, and count up by one
-    otherwise. Positions that have a gap, repeat or run backwards are only positions.
+    A row is packed if each position is either one more than the position before it or equal to the
+    first position of the row, and the latter happens at least once. Positions with a gap, a
+    repetition or a step backwards do not mark sequences.
 
     Args:
         position_ids: Integer positions of shape ``(B, L)`` or ``(1, L)``.
@@ -19,12 +20,13 @@ def restarts(position_ids: Tensor, batch: int, length: int) -> tuple[Tensor | No
         length: Length of the rows, L.
 
     Returns:
-        A mask of pairs and ``cu_seqlens``; at most one of the two is not None. The mask is bool of
-        shape ``(B, 1, L, L)``, or ``(1, 1, L, L)`` for shared positions. It is given in a traced
-        graph, because such a graph must not depend on where sequences begin. ``cu_seqlens`` is
-        int32 of shape ``(N + 1,)`` and is given otherwise. Outside a traced graph, both are None if
-        every row is a single sequence. Both are also None if `position_ids` does not have two
-        dimensions and the length `length`.
+        An attention mask and ``cu_seqlens``; at most one of the two is not None. In a traced graph,
+        the first is a bool mask of shape ``(B, 1, L, L)``, or ``(1, 1, L, L)`` if all rows share
+        their positions, because the graph must not depend on where sequences begin. Otherwise the
+        second is int32 of shape ``(N + 1,)`` with the cumulative lengths of the N sequences.
+        Outside a traced graph, both are None if every row is a single sequence. Both are also None
+        if `position_ids` does not have two dimensions and the length `length`, or if `length` is
+        less than 2.
 
     Examples:
         >>> import torch

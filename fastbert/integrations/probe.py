@@ -1,4 +1,4 @@
-"""Compare a small stock model with fastbert where the code of its class is not pinned."""
+"""Compare a small stock model with fastbert if the code of its class is not a tested version."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ WIDTHS = {
 }
 WORDS = 200
 LENGTHS = (11, 4, 1, 7)
-# Stock attention gives NaN where a whole window is padding, so models with windows get less
-# padding.
+# Stock attention gives NaN where a whole attention window is padding, so models with windows get
+# these lengths, with less padding.
 LENGTHS_WITH_WINDOWS = (11, 8, 9, 10)
 SEED = 20260
 
@@ -36,13 +36,12 @@ Results = dict[str, Tensor]
 def probe(hf_model: nn.Module, accelerate: Callable[[nn.Module], Any]) -> str | None:
     """Compare hidden states and gradients of the HF model's stock code with fastbert.
 
-    The batch is padded. The models are small, with random weights and no dropout, and have the HF
-    model's config otherwise. They are on the CPU in fp32, and the oracle is the stock model in
-    float64. The random generators of torch keep their states.
+    The batch is padded. The models are small, with random weights and no dropout, and otherwise
+    have the HF model's config. Both run on the CPU in fp32. The error of each is measured against
+    the same stock model in float64. The states of torch's random generators do not change.
 
     Args:
-        hf_model: An encoder of transformers. Only the class and the config of this encoder are
-            used.
+        hf_model: An encoder of transformers. Only its class and its config are used.
         accelerate: A function that makes fastbert run a model without asking for a comparison.
 
     Returns:
@@ -110,10 +109,10 @@ def _batch(config: Any) -> dict[str, Tensor]:
 
 
 def _results(model: nn.Module, batch: dict[str, Tensor]) -> Results:
-    """Return the states of real tokens, and the gradients of a random sum of these states.
+    """Return the hidden states of real tokens, and the gradients of their randomly weighted sum.
 
-    A shift of the logits does not change a softmax, so the gradient of a key's bias is 0 except for
-    rounding. These gradients are left out.
+    The bias of the key projection shifts all attention logits of a query equally, which does not
+    change a softmax. Its gradient is therefore 0 except for rounding, and is left out.
     """
     model.zero_grad()
     real = batch["attention_mask"].bool()

@@ -12,12 +12,12 @@ from fastbert.inference import Embedder
 class Embed:
     """Adds a column of embeddings to the batches of a Ray data set.
 
-    Ray makes one instance in each of its workers, which loads the model once. A batch of Ray is
-    divided into packed batches of similar lengths.
+    Ray makes one instance in each worker, so each worker loads the model once. The instance divides
+    a batch of Ray into packed batches of texts with similar lengths.
 
     Args:
         model: Folder or hub id of a checkpoint, which every machine of the cluster can read.
-        field: Name of the column of the texts.
+        field: Name of the column that contains the texts.
         options: The keyword arguments of `fastbert.inference.Embedder`.
 
     Raises:
@@ -40,13 +40,14 @@ class Embed:
         """Return the batch with the column ``embedding``.
 
         Args:
-            batch: Columns of N values, one of them with texts.
+            batch: Columns of N values. The column `field` contains texts.
 
         Returns:
-            The columns and ``embedding``, fp32 of shape ``(N, E)``.
+            The columns of `batch`, and the column ``embedding``, fp32 of shape ``(N, E)`` for
+            vectors of E elements.
 
         Raises:
-            ValueError: If there is no column of this name, or if a value is not a text.
+            ValueError: If `batch` has no column `field`, or if a value in it is not a text.
         """
         if self.field not in batch:
             raise ValueError(f"field: got {self.field!r}, allowed: {', '.join(batch)}")

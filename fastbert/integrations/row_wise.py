@@ -1,9 +1,10 @@
-"""The linear layers of other libraries that compute each row of their input by itself.
+"""The linear layers of other libraries that compute each row of their input independently.
 
 A module that replaces a linear layer may depend on all rows of its input, as dynamic quantization
 does, or on the division of the rows into sequences, as a hook may do. fastbert therefore calls such
-a module with ``(B, L, H)``, padding included, as the model of transformers does. A module that
-`is_row_wise` computes each row by itself, so the rows of padding can be left out.
+a module with an input of shape ``(B, L, H)`` that includes padding, as the model of transformers
+does. If `is_row_wise` is True, each output row depends only on its own input row, so fastbert
+leaves out the rows of padding.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from fastbert.modules.quantized_linear import QuantizedLinear
 
-# Adapters of PEFT that add a function of each row to a linear layer, by the name of their class.
+# Class names of the PEFT adapters that change each row of a linear layer independently.
 ADAPTERS = (
     "peft.tuners.lora.layer.Linear",
     "peft.tuners.adalora.layer.SVDLinear",
@@ -31,8 +32,8 @@ PARTS = (
     "peft.tuners._buffer_dict.BufferDict",
     "peft.tuners.lora.dora.DoraLinearLayer",
 )
-# Variants of LoRA that are functions of each row. Activated LoRA is not in the list, because it
-# depends on positions.
+# Variants of LoRA that compute each row independently. Activated LoRA is not in the list, because
+# it depends on positions.
 VARIANTS = ("DoraLinearVariant",)
 # Hooks that compute the weight before the layer runs, and do not look at the input.
 WEIGHT_HOOKS = (
@@ -43,15 +44,15 @@ WEIGHT_HOOKS = (
 
 
 def is_row_wise(module: nn.Module) -> bool:
-    """Tell whether a module that replaces a linear layer computes each row by itself.
+    """Return whether a module that replaces a linear layer computes each row independently.
 
     Args:
         module: The module.
 
     Returns:
-        True for LoRA, DoRA, AdaLoRA and IA3 of PEFT around a plain linear layer, for a linear layer
-        with pruning, weight norm or a parametrization, and for the int8 layer of fastbert. False
-        for every other module, and if the module or a module inside it has hooks.
+        True for LoRA, DoRA, AdaLoRA and IA3 of PEFT around an ``nn.Linear``, for an ``nn.Linear``
+        with pruning, weight norm or a parametrization, and for the int8 layer of fastbert. The
+        result is False for every other module, and for a module with any other forward hook.
     """
     kind = type(module)
     if kind is QuantizedLinear:
@@ -64,7 +65,7 @@ def is_row_wise(module: nn.Module) -> bool:
             and all(_name(type(part)) in PARTS for part in inside)
             and all(type(variant).__name__ in VARIANTS for variant in variants)
         )
-    # A parametrization makes a subclass of the layer, and its weight is a property.
+    # A parametrization makes a subclass of the layer, in which the weight is a property.
     return (
         isinstance(module, nn.Linear)
         and kind.forward is nn.Linear.forward

@@ -1,15 +1,15 @@
-"""Whether the code that a class of transformers or torch reaches is the code of its files.
+"""Check whether the code that a class of transformers or torch reaches is the code of its files.
 
-An HF model is compared with a fresh model of the same class, and both run the same code. A method,
-a global name or a table entry that was replaced in the process is therefore the same on both sides.
-This module compares the code that a class reaches with the code that the loader of its file gives:
-methods, the functions in closures of decorators, the functions that global names lead to, and the
-entries "eager" and "sdpa" of the tables of attention functions and masks.
+An HF model is compared with a fresh model of the same class, and both run the same code. That
+comparison cannot detect a method, a global name or a table entry that was replaced in the process.
+This module therefore compares the code that a class reaches with the code in the file of the class.
+It compares methods, the functions in closures of decorators, the functions that global names lead
+to, and the entries "eager" and "sdpa" of the tables of attention functions and masks.
 
-Two functions that a name could lead to are told apart by their names, by their modules and by the
-decorators of the class body. The names that a function contains are taken from its code object, so
-that a name which the function uses as an attribute of another object counts as well. That makes a
-comparison more careful and never less careful.
+Two functions that a name could lead to are distinguished by their names, by their modules and by
+the decorators in the class body. The names that a function reads are taken from its code object, so
+a name that the function uses only as an attribute of another object is followed too. The comparison
+may therefore cover more code than the function runs, but never less.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ GENERATED = frozenset(
 )
 # The methods of nn.Module that are stored under two names.
 ALIASES = {"__call__": "_wrapped_call_impl", "forward": "_forward_unimplemented"}
-# The wrapper that torch puts around a function → the name of the decorator in a class body.
+# The name of a wrapper that torch puts around a function → the name of its decorator.
 WRAPPERS = {"context_decorator": "no_grad"}
 # Functions of torch that wrap a method of a class in place. torch.compile wraps nn.Module.__init__.
 PATCHES = ("install_generation_tagging_init",)
@@ -79,8 +79,8 @@ class Code(NamedTuple):
     """The code that one class reaches.
 
     Attributes:
-        problem: The first difference from the files, in words, or None.
-        names: The identifiers in the code.
+        problem: A description of the first difference from the files, or None.
+        names: The identifiers in all code that the class reaches.
         own: The identifiers in the code of the class's own methods.
         records: The records of all functions and classes.
     """
@@ -98,8 +98,8 @@ _attributes: dict[tuple[type, str], tuple[list[Record], str | None]] = {}
 def code_of(kind: type) -> Code:
     """Return the code that the class `kind` reaches.
 
-    The result is kept. Call `refresh` with the results before they are used, because a class, a
-    function or a global name may have been replaced.
+    The result is cached. Call `refresh` with the class before you use the result, because a class,
+    a function or a global name may have been replaced since.
 
     Args:
         kind: A subclass of ``nn.Module``.
@@ -131,7 +131,7 @@ def problem_of(kind: type) -> str | None:
 
 
 def refresh(kinds: Iterable[type]) -> None:
-    """Forget everything that was found if the code of one of the classes `kinds` was changed."""
+    """Clear all cached results if the code of one of the classes `kinds` has changed."""
     records = {id(r): r for kind in kinds if kind in _codes for r in _codes[kind].records}
     if not all(record.holds() for record in records.values()):
         forget()
@@ -140,14 +140,14 @@ def refresh(kinds: Iterable[type]) -> None:
 
 
 def facts(kinds: Iterable[type]) -> tuple[list[dict[str, Any]], list[type], list[FunctionType]]:
-    """Return what guards the comparisons of the classes `kinds`.
+    """Return the objects whose changes make the comparisons of the classes `kinds` outdated.
 
     Args:
         kinds: Subclasses of ``nn.Module``.
 
     Returns:
-        The dictionaries whose entries the code loads, the classes whose attributes it uses, and
-        the functions, which are changed if their ``__code__`` or their defaults are replaced.
+        The dictionaries whose entries the code loads, the classes whose attributes the code uses,
+        and the functions, which change if their ``__code__`` or their defaults are replaced.
     """
     records = {id(r): r for kind in kinds for r in code_of(kind).records}.values()
     dicts = {id(e.names): e.names for record in records for e in record.entries}
@@ -163,7 +163,7 @@ def facts(kinds: Iterable[type]) -> tuple[list[dict[str, Any]], list[type], list
 
 
 def _class_record(kind: type) -> Record:
-    """Compare the methods of a class that are reached from its ``forward`` and implicitly."""
+    """Compare the methods of a class that its ``forward`` or any name in `IMPLICIT` reaches."""
     record = Record(kind)
     names, done = set(IMPLICIT), frozenset[str]()
     bases = [base for base in kind.__mro__ if base is not object]
@@ -211,7 +211,7 @@ def _attribute(base: type, name: str) -> tuple[list[Record], str | None]:
     functions = _functions(value)
     if functions is None:
         return [], _value_problem(body, name, value, title)
-    # What an __init__ makes is compared, so that the names which it loads need not be.
+    # The attributes that __init__ sets are compared elsewhere, so only its own code is compared.
     depth = CODE if name == "__init__" else NAMES if base is nn.Module else FOLLOW
     records = [function_record(function, depth) for function in functions]
     problem = next((p for f in functions if (p := _method_problem(base, body, name, f))), None)
@@ -219,7 +219,7 @@ def _attribute(base: type, name: str) -> tuple[list[Record], str | None]:
 
 
 def _functions(value: Any) -> list[FunctionType] | None:
-    """Return the functions in an attribute of a class, or None if it is no function."""
+    """Return the functions in an attribute of a class, or None if it contains anything else."""
     if isinstance(value, (staticmethod, classmethod)):
         value = value.__func__
     if isinstance(value, property):

@@ -1,4 +1,4 @@
-"""The code objects in the files of Python modules, as the loaders of the modules give them."""
+"""The code objects that the loaders of Python modules read from the files of the modules."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ MISSING = object()
 
 
 class Placed(NamedTuple):
-    """A code object of a file, the code object around it, and the outermost name around it."""
+    """A code object of a file, the code object that contains it, and the name of the outermost one.
+
+    The outermost code object is the function or class at the top of the file.
+    """
 
     code: CodeType
     parent: CodeType
@@ -52,7 +55,7 @@ def defined_in(module: str) -> frozenset[str]:
 
 
 def placed(code: CodeType, module: str) -> Placed | None:
-    """Return the equal code object in the file of `module`, with its place, or None."""
+    """Return the code object in the file of `module` that equals `code`, or None."""
     file = file_of(module)
     places = file[0].get((code.co_name, code.co_firstlineno), []) if file is not None else []
     return next((place for place in places if place.code == code), None)
@@ -60,7 +63,7 @@ def placed(code: CodeType, module: str) -> Placed | None:
 
 @functools.cache
 def body_of(kind: type) -> CodeType | None:
-    """Return the code of the class statement in the file."""
+    """Return the code object of the statement that defines the class `kind`, or None."""
     file = file_of(kind.__module__)
     for (name, _), places in (file[0] if file is not None else {}).items():
         for place in places if name == kind.__name__ else ():
@@ -107,7 +110,7 @@ def content(cell: Any) -> Any:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Return whether two values are the same, or equal constants of the same types."""
+    """Return whether two values are the same object, or equal constants of the same type."""
     if isinstance(a, tuple):
         return type(b) is tuple and len(a) == len(b) and all(map(same, a, b))
     if isinstance(a, (int, float, str, bytes, type(None), type(Ellipsis))):

@@ -18,7 +18,8 @@ from fastbert.integrations.stock_files import (
     same,
 )
 
-# The tables of functions by name, and the functions that the names must lead to.
+# Class of a table → name of an entry → module and name of the function that the entry must be.
+# None means that the table must have no such entry.
 ENTRIES: dict[str, dict[str, tuple[str, str] | None]] = {
     "AttentionInterface": {
         "eager": None,
@@ -34,15 +35,16 @@ LOOKUPS = frozenset(("get_interface", "get", "__getitem__", "__contains__"))
 # Code in these packages is compared with its file, and the names that it loads are followed.
 FOLLOWED = ("transformers.", "torch.nn.")
 COMPARED = ("transformers.", "torch.")
-# transformers reads its own environment and version with these modules, and logs with them.
+# The names that these modules load are not followed. With them, transformers reads its environment
+# and version, logs, and generates text.
 NOT_FOLLOWED = (
     "transformers.utils.import_utils",
     "transformers.utils.logging",
     "transformers.cache_utils",
     "transformers.generation",
 )
-# The depth of the comparison of a function: only its code, also the attributes that it reads, or
-# also the functions that it calls.
+# How much of a function is compared. CODE compares only its code, NAMES also collects the names in
+# the code, and FOLLOW also compares the functions that these names lead to.
 CODE, NAMES, FOLLOW = range(3)
 
 
@@ -55,7 +57,7 @@ class Entry(NamedTuple):
 
 
 class Record:
-    """What is known of one function or class.
+    """The result of the comparison of one function or class with its file.
 
     Attributes:
         subject: The function or the class.
@@ -66,7 +68,7 @@ class Record:
     """
 
     def __init__(self, subject: Any) -> None:
-        """Keep the facts of `subject` that a later comparison looks at."""
+        """Store the properties of `subject` that `holds` compares later."""
         self.subject = subject
         self.problem: str | None = None
         self.names: frozenset[str] = frozenset()
@@ -75,7 +77,7 @@ class Record:
         self.facts = _facts(subject)
 
     def holds(self) -> bool:
-        """Return whether the subject and the dictionary entries are as they were compared."""
+        """Return whether the subject and the dictionary entries are still the compared ones."""
         now = _facts(self.subject)
         return (
             len(now) == len(self.facts)
@@ -110,7 +112,7 @@ def _facts(subject: Any) -> tuple[Any, ...]:
 
 
 def function_record(function: FunctionType, depth: int = FOLLOW) -> Record:
-    """Compare a function; `depth` is CODE, NAMES or FOLLOW."""
+    """Compare a function with its file; `depth` is CODE, NAMES or FOLLOW."""
     key = id(function), depth
     if key in _records and _records[key].subject is function:
         return _records[key]
@@ -148,9 +150,10 @@ def function_record(function: FunctionType, depth: int = FOLLOW) -> Record:
 
 
 def _default_problem(function: FunctionType, parent: CodeType, title: str) -> str | None:
-    """Return why the defaults cannot be those in the file, or None.
+    """Return why the defaults of a function cannot be the defaults in its file, or None.
 
-    The file's code has constant defaults as one constant. Another default is the value of a name.
+    Compiled code stores defaults that are all constants as one tuple. Any other default is the
+    value of a name, so it must be among the values of the names in `parent`.
     """
     defaults = function.__defaults__
     if defaults is not None and not any(same(defaults, c) for c in parent.co_consts):
@@ -175,7 +178,7 @@ def _named_values(function: FunctionType, parent: CodeType) -> Iterator[Any]:
 
 
 def _follow_names(record: Record, function: FunctionType, module: str) -> None:
-    """Look up the names that a function contains, and record the functions they lead to."""
+    """Look up the names in the code of a function, and compare the functions they lead to."""
     if not within(module, FOLLOWED) or module.startswith(NOT_FOLLOWED):
         return
     names = {name for code in codes_inside(function.__code__) for name in code.co_names}

@@ -93,11 +93,11 @@ def as_saved(folder: Path, architectures: list[str]) -> tuple[Any, Any]:
 
     Args:
         folder: Folder of the checkpoint.
-        architectures: Class names in its ``config.json``.
+        architectures: Class names in the ``config.json`` of the checkpoint.
 
     Returns:
-        The model of transformers in eval mode, and its tokenizer. The model has no head if
-        transformers has no class of these names.
+        The model of transformers in eval mode, and its tokenizer. The model has no head if no name
+        in `architectures` is a class of transformers.
 
     Raises:
         ValueError: If transformers cannot load the folder, or if the checkpoint lacks a part of
@@ -118,12 +118,12 @@ def fill_mask(folder: Path, text: str, top_k: int) -> tuple[str, list[dict[str, 
         top_k: Number of candidates per mask.
 
     Returns:
-        The name of the mask token, and for each mask its ``position`` and its ``candidates``, as
-        the command prints them. The list is empty if `text` has no mask.
+        The mask token, and a list with one dictionary for each mask in `text`. The dictionary has
+        the keys ``position`` and ``candidates``, as the command prints them.
 
     Raises:
-        ValueError: If the text is too long, or if the checkpoint cannot be loaded or has no such
-            head.
+        ValueError: If the text is too long, or if the checkpoint cannot be loaded or has no
+            masked-LM head.
     """
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     mask = str(tokenizer.mask_token)

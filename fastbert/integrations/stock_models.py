@@ -1,4 +1,4 @@
-"""Models and tokenizers of transformers, with which benchmarks and comparisons compare fastbert.
+"""Models and tokenizers of transformers that benchmarks and comparisons use beside fastbert.
 
 The package transformers is optional. Call `installed` before any other function.
 """
@@ -38,7 +38,7 @@ def encoder(
 
     Args:
         config: The sizes of the model.
-        weights: The state dict of the model; every name must match.
+        weights: The state dict. Its names must be exactly the names of the model's parameters.
         path: The attention implementation, ``"eager"`` or ``"sdpa"``.
         dtype: The dtype of the parameters.
         device: The device of the parameters.
@@ -105,7 +105,7 @@ def tokenizer(checkpoint: Path) -> Any:
 
 
 def whole_model(folder: Path) -> tuple[Any, Any]:
-    """Load a folder with its head, as the library that wrote the folder does.
+    """Load the model of a folder with its head, with the library that wrote the folder.
 
     Args:
         folder: Folder of transformers or of sentence-transformers.
@@ -161,15 +161,15 @@ def _class_of(config: Any) -> Any:
 
 
 def why_not_accelerated(folder: Path) -> str | None:
-    """Return why ``fastbert.accelerate`` leaves a model of this config to the code of transformers.
+    """Return why ``fastbert.accelerate`` cannot run a model with the config in `folder`, or None.
 
-    The model is built on the device meta, without weights.
+    The model is built on the meta device, without weights.
 
     Args:
         folder: Folder with the ``config.json`` of the model.
 
     Returns:
-        The reason, or None if fastbert runs the encoder of the model.
+        The reason, or None if ``fastbert.accelerate`` can run the encoder of the model.
     """
     if not installed():
         return "transformers is not installed"

@@ -1,10 +1,9 @@
-"""Whether an HF model is known to be equal to the stock model that fastbert implements.
+"""Check whether an HF model is equal to the stock model that fastbert implements.
 
 The twin of an HF model is a fresh model of the same class and the same config on the meta device.
-An HF model is served only if its modules equal the modules of the twin in everything that a
+fastbert runs an HF model only if its modules equal the modules of the twin in everything that a
 ``forward`` reads. The table `ALLOWED` lists the differences that are allowed, with one reason per
-row. `stock_code` compares the code of the classes with the files of the code, because the twin runs
-the same code as the HF model.
+row. The HF model and the twin run the same code, so `stock_code` compares that code with its files.
 """
 
 from __future__ import annotations
@@ -37,7 +36,8 @@ from fastbert.integrations.stock_digests import unknown
 from fastbert.integrations.stock_files import MISSING
 from fastbert.integrations.twin_cache import Twin, twin_of
 
-# The attributes of every module. Parameters, buffers, children and hooks are compared separately.
+# The attributes that nn.Module gives every module. Those with parameters, buffers, children and
+# hooks are compared separately.
 INTERNAL = frozenset(vars(nn.Module())) | {"_is_full_backward_hook"}
 # These tables may have more or fewer rows than the config says.
 TABLES = (
@@ -53,8 +53,9 @@ class Allowed(NamedTuple):
 
     Attributes:
         name: Name of the attribute.
-        where: ``"any"`` module, the ``"root"``, or the modules of a class that is named here.
-        why: Why the difference is harmless, or how it is honoured.
+        where: The modules where the difference is allowed: ``"any"``, ``"root"`` for the HF model
+            itself, or the name of a class of modules.
+        why: Why the difference is harmless, or how fastbert takes it into account.
     """
 
     name: str
@@ -96,8 +97,8 @@ class ComparisonResult(NamedTuple):
     Attributes:
         reason: Why the HF model must run its own code, as ``path.attribute: got VALUE, allowed:
             VALUE``, or None if the HF model can be served.
-        called: Paths of modules in the HF model → the reason why the module must be called as the
-            HF model calls it, instead of using its parameters.
+        called: Path of a module in the HF model → the reason why fastbert must call the module
+            instead of using its parameters.
     """
 
     reason: str | None
@@ -105,7 +106,7 @@ class ComparisonResult(NamedTuple):
 
 
 class _Differs(Exception):
-    """A difference that makes the HF model run its own code."""
+    """A difference because of which the HF model must run its own code."""
 
 
 def compare(
@@ -113,14 +114,14 @@ def compare(
 ) -> ComparisonResult:
     """Compare an HF model with its twin.
 
-    If the HF model reaches a function of transformers whose semantics are not pinned, a small model
-    of its class is run by the stock code and by fastbert, once per class. If both agree, one
-    warning names the function.
+    The table in `stock_digests` lists the tested versions of the functions of transformers. If the
+    HF model reaches a function that is not in the table, the stock code and fastbert both run a
+    small model of the same class, once per class. If both agree, one warning names the function.
 
     Args:
         hf_model: An encoder of transformers, such as a ``BertModel``; also an accelerated one.
-        accelerate: A function that makes fastbert run a model without a comparison, for the small
-            model. With None, an unknown function is a reason.
+        accelerate: A function that makes fastbert run the small model without a comparison. With
+            None, a function that is not in the table is a reason to run the HF model's own code.
 
     Returns:
         The reason why the HF model must run its own code, or the modules that must be called.
@@ -134,7 +135,8 @@ def compare(
     return ComparisonResult(None, comparison.called)
 
 
-# Class and unknown functions → the reason why fastbert does not compute the same, or None.
+# The class and the names of its unknown functions → the reason why fastbert does not compute the
+# same result, or None.
 _probed: dict[tuple[Any, ...], str | None] = {}
 
 
@@ -163,9 +165,9 @@ class Facts(NamedTuple):
     """The objects on whose state a comparison of classes and tables depends.
 
     Attributes:
-        dicts: Dictionaries that guard the result by the identity of their values.
-        classes: Classes that guard the result by their version.
-        functions: Functions that guard the result by their code and defaults.
+        dicts: Dictionaries. The comparison is repeated if a value is replaced by another object.
+        classes: Classes. The comparison is repeated if an attribute of a class changes.
+        functions: Functions. The comparison is repeated if their code or defaults change.
     """
 
     dicts: list[dict[str, Any]]
@@ -174,7 +176,7 @@ class Facts(NamedTuple):
 
 
 def facts(hf_model: nn.Module) -> Facts:
-    """Return what guards the comparison of `hf_model` outside the modules of `hf_model`.
+    """Return the objects outside the modules of `hf_model` on which its comparison depends.
 
     Args:
         hf_model: An encoder.
@@ -208,7 +210,10 @@ class _Comparison:
         self.walk("", self.hf_model, twin.model)
 
     def report(self, path: str, name: str, text: str, twin: nn.Module) -> None:
-        """Note that a module must be called, or raise if that would not help."""
+        """Record that fastbert must call the module at `path`, or raise _Differs.
+
+        Only linear layers and modules of the embedding can be called.
+        """
         words = ".".join(part for part in (path, name) if part) or type(twin).__name__
         if not is_embedding(path) and type(twin) is not nn.Linear:
             raise _Differs(f"{words}: {text}")
@@ -233,7 +238,7 @@ class _Comparison:
     def differences(
         self, path: str, hf_model: nn.Module, twin: nn.Module, code: stock_code.Code
     ) -> Iterator[tuple[str, str]]:
-        """Yield the differences of one module: the attribute and the words about it."""
+        """Yield each difference of one module as the name of an attribute and a description."""
         problem = kind_problem(type(hf_model), type(twin), code, root=not path)
         if problem is not None:
             for name in ("in_features", "out_features"):
@@ -268,7 +273,8 @@ class _Comparison:
             if allowed_here or not read(name, code):
                 continue
             got, allowed = actual.get(name, MISSING), expected.get(name, MISSING)
-            # The forward of the HF model itself is running, or calls the method that is running.
+            # The forward of the HF model itself is allowed, because it has already reached this
+            # comparison.
             if name == "forward" and (not path or is_own_forward(hf_model, got)):
                 continue
             if name == "config":
@@ -280,7 +286,10 @@ class _Comparison:
         yield from honoured_problems(hf_model, twin)
 
     def config_problem(self, config: Any, code: stock_code.Code, kind: type) -> str | None:
-        """Return how a module's own copy of the config differs in the fields that it reads."""
+        """Return how a module's config differs from the HF model's config, or None.
+
+        Only the fields that the code of the module reads are compared.
+        """
         if config is self.config:
             return None
         key = (id(config), kind)
@@ -298,7 +307,7 @@ class _Comparison:
     def parameters(
         self, path: str, hf_model: nn.Module, twin: nn.Module, code: stock_code.Code
     ) -> Iterator[tuple[str, str]]:
-        """Yield the differences of the parameters in everything but their values."""
+        """Yield the differences of the parameters; the values of the parameters may differ."""
         for name, parameter in hf_model._parameters.items():
             if name not in twin._parameters and read(name, code):
                 yield name, f"got {shown(parameter)}, allowed: no such parameter"
@@ -316,7 +325,7 @@ class _Comparison:
                 self.one_dtype(f"{path}.{name}", parameter)
 
     def one_device(self, name: str, tensor: Tensor) -> None:
-        """Raise if a tensor is on another device than the first tensor."""
+        """Raise _Differs if a tensor is on another device than the first tensor."""
         self.device = self.device or (name, tensor.device)
         first, device = self.device
         if tensor.device != device:
@@ -324,7 +333,7 @@ class _Comparison:
             raise _Differs(f"{name}: {text}")
 
     def one_dtype(self, name: str, tensor: Tensor) -> None:
-        """Raise if a parameter has another dtype than the first parameter."""
+        """Raise _Differs if a parameter has another dtype than the first parameter."""
         self.dtype = self.dtype or (name, tensor.dtype)
         first, dtype = self.dtype
         if tensor.dtype != dtype:
@@ -351,14 +360,15 @@ class _Comparison:
 
 
 def _either(first: dict[str, Any], second: dict[str, Any]) -> dict[str, None]:
-    """Return the names in one of two dictionaries, in order."""
+    """Return the names that are in at least one of two dictionaries, in order."""
     return dict.fromkeys((*first, *second))
 
 
 def read(name: str, code: stock_code.Code) -> bool:
     """Return whether the code of a class can read an attribute of this name.
 
-    Code that makes a name, such as ``f"{layer_type}_inv_freq"``, contains the end of the name.
+    Code that builds a name, as ``f"{layer_type}_inv_freq"`` does, contains only the end of the
+    name, so a name with the same end counts as well.
     """
     return name in code.names or name.endswith(_ends(code.names))
 

@@ -1,4 +1,7 @@
-"""The twins of HF models: fresh stock models on the meta device, kept by class and config."""
+"""A cache of twins by class and config.
+
+The twin of an HF model, a model of transformers, is a fresh stock model on the meta device.
+"""
 
 from __future__ import annotations
 
@@ -24,21 +27,21 @@ ACTIVATIONS = {
     "silu": "transformers.activations.SiLUActivation",
 }
 ACTIVATION_FIELDS = ("hidden_act", "activation", "hidden_activation")
-# The layers of these models differ in their numbers only, so the twin of such a model has one
+# All layers of these models are alike except for their numbers, so the twin of such a model has one
 # layer. ALBERT repeats groups of layers, and the layers of ModernBERT have two types of attention.
 ALIKE = frozenset(MODULES) - {"AlbertModel", "ModernBertModel"}
-# Number of twins that are kept; the least recently used twin is dropped.
+# Largest number of twins in the cache, from which the least recently used twin is removed.
 KEPT = 16
 
 
 class Twin(NamedTuple):
-    """A twin.
+    """The twin of an HF model, and its properties.
 
     Attributes:
-        model: The fresh model, on the meta device; with one layer if all layers are alike.
-        kinds: The classes of its modules.
+        model: The fresh model, on the meta device. It has one layer if `alike` is True.
+        kinds: The classes of the modules in `model`.
         alike: Whether the one layer of the twin represents every layer of the HF model.
-        problem: Why the twin itself is not the model that fastbert implements, or None.
+        problem: Why `model` itself is not the stock model that fastbert implements, or None.
     """
 
     model: nn.Module
@@ -105,7 +108,7 @@ def _build(stock: Any, config: Any, alike: bool, options: dict[str, bool]) -> Tw
 
 
 def _activation_problem(model: nn.Module, config: Any) -> str | None:
-    """Return why an activation of the twin is not the function that its name denotes."""
+    """Return why an activation of the twin is not the function its name denotes, or None."""
     field = next(field for field in ACTIVATION_FIELDS if hasattr(config, field))
     name = getattr(config, field)
     expected = ACTIVATIONS.get(name) if isinstance(name, str) else None

@@ -1,6 +1,6 @@
 """Reading and writing checkpoint folders with ``config.json`` and ``model.safetensors``.
 
-Damaged files are refused with the name of the file. A save writes all files or none of them.
+An error about a damaged file names the file. A save replaces all files or none of them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fastbert.io.commit import CONFIG
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PICKLED = "pytorch_model.bin"
-# These files of a hub id are downloaded; code and pickles are not among them.
+# The files that are downloaded for a hub id. Code and pickles are not in the list.
 DOWNLOADED = (
     CONFIG, WEIGHTS, INDEX, "model-*.safetensors", "vocab.txt", "tokenizer.json",
     "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
@@ -58,7 +58,7 @@ class StoredModel(Protocol):
         ...
 
     def tied(self) -> dict[str, str]:
-        """Return the second names of tied parameters, each with the first name."""
+        """Return a dict from the second name of each tied parameter to its first name."""
         ...
 
     def state_dict(self) -> Any:
@@ -72,7 +72,7 @@ class StoredModel(Protocol):
 
 @dataclass(frozen=True)
 class Stored:
-    """A checkpoint with the names that its files use.
+    """A checkpoint as it is stored, under the names in its files.
 
     Attributes:
         folder: Folder of the checkpoint.
@@ -140,8 +140,9 @@ def read(path_or_hub_id: str | os.PathLike[str]) -> Stored:
     """Read the checkpoint of a folder, or of a hub id if there is no such folder.
 
     The encoder of a sentence-transformers folder may be in a subfolder. Configuration and weights
-    are from one save, even if another process saves at the same time. A save that was killed after
-    its commit point is finished first (``fastbert.io.commit``).
+    come from the same save, even if another process saves during the call. If a process was killed
+    while it moved the files of a save into place, the function first finishes that save
+    (``fastbert.io.commit``).
 
     Args:
         path_or_hub_id: Folder or hub id.
@@ -179,13 +180,13 @@ def read_settings(path_or_hub_id: str | os.PathLike[str]) -> tuple[BertConfig, l
 
 
 def read_source(path_or_hub_id: str | os.PathLike[str]) -> str:
-    """Read which model a checkpoint was made of.
+    """Read the name of the model from which a checkpoint was made.
 
     Args:
         path_or_hub_id: Folder or hub id.
 
     Returns:
-        The folder or hub id in ``config.json``, or an empty text if there is none.
+        The folder or hub id under ``_name_or_path`` in ``config.json``, or an empty string.
 
     Raises:
         FileNotFoundError: If there is no checkpoint.
@@ -213,7 +214,8 @@ def _read_content(folder: Path) -> dict[str, Any]:
 def find(path_or_hub_id: str | os.PathLike[str]) -> Path:
     """Return the folder itself, or the folder to which the files of a hub id are downloaded.
 
-    A save to the folder that was killed after its commit point is finished.
+    If a process was killed while it moved the files of a save into place, the function finishes
+    that save (``fastbert.io.commit``).
 
     Args:
         path_or_hub_id: Folder or hub id.
@@ -297,7 +299,7 @@ def _read_shards(index: Path) -> dict[str, Tensor]:
 
 
 def _plain_name(index: Path, name: Any) -> str:
-    """Return `name` if it is a file name without a path; raise ValueError naming `index` if not."""
+    """Return `name` if it is a file name without a path; otherwise raise ValueError."""
     if not isinstance(name, str) or name in (".", "..") or re.search(r"[/\\\0]", name):
         raise ValueError(f"{index}: got the file name {name!r}, allowed: a name without a path")
     return name
@@ -305,7 +307,7 @@ def _plain_name(index: Path, name: Any) -> str:
 
 def _read_pickled(path: Path) -> dict[str, Tensor]:
     try:
-        # A zip file is mapped, so tensors that do not fit the model are never read.
+        # A zip file is memory-mapped, so the data of tensors that the model lacks are never read.
         is_zip = _refuse_compressed(path)
         tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
     except Exception as error:  # The unpickler raises any kind of error for a damaged file.
@@ -322,8 +324,8 @@ def _refuse_compressed(path: Path) -> bool:
     """Return whether a file is a zip file; torch before 1.6 wrote another format.
 
     Raises:
-        ValueError: If the data are compressed, with which a small file could fill the memory.
-            ``torch.save`` does not compress.
+        ValueError: If the zip file is compressed, because a small compressed file could fill the
+            memory. ``torch.save`` does not compress.
     """
     if not zipfile.is_zipfile(path):
         return False
@@ -335,7 +337,7 @@ def _refuse_compressed(path: Path) -> bool:
 
 
 def _is_plain(name: object, tensor: object) -> bool:
-    """Return whether `name` is a string and `tensor` is dense, on the CPU and not expanded."""
+    """Return whether `name` is a string and `tensor` a dense, unexpanded tensor on the CPU."""
     return (
         isinstance(name, str)
         and isinstance(tensor, Tensor)
@@ -358,8 +360,8 @@ def fit(model: StoredModel, stored: Stored) -> dict[str, Tensor]:
         The tensors by name.
 
     Raises:
-        ValueError: If a shape differs, or if weights of the embeddings or the encoder are missing
-            or are not in `model`.
+        ValueError: If the shape of a tensor differs from the model, or if the weights of the
+            embeddings and the encoder in `stored` and in `model` have different names.
     """
     if model.config.model_type == "bert":
         tensors = names.for_model(stored.tensors, model.body_prefix)
@@ -382,9 +384,9 @@ def fit(model: StoredModel, stored: Stored) -> dict[str, Tensor]:
 
 
 def load_into(model: StoredModel, tensors: dict[str, Tensor], folder: Path) -> None:
-    """Copy the tensors of `fit` into a model.
+    """Copy the tensors that `fit` returned into a model.
 
-    One warning names the weights that the checkpoint lacks and the weights that are unknown.
+    One warning names the weights that the checkpoint lacks and the unknown weights in it.
 
     Args:
         model: The model.
@@ -423,7 +425,8 @@ def check_shapes(folder: Path, tensors: dict[str, Tensor], expected: dict[str, T
         expected: Tensors with the expected shapes, by name.
 
     Raises:
-        ValueError: If a tensor has another shape or is not floating. The message names the tensors.
+        ValueError: If a tensor has another shape than in `expected`, or no floating dtype. The
+            message names the tensors.
     """
     wrong = []
     for name in expected.keys() & tensors.keys():
@@ -437,7 +440,7 @@ def check_shapes(folder: Path, tensors: dict[str, Tensor], expected: dict[str, T
 
 
 def _check_surplus(folder: Path, left: list[str], config: BertConfig) -> None:
-    """Raise ValueError if weights of the encoder are among the weights that no module took."""
+    """Raise ValueError if the encoder has weights in `left`, the names that the model lacks."""
     parts = families.encoder_parts(config)
     surplus = [name for name in left if names.part(name) in parts]
     if surplus:
@@ -463,10 +466,11 @@ def _few(items: list[str], separator: str = ", ", most: int = 10) -> str:
 
 
 def write(folder: str | os.PathLike[str], model: StoredModel) -> None:
-    """Write a model so that the class of the same name in transformers opens it.
+    """Write a model to a folder that transformers can load with ``from_pretrained``.
 
-    A tied parameter is stored once, under the name that transformers keeps. Both files are replaced
-    together, and other files of the folder stay (``fastbert.io.commit``).
+    A tied parameter is stored once, under the name that transformers uses. The files
+    ``config.json`` and ``model.safetensors`` are replaced together, and other files in the folder
+    stay (``fastbert.io.commit``).
 
     Args:
         folder: Folder, which is created if it does not exist.

@@ -3,22 +3,24 @@
 A folder that exists cannot be replaced by one rename, because it may contain files of the user, or
 be a mount point or a symbolic link. A writer therefore works in four steps.
 
-1. The writer writes the new files to its own folder, ``.fastbert-staged-*``, and flushes them.
-2. It renames this folder to ``.fastbert-committed``. This rename is the commit point.
-3. It moves the old files of the same names out, ``config.json`` first. Then it moves the new files
-   in, ``config.json`` last. The folder never contains old and new files at the same time.
-4. It renames ``.fastbert-committed``, which contains the old files after step 3, to
-   ``.fastbert-staged-*``, and deletes this folder.
+1. The writer writes the new files to its own subfolder, ``.fastbert-staged-*``, and flushes them.
+2. It renames this subfolder to ``.fastbert-committed``. This rename is the commit point.
+3. It moves the old files of the same names into ``.fastbert-committed``, ``config.json`` first.
+   Then it moves the new files into the folder, ``config.json`` last. The folder itself never
+   contains old and new files at the same time.
+4. It renames ``.fastbert-committed``, which now contains the old files, back to
+   ``.fastbert-staged-*``, and deletes it.
 
-A folder that does not exist is staged in its parent folder and appears by one rename.
+If the folder does not exist, the writer makes ``.fastbert-staged-*`` in the parent folder, and
+creates the folder with one rename.
 
-The writer holds a lock on a file in its own folder until it ends. If the lock can be taken, the
-writer is dead. The next writer then deletes its staged files, and the next reader or writer
-finishes its commit (``settle``).
+The writer holds a lock on a file in its own subfolder until the writer ends. If another process can
+take the lock, the writer is dead. The next writer then deletes the files that a dead writer has
+staged, and the next reader or writer finishes the commit of a dead writer (``settle``).
 
-A reader only moves files inside the folder, and leaves the deletion to the next writer. Readers and
-writers never follow a link where the folder of a writer, the lock or one of the two folders of
-files should be, because the folder of a model may come from a stranger.
+A reader only moves files inside the folder, and leaves the deletion to the next writer. Because the
+folder of a model may come from an untrusted source, readers and writers never follow a symbolic
+link in place of a writer's subfolder, of its lock or of the two folders in it.
 """
 
 from __future__ import annotations
@@ -35,11 +37,11 @@ from pathlib import Path
 from typing import TypeVar
 
 CONFIG = "config.json"
-# The names of the folders of a writer begin with this prefix.
+# The name of every folder that a writer makes for itself begins with this prefix.
 PREFIX = ".fastbert-"
 STAGED = f"{PREFIX}staged-"
 COMMITTED = f"{PREFIX}committed"
-# The folder of a writer has these three entries.
+# The entries of a writer's folder: the lock, the new files and the old files.
 LOCK, NEW, OLD = "lock", "new", "old"
 # A reader waits at most this time, in seconds, for a living writer. A writer needs only
 # milliseconds to move the files.
@@ -51,13 +53,14 @@ Result = TypeVar("Result")
 
 @contextlib.contextmanager
 def replacement(folder: Path) -> Iterator[Path]:
-    """Yield an empty folder whose files replace the files of `folder` at the end of the block.
+    """Yield an empty folder whose files replace those of `folder` at the end of the with block.
 
-    Files of `folder` with other names stay. If the block raises an error, `folder` stays as it was.
+    Files of `folder` with other names stay. If the with block raises an error, `folder` does not
+    change.
 
     If the process is killed, a reader that calls `settle` finds all old files or all new files. Any
     other reader may find that files are missing, but it never finds old and new files together.
-    After a power failure, this holds on file systems that keep the order of renames.
+    After a power failure, both statements hold on file systems that keep the order of renames.
 
     Args:
         folder: The folder, which is created if it does not exist.
@@ -97,15 +100,15 @@ def settle(folder: Path) -> None:
         folder: The folder that the writer wrote to.
 
     Raises:
-        OSError: If the files cannot be moved, if another process moves them for longer than
-            ``PATIENCE``, or if no save has made the folder ``.fastbert-committed``.
+        OSError: If the files cannot be moved, if another process is still moving them after
+            ``PATIENCE`` seconds, or if ``.fastbert-committed`` is not the folder of a save.
     """
     deadline = time.monotonic() + PATIENCE
     while _is_committed(folder):
         try:
             lock = _lock(folder / COMMITTED / LOCK)
         except (FileNotFoundError, BlockingIOError) as error:
-            # The writer has just finished, or it is alive.
+            # The writer has just finished, or it is alive and holds the lock.
             if time.monotonic() > deadline:
                 raise OSError(
                     f"{folder}: another process has been saving into this folder for "
@@ -125,7 +128,7 @@ def settle(folder: Path) -> None:
 
 
 def discard_dead(folder: Path) -> None:
-    """Delete the staged files of killed writers in `folder`, but not of living writers."""
+    """Delete the files that killed writers have staged in `folder`; living writers keep theirs."""
     for stage in folder.glob(f"{STAGED}*"):
         if stage.is_symlink() or not stage.is_dir():
             continue
@@ -145,13 +148,13 @@ def consistent(folder: Path, read: Callable[[], Result]) -> Result:
 
     Args:
         folder: The folder.
-        read: Opens ``config.json`` and other files of `folder`.
+        read: Function that reads ``config.json`` and other files of `folder`.
 
     Returns:
         The result of `read`.
 
     Raises:
-        OSError: If writers replace the files during every call for ``PATIENCE``.
+        OSError: If writers replace the files during every call for ``PATIENCE`` seconds.
     """
     deadline = time.monotonic() + PATIENCE
     while True:
@@ -173,7 +176,10 @@ def consistent(folder: Path, read: Callable[[], Result]) -> Result:
 
 
 def _version(folder: Path) -> tuple[int, ...] | None:
-    """Return the identity of the folder's ``config.json``; None while files are being moved."""
+    """Return device, inode and time of ``config.json``, or None while a writer moves files.
+
+    The result is an empty tuple if there is no ``config.json``.
+    """
     if _is_committed(folder):
         return None
     try:
@@ -184,7 +190,11 @@ def _version(folder: Path) -> tuple[int, ...] | None:
 
 
 def _is_committed(folder: Path) -> bool:
-    """Return whether `folder` has the folder of a commit; raise OSError if it is not a folder."""
+    """Return whether `folder` contains ``.fastbert-committed``.
+
+    Raises:
+        OSError: If ``.fastbert-committed`` is a link or a file.
+    """
     try:
         mode = os.lstat(folder / COMMITTED).st_mode
     except (FileNotFoundError, NotADirectoryError):
@@ -202,7 +212,7 @@ def _new_name(home: Path) -> Path:
 
 
 def _stage(home: Path) -> tuple[Path, int]:
-    """Make a new folder in `home`; return it and the open file that holds its lock."""
+    """Make a new folder in `home`, and return its path and the open file that holds its lock."""
     while True:
         stage = _new_name(home)
         stage.mkdir()
@@ -212,7 +222,7 @@ def _stage(home: Path) -> tuple[Path, int]:
             # The folder was not locked yet, so another writer concluded that its owner is dead.
             continue
         except OSError as error:
-            # Without locks, no writer concludes that another writer is dead.
+            # On a file system without locks, no writer ever treats another writer as dead.
             if error.errno in NO_LOCKS:
                 return stage, os.open(stage / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
             shutil.rmtree(stage, ignore_errors=True)
@@ -222,12 +232,12 @@ def _stage(home: Path) -> tuple[Path, int]:
 def _lock(path: Path) -> int:
     """Take the lock on `path` and return the open file that holds it.
 
-    The lock ends with the process.
+    The operating system releases the lock when the process ends.
 
     Raises:
         BlockingIOError: If a living process holds the lock.
         FileNotFoundError: If `path` was deleted.
-        OSError: If `path` is a link, among other reasons.
+        OSError: If `path` is a link, or cannot be opened or locked for another reason.
     """
     import fcntl
 
@@ -243,7 +253,7 @@ def _lock(path: Path) -> int:
 
 
 def _appears(new: Path, folder: Path) -> bool:
-    """Rename `new` to `folder`; return False if another writer was first."""
+    """Rename `new` to `folder`; return False if another writer has created `folder` first."""
     try:
         os.rename(new, folder)
     except OSError as error:
@@ -282,7 +292,8 @@ def _names(folder: Path) -> list[str]:
     """Return the names of the new files, ``config.json`` first.
 
     Raises:
-        OSError: If there are new files, and a folder of the writer is a link or is missing.
+        OSError: If the folder of the new or the old files is a link, or if there are new files but
+            no folder for the old files.
     """
     places = [folder / COMMITTED / part for part in (NEW, OLD)]
     for place in places:
@@ -298,7 +309,7 @@ def _names(folder: Path) -> list[str]:
 
 
 def _move_out(folder: Path) -> None:
-    """Move the old files out, or none of them if one cannot be moved."""
+    """Move the old files out of `folder`, or leave all in place if one cannot be moved."""
     moved = []
     try:
         for name in _names(folder):
@@ -318,7 +329,10 @@ def _move_out(folder: Path) -> None:
 
 
 def _move_in(folder: Path, left: Path) -> None:
-    """Move the new files in; the folder with the old files becomes `left`, as of a dead writer."""
+    """Move the new files into `folder`, and rename the folder with the old files to `left`.
+
+    The caller or the next writer deletes `left`.
+    """
     for name in reversed(_names(folder)):
         os.rename(folder / COMMITTED / NEW / name, folder / name)
     _sync(folder)

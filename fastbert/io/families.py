@@ -2,8 +2,9 @@
 
 There is one table per family. A module of fastbert, such as
 ``encoder.layer.{layer}.output.dense``, has the parameters of one module of transformers, or the
-concatenated parameters of several modules. ``{layer}`` is the number of the stored layer.
-``{group}`` and ``{inner}`` number the layers of a family that repeats groups of layers.
+concatenated parameters of several modules. ``{layer}`` is the number of the layer in the
+checkpoint. In a family that repeats groups of layers, ``{group}`` is the number of the group, and
+``{inner}`` is the number of the layer in its group.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Family:
         modules: Modules with parameters: the name in fastbert → the names in transformers.
         dropouts: Modules with dropout: the name in fastbert → the name of the module or attribute
             in transformers that has its probability.
-        architecture: Reads the differences from BERT from the content of ``config.json``.
+        architecture: Function from the content of ``config.json`` to the differences from BERT.
         settings: Settings whose names differ: the field of `BertConfig` → the key in
             ``config.json``.
         defaults: Values of keys that ``config.json`` may lack.
@@ -74,8 +75,8 @@ def family_of(model_type: str) -> Family:
 def read_config(content: Content) -> BertConfig:
     """Read the configuration of any family.
 
-    Unknown keys are kept. A key is dropped if it is the name of a field of `BertConfig` that the
-    family lacks or names differently.
+    The configuration contains unknown keys too. A key is ignored if it is the name of a field of
+    `BertConfig` that the family lacks or names differently.
 
     Args:
         content: Content of ``config.json``.
@@ -112,12 +113,12 @@ def write_config(config: BertConfig) -> Content:
 
 
 def pairs(config: BertConfig, stored: bool = False) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Yield the modules with parameters, layer by layer: the name in fastbert and the other names.
+    """Yield the name in fastbert and the names in transformers of each module with parameters.
 
     Args:
         config: The configuration.
-        stored: Whether the other names are taken from checkpoints; if not, they are taken from the
-            model of transformers.
+        stored: Whether the second names are those in checkpoints instead of those in the model of
+            transformers.
     """
     family = family_of(config.model_type)
     layers = max(config.architecture.order(config.num_hidden_layers)) + 1
@@ -130,7 +131,7 @@ def pairs(config: BertConfig, stored: bool = False) -> Iterator[tuple[str, tuple
 
 
 def place(name: str, layer: int, config: BertConfig) -> str:
-    """Put the number of the stored `layer` into a name of transformers."""
+    """Put the number of a layer, as in the checkpoint, into a name of transformers."""
     group, inner = divmod(layer, config.architecture.group_size)
     return name.format(layer=layer, group=group, inner=inner)
 
@@ -138,7 +139,7 @@ def place(name: str, layer: int, config: BertConfig) -> str:
 def encoder_parts(config: BertConfig) -> set[str]:
     """Return the first parts of the names of an encoder's weights, without the pooler.
 
-    The result has the names in fastbert, in transformers and in checkpoints.
+    The result contains the first parts in fastbert, in transformers and in checkpoints.
     """
     family = family_of(config.model_type)
     modules = [*family.modules.values(), *family.stored.values()]
@@ -149,9 +150,9 @@ def encoder_parts(config: BertConfig) -> set[str]:
 def to_fastbert(tensors: Mapping[str, Tensor], config: BertConfig) -> dict[str, Tensor]:
     """Rename the tensors of an encoder to the names of fastbert's state dict.
 
-    Tensors of unknown modules keep their names. If the names of the encoder have the family's
-    prefix, tensors without the prefix, which belong to the head, are dropped. Tensors of ALBERT's
-    layers that never run are dropped too.
+    Tensors of unknown modules keep their names. If some names have the prefix of the family, the
+    tensors without the prefix belong to the head and are left out. Tensors of ALBERT's layers that
+    never run are left out too.
 
     Args:
         tensors: The tensors by their names in the checkpoint.
@@ -176,9 +177,9 @@ def to_fastbert(tensors: Mapping[str, Tensor], config: BertConfig) -> dict[str, 
 
 
 def _never_runs(name: str, config: BertConfig) -> bool:
-    """Return whether a weight is in a group of ALBERT that never runs.
+    """Return whether a weight belongs to a layer of ALBERT that never runs.
 
-    The last groups never run if there are fewer layers than groups.
+    The last groups of layers never run if ``num_hidden_layers`` is less than the number of groups.
     """
     choices, match = config.architecture, _SHARED_LAYER.match(name)
     if choices.groups is None or match is None:
@@ -196,7 +197,10 @@ def to_transformers(tensors: Mapping[str, Tensor], config: BertConfig) -> dict[s
 
 
 def _in_state(module: str) -> tuple[str, ...]:
-    """Return the names of a module in fastbert's state dict, which splits the fused projection."""
+    """Return the names of a module in fastbert's state dict.
+
+    The fused projection ``qkv`` has three names: ``query``, ``key`` and ``value``.
+    """
     parent, _, name = module.rpartition(".")
     return tuple(f"{parent}.{part}" for part in QKV) if name == "qkv" else (module,)
 
@@ -222,7 +226,7 @@ def _renamed(left: dict[str, Tensor], names: Iterator[tuple[tuple[str, ...], tup
 
 
 def _layers(content: Content) -> int:
-    """Return ``num_hidden_layers``, checked before a list has one element per layer."""
+    """Return ``num_hidden_layers``, or raise ValueError before a caller builds a list of layers."""
     layers = content["num_hidden_layers"]
     allowed = integer_from(1, MAX_LAYERS)
     check("num_hidden_layers", layers, allowed, is_integer(layers, 1, MAX_LAYERS))

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-# The fused projection has these parts, in the order of its rows.
+# The parts of the fused query-key-value projection, in the order of its rows.
 QKV = ("query", "key", "value")
 BODY_PREFIX = "bert."
-# These are the first parts of names, without BODY_PREFIX.
+# The first part of a weight's name, after BODY_PREFIX is removed, is one of these.
 ENCODER = ("embeddings", "encoder")
 BODY = (*ENCODER, "pooler")
 HEADS = ("cls", "classifier", "qa_outputs")

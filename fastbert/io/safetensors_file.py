@@ -1,10 +1,10 @@
 """Reading and writing one safetensors file; a damaged file raises ValueError.
 
-A file has the length of the header (8 bytes, little-endian), a JSON header ``{name: {dtype, shape,
-data_offsets}}``, and the data. This module compares the size of the file with the largest offset in
-the header before it maps the file. The safetensors library then checks the header, because it needs
-only milliseconds for any header. The library keeps the last of two equal keys, so this module
-refuses equal keys.
+A file consists of the length of the header (8 bytes, little-endian), a JSON header ``{name: {dtype,
+shape, data_offsets}}``, and the data. This module compares the size of the file with the largest
+offset in the header before it maps the file. The safetensors library then checks the header, which
+takes only milliseconds. If a header has the same key twice, the library silently uses the last one,
+so this module refuses such a header.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from fastbert.file_size import check_file
 
 # The safetensors library refuses a header of more bytes than this.
 MAX_HEADER = 100_000_000
-# The end of a tensor in the data; headers in another format are left to the library to check.
+# The expression matches the end of a tensor in the data. If a header is formatted differently, only
+# the library checks it.
 _END = re.compile(rb'"data_offsets"\s*:\s*\[\s*\d{1,19}\s*,\s*(\d{1,19})\s*\]')
 
 
@@ -66,8 +67,8 @@ def check_size(path: Path) -> tuple[int, bytes]:
 
     Raises:
         OSError: If the file cannot be read.
-        ValueError: If `path` is not a regular file, or if the sizes differ. The message names
-            `path`.
+        ValueError: If `path` is not a regular file, or if its size does not match its header. The
+            message names `path`.
     """
     length, size = _header_length(path)
     with open(path, "rb") as file:
@@ -80,7 +81,7 @@ def check_size(path: Path) -> tuple[int, bytes]:
 
 
 def write(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write tensors with the metadata of transformers and the usual permissions of a new file.
+    """Write tensors with the metadata ``format: pt`` and the usual permissions of a new file.
 
     Args:
         path: Path of the file.
@@ -100,7 +101,11 @@ def write(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _header_length(path: Path) -> tuple[int, int]:
-    """Return the sizes of the header and the file in bytes; raise ValueError if they do not fit."""
+    """Return the sizes of the header and of the file in bytes.
+
+    Raises:
+        ValueError: If the file is too small for its header, or the header exceeds ``MAX_HEADER``.
+    """
     check_file(path)
     size = path.stat().st_size
     with open(path, "rb") as file:

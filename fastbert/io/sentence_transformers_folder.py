@@ -17,7 +17,7 @@ from fastbert.config import integer_from, is_integer
 
 LISTING = "modules.json"
 SETTINGS = "config_sentence_transformers.json"
-# The first of these files that exists has the settings of the Transformer.
+# The settings of the module Transformer are in the first of these files that exists.
 ENCODER_SETTINGS = tuple(
     f"sentence_{name}_config.json"
     for name in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
@@ -32,7 +32,7 @@ TASKS = {
 MODES = {name: name for name in ("cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean")} | {
     "lasttoken": "last"
 }
-# Older folders have one flag per mode. The vectors are concatenated in this order.
+# Older folders have one flag per pooling mode. The pooled vectors are concatenated in this order.
 FLAGS = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_max_tokens": "max",
@@ -41,7 +41,7 @@ FLAGS = {
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
 }
-# These keys name the feature that a module reads and the feature that it writes.
+# The keys for the name of the feature that a module reads, and of the feature that it writes.
 FEATURES = ("module_input_name", "module_output_name")
 _ACTIVATION = re.compile(r"torch\.nn\.(?:modules\.\w+\.)?(\w+)")
 
@@ -51,7 +51,7 @@ class Pooling:
     """A module that reduces the hidden states of a text to one vector.
 
     Attributes:
-        modes: Modes of `fastbert.modules.pool`, whose vectors are concatenated.
+        modes: Pooling modes of `fastbert.modules.pool`. The vectors of all modes are concatenated.
         include_prompt: Whether the tokens of the prompt are pooled too.
     """
 
@@ -61,14 +61,14 @@ class Pooling:
 
 @dataclass(frozen=True)
 class Dense:
-    """A projection of the vector.
+    """A module that projects the vector of a text to another size.
 
     Attributes:
         folder: Folder of the weights.
         in_features: Size of the input.
         out_features: Size of the output.
         bias: Whether the projection has a bias.
-        activation: Name of a class of ``torch.nn``.
+        activation: Name of the class of ``torch.nn`` that is applied to the output.
         residual: Whether the input is added to the output.
     """
 
@@ -93,13 +93,13 @@ class SentenceFolder:
     """The content of a sentence-transformers folder.
 
     Attributes:
-        encoder: Folder of the transformer and its tokenizer.
-        modules: The modules after the transformer, in order.
+        encoder: Folder of the encoder and its tokenizer.
+        modules: The modules after the encoder, in order.
         max_length: Largest number of tokens of a text; None if the tokenizer decides.
         lowercase: Whether texts are converted to lower case.
         prompt: Text that is put before each text.
-        other_prompts: Names of the prompts, if the folder has no default prompt.
-        truncate_dim: Number of elements to which a vector is cut; None keeps all.
+        other_prompts: Names of all prompts if the folder has no default prompt, or an empty tuple.
+        truncate_dim: Number of elements to which a vector is truncated; None keeps all elements.
         activation: Name of the class of ``torch.nn`` that a cross-encoder applies to its logits;
             None if the folder has no such setting.
     """
@@ -170,7 +170,7 @@ def read_cross_encoder(folder: Path) -> SentenceFolder:
         folder: The folder.
 
     Returns:
-        The encoder and the settings that determine the scores of a text or pair.
+        The encoder and the settings that determine the scores of a text or of a pair of texts.
 
     Raises:
         ValueError: If a module or a setting is damaged or not supported. The message names the
@@ -187,7 +187,7 @@ def read_cross_encoder(folder: Path) -> SentenceFolder:
 
 
 def activation_name(place: str, path: Any) -> str:
-    """Return the class name in, for example, ``"torch.nn.modules.activation.Tanh"``.
+    """Return the class name in a path such as ``"torch.nn.modules.activation.Tanh"``.
 
     Raises:
         ValueError: If `path` is not the name of a class of ``torch.nn``. The message names `place`.
@@ -213,7 +213,8 @@ def _listing(folder: Path) -> list[tuple[str, Path]]:
         listed.append((kind, _inside(folder, path)))
     names = [str(entry.get("name")) for entry in content if "name" in entry]
     if len(set(names)) < len(names):
-        # sentence-transformers stores modules by name, so the last would replace the first.
+        # sentence-transformers stores modules by name, so the last of two modules with the same
+        # name would replace the first.
         raise ValueError(f"{listing}: got the names {', '.join(names)}, allowed: different names")
     return listed
 
@@ -298,7 +299,10 @@ def _read_normalize(folder: Path) -> Normalize:
 
 
 def _check_features(path: Path, content: dict[str, Any]) -> None:
-    """Raise ValueError unless a module replaces the vector of the text, as it does by default."""
+    """Raise ValueError unless a module reads the vector of the text and replaces it.
+
+    This is the default of the module in sentence-transformers.
+    """
     _check_choice(path, content, FEATURES[0], ("sentence_embedding",))
     _check_choice(path, content, FEATURES[1], ("sentence_embedding", None))
 
@@ -337,7 +341,7 @@ def _with_settings(
 
 
 def _prompts(path: Path, settings: dict[str, Any]) -> tuple[str, tuple[str, ...]]:
-    """Return the default prompt and no names, or "" and the names of all prompts with a text."""
+    """Return the default prompt and no names, or "" and the names of all nonempty prompts."""
     prompts, name = settings.get("prompts", {}), settings.get("default_prompt_name")
     if not isinstance(prompts, dict) or not all(
         isinstance(prompt, str | None) for prompt in prompts.values()
@@ -367,7 +371,10 @@ def _encoder_settings(encoder: Path, task: str) -> tuple[int | None, bool]:
 
 
 def _check_task(path: Path, content: dict[str, Any], task: str) -> None:
-    """Raise ValueError unless the Transformer does `task` on texts and returns its feature."""
+    """Raise ValueError unless the Transformer's settings allow `task` on texts.
+
+    The Transformer must also write the feature that `TASKS` names for the task.
+    """
     output, feature = TASKS[task]
     _check_choice(
         path, {"transformer_task": "feature-extraction"} | content, "transformer_task", (task,)

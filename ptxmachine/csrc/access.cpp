@@ -13,7 +13,7 @@ namespace {
 
 // Whether a write stores the bytes that an unordered write of another thread has already stored.
 // Such writes are not a race: several threads may store the same value in any order, and they may
-// all store uninitialized values. `value` is as for `reach`.
+// all store uninitialized values. `value` has the meaning that it has in `reach`.
 bool repeats(const Block& b, const Warp& w, int lane, uint32_t offset, uint32_t size,
              const uint8_t* value) {
   const Stamp& last = b.cells[offset / (uint32_t)b.launch->program->granule].write;
@@ -23,8 +23,8 @@ bool repeats(const Block& b, const Warp& w, int lane, uint32_t offset, uint32_t 
   return std::memcmp(b.shared.data() + offset, value, size) == 0;
 }
 
-// Counts wavefronts of shared memory. A wavefront serves one word of each of the 32 banks. Lanes
-// that access different words of one bank need several wavefronts.
+// Counts wavefronts of shared memory. In one wavefront, each of the 32 banks serves one word. Lanes
+// that access different words of the same bank need several wavefronts.
 void count_shared(Block& b, Mask m, const uint64_t* address, uint32_t size) {
   const int group = size <= 4 ? 32 : size == 8 ? 16 : 8;
   for (int first = 0; first < kLanes; first += group) {
@@ -45,7 +45,7 @@ void count_shared(Block& b, Mask m, const uint64_t* address, uint32_t size) {
   }
 }
 
-// The space of an address, which for a generic address depends on its window.
+// The state space of an address. For a generic address, the space depends on the address window.
 Space space_of(Space space, uint64_t address) {
   if (space != Space::generic) return space;
   const uint64_t window = address & kWindowMask;

@@ -1,5 +1,5 @@
-// Functions that all loads, stores and atomics share. They check and count accesses, find the
-// accessed bytes, and keep the order of strong accesses.
+// Functions that all loads, stores and atomics share. They check and count accesses, locate the
+// accessed bytes, and maintain the happens-before order of strong accesses.
 
 #pragma once
 
@@ -8,7 +8,8 @@
 
 namespace ptxmachine {
 
-// shared has the block of the thread only, cluster all blocks of its cluster.
+// The state space of an address. `shared` is the shared memory of the thread's own block, and
+// `cluster` is the shared memory of all blocks of its cluster.
 enum class Space : int32_t { generic, global, shared, local, param, cluster };
 
 // Sets the state space (arg 0) and the pipe of an instruction.
@@ -19,7 +20,7 @@ struct Place {
   uint8_t* valid;  // null: all bytes are valid
 };
 
-// A value for `reach` of which no byte is valid.
+// The argument `value` of `reach` for a value of which no byte is valid.
 extern const uint8_t* const kNothing;
 
 // Checks an access, records it for the detection of races, and returns the bytes that it accesses.
@@ -31,7 +32,8 @@ Place reach(Warp& w, int lane, Space space, uint64_t address, uint32_t size, boo
 // Adds an access by the lanes of m to the counts of sectors or wavefronts.
 void count(Warp& w, const Instr& i, Mask m, const uint64_t* address, uint32_t size);
 
-// The flags of a strong access, and from kScopeShift on its Scope. A weak access has no flag.
+// The flags of a strong access. Its Scope is in the bits from kScopeShift on. A weak access has no
+// flag.
 enum Order : int32_t { kWeak = 0, kRelaxed = 1, kAcquire = 2, kRelease = 4 };
 constexpr int kScopeShift = 3;
 int32_t order_of(const Mnemonic& name, bool strong);

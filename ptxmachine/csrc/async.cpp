@@ -6,8 +6,8 @@
 namespace ptxmachine {
 namespace {
 
-// cp.async [to], [from], bytes{, source bytes or ignore-src}. arg 0: bytes. arg 1: the operand
-// after `bytes`: 0 none, 1 the number of source bytes, 2 the predicate ignore-src.
+// cp.async [to], [from], bytes{, source bytes or ignore-src}. arg 0: bytes. arg 1: which operand
+// follows `bytes`: 0 for none, 1 for the number of source bytes, 2 for the predicate ignore-src.
 void copy(Warp& w, const Instr& i, Mask m) {
   Block& b = *w.block;
   w.need(i.reg[0], m, "an address");
@@ -82,9 +82,9 @@ void copy_wait(Warp& w, const Instr& i, Mask m) {
 // Barriers
 // -----------------------------------------------------------------------------------------
 
-// bar and barrier. arg 0: 0 sync, 1 arrive, 2 red. arg 1: the number of operands before the number
-// of the barrier, which is 1 for red. arg 2, for red: 0 popc, 1 and, 2 or. arg 3: whether there is
-// a count of threads. arg 4: whether the vote is negated.
+// bar and barrier. arg 0: 0 for sync, 1 for arrive, 2 for red. arg 1: the index of the operand with
+// the number of the barrier, which is 1 for red and 0 otherwise. arg 2, for red: 0 for popc, 1 for
+// and, 2 for or. arg 3: whether there is a count of threads. arg 4: whether the vote is negated.
 void barrier(Warp& w, const Instr& i, Mask m) {
   const Reg* r = i.reg + i.arg[1];
   w.need(r[0], m, "the number of a barrier");
@@ -116,8 +116,8 @@ void barrier(Warp& w, const Instr& i, Mask m) {
 // Fences
 // -------------------------------------------------------------------------------------------
 
-// fence.proxy.async: the asynchronous proxy sees all writes that happen before the fence of these
-// lanes.
+// fence.proxy.async: the asynchronous proxy sees all writes that happen before a lane executes the
+// fence.
 void proxy_fence(Warp& w, const Instr&, Mask m) {
   if (!w.block->launch->options.races) return;
   each_lane(m, [&](int l) {
@@ -170,11 +170,11 @@ void mbarrier_inval(Warp& w, const Instr& i, Mask m) {
   });
 }
 
-// mbarrier operations other than waits. arg 0: 0 arrive, 1 arrive.expect_tx, 2 expect_tx, 3
-// complete_tx, 4 arrive_drop. arg 1: whether the first operand is the state that the operation
-// returns. arg 2: whether there is a count. arg 3: whether the mbarrier may be in another block.
-// The scope of an arrival and of a wait is not looked at, because CUTLASS arrives in other blocks
-// with the scope of the block.
+// mbarrier operations other than waits. arg 0: 0 for arrive, 1 for arrive.expect_tx, 2 for
+// expect_tx, 3 for complete_tx, 4 for arrive_drop. arg 1: whether the first operand is the state
+// that the operation returns. arg 2: whether there is a count. arg 3: whether the mbarrier may be
+// in another block. The scope of an arrival or a wait is ignored, because CUTLASS uses the scope of
+// the block even for an mbarrier in another block.
 void mbarrier_arrive(Warp& w, const Instr& i, Mask m) {
   const Reg* r = i.reg + i.arg[1];
   if (i.arg[2]) w.need(r[1], m, "the count of an arrival");
@@ -206,8 +206,8 @@ void mbarrier_arrive(Warp& w, const Instr& i, Mask m) {
   });
 }
 
-// mbarrier.test_wait and mbarrier.try_wait. arg 0: whether the phase is given by its parity,
-// otherwise by a state.
+// mbarrier.test_wait and mbarrier.try_wait. arg 0: whether the operand is the parity of the phase;
+// if not, the operand is a state that an arrival has returned.
 void mbarrier_wait(Warp& w, const Instr& i, Mask m) {
   Block& b = *w.block;
   w.need(i.reg[2], m, "the phase of an mbarrier");
@@ -246,9 +246,9 @@ void copy_arrive(Warp& w, const Instr& i, Mask m) {
 // Registers
 // ---------------------------------------------------------------------------------------
 
-// Reports a fault if the block could never free the registers that a warpgroup takes. All warps of
-// the group take registers, and each warp of the other groups keeps at least kLeastRegisters per
-// thread.
+// Reports a fault if the block could never free enough registers for a warpgroup. All warps of the
+// warpgroup take registers, and each warp of another warpgroup can free its registers down to
+// kLeastRegisters per thread.
 void check_registers(const Warp& w, int32_t count) {
   const Block& b = *w.block;
   int32_t needed = 0, free = b.registers;
@@ -371,7 +371,8 @@ Known decode_mbarrier(Instr& i, const Mnemonic& name, const RawInstr& raw) {
     i.run = mbarrier_wait;
     const Slot phase = i.arg[0] ? source(32) : held(64);
     Shape shape = {result(1), address(), phase};
-    // The longest time for which hardware may suspend the thread, in nanoseconds.
+    // The optional operand is the longest time, in nanoseconds, for which hardware may suspend the
+    // thread.
     if (name.has("try_wait")) shape.push_back(source(32).if_given());
     return shape;
   }
@@ -403,7 +404,8 @@ Known decode_mbarrier(Instr& i, const Mnemonic& name, const RawInstr& raw) {
 
 Known decode_fence(Instr& i, const Mnemonic& name) {
   i.run = memory_fence, i.arg[0] = (int)scope_named(name);
-  // Hardware orders only initializations of mbarriers at fence.mbarrier_init; here it is a fence.
+  // Hardware orders only initializations of mbarriers at fence.mbarrier_init. The machine treats
+  // this instruction as a fence for all accesses.
   if (name.base() == "membar") return Shape{};
   if (name.any({"async", "proxy"})) {
     i.run = nothing;

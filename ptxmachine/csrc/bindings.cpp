@@ -11,7 +11,7 @@ namespace {
 
 namespace py = pybind11;
 
-// (kind, value, offset, parts, negated)
+// Converts an operand from the Python tuple (kind, value, offset, parts, negated).
 RawOperand operand_of(const py::handle& object) {
   const py::tuple t = py::reinterpret_borrow<py::tuple>(object);
   RawOperand o;
@@ -23,7 +23,7 @@ RawOperand operand_of(const py::handle& object) {
   return o;
 }
 
-// Each instruction is (mnemonic, operands, guard or -1, negated, line).
+// Decodes a list of instructions, each a tuple (mnemonic, operands, guard or -1, negated, line).
 Program* decode_list(const py::list& code, const std::vector<int>& bits) {
   std::vector<RawInstr> raw;
   for (const py::handle item : code) {
@@ -59,8 +59,9 @@ py::dict dict_of(const Counts& c) {
   return d;
 }
 
-// Each element of memory is (address, bytes, writable, name, whether it is uninitialized). Returns
-// the counts, and the fault as (kind, message, instruction, block, warp, lane) or None.
+// Each element of `memory` is a tuple (address, bytes, writable, name, whether it is
+// uninitialized). Returns the counts, and the fault as a tuple (kind, message, instruction, block,
+// warp, lane), or None without a fault.
 py::tuple run_launch(
     const Program& program, const std::array<uint32_t, 3>& grid,
     const std::array<uint32_t, 3>& cluster, const std::array<uint32_t, 3>& block,
@@ -119,8 +120,8 @@ struct DlTensor {
   uint64_t byte_offset;
 };
 
-// Returns the address, the shape, the strides in elements, and the code, the bits and the lanes of
-// the type.
+// Returns the address, the shape and the strides in elements of an array, and the code, the bits
+// and the lanes of its DLPack type.
 py::tuple read_capsule(const py::capsule& capsule) {
   const auto* t = static_cast<const DlTensor*>(PyCapsule_GetPointer(capsule.ptr(), "dltensor"));
   if (!t) throw py::error_already_set();
@@ -132,8 +133,8 @@ py::tuple read_capsule(const py::capsule& capsule) {
   return py::make_tuple(address, shape, strides, t->code, t->bits, t->lanes);
 }
 
-// Returns the address, the shape, the strides in bytes, the bytes and the format of an element, and
-// whether the memory is read-only.
+// Returns the address, the shape and the strides in bytes of a buffer, the size in bytes and the
+// format of an element, and whether the memory is read-only.
 py::tuple read_buffer(const py::buffer& buffer) {
   const py::buffer_info info = buffer.request();
   return py::make_tuple(reinterpret_cast<uint64_t>(info.ptr), info.shape, info.strides,

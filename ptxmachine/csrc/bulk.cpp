@@ -1,10 +1,10 @@
 // Bulk copies of the asynchronous proxy (TMA): cp.async.bulk copies bytes, and cp.async.bulk.tensor
 // copies a box of a tensor.
 //
-// The seed draws the moment at which a load writes shared memory. The load then counts its bytes at
-// its mbarrier. A store may read shared memory at any time until a wait for its group. In the
-// happens-before order, a load is an access by a thread of the copy engine. A thread that waits for
-// the mbarrier acquires the time of this engine thread.
+// The seed of the launch determines the moment at which a load writes shared memory. The load then
+// counts its bytes at its mbarrier. A store may read shared memory at any time until a wait for its
+// group. In the happens-before order, a load is an access by an extra thread, a thread of the copy
+// engine. A kernel thread that waits for the mbarrier acquires the time of this extra thread.
 
 #include "decode.h"
 #include "lanes.h"
@@ -12,13 +12,15 @@
 namespace ptxmachine {
 namespace {
 
-// The swizzled offset in shared memory of 16 bytes whose offset before the swizzle is `offset`.
+// The offset in shared memory, after the swizzle, of the 16 bytes whose offset before the swizzle
+// is `offset`.
 uint32_t piece(const Block& b, const BulkCopy& c, uint32_t offset) {
   const uint32_t base = b.launch->shared_base;
   return swizzled(offset + base, c.swizzle) - base;
 }
 
-// A tensor map that the kernel has written needs fence.proxy.tensormap after the last write.
+// Reports a fault unless fence.proxy.tensormap comes after the last write of the kernel to a tensor
+// map.
 void check_fence(Warp& w, int lane, Allocation& a, uint64_t address) {
   Block& b = *w.block;
   if (!b.launch->options.races || !a.writable) return;
@@ -31,8 +33,8 @@ void check_fence(Warp& w, int lane, Allocation& a, uint64_t address) {
           lane);
 }
 
-// Checks the rules of cuTensorMapEncodeTiled. A tensor map that a kernel has changed may break
-// them.
+// Checks the rules of cuTensorMapEncodeTiled, because a kernel may have changed a tensor map so
+// that the map breaks them.
 void check_map(const TensorMap& map, int lane) {
   const auto need = [&](bool good, const std::string& what) {
     if (!good) fault("tensor map", what, lane);
@@ -78,7 +80,8 @@ const TensorMap map_at(Warp& w, uint64_t address, int lane) {
   return map;
 }
 
-// Adds the rows of a box at these coordinates. The box may be partly or wholly outside the tensor.
+// Adds the rows of a box to the copy c. `at` has the coordinates of the box, which may be partly or
+// wholly outside the tensor.
 void add_rows(BulkCopy& c, const TensorMap& map, const int64_t* at, uint32_t shared) {
   const uint32_t size = map.element_bytes;
   c.row_bytes = map.box[0] * size;
@@ -136,8 +139,8 @@ void issue_part(Warp& w, int l, BulkCopy c, Block& to) {
   if (!to.late && to.launch->options.seed == 0) to.complete_load(to.bulk.size() - 1);
 }
 
-// Issues a load into the block of `address`, or with a multicast into all blocks of the mask. A
-// multicast reads global memory once.
+// Issues a load into the block of `address`. With a multicast, the load goes to all blocks of the
+// mask in the register `multicast`, and reads global memory once.
 void issue_load(Warp& w, int l, const BulkCopy& c, uint64_t address, const Reg* multicast) {
   Block& b = *w.block;
   for (const BulkRow& row : c.rows) {
@@ -156,8 +159,8 @@ void issue_load(Warp& w, int l, const BulkCopy& c, uint64_t address, const Reg* 
     issue_part(w, l, c, b.cluster->member(w, l, (uint32_t)__builtin_ctz(left)));
 }
 
-// The offset of an address in the shared memory of the block that has it. The blocks of a cluster
-// have equal offsets.
+// The offset of an address in the shared memory of its own block. All blocks of a cluster have the
+// same layout, so any block b of the cluster gives the offset.
 uint32_t offset_in_home(const Block& b, uint64_t given, uint64_t bytes, uint64_t align) {
   return b.shared_offset(given & ((1ull << kRankShift) - 1), bytes, align);
 }
@@ -228,8 +231,8 @@ bool same(const BulkCopy& a, const BulkCopy& c) {
 }
 
 // All lanes of a warp may issue the same store, as in CUTLASS. Global memory is then written once,
-// as for lanes that store the same value to one address in one instruction. issued: the stores of
-// lower lanes.
+// as if several lanes stored the same value to one address in one instruction. `issued` has the
+// stores that lower lanes of this instruction have issued.
 void issue_store(Warp& w, int l, BulkCopy c, std::vector<BulkCopy>& issued) {
   Block& b = *w.block;
   c.store = true;
@@ -259,7 +262,7 @@ uint64_t address(Warp& w, Reg r, int l, int64_t offset) {
   return w.get(r, l) + (uint64_t)offset;
 }
 
-// The element type of a number of .elemtype in tensormap.replace.
+// The element type that a number of .elemtype in tensormap.replace names.
 Type map_type(uint32_t number) {
   static const Type types[] = {Type::u8,   Type::u16, Type::u32, Type::s32, Type::u64,
                                Type::s64,  Type::f16, Type::f32, Type::f32, Type::f64,
@@ -426,7 +429,7 @@ Known decode_bulk(Instr& i, const Mnemonic& name, const RawInstr& raw) {
     // In a tensor copy, the tensor map has the type of the elements.
     if (!i.arg[0] || i.arg[2] < 0 || (!rank && bytes_of(i.type) < 1)) return kUnknown;
   }
-  // A copy from the block to another block of the cluster is not known.
+  // The machine does not support a copy from shared memory to the shared memory of another block.
   const bool from_shared = name.has("shared::cta") && name.has("shared::cluster");
   if (from_shared || (i.arg[0] && name.has("multicast::cluster"))) return kUnknown;
   i.arg[1] = rank;

@@ -64,7 +64,8 @@ Block& Cluster::member(const Warp& w, int lane, uint32_t rank) const {
   return b;
 }
 
-// Ends a block. All accesses to its shared memory must happen before the end of one of its threads.
+// Ends a block after its last warp. Reports a race unless each access to its shared memory by
+// another block or by an asynchronous operation happens before the end of one of its threads.
 void Cluster::leave(Warp& w) {
   complete_phase();
   Block& b = *w.block;
@@ -108,8 +109,8 @@ void Cluster::complete_phase() {
 
 namespace {
 
-// barrier.cluster.arrive. arg 0: whether it is relaxed. It then publishes what the last fence has
-// offered to the cluster.
+// barrier.cluster.arrive. arg 0: whether it is relaxed. A relaxed arrival publishes only the clocks
+// that the last fence has offered to the cluster.
 void arrive(Warp& w, const Instr& i, Mask m) {
   Cluster& c = *w.block->cluster;
   if (const Mask twice = m & (w.arrived | w.passed))
@@ -146,7 +147,8 @@ void wait(Warp& w, const Instr&, Mask m) {
   });
 }
 
-// mapa. The address of a block of the cluster is an address of this block with the rank.
+// mapa. The result is the address of the same offset in the shared memory of the block with a given
+// rank: the source address with this rank in the bits from kRankShift on.
 void map_address(Warp& w, const Instr& i, Mask m) {
   const size_t size = w.block->cluster->blocks.size();
   w.need(i.reg[2], m, "the rank of mapa");
@@ -194,8 +196,9 @@ Known decode_cluster(Instr& i, const Mnemonic& name, const RawInstr&) {
 // The order of turns
 // ------------------------------------------------------------------------------------
 
-// Returns the fault for a cluster in which no warp can go on. The fault names the last warp that
-// waits for registers, or else the last that waits at barrier.cluster, or else the last live warp.
+// Returns the fault for a cluster in which no warp can continue. The fault names the last warp that
+// waits for registers. Without one, it names the last warp that waits at barrier.cluster, or else
+// the last live warp.
 Fault Cluster::deadlock(bool at_barriers) const {
   std::string what = at_barriers ? "all warps wait at barriers" : "all warps wait at mbarriers";
   const Warp* found = nullptr;
@@ -224,7 +227,8 @@ void Cluster::complete_load(size_t index) {
 
 namespace {
 
-// Reports what a warp has left undone when its block ends.
+// Reports a fault if a warp of a block that has ended has not waited for a wgmma, or has another
+// number of registers than its warpgroup.
 void check_end(const Block& b, const Warp& w) {
   const auto report = [&](Fault f) {
     f.block = (int32_t)b.number, f.warp = w.index;
@@ -260,7 +264,7 @@ void Cluster::run() {
       }
     }
     if (!left) break;
-    // The seed draws the moment at which a bulk load completes. A load completes at the latest when
+    // The seed determines the moment at which a bulk load completes, which is at the latest when
     // all warps wait.
     if (loads && (!progress || ready.empty() || blocks[0]->chance(0.02))) {
       complete_load(random() % loads);

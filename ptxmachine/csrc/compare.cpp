@@ -73,8 +73,8 @@ void put_predicate(Warp& w, Reg r, Mask m, Mask bits, Mask valid) {
   w.wrote(r, m, valid);
 }
 
-// setp. arg 0: comparison. arg 1: boolean operation: 0 none, 1 and, 2 or, 3 xor. arg 2: whether c
-// is negated. arg 3: ftz. arg 4: whether there are two results.
+// setp. arg 0: comparison. arg 1: boolean operation with the predicate c: 0 for none, 1 for and, 2
+// for or, 3 for xor. arg 2: whether c is negated. arg 3: ftz. arg 4: whether there are two results.
 template <class T>
 void set_predicate(Warp& w, const Instr& i, Mask m) {
   const Reg* source = i.reg + 1 + i.arg[4];
@@ -118,8 +118,8 @@ void set_word(Warp& w, const Instr& i, Mask m) {
   put(w, i.reg[0], m, out, w.ok(i.reg[1]) & w.ok(i.reg[2]));
 }
 
-// set for f16x2 and bf16x2. arg 5: the bits of a half whose comparison is true, which are all ones
-// or 1.0.
+// set for f16x2 and bf16x2. arg 5: the 16 bits of the result for a true comparison, which are all
+// ones or 1.0.
 template <class T>
 void set_halves(Warp& w, const Instr& i, Mask m) {
   const uint32_t *a = w.word(i.reg[1]), *b = w.word(i.reg[2]);
@@ -147,7 +147,7 @@ void select_predicate(Warp& w, const Instr& i, Mask m) {
                 ((p & w.ok(i.reg[1])) | (~p & w.ok(i.reg[2]))) & w.ok(i.reg[3]));
 }
 
-// slct: a if c >= 0, otherwise b. c is s32 or f32.
+// slct: the result is a if c >= 0, and b otherwise. The type of c is s32 or f32.
 template <class W, bool kFloat>
 void select_sign(Warp& w, const Instr& i, Mask m) {
   const W *a = lanes<W>(w, i.reg[1]), *b = lanes<W>(w, i.reg[2]);

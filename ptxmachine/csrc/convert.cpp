@@ -26,8 +26,8 @@ double rounded_integral(double x, Round round) {
   }
 }
 
-// The value of a source of cvt. A double represents every value of these formats exactly, except
-// for 64-bit integers.
+// The value of a floating-point source of cvt. A double represents every value of these formats
+// exactly.
 double read_float(Type type, uint64_t bits) {
   switch (type) {
     case Type::f16:
@@ -67,8 +67,9 @@ __int128 read_integer(Type type, uint64_t bits) {
   }
 }
 
-// Rounds x to a format with this number of fraction bits, whose least exponent is `lowest`. The
-// result is a double.
+// Rounds x to a format with `fraction` fraction bits, the least exponent `lowest` and the largest
+// finite value `largest`. `infinite` tells whether the format has infinities. The result is a
+// double.
 double rounded_to(double x, int fraction, int lowest, double largest, Round round, bool infinite) {
   if (x == 0 || !std::isfinite(x)) return x;
   int exponent;
@@ -209,7 +210,7 @@ void convert(Warp& w, const Instr& i, Mask m) {
   w.wrote(i.reg[0], m, w.ok(i.reg[1]));
 }
 
-// cvt.rn.f16x2.f32 d, a, b: a goes to the upper half.
+// cvt.rn.f16x2.f32 d, a, b: the upper 16 bits of d are the converted a.
 void convert_pair(Warp& w, const Instr& i, Mask m) {
   const Type to = element_of(i.type);
   const int shift = bytes_of(to) * 8;
@@ -267,9 +268,9 @@ void move_predicate(Warp& w, const Instr& i, Mask m) {
   w.wrote(i.reg[0], m, w.ok(i.reg[1]));
 }
 
-// mov. The destination gets the entry of the source in Warp::written, so that the copy does not
-// count as a write after wgmma.fence. LLVM copies accumulators between wgmma.fence and wgmma, and
-// ptxas gives a copy the same hardware register as its source.
+// mov. The destination gets the same entry in Warp::written as the source, so that the move does
+// not count as a write after wgmma.fence. LLVM copies accumulators between wgmma.fence and wgmma,
+// and ptxas assigns the copy to the same hardware register as the source.
 template <class W>
 void move(Warp& w, const Instr& i, Mask m) {
   W out[kLanes];
@@ -332,8 +333,8 @@ void convert_address(Warp& w, const Instr& i, Mask m) {
   w.wrote(i.reg[0], m, w.ok(i.reg[1]));
 }
 
-// isspacep. arg 0: whether shared memory of other blocks counts. offset: the window of the state
-// space.
+// isspacep. arg 0: whether the shared memory of other blocks belongs to the state space, as for
+// shared::cluster. offset: the window of the state space.
 void is_space(Warp& w, const Instr& i, Mask m) {
   uint32_t& to = w.file[i.reg[0].at];
   each_lane(m, [&](int l) {

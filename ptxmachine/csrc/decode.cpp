@@ -170,8 +170,8 @@ Known decode_flow(Instr& i, const Mnemonic& name, const RawInstr& raw) {
   return Shape{};
 }
 
-// The registry of instructions: each family with the first parts of its mnemonics. A family decides
-// by the other parts whether it knows a mnemonic.
+// The registry of instructions: each family with the first parts of its mnemonics. The decode
+// function of a family uses the other parts to decide whether it supports a mnemonic.
 struct Family {
   Known (*decode)(Instr&, const Mnemonic&, const RawInstr&);
   std::vector<std::string> names;
@@ -217,7 +217,8 @@ Known find_handler(Instr& i, const Mnemonic& name, const RawInstr& raw) {
   return kUnknown;
 }
 
-// Reduces the granules of shared and global memory to the fewest bytes that one write fills.
+// Reduces the granule of shared or global memory to the size of this instruction's write, if the
+// granule is larger. A granule is the unit of memory in which races are detected.
 void note_granule(Program& p, const Instr& i, const Mnemonic& name) {
   const bool writes = name.base() == "st" || name.base() == "atom" || name.base() == "red";
   const bool generic =

@@ -1,8 +1,8 @@
 // Floating-point instructions.
 //
-// The common forms (round to nearest, no flush, no saturation) have their own loops. `general`
-// executes all other forms, one lane at a time. Approximate instructions return the exact result,
-// plus Options::approximate times the largest error in the PTX manual.
+// The common forms (round to nearest, no flush of subnormal numbers, no saturation) have their own
+// loops. `general` executes all other forms, one lane at a time. An approximate instruction returns
+// the exact result plus Options::approximate times the largest error that the PTX manual allows.
 
 #include <cfenv>
 #include <limits>
@@ -272,7 +272,8 @@ T compute(const Instr& i, T a, T b, T c, double share) {
   return F::narrow(modified<C>(i, F::widen(a), F::widen(b), F::widen(c), share));
 }
 
-// arg 3: the number of sources. arg 4: the number of elements in a register.
+// The handler of all forms without a loop of their own. arg 3: the number of sources. arg 4: the
+// number of elements in a register.
 template <class T>
 void general(Warp& w, const Instr& i, Mask m) {
   const double share = w.block->launch->options.approximate;

@@ -252,7 +252,7 @@ void bit_field_insert(Warp& w, const Instr& i, Mask m) {
   w.wrote(i.reg[0], m, valid);
 }
 
-// The selectors of the modes of prmt, by the two lowest bits of c.
+// The modes of prmt, as they are named in the mnemonic.
 const char* const kModes[] = {"f4e", "b4e", "rc8", "ecl", "ecr", "rc16"};
 constexpr uint32_t kPermutations[6][4] = {
     {0x3210, 0x4321, 0x5432, 0x6543}, {0x5670, 0x6701, 0x7012, 0x0123},
@@ -260,8 +260,8 @@ constexpr uint32_t kPermutations[6][4] = {
     {0x0000, 0x1110, 0x2210, 0x3210}, {0x1010, 0x3232, 0x1010, 0x3232}};
 
 // prmt. arg 0: 1 + index of the mode in kModes, or 0 without a mode. Each byte of the result is
-// valid if its source byte is valid. Compilers take unused bytes from registers that they never
-// write.
+// valid if its source byte is valid. Validity is per byte because compilers take bytes that they do
+// not use from registers that they never write.
 void permute(Warp& w, const Instr& i, Mask m) {
   w.need(i.reg[3], m, "the selector of prmt");
   uint8_t valid[kLanes];
@@ -297,7 +297,8 @@ FASTBERT_PTX_SIMD void logic3(Warp& w, const Instr& i, Mask m) {
   put(w, i.reg[0], m, out, w.ok(i.reg[1]) & w.ok(i.reg[2]) & w.ok(i.reg[3]));
 }
 
-// bmsk: b ones from bit a on. arg 0: whether a and b are clamped instead of wrapped around.
+// bmsk: the result has b ones, from bit a on. arg 0: whether a and b are clamped instead of wrapped
+// around.
 void bit_mask(Warp& w, const Instr& i, Mask m) {
   each_lane(m, [&](int l) {
     const uint32_t a = w.word(i.reg[1])[l], b = w.word(i.reg[2])[l];
@@ -321,10 +322,11 @@ void funnel(Warp& w, const Instr& i, Mask m) {
   w.wrote(i.reg[0], m, valid);
 }
 
-// Extended-precision arithmetic with the carry flag of each lane. arg 0: 0 add, 1 subtract, 2 add c
-// to the low half of a product, 3 add c to the high half. arg 1: whether the instruction reads the
-// carry flag. arg 2: whether the instruction writes the carry flag (.cc). Signed and unsigned types
-// have different results only in the high half of a product.
+// Extended-precision arithmetic with the carry flag of each lane. arg 0: 0 adds a and b, 1
+// subtracts b from a, 2 adds c to the low half of the product of a and b, and 3 adds c to the high
+// half. arg 1: whether the instruction reads the carry flag. arg 2: whether the instruction writes
+// the carry flag (.cc). Signed and unsigned types have different results only in the high half of a
+// product.
 template <class T>
 void with_carry(Warp& w, const Instr& i, Mask m) {
   using U = std::make_unsigned_t<T>;
@@ -361,8 +363,8 @@ void dot4(Warp& w, const Instr& i, Mask m) {
   w.wrote(i.reg[0], m, valid);
 }
 
-// Operations on predicates, whose lanes are the bits of one word. If one operand alone decides the
-// result, as false does for `and`, then the other operand may be invalid.
+// Operations on predicates. Each bit of one word is the predicate of one lane. If the value of one
+// operand decides the result, as false does for `and`, then the other operand may be invalid.
 template <class Op>
 void predicate(Warp& w, const Instr& i, Mask m) {
   const Mask a = w.file[i.reg[1].at], b = w.file[i.reg[2].at];
@@ -446,7 +448,7 @@ struct Carry {
   static Handler handler() { return with_carry<T>; }
 };
 
-// A handler, or null, with the shape of its operands.
+// A handler with the shape of its operands. The handler is null if no form fits.
 struct Form {
   Handler run = nullptr;
   Shape shape;

@@ -1,4 +1,5 @@
-// Handlers of instructions that work on each lane alone: one template per number of operands.
+// Handlers of instructions that compute each lane independently: one template per number of
+// operands.
 //
 // An operation is a struct with a static call(). The template reads the lanes, calls call() for
 // each lane, and writes the lanes in the mask. All 32 lanes are computed, so that the compiler
@@ -41,8 +42,8 @@ inline Brain to_brain(float x) {
   if (x != x) return {0x7fff};
   return {(uint16_t)((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16)};
 }
-// Rounds a double to the nearest bf16 value. The first step rounds to odd in fp32, so that the
-// second step has the result of a single rounding.
+// Rounds a double to the nearest bf16 value. The first step rounds to fp32 in the mode "round to
+// odd", so that the second step gives the same result as a single rounding.
 inline Brain to_brain(double x) {
   float f = (float)x;
   if (f == f && (double)f != x && std::isfinite(f)) {
@@ -85,7 +86,7 @@ inline const Word<T>* lanes(Warp& w, Reg r) {
 // The handler of hints and of other instructions without an effect in the machine.
 inline void nothing(Warp&, const Instr&, Mask) {}
 
-// The handler of `Pick` for an integer type, or null for another type.
+// Returns Pick<T>::handler() for the C++ type T of an integer type, or null for another type.
 template <template <class> class Pick>
 Handler by_integer_type(Type type) {
   switch (type) {

@@ -7,7 +7,7 @@
 namespace ptxmachine {
 namespace {
 
-// arg 0: the number of matrices. arg 1: whether the matrices are transposed.
+// ldmatrix. arg 0: the number of matrices. arg 1: whether the matrices are transposed.
 void load_matrix(Warp& w, const Instr& i, Mask m) {
   Block& b = *w.block;
   const int n = i.arg[0];

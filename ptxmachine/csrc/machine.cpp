@@ -71,7 +71,7 @@ void start(Block& b, Warp& w, int index) {
   const Program& p = *launch.program;
   w.block = &b, w.program = &p, w.index = index, w.registers = launch.registers;
   w.first = (int32_t)(b.rank * launch.entries());
-  // Uninitialized registers have a value that the seed draws.
+  // Uninitialized registers have a random value, which depends on the seed.
   w.file.assign((size_t)p.words, (uint32_t)b.random());
   w.valid.assign((size_t)p.ids, 0);
   w.locked.assign((size_t)p.ids, 0);
@@ -131,7 +131,7 @@ void drop(std::vector<Fragment>& fragments, F&& f) {
 }
 
 // Returns the fragment to run next: the fragment with the lowest instruction number, joined with
-// all other fragments at this instruction.
+// all other fragments at the same instruction. Returns null if all fragments wait.
 Fragment* choose(Warp& w) {
   Fragment* best = nullptr;
   for (Fragment& f : w.fragments)
@@ -167,9 +167,9 @@ void branch(Warp& w, Fragment* f, const Instr& i, Mask taken) {
   }
 }
 
-// Runs a warp-level synchronisation for each complete group of lanes, and returns the lanes of
-// these groups. A group is complete if all members of its member mask have arrived with the same
-// member mask. The groups of a warp are independent of each other.
+// Runs a warp-level synchronisation for each complete group of lanes, and returns the lanes of the
+// complete groups. A group is complete if all live lanes of its member mask have arrived with the
+// same member mask. The groups of a warp are independent of each other.
 Mask run_groups(Warp& w, const Instr& i, Mask mask) {
   const Reg members = i.reg[i.regs - 1];
   w.need(members, mask, "a member mask");
@@ -191,7 +191,7 @@ void leave(Warp& w, Fragment* f, Mask gone) {
   f->mask &= ~gone;
   ++f->pc;
   drop(w.fragments, [](const Fragment& g) { return g.mask == 0; });
-  // Lanes that have exited no longer keep other lanes waiting, so waiting fragments try again.
+  // Other lanes need not wait for lanes that have exited, so waiting fragments try again.
   for (Fragment& g : w.fragments) g.waits = false;
 }
 
@@ -322,8 +322,8 @@ void Block::finish_barrier(int number_) {
     for (const Warp& w : warps) needed += w.live != 0;
   }
   if ((int32_t)(b.waiting.size() + b.passed.size()) < needed) return;
-  // Warps that only arrive (bar.arrive) can complete a barrier, too. A completed barrier starts its
-  // next phase.
+  // A barrier may be complete even if all its warps only arrive (bar.arrive). A completed barrier
+  // starts its next phase.
   if (launch->options.races && !b.waiting.empty()) {
     std::vector<std::pair<Warp*, int>> threads;
     for (int32_t index : b.waiting)
@@ -367,7 +367,7 @@ void Block::check_phase(MBarrier& b) {
   ++b.phase;
   b.pending = b.expected;
   b.completed = b.arrivals, b.completed_fenced = b.arrivals_fenced;
-  // Warps whose polls of an mbarrier have failed may succeed now.
+  // A warp whose polls of an mbarrier have failed may succeed after this phase.
   for (Warp& w : warps) w.polls = 0;
 }
 

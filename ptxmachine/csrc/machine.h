@@ -2,7 +2,7 @@
 // order.
 //
 // A byte of memory, or a lane of a register, is valid if it holds a value that the host or the
-// kernel has written. It is invalid if it is uninitialized.
+// kernel has written. Otherwise, the byte or the lane is invalid, which means uninitialized.
 
 #pragma once
 
@@ -30,7 +30,7 @@ namespace ptxmachine {
 // limits of PTX texts and of launches.
 constexpr int kBarriers = 16;                     // named barriers per block
 constexpr int64_t kMostArrivals = (1 << 20) - 1;  // arrivals or bytes per mbarrier
-constexpr uint64_t kStrideEnd = 1ull << 40;       // strides in tensor maps are less
+constexpr uint64_t kStrideEnd = 1ull << 40;       // every stride of a tensor map is less than this
 // Alignment in bytes of a tensor map, and of the shared memory that a tensor copy accesses.
 constexpr uint64_t kMapAlignment = 64, kTensorAlignment = 128;
 constexpr int kGroupWarps = 4;                                 // warps per warpgroup
@@ -52,11 +52,12 @@ using Clock = std::shared_ptr<const Times>;
 
 // The vector clocks that a thread has acquired from several clusters, by cluster number.
 using Knowledge = std::shared_ptr<const std::map<uint32_t, Clock>>;
-// One for each scope except weak: for threads of the same block, of the same cluster, of the
-// device.
+// The clocks for each scope except weak: for threads of the same block, of the same cluster, and of
+// the device.
 using ByScope = std::array<Knowledge, kScopes>;
 
-// The cluster, the thread and the time of an access to a cell.
+// The cluster, the thread and the time of an access to a cell, which is one unit of memory in the
+// detection of races.
 struct Stamp {
   uint32_t cluster = 0;  // 1 + cluster number; 0: no access; kMany: several clusters
   uint16_t thread = 0;   // number in the cluster
@@ -92,8 +93,8 @@ struct Allocation {
   bool holds(uint64_t address, uint64_t size) const {
     return address >= begin && size <= bytes && address - begin <= bytes - size;
   }
-  // The index of the cell of an address. Cells begin at multiples of the granule, even if the
-  // allocation does not.
+  // The index of the cell of an address. The granule is the number of bytes in a cell. Cells begin
+  // at multiples of the granule, even if the allocation does not.
   uint64_t cell_of(uint64_t address, uint32_t granule) const {
     return address / granule - begin / granule;
   }
@@ -113,7 +114,7 @@ struct Counts {
   uint64_t warp[kPipes] = {};  // instructions that warps executed, by pipe
   uint64_t instructions = 0;
   uint64_t tensor_flops = 0;         // 2 per multiplication in a matrix instruction
-  uint64_t tensor_shared_bytes = 0;  // read by wgmma: A per warp, B per four warps
+  uint64_t tensor_shared_bytes = 0;  // wgmma reads A once per warp, and B once per four warps
   uint64_t global_bytes = 0, global_sectors = 0, global_least_sectors = 0;
   uint64_t shared_wavefronts = 0, shared_least_wavefronts = 0;
   uint64_t barriers = 0;
@@ -144,14 +145,14 @@ struct Launch {
   uint32_t grid[3] = {1, 1, 1}, block[3] = {1, 1, 1};
   uint32_t cluster[3] = {1, 1, 1};  // blocks of a cluster
   int32_t threads = 1, warps = 1;
-  int32_t registers = 0;  // per thread at the start; 0: ptxas would ignore setmaxnreg
+  int32_t registers = 0;  // per thread at the start; 0 if ptxas would ignore setmaxnreg
   std::vector<uint8_t> params;
   uint32_t shared_bytes = 0, static_shared = 0, local_bytes = 0;
   uint32_t shared_base = 1024;   // first address of shared memory; not 0, as on hardware
   std::vector<uint32_t> blocks;  // numbers of the blocks to run; empty: the whole grid
   std::vector<std::unique_ptr<Allocation>> memory;  // sorted by address
-  // The clocks that strong writes have published, by address. A key from key_of in access.cpp tells
-  // the shared memory of different blocks apart.
+  // The clocks that strong writes have published, by the key of their address. key_of in access.cpp
+  // gives equal addresses in the shared memory of different blocks different keys.
   std::unordered_map<uint64_t, Released> released;
   Options options;
   Counts counts;
@@ -164,7 +165,7 @@ struct Launch {
   // along x first.
   uint32_t cluster_of(uint32_t block) const;
   uint32_t block_of(uint32_t number, uint32_t rank) const;
-  // The entries of a block in a vector clock.
+  // The number of entries that each block has in a vector clock.
   uint32_t entries() const;
 };
 
@@ -174,7 +175,7 @@ struct Launch {
 struct Fragment {
   int32_t pc;
   Mask mask;
-  bool waits = false;  // waits for other lanes at a warp-level synchronisation
+  bool waits = false;  // whether it waits for other lanes at a warp-level synchronisation
 };
 
 // A cp.async that has been issued and that no wait has completed.
@@ -182,7 +183,8 @@ struct AsyncCopy {
   int lane;
   uint32_t to;
   uint64_t from;
-  // bytes: read from global memory. filled: written to shared memory, with zeros after `bytes`.
+  // bytes: the number of bytes that are read from global memory. filled: the number of bytes that
+  // are written to shared memory, which are zeros after the first `bytes`.
   uint32_t bytes, filled;
   bool done = false;
 };
@@ -193,7 +195,7 @@ struct PendingMma {
   bool scale_d;
   bool done = false;
   uint64_t number = 0;              // from 1, in the order in which the warp issues
-  std::vector<uint32_t> operand_a;  // registers of A at issue, each with its valid lanes
+  std::vector<uint32_t> operand_a;  // copies of the registers of A at issue, and their valid lanes
 };
 
 // A tensor map in the machine's own layout of 128 bytes. src/ptxmachine/tensor_map.py writes this
@@ -204,7 +206,7 @@ struct TensorMap {
   uint64_t address;
   uint32_t size[5];    // elements per dimension, innermost first
   uint32_t type;       // number as in tensormap.replace.elemtype
-  uint64_t stride[4];  // bytes; the innermost dimension has none
+  uint64_t stride[4];  // bytes, from the second dimension on; the innermost is contiguous
   uint16_t box[5];     // elements per dimension of a copy
 };
 static_assert(sizeof(TensorMap) <= 128);
@@ -214,7 +216,7 @@ static_assert(sizeof(TensorMap) <= 128);
 struct BulkRow {
   uint64_t global;          // address of the first byte inside the tensor
   uint32_t shared;          // offset of the row before the swizzle
-  uint32_t before, inside;  // bytes before the tensor, bytes inside the tensor
+  uint32_t before, inside;  // bytes of the row before the tensor, and bytes inside the tensor
 };
 
 // A bulk copy of the asynchronous proxy that has been issued.
@@ -225,7 +227,7 @@ struct BulkCopy {
   Type type = Type::none;  // element type of a reduction
   uint32_t swizzle = 0, row_bytes = 0;
   uint32_t barrier = 0;  // offset of the mbarrier that counts the bytes of a load
-  uint16_t slot = 0;     // thread of the copy engine, for the stamps of a load
+  uint16_t slot = 0;     // entry of the copy engine's thread in vector clocks, for a load's stamps
   std::vector<BulkRow> rows;
 };
 
@@ -242,13 +244,13 @@ struct Warp {
   int32_t pc = 0;  // index of the running instruction
   std::vector<uint32_t> file;
   std::vector<Mask> valid;
-  // By register, for lanes that are not in `valid`: one bit for each byte, which is set if the byte
-  // is valid.
+  // By register, for lanes that are not in `valid`: one bit for each byte of the register, which is
+  // set if the byte is valid.
   std::unordered_map<int32_t, std::array<uint8_t, kLanes>> partial;
   // By register. locked: the number of wgmma in flight that use the register. hidden: the valid
-  // lanes of an accumulator of a wgmma in flight, whose lanes in `valid` are 0, so that no other
-  // instruction can use the register. written: the number of the instruction that last wrote the
-  // register.
+  // lanes of an accumulator of a wgmma in flight. The entry of such an accumulator in `valid` is 0,
+  // so that a use by another instruction is a fault. written: the value of `executed` at the last
+  // write to the register.
   std::vector<int32_t> locked;
   std::unordered_map<int32_t, Mask> hidden;
   std::vector<uint64_t> written;
@@ -256,25 +258,27 @@ struct Warp {
   // The happens-before order, by lane: the clocks of order.cpp for threads of this cluster.
   std::array<Clock, kLanes> base, fenced;
   std::array<Knowledge, kLanes> others;  // clocks of threads of other clusters
-  // By lane. offered: the clocks at the last fence of each scope or of a larger scope, which later
-  // relaxed writes publish. met: the clocks that relaxed reads have found, which the next such
-  // fence acquires.
+  // By lane and scope. offered: the clocks at the last fence of this scope or of a larger scope,
+  // which later relaxed writes publish. met: the published clocks at the addresses of relaxed
+  // reads, which the next fence of this scope or of a larger scope acquires.
   std::array<ByScope, kLanes> offered, met;
   std::array<uint32_t, kLanes> time;
-  std::array<std::vector<std::vector<AsyncCopy>>, kLanes> copies;  // groups; the last is open
-  std::vector<std::vector<PendingMma>> products;                   // groups; the last is open
-  std::array<std::vector<std::vector<BulkCopy>>, kLanes> stores;   // groups; the last is open
+  // The groups of asynchronous operations. The last group is not yet committed.
+  std::array<std::vector<std::vector<AsyncCopy>>, kLanes> copies;
+  std::vector<std::vector<PendingMma>> products;
+  std::array<std::vector<std::vector<BulkCopy>>, kLanes> stores;
   uint64_t mma_fence = 0;  // `executed` at the last wgmma.fence
   uint64_t issued = 0;     // number of the last wgmma
-  int32_t barrier = -1;    // number of the barrier at which the warp waits
+  int32_t barrier = -1;    // number of the barrier at which the warp waits, or -1
   uint64_t polls = 0;      // unsuccessful polls in a row
   int32_t registers = 0;   // per thread, as setmaxnreg counts them
   int32_t missing = 0;     // registers that setmaxnreg.inc waits for
-  // Lanes whose last barrier.cluster.arrive is of the running phase, or of the complete phase, and
-  // that have not waited since. waited: lanes that have waited once.
+  // State of barrier.cluster. arrived: lanes that have arrived in the current phase. passed: lanes
+  // that arrived in the last complete phase and have not waited since. waited: lanes that have
+  // waited at least once.
   Mask arrived = 0, passed = 0, waited = 0;
   int32_t lane = -1;     // lane of the last memory access
-  uint64_t lane_at = 0;  // `executed` at this access
+  uint64_t lane_at = 0;  // `executed` at the last memory access
   uint64_t executed = 1;
   bool carry[kLanes] = {};
 
@@ -304,8 +308,8 @@ struct Warp {
     written[r.id] = executed;
     valid[r.id] = (valid[r.id] & ~mask) | (valid_lanes & mask);
   }
-  // Does the same for a register whose lanes may be valid in part. bytes[lane] has one bit for each
-  // valid byte.
+  // Records that the lanes of mask have written r, whose lanes may be partly valid. bytes[lane] has
+  // one bit for each valid byte.
   void wrote_bytes(Reg r, Mask mask, const uint8_t* bytes);
   uint8_t valid_bytes(Reg r, int lane) const {
     if (valid[r.id] >> lane & 1) return 0xff;
@@ -320,7 +324,7 @@ struct Warp {
 
 struct Barrier {
   int32_t expected = 0;                              // threads; 0: all threads of the block
-  std::vector<int32_t> waiting, passed;              // warps that wait; warps that only arrived
+  std::vector<int32_t> waiting, passed;              // warps that wait, and warps that only arrive
   Times times, fenced;                               // clocks of the warps in `passed`
   std::vector<std::pair<const Instr*, Mask>> votes;  // votes of bar.red, in the order of `waiting`
 };
@@ -329,7 +333,7 @@ struct MBarrier {
   uint32_t expected = 0, pending = 0;
   int64_t transactions = 0;
   uint64_t phase = 0;
-  Times arrivals, completed;  // clocks of this phase's arrivals and of the last complete phase
+  Times arrivals, completed;  // joined clocks of the arrivals in this phase and in the last phase
   Times arrivals_fenced, completed_fenced;
   Stamp made;  // stamp of mbarrier.init
 };
@@ -341,18 +345,18 @@ struct Block {
   std::vector<Warp> warps;
   std::vector<uint8_t> shared, shared_valid;
   std::vector<Cell> cells;
-  std::unordered_map<uint32_t, std::vector<Stamp>> readers;  // reads of cells, beside Cell::read
+  std::unordered_map<uint32_t, std::vector<Stamp>> readers;  // more reads of a cell than Cell::read
   std::array<Barrier, kBarriers> barriers;
   std::map<uint32_t, MBarrier> mbarriers;
   std::map<uint64_t, Stamp> map_fences;  // last fence.proxy.tensormap, by address of the map
   std::vector<BulkCopy> bulk;            // loads that have not completed
   std::vector<uint32_t> slot_time;       // next time of each thread of the copy engine
   std::map<uint32_t, uint16_t> slots;
-  std::vector<std::vector<uint8_t>> local;  // by thread; the second half holds the valid flags
+  std::vector<std::vector<uint8_t>> local;  // by thread: the bytes, then one valid flag per byte
   std::mt19937_64 random;
   Counts counts;
-  int32_t registers = 0;  // registers that warps have released and no warp has taken
-  bool late = false;      // asynchronous operations take effect at the wait, not at issue
+  int32_t registers = 0;  // registers that warps have released and that no warp has taken since
+  bool late = false;      // whether asynchronous operations take effect at the wait, not at issue
   Allocation* last = nullptr;
 
   Block(Cluster& cluster, uint32_t number, uint32_t rank);
@@ -381,17 +385,17 @@ struct Block {
   void acquire(Warp& w, int lane, const Times& times, const Times& fenced_times);
   void release(Warp& w, int lane, Times& times, Times& fenced_times);
   // Strong accesses. A releasing write publishes the clocks that its thread knows, and an acquiring
-  // read learns the published clocks. After fence(), relaxed writes publish clocks, and the clocks
-  // of earlier relaxed reads are learnt. The scopes of writes, reads and fences must include both
-  // threads.
+  // read learns the published clocks. fence() learns the clocks that earlier relaxed reads have
+  // met, and lets later relaxed writes publish clocks. Clocks pass from one thread to another only
+  // if the scopes of the write, the read and the fences include both threads.
   Knowledge known(Warp& w, int lane);
   void learn(Warp& w, int lane, const Knowledge& from);
   void publish(Warp& w, int lane, uint64_t place, Scope scope, bool releases, bool reads);
   void observe(Warp& w, int lane, uint64_t place, Scope scope, bool acquires);
   void fence(Warp& w, int lane, Scope scope);
 
-  // Shared memory. Addresses begin at shared_base, and offsets begin at 0. The notes are of
-  // accesses by a thread of the cluster to the memory of this block.
+  // Shared memory. Addresses begin at shared_base, and offsets begin at 0. The functions record
+  // accesses by any thread of the cluster to the shared memory of this block.
   uint32_t shared_offset(uint64_t address, uint64_t size, uint64_t align) const;
   void note_read(Warp& w, int lane, uint32_t offset, uint32_t size, const Stamp& stamp);
   void note_write(Warp& w, int lane, uint32_t offset, uint32_t size, const Stamp& stamp);
@@ -416,15 +420,16 @@ struct Cluster {
   Launch* launch = nullptr;
   uint32_t number = 0;
   std::vector<std::unique_ptr<Block>> blocks;  // by rank
-  // The barrier: clocks of the arrivals of the running phase, and of the last complete phase.
+  // The clocks of barrier.cluster: of the arrivals in the current phase, and in the last complete
+  // phase.
   Times arrivals, completed, arrivals_fenced, completed_fenced;
   Knowledge arrivals_others, completed_others;
 
   Cluster(Launch& launch, uint32_t number);
   void run();
-  void complete_load(size_t index);  // of the loads of all blocks
+  void complete_load(size_t index);  // the index counts the loads of all blocks
   void complete_phase();             // does nothing before all threads have arrived
-  void leave(Warp& w);               // lanes of a warp have exited
+  void leave(Warp& w);               // is called after lanes of a warp have exited
   // The block whose shared memory an address is in. Reports a fault if the block has ended, or if
   // the thread does not know that it has started.
   Block& home(const Warp& w, int lane, uint64_t address) const;
@@ -441,12 +446,13 @@ inline Stamp Block::pending(const Warp& w, int lane, bool async) const {
   return {cluster->number + 1, (uint16_t)w.thread(lane), async, Scope::weak, kPending};
 }
 
-// The mbarrier of a block at an offset. Reports a fault unless its initialization is ordered
-// before.
+// Returns the mbarrier of the block `home` at the offset `at`. Reports a fault if there is none, or
+// if its initialization does not happen before the access of the lane.
 MBarrier& existing(Warp& w, Block& home, uint32_t at, int lane);
 
-// One element in memory, for wmma and for tensor maps. `space` is one of these codes, which are
-// those of Space in access.h. `ok` tells whether all bytes of the element are valid.
+// Functions for one element in memory, for wmma and for tensor maps. `space` is one of these codes,
+// which equal the values of Space in access.h. `ok` tells whether all bytes of the element are
+// valid.
 constexpr int kElementGeneric = 0, kElementGlobal = 1, kElementShared = 2;
 struct Element {
   uint64_t bits;
@@ -456,7 +462,7 @@ Element element_at(Warp& w, int lane, int space, uint64_t address, uint32_t size
 void put_element(Warp& w, int lane, int space, uint64_t address, uint32_t size, uint64_t bits,
                  bool ok);
 
-// One element of a bulk reduction. op is a result of reduction_of.
+// Reduces one element of a bulk reduction into the bytes at `to`. `op` is a result of reduction_of.
 struct Mnemonic;
 int32_t reduction_of(const Mnemonic& name);  // -1: no reduction
 void reduce_element(Type type, int32_t op, uint8_t* to, uint64_t value);
@@ -464,10 +470,10 @@ void reduce_element(Type type, int32_t op, uint8_t* to, uint64_t value);
 // The entry in Warp::written of a register that holds a constant.
 constexpr uint64_t kAlways = ~0ull;
 
-// The number of threads of the copy engine. A vector clock has entries for the threads of the
-// block, then for these threads, then for the wgmma of each warpgroup. Each mbarrier that counts
-// bytes has one thread of the copy engine. The time of the entry of a warpgroup is the number of
-// the last wgmma that has been waited for.
+// The number of threads of the copy engine, which stand for bulk loads in the happens-before order.
+// Each mbarrier that counts bytes has one of these threads. For each block, a vector clock has
+// entries for the threads of the block, then for the threads of the copy engine, then for the
+// warpgroups. The time of a warpgroup is the number of its last wgmma that has been waited for.
 constexpr int kSlots = 64;
 
 // Counts the sectors of 32 bytes that a warp touches, and the fewest sectors that could hold as
@@ -484,8 +490,8 @@ inline bool all_valid(const uint8_t* valid, uint32_t size) {
   return std::memchr(valid, 0, size) == nullptr;
 }
 
-// Runs the chosen blocks, with the other blocks of their clusters, on this many threads of the
-// host. Throws Fault.
+// Runs the blocks in launch.blocks, with the other blocks of their clusters, on `threads` threads
+// of the host. Throws Fault if the kernel has a fault.
 void run(Launch& launch, int threads);
 
 [[noreturn]] void fault(const char* kind, const std::string& what, int lane = -1);

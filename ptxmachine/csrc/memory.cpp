@@ -18,8 +18,8 @@ uint64_t sign_extended(Type type, uint64_t bits) {
   }
 }
 
-// ld. arg 0: state space. arg 1: the number of elements. arg 2: Order flags. The last register is
-// the address, after the registers of the elements.
+// ld. arg 0: state space. arg 1: the number of elements. arg 2: Order flags. The register of the
+// address comes after the registers of the elements.
 void load(Warp& w, const Instr& i, Mask m) {
   const int n = i.arg[1];
   const uint32_t size = (uint32_t)bytes_of(i.type);
@@ -37,8 +37,8 @@ void load(Warp& w, const Instr& i, Mask m) {
       uint8_t ok = 0xff;
       for (uint32_t k = 0; p.valid && k < size; ++k)
         if (!p.valid[e * size + k]) ok &= (uint8_t)~(1u << k);
-      // An element that is narrower than its register is extended. All bytes of the register are
-      // then invalid if one byte of the element is invalid.
+      // An element that is narrower than its register is extended to the register. If one byte of
+      // such an element is invalid, all bytes of the register are invalid.
       if (i.reg[e].id >= 0 && 8 * size != i.reg[e].bits && ok != 0xff) ok = 0;
       valid[e][l] = ok;
       if (i.reg[e].id >= 0) w.set(i.reg[e], l, sign_extended(i.type, bits));
@@ -50,9 +50,9 @@ void load(Warp& w, const Instr& i, Mask m) {
 }
 
 // Returns the lanes whose stores take effect. If several lanes of an instruction store to one
-// address, PTX does not define which value is stored. An odd seed chooses the last lane, and an
-// even seed the first lane. The other lanes are counted if their value is different. Local memory
-// is private to a lane, so no lanes conflict there.
+// address, PTX does not define which value is stored. An odd seed chooses the last of these lanes,
+// and an even seed the first. Each other lane with a different value adds one to
+// Counts::conflicting_stores. Local memory is private to a lane, so no lanes conflict there.
 Mask winners(Warp& w, const Instr& i, Mask m, const uint64_t* address) {
   const bool local = (Space)i.arg[0] == Space::local ||
                      ((Space)i.arg[0] == Space::generic &&
@@ -81,7 +81,7 @@ Mask winners(Warp& w, const Instr& i, Mask m, const uint64_t* address) {
   return kept;
 }
 
-// st. The first register is the address. arg 0 to 2 are as for ld.
+// st. The first register is the address. arg 0, 1 and 2 have the same meaning as for ld.
 void store(Warp& w, const Instr& i, Mask m) {
   const int n = i.arg[1];
   const uint32_t size = (uint32_t)bytes_of(i.type);

@@ -29,7 +29,7 @@ void mma(Warp& w, const Instr& i, Mask) {
   Mask c_valid[4];
   for (int r = 0; r < accumulators; ++r) c_valid[r] = w.ok(c[r]);
   read_accumulators(w, c, i.arg[1], 8, sum, ok, c_valid);
-  if (i.arg[4])  // the elements of `sum` have the bits of s32 values
+  if (i.arg[4])  // the elements of `sum` contain the bits of s32 values
     multiply_integers(o, reinterpret_cast<int32_t*>(sum), i.arg[5]);
   else
     multiply(o, sum, w.block->launch->options.accumulate);

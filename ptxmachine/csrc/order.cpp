@@ -2,10 +2,10 @@
 //
 // Each thread has a time, which grows when the thread releases at a barrier, an arrival or a
 // warp-level synchronisation. Each thread also has a vector clock: for each other thread, the
-// latest time that it has acquired. Each access is stamped with its thread and time. A later access
-// is ordered after the first access if the thread of the later access has acquired the time of the
-// first (Flanagan and Freund 2009, FastTrack). `fenced` is the vector clock that the last proxy
-// fence has made visible to the asynchronous proxy.
+// latest time that it has acquired. Each access is stamped with its thread and time. An access is
+// ordered after an earlier access if its thread has acquired the time of the earlier access
+// (Flanagan and Freund 2009, FastTrack). `fenced` is the vector clock of the writes that the last
+// proxy fence has made visible to the asynchronous proxy.
 
 #include "machine.h"
 
@@ -63,8 +63,8 @@ bool Block::fenced_after(const Warp& w, int lane, const Stamp& s) const {
   return s.cluster == 0 || s.async || (s.time != kPending && (*w.fenced[lane])[s.thread] >= s.time);
 }
 
-// Orders these threads at a barrier. Accesses of all these threads before the barrier happen before
-// accesses of each of them after the barrier.
+// Orders `threads` at a barrier. Each access of one of these threads before the barrier happens
+// before each access of any of them after the barrier.
 void Block::join(const std::vector<std::pair<Warp*, int>>& threads) {
   Clock base = threads[0].first->base[threads[0].second];
   Clock fenced = threads[0].first->fenced[threads[0].second];
@@ -137,8 +137,8 @@ void Block::learn(Warp& w, int lane, const Knowledge& from) {
   w.others[lane] = joined(w.others[lane], from);
 }
 
-// A read-modify-write (`reads`) continues the release sequence of the old value: it publishes the
-// clocks that were published with the old value, and its own clocks.
+// If `reads` is true, the access is a read-modify-write. It continues the release sequence of the
+// old value: it publishes the clocks that were published with the old value, and its own clocks.
 void Block::publish(Warp& w, int lane, uint64_t place, Scope scope, bool releases, bool reads) {
   if (!launch->options.races) return;
   const Stamp stamp = now(w, lane, scope);
@@ -238,7 +238,8 @@ void Block::note_read(Warp& w, int lane, uint32_t offset, uint32_t size, const S
   }
 }
 
-// Sets the time of completion in the stamps of this thread's pending reads of the range.
+// Sets the time of completion in the stamps of this thread's pending reads of the bytes in shared
+// memory from `offset` on.
 void Block::settle_read(Warp& w, int lane, uint32_t offset, uint32_t size) {
   if (!launch->options.races) return;
   const uint32_t granule = launch->program->granule;
@@ -254,7 +255,8 @@ void Block::settle_read(Warp& w, int lane, uint32_t offset, uint32_t size) {
   }
 }
 
-// Sets the time of completion in the stamps of this thread's pending writes to the range.
+// Sets the time of completion in the stamps of this thread's pending writes to the bytes in shared
+// memory from `offset` on.
 void Block::settle_write(uint16_t thread, uint32_t offset, uint32_t size, uint32_t time) {
   if (!launch->options.races) return;
   const uint32_t granule = launch->program->granule;
@@ -269,7 +271,7 @@ void Block::note_write(Warp& w, int lane, uint32_t offset, uint32_t size, const 
   const uint32_t granule = launch->program->granule;
   for (uint32_t c = offset / granule; c <= (offset + size - 1) / granule; ++c) {
     Cell& cell = cells[c];
-    // Whether the write and another access are morally strong, so that they are no race.
+    // Whether this write and the access of the stamp s are morally strong, and therefore no race.
     const auto strong = [&](const Stamp& s) { return morally_strong(stamp, s); };
     if (!after(w, lane, cell.write) && !strong(cell.write))
       fault("race",

@@ -1,9 +1,9 @@
 // Functions that the matrix instructions share: products of small matrices, and fragments in
 // registers.
 //
-// A product of two operands of at most 16 bits, or of two tf32 operands, is exact in fp32. The
-// order of the sum is not documented, so Options::accumulate chooses the order. Fragment layouts
-// are those of the PTX ISA, section "Warp Level Matrix Instructions".
+// A product of two operands of at most 16 bits, or of two tf32 operands, is exact in fp32. NVIDIA
+// does not document the order of the sum, so Options::accumulate chooses the order. Fragment
+// layouts are those of the PTX ISA, section "Warp Level Matrix Instructions".
 
 #pragma once
 
@@ -12,8 +12,8 @@
 
 namespace ptxmachine {
 
-// A and B in fp32. The flags a_ok and b_ok tell whether all elements of a row of A or of a column
-// of B are valid.
+// The matrices A and B in fp32. a_ok has one flag for each row of A, and b_ok one for each column
+// of B. A flag tells whether all elements of the row or column are valid.
 struct Operands {
   int rows, columns, depth;
   std::vector<float> a, b;  // a (rows, depth), b (depth, columns)
@@ -22,14 +22,14 @@ struct Operands {
       : rows(m), columns(n), depth(k), a(m * k), b(k * n), a_ok(m, 1), b_ok(n, 1) {}
 };
 
-// d (rows, columns) += a b, summed in this order.
+// Adds the product of A and B to d, of shape (rows, columns). `order` is the order of the sums.
 void multiply(const Operands& o, float* d, Accumulate order);
 
-// d (rows, columns) += a b for integers. Sums that overflow wrap around, or are clamped to the
-// range of int32 if `saturate` is true.
+// Adds the product of the integer matrices A and B to d, of shape (rows, columns). Sums that
+// overflow wrap around, or are clamped to the range of int32 if `saturate` is true.
 void multiply_integers(const Operands& o, int32_t* d, bool saturate);
 
-// The value of the element in the low bits of a word.
+// The value of an element of a matrix. Its bits are the low bits of `bits`.
 float element(Type type, uint32_t bits);
 
 inline int element_bytes(Type type) {
@@ -45,17 +45,18 @@ bool shape_of(const Mnemonic& name, MatrixShape& shape);
 // true, otherwise as floats.
 bool multiplies(Type a, Type b, bool integers);
 
-// Reads accumulators of 16 rows and n columns into d (16, n). Sets ok (16, n) to whether each
-// element is valid.
+// Reads accumulators of 16 rows and n columns into d, of shape (16, n). Sets each element of ok, of
+// the same shape, to whether the element is valid.
 void read_accumulators(Warp& w, const Reg* c, bool half, int n, float* d, uint8_t* ok,
                        const Mask* valid);
 
-// Writes d (16, n) to the accumulators, and returns the valid lanes of each register.
+// Writes d, of shape (16, n), to the accumulators, and returns the valid lanes of each register.
 std::vector<Mask> write_accumulators(Warp& w, const Reg* to, bool half, int n, const float* d,
                                      const uint8_t* ok);
 
-// Reads A (16, k) from registers of 4 bytes. Register r of a lane holds word 4 (r / 2) + lane % 4
-// of row lane / 4, or of row lane / 4 + 8 if r is odd.
+// Reads A, of shape (16, depth), from registers of 4 bytes. Register r of a lane holds word
+// 4 (r / 2) + lane % 4 of a row of A. The row is lane / 4 if r is even, and lane / 4 + 8 if r is
+// odd.
 void read_a(Operands& o, Type type, int registers, const uint32_t* const* word, const Mask* valid);
 
 }  // namespace ptxmachine

@@ -4,7 +4,7 @@
 // instruction the handler of its mnemonic. Registers are virtual, as in PTX: each register has its
 // own words in the register file of a warp, for 32 lanes. Immediates and addresses of variables are
 // registers, too, which hold the same value in every lane and which no instruction writes. Handlers
-// therefore know one kind of operand only.
+// therefore read every operand from a register.
 
 #pragma once
 
@@ -57,7 +57,7 @@ bool is_float(Type type);
 Type type_of(const std::string& suffix);  // Type::none when the suffix is no type
 // clang-format on
 
-// The threads that a strong access or a fence has an effect on. A weak access has no scope.
+// The scope of a strong access or a fence: the threads that it affects. A weak access has no scope.
 enum class Scope : uint8_t { weak, block, cluster, device };
 constexpr int kScopes = 3;  // without weak
 
@@ -71,11 +71,11 @@ struct Reg {
   uint8_t bits = 32;  // 1, 8, 16, 32 or 64
 };
 
-// The effect of an instruction on the control flow of its warp. After `poll`, the warp goes on,
-// even if the tested condition is false. An instruction with `retry` is issued again until it takes
-// effect.
+// The effect of an instruction on the control flow of its warp. After an instruction with `poll`,
+// the warp continues even if the tested condition is false. An instruction with `retry` is issued
+// again until it takes effect.
 enum class Flow : uint8_t { next, branch, exit, barrier, warp_sync, poll, retry };
-// The unit that executes an instruction, for the counts.
+// The hardware unit that executes an instruction. The counts of a launch are by unit.
 enum class Pipe : uint8_t {
   control,
   alu,
@@ -98,7 +98,7 @@ struct Instr {
   int32_t guard = -1;  // word of the guard predicate in the register file, or -1
   int32_t guard_id = -1;
   bool negated = false;
-  bool aligned = false;  // all lanes of the warp must execute it together
+  bool aligned = false;  // whether all live lanes of the warp must execute it together
   Flow flow = Flow::next;
   Pipe pipe = Pipe::alu;
   Type type = Type::none, source = Type::none;
@@ -193,7 +193,7 @@ struct Program {
   int32_t words = 0;  // size of a warp's register file
   int32_t ids = 0;    // number of registers of all kinds
   int32_t first_special = 0;
-  int32_t granule = 16;  // every write to shared memory fills whole granules of so many bytes
+  int32_t granule = 16;  // bytes; every write to shared memory fills whole units of this size
   int32_t global_granule = 16;
   std::vector<std::string> texts;
   // Line and message, for each instruction that the machine does not know and for each operand that

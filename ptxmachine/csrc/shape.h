@@ -1,8 +1,9 @@
 // The operands that an instruction takes: their number, their kinds and their widths.
 //
 // Each family of instructions returns the shape of an instruction together with its handler.
-// decode.cpp compares the operands of a text with the shape once. A handler may therefore index its
-// registers, and read the lanes of a register in the width of its type, without a check.
+// decode.cpp compares the operands of a text with the shape before the kernel runs. A handler may
+// therefore index its registers, and read the lanes of a register in the width of its type, without
+// a check.
 
 #pragma once
 
@@ -52,8 +53,8 @@ Slot address(int coordinates = 0);
 Slot constant(int64_t low, int64_t high);
 Slot label();
 
-// Returns a message about the operands that do not fit and the operands that are allowed, or "" if
-// all operands fit.
+// Returns "" if the operands of `raw` fit `shape`. Otherwise, returns a message that names the
+// operands and what is allowed instead.
 std::string mismatch(const RawInstr& raw, const Shape& shape);
 
 }  // namespace ptxmachine

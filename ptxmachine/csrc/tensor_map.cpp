@@ -2,9 +2,9 @@
 // and fence.proxy.tensormap.
 //
 // The layout of a tensor map that a driver writes is not documented. The machine has its own layout
-// of 128 bytes, which is `TensorMap` in machine.h. A kernel may therefore change a map only with
-// these instructions. It may also copy a whole map, and fill a map with zeros before the first
-// change.
+// of 128 bytes, which is `TensorMap` in machine.h. A kernel must therefore change a map only with
+// these instructions. A kernel may also copy a whole map, and may fill a map with zeros before the
+// first tensormap.replace.
 
 #include "decode.h"
 #include "lanes.h"

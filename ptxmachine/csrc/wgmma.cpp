@@ -34,8 +34,8 @@ struct Descriptor {
   }
 };
 
-// Calls f(row, k, bits, valid) for each element of `count` rows from row `first` on. The row in the
-// call counts from `first`.
+// Calls f(row, k, bits, valid) for each element of `count` rows from row `first` on. The argument
+// `row` is 0 for the row `first`.
 template <class F>
 void read_tile(Block& b, const Descriptor& d, Type type, bool transposed, int first, int count,
                int depth, F&& f) {
@@ -77,8 +77,8 @@ size_t entry_of(const Warp& w) {
   return (size_t)(w.first + launch.warps * kLanes + kSlots + w.index / kGroupWarps);
 }
 
-// Notes the reads of a tile. The warpgroup reads, so that a wait of one of its warps orders the
-// reads of all of them.
+// Records the reads of a tile. The stamp names the warpgroup as the reader, so that a wait of one
+// warp orders the reads of all warps of the warpgroup.
 void note_tile(Block& b, Warp& w, const Descriptor& d, Type type, bool transposed, int first,
                int count, int depth, uint64_t number) {
   const int per = 16 / element_bytes(type);
@@ -96,10 +96,10 @@ void note_tile(Block& b, Warp& w, const Descriptor& d, Type type, bool transpose
   }
 }
 
-// The operands of a wgmma. arg 0: n. arg 1: k. arg 2: whether accumulators are fp16. arg 3: whether
-// A is in registers. arg 4, flags: 1 transposes A, 2 transposes B, 4 negates A, 8 negates B. arg 5:
-// 0 floats, 1 integers that wrap around, 2 integers that saturate. The registers are the
-// accumulators, A, B and scale-d.
+// The operands of a wgmma. arg 0: the n of the shape m64nNkK. arg 1: the k of the shape. arg 2:
+// whether accumulators are fp16. arg 3: whether A is in registers. arg 4, flags: 1 transposes A, 2
+// transposes B, 4 negates A, 8 negates B. arg 5: 0 for floats, 1 for integers that wrap around, 2
+// for integers that saturate. The registers are those of the accumulators, A, B and scale-d.
 struct Wgmma {
   const Instr& i;
   int n, k, accumulators;
@@ -238,9 +238,10 @@ void mma_fence(Warp& w, const Instr&, Mask) { w.mma_fence = w.executed; }
 
 void mma_commit(Warp& w, const Instr&, Mask) { w.products.emplace_back(); }
 
-// wgmma.wait_group. arg 0: the number of groups that may stay in flight. A wgmma completes when all
-// warps of the warpgroup have issued it, and then it has read its operands for all of them. CUTLASS
-// relies on this: one thread of a warpgroup tells another block that memory may be overwritten.
+// wgmma.wait_group. arg 0: the number of groups that may stay in flight. A wgmma completes only
+// after all warps of the warpgroup have issued it. After the wait of one warp, the wgmma has
+// therefore read its operands for all warps. CUTLASS relies on this: after the wait, one thread of
+// a warpgroup tells another block that the memory of the operands may be overwritten.
 void mma_wait(Warp& w, const Instr& i, Mask) {
   const int complete = std::max((int)w.products.size() - 1 - i.arg[0], 0);
   uint64_t last = 0;
@@ -263,7 +264,7 @@ void mma_wait(Warp& w, const Instr& i, Mask) {
     for (PendingMma& p : w.products[g]) settle(w, p);
   w.products.erase(w.products.begin(), w.products.begin() + complete);
   if (!w.block->launch->options.races || last == 0) return;
-  // Lanes often share a clock.
+  // Lanes often share a clock, so a lane with the same clock as the lane before reuses its result.
   Clock before, after;
   each_lane(w.live, [&](int l) {
     if (w.base[l] != before) {

@@ -9,7 +9,8 @@ namespace {
 
 int fragment_elements(int rows, int columns) { return rows * columns / kLanes; }
 
-// The number of registers of a fragment. `factor` is true for A and B, and false for C and D.
+// The number of registers of a fragment. `factor` is true for the factors A and B, and false for
+// the accumulators C and D.
 int fragment_registers(Type type, int rows, int columns, bool factor) {
   if (factor && type == Type::f16) return 8;
   return fragment_elements(rows, columns) * bytes_of(type) / 4;
@@ -53,8 +54,8 @@ void wmma_store(Warp& w, const Instr& i, Mask m) {
     }
 }
 
-// wmma.mma. arg 0: m. arg 1: n. arg 2: k. arg 3: the number of registers of A. arg 4: the number of
-// registers of B. arg 5, flags: 1 C is fp16, 2 D is fp16.
+// wmma.mma. arg 0, 1 and 2: the sizes m, n and k of the matrices. arg 3: the number of registers of
+// A. arg 4: the number of registers of B. arg 5, flags: 1 if C is fp16, 2 if D is fp16.
 void wmma_mma(Warp& w, const Instr& i, Mask) {
   const int m = i.arg[0], n = i.arg[1], k = i.arg[2];
   const int d_count = i.arg[5] & 2 ? m * n / 64 : m * n / 32;

@@ -1,7 +1,7 @@
 """Run PTX texts in a separate process, so that a crash does not end the tests.
 
-The process has limits of time and of address space. If a text ends the process, this is reported,
-and another process goes on with the next text.
+The process has limits of time and of address space. If a text makes the process crash, the outcome
+of the text says so, and another process continues with the next text.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ import torch
 
 import ptxmachine as ptx
 
-# Bytes that the process may allocate after its imports, and seconds per text.
+# Largest number of bytes that the process may allocate after its imports, and largest number of
+# seconds per text.
 SPACE = 3 << 30
 SECONDS = 20
 # The most instructions that a warp may execute.
@@ -35,7 +36,7 @@ class Outcome(NamedTuple):
         kind: "ran", the name of the exception, or "died" with the reason.
         line: Line of the fault, or None.
         message: Message of the exception.
-        seconds: Processor time.
+        seconds: Processor time that the text took.
     """
 
     kind: str
@@ -64,7 +65,8 @@ def outcomes(texts: Sequence[str], **options) -> list[Outcome]:
             input=json.dumps([texts[len(found) :], options]),
             capture_output=True,
             text=True,
-            # The process imports the same ptxmachine, which may be that of a copy of the tree.
+            # The process must import the same ptxmachine as the tests, which may be in a copy of
+            # the repository.
             env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         )
         lines = child.stdout.splitlines()
@@ -101,12 +103,12 @@ def launch_kernels(text: str, **options) -> None:
 
 
 def attempt(text: str, options: dict) -> tuple[str, int | None, str]:
-    """Launch all kernels of a text, and return kind, line and message of the outcome."""
+    """Launch all kernels of a text, and return kind, line and message of the `Outcome`."""
     try:
         launch_kernels(text, **options)
     except ptx.PtxError as error:
         return type(error).__name__, error.line, str(error)
-    # The tests look for every other exception, because only a PtxError is allowed.
+    # Any other exception is a mistake in ptxmachine, which the tests report by its name.
     except BaseException as error:
         return type(error).__name__, None, repr(error)
     return "ran", None, ""

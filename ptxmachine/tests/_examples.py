@@ -1,8 +1,8 @@
 """One instruction of each kind that the PTX machine executes, with operands that fit it.
 
-The registers are those of small_kernels.py: %p are predicates, %h have 16 bits, %r 32 and %d 64. A
-question mark precedes an optional operand. A lone question mark at the end stands for an optional
-operand that the example omits.
+The registers are those of small_kernels.py: %p registers are predicates, %h registers have 16 bits,
+%r registers 32 bits, and %d registers 64 bits. A question mark precedes an optional operand. A
+question mark without an operand, at the end, stands for an optional operand that the example omits.
 """
 
 from __future__ import annotations
@@ -272,9 +272,9 @@ EXAMPLES = [
 ]  # fmt: skip
 
 
-# A vector that fits no optional operand of the examples.
+# A vector that no optional operand of the examples allows.
 TOO_MUCH = "{%r1, %r2, %r3, %r4, %r5, %r6, %r7}"
-# For each register prefix, a register that has too few bits or another kind.
+# Register prefix → a register that does not fit, because it has too few bits or another kind.
 NARROWER = {"%p": "%r1", "%h": "%p1", "%r": "%h1", "%d": "%h1", "%c": "%h1"}
 
 
@@ -285,7 +285,7 @@ class Example(NamedTuple):
         mnemonic: The mnemonic.
         operands: All operands.
         required: The operands that are not optional.
-        full: Whether no optional operand is missing.
+        full: Whether the example contains all its optional operands.
     """
 
     mnemonic: str
@@ -313,10 +313,10 @@ def read(example: str) -> Example:
 
 
 def misfits(example: str) -> Iterator[tuple[str, str]]:
-    """Return instructions with operands that do not fit, and what is wrong with each.
+    """Yield variants of an example whose operands do not fit: the mistake and the instruction.
 
-    One operand is missing, there is one operand too many, or one operand has another kind or too
-    few bits.
+    In each variant, one operand is missing, there is one operand too many, or one operand has
+    another kind or too few bits.
     """
     known = read(example)
     for n in range(len(known.required)):
@@ -328,7 +328,7 @@ def misfits(example: str) -> Iterator[tuple[str, str]]:
 
 
 def _others(known: Example, n: int, operand: str) -> list[str]:
-    """Return texts that are not allowed instead of an operand."""
+    """Return texts that must be refused in the place of operand number `n`."""
     if operand == "END":
         return ["%r1", "7", "[%r1]"]
     if operand == "_":
@@ -365,11 +365,11 @@ VALUES = (
 
 
 def with_values(example: str, seed: int) -> str:
-    """Return the body of a kernel that gives the registers of an example values and executes it.
+    """Return the body of a kernel that sets the registers of an example and executes the example.
 
-    A register in brackets usually has an address in the tensor at %d0 or in `memory`, which begins
-    with an mbarrier. 64-bit registers of wgmma usually have a matrix descriptor of `memory`. All
-    other registers have random values.
+    A register in brackets usually has an address in the tensor at %d0, or in the shared variable
+    `memory`, which begins with an mbarrier. 64-bit registers of wgmma usually have a matrix
+    descriptor of `memory`. All other registers have random values.
     """
     draw = random.Random(f"{example} {seed}")
     known = read(example)

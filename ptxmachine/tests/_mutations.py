@@ -11,7 +11,7 @@ from pathlib import Path
 
 from small_kernels import HEADER, REGISTERS
 
-# A function, a branch over a table, an asynchronous copy and a shuffle.
+# A module with a function call, a branch over a table, an asynchronous copy and a shuffle.
 CALLS = f"""{HEADER}.global .align 4 .b32 numbers[4] = {{1, 2, 3, 4}};
 .func (.param .b32 out) twice(.param .b32 x)
 {{
@@ -57,7 +57,7 @@ JOIN:
     ret;
 }}
 """
-# The text above, and kernels that Triton and nvcc have compiled, without debug information.
+# The module above, and modules without debug information that Triton and nvcc have compiled.
 SOURCES = {
     path.stem: path.read_text(encoding="utf-8")
     for path in sorted(Path(__file__).with_name("texts").glob("*.ptx"))
@@ -83,7 +83,7 @@ def mutated(text: str, seed: int | str) -> str:
 
     Args:
         text: PTX, or another text.
-        seed: Equal seeds make equal changes.
+        seed: Seed of the random changes. The same text and seed give the same result.
     """
     draw = random.Random(f"{seed}")
     for _ in range(draw.choice((1, 1, 1, 2, 3))):
@@ -101,7 +101,7 @@ def _lines(text: str, draw: random.Random) -> str:
 
 
 def _changed(parts: list[str], draw: random.Random, counts) -> list[str]:
-    """Delete, repeat or exchange parts for which `counts` is true."""
+    """Delete, repeat, replace or exchange parts for which `counts` returns True."""
     places = [n for n, part in enumerate(parts) if counts(part)]
     if not places:
         return parts

@@ -1,4 +1,4 @@
-"""The tests refuse an installed ptxmachine that differs from the sources of the checkout."""
+"""Stop the tests if the installed ptxmachine differs from the sources in the repository."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Small PTX kernels for the tests of the PTX machine: one instruction per thread, or a body."""
+"""Functions that build and run small PTX kernels for the tests of the PTX machine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ REGISTERS = """
     .reg .b32 %b<8>;
     .reg .b32 %c<256>;
 """
-# The register class of a value, by its number of bits.
+# Number of bits of a value → prefix of the registers that hold it.
 CLASS = {1: "%p", 8: "%h", 16: "%h", 32: "%r", 64: "%d"}
 BITS = {"pred": 1, "f16x2": 32, "bf16x2": 32, "bf16": 16, "tf32": 32}
 
@@ -30,9 +30,10 @@ def bits_of(suffix: str) -> int:
 
 
 def kernel(body: str, pointers: int = 1, shared: int = 0, name: str = "k", bounds: str = "") -> str:
-    """Return a module with one kernel. %d0, %d1, … are its pointers, and %r0 is the thread.
+    """Return a module with one kernel that executes the instructions in `body`.
 
-    `bounds` has the directives after the parameters, such as ".maxntid 384".
+    The registers %d0, %d1, … have the pointers, and %r0 has the number of the thread. `bounds` is
+    the text of the directives after the parameters, such as ".maxntid 384".
     """
     parameters = ", ".join(f".param .u64 p{n}" for n in range(pointers))
     loads = "".join(f"    ld.param.u64 %d{n}, [p{n}];\n" for n in range(pointers))
@@ -44,7 +45,7 @@ def kernel(body: str, pointers: int = 1, shared: int = 0, name: str = "k", bound
 
 
 def launch(body: str, tensors: Sequence[Tensor], threads: int = 32, shared: int = 0, **options):
-    """Run a body on one block, and return the report."""
+    """Run the kernel with a given body on one block, and return the report of the launch."""
     module = ptx.load(kernel(body, len(tensors), shared))
     return module.launch("k", (1,), (threads,), list(tensors), **options)
 
@@ -52,7 +53,7 @@ def launch(body: str, tensors: Sequence[Tensor], threads: int = 32, shared: int 
 def apply(
     mnemonic: str, result: str, sources: Sequence[str], values: Sequence[Sequence[int]], **options
 ) -> list[int]:
-    """Run one instruction with a thread for each row of `values`, and return the results' bits.
+    """Run one instruction with one thread for each row of `values`, and return the result bits.
 
     Args:
         mnemonic: The instruction, such as "add.s32".

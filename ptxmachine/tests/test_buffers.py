@@ -1,4 +1,4 @@
-"""Arrays of any library are arguments, through the buffer protocol or through DLPack."""
+"""Arrays of any library may be arguments, through the buffer protocol or through DLPack."""
 
 import array
 import ctypes
@@ -74,7 +74,7 @@ def test_memory_that_is_read_only_is_not_written():
 
 
 def test_the_end_of_a_view_is_the_end_of_what_a_kernel_may_reach():
-    """Elements after the end of a view belong to the same array, but not to the view."""
+    """An access to an element after a view must fault, even if the array has the element."""
     whole = np.arange(8, dtype=np.int32)
     with pytest.raises(PtxFault, match=r"0 bytes after the end of buffer 0 \(4,\)"):
         plus_one(whole[:4], threads=5)
@@ -97,7 +97,7 @@ def test_a_view_backwards_begins_at_its_last_element():
 
 
 def test_a_view_may_begin_anywhere():
-    """Two threads may write neighbouring elements if the view begins 2 bytes past a word."""
+    """If a view begins 2 bytes after a 4-byte boundary, writes to its elements must not race."""
     raw = np.zeros(36, dtype=np.uint8)
     begin = 2 + -raw.ctypes.data % 4
     body = """

@@ -1,4 +1,4 @@
-"""Chosen blocks of a grid run alone."""
+"""With the argument `blocks`, a launch runs only the blocks whose numbers it names."""
 
 import pytest
 import torch

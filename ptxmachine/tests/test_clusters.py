@@ -1,4 +1,4 @@
-"""Clusters: blocks that meet, access each other's shared memory, and load together."""
+"""Clusters: their barriers, accesses to the shared memory of other blocks, and multicast loads."""
 
 import re
 
@@ -10,7 +10,8 @@ from ptxmachine import PtxFault, PtxSyntaxError, load
 
 SEEDS = (0, 1, 2, 3, 4)
 MEET = "    barrier.cluster.arrive.aligned;\n    barrier.cluster.wait.aligned;\n"
-# %r1: the rank. %r2: the thread's word of shared memory. %r3: the same word of the next block.
+# Sets %r1 to the rank of the block, %r2 to the address of the thread's word in shared memory, and
+# %r3 to the address of the same word in another block of the cluster.
 WORDS = """
     mov.u32 %r1, %cluster_ctarank;
     mov.u32 %r4, memory;
@@ -18,7 +19,8 @@ WORDS = """
     xor.b32 %r5, %r1, 1;
     mapa.shared::cluster.u32 %r3, %r2, %r5;
 """
-# Stores 100 times the block plus the thread in shared memory. %d6: the thread's element of out.
+# Stores 100 times the number of the block plus the number of the thread in shared memory. Sets %d6
+# to the address of the thread's element of the output.
 FILL = """
     mov.u32 %r6, %ctaid.x;
     mad.lo.u32 %r7, %r6, 100, %r0;
@@ -31,7 +33,7 @@ EXCHANGE = WORDS + FILL + MEET + READ + MEET
 
 
 def run(body, blocks=2, cluster=(2,), threads=32, bounds="", tensors=(), **options):
-    """Run a body with 128 bytes of shared memory, and return the output of the blocks."""
+    """Run a kernel with a given body, and return its output, one row of 32 words per block."""
     out = torch.zeros(blocks, 32, dtype=torch.int32)
     module = load(kernel(body, 1 + len(tensors), shared=1024, bounds=bounds))
     options.setdefault("empty", [out])
@@ -40,14 +42,14 @@ def run(body, blocks=2, cluster=(2,), threads=32, bounds="", tensors=(), **optio
 
 
 def fault(body, seed=0, **options):
-    """Return the fault of a body."""
+    """Run a kernel with a given body, which must have a fault, and return the fault."""
     with pytest.raises(PtxFault) as caught:
         run(body, seed=seed, limit=100_000, **options)
     return caught.value
 
 
 def of_neighbours(blocks):
-    """Return what `EXCHANGE` stores."""
+    """Return the output of a kernel with the body `EXCHANGE` in clusters of two blocks."""
     block = torch.arange(blocks)[:, None]
     return ((block ^ 1) * 100 + torch.arange(32)).to(torch.int32)
 
@@ -116,7 +118,7 @@ NUMBERS = (
 
 
 def test_numbers_of_blocks_and_clusters():
-    """The blocks of a grid of three dimensions know their place in clusters of two dimensions."""
+    """The special registers have the right numbers for a 3-D grid with 2-D clusters."""
     loads = "".join(
         f"    mov.u32 %r9, {name};\n    st.global.u32 [%d6+{4 * n}], %r9;\n"
         for n, name in enumerate(NUMBERS)
@@ -140,7 +142,7 @@ def test_numbers_of_blocks_and_clusters():
 
 
 def test_the_blocks_of_a_cluster_run_together():
-    """The number of one block chooses its whole cluster."""
+    """If `blocks` names one block, its whole cluster must run, and no other block."""
     out = torch.zeros(8, 32, dtype=torch.int32)
     module = load(kernel(EXCHANGE, shared=1024))
     report = module.launch("k", (8,), (32,), [out], cluster=(2,), blocks=[5, 4, 0])
@@ -320,7 +322,10 @@ def test_a_relaxed_arrival_orders_what_a_fence_has_ordered(arrival, good, seed):
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_the_barrier_passes_on_what_another_cluster_has_released(seed):
-    """Cluster 1 waits for a flag of cluster 0; its block without the flag reads the value, too."""
+    """Both blocks of cluster 1 must see a value of cluster 0 if only one block acquires its flag.
+
+    The other block waits at barrier.cluster.
+    """
     body = """
     mov.u32 %r1, %clusterid.x;
     mov.u32 %r2, %cluster_ctarank;
@@ -406,8 +411,9 @@ END:
 
 # mbarriers of other blocks.
 
-# Block 0 fills its memory and arrives at an mbarrier of block 1, which waits and reads the memory.
-# %r10: the mbarrier. %p1: block 0. %p2: thread 0.
+# Block 0 fills its shared memory and arrives at an mbarrier of block 1. Block 1 waits there and
+# reads the memory of block 0. %r10 has the address of the mbarrier. %p1 is true in block 0, and %p2
+# in thread 0.
 SIGNAL = """
     add.u32 %r10, %r4, 512;
     setp.eq.u32 %p1, %r1, 0;
@@ -478,7 +484,8 @@ def test_wrong_arrivals_in_another_block(changes, kind, message, seed):
 
 # Loads of several blocks.
 
-# The block {issuer} loads 128 bytes into all blocks of the mask. %r13: memory. %r10: mbarrier.
+# The block {issuer} loads 128 bytes into all blocks of the mask. %r13 has the address of the
+# memory, and %r10 the address of the mbarrier.
 LOAD = """
     mov.u32 %r1, %cluster_ctarank;
     mov.u32 %r13, memory;
@@ -549,7 +556,7 @@ def test_wrong_multicasts(changes, kinds, message, seed):
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_block_must_not_end_before_its_load(seed):
-    """Block 1 neither waits for its part of the load nor stays."""
+    """If block 1 ends without waiting for its part of a multicast load, there must be a fault."""
     x = torch.arange(32, dtype=torch.int32)
     wait = "@!%p1 bra AWAY;\n    " + WAIT
     body = loading(wait=wait, end="AWAY:\n")
@@ -577,7 +584,7 @@ def test_a_load_into_another_block_counts_at_its_mbarrier(seed):
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_buffer_is_loaded_again_after_all_blocks_have_read_it(seed):
-    """Both blocks release the buffer at an mbarrier of block 0, which then loads again."""
+    """Block 0 may load into the buffer again after both blocks have arrived at its mbarrier."""
     body = """
     mov.u32 %r1, %cluster_ctarank;
     mov.u32 %r13, memory;

@@ -89,7 +89,7 @@ def test_a_text_that_is_no_ptx_is_told_with_its_line(file, capsys):
 
 
 def test_the_package_needs_neither_torch_nor_numpy(file):
-    """A process in which torch and numpy cannot be imported runs a kernel."""
+    """The command must run a kernel in a process that cannot import torch and numpy."""
     program = (
         "import sys\n"
         "sys.modules['torch'] = sys.modules['numpy'] = None\n"

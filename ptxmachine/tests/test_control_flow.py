@@ -1,4 +1,4 @@
-"""Labels in scopes, functions that are called, and branches by an index."""
+"""Labels in scopes, calls of functions, and branches by an index (``brx.idx``)."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ st.global.b32 [%d11], %r5;
 
 
 def test_a_label_is_visible_in_its_scope_only():
-    # Both scopes have a label of the same name, as copies of inline assembly in braces do.
+    # Both scopes have a label of the same name, as two copies of inline assembly would have.
     body = """
 mov.u32 %r5, 0;
 {

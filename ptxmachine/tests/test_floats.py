@@ -1,4 +1,4 @@
-"""Floating-point instructions of the PTX machine beside exact rational arithmetic."""
+"""Floating-point instructions of the PTX machine, compared with exact rational arithmetic."""
 
 import math
 import random
@@ -21,7 +21,7 @@ WIDTH = {"f16": 16, "bf16": 16, "f32": 32, "f64": 64, "tf32": 32}
 
 
 def value(kind, bits):
-    """Return a finite value exactly, or a float that is infinite or NaN."""
+    """Return the exact value of `bits` as a Fraction, or a float if it is infinite or NaN."""
     if kind == "f64":
         number = struct.unpack("<d", bits.to_bytes(8, "little"))[0]
     elif kind == "f16":
@@ -33,7 +33,7 @@ def value(kind, bits):
 
 
 def encode(kind, number):
-    """Return the bits of a value that the format holds."""
+    """Return the bits of a number that the format represents exactly."""
     if kind == "f64":
         return int.from_bytes(struct.pack("<d", number), "little")
     if kind == "f16":
@@ -43,7 +43,7 @@ def encode(kind, number):
 
 
 def rounded(kind, exact, mode="rn"):
-    """Round an exact value to a format, and return the bits. The sign of a zero is not checked."""
+    """Round an exact value to a format, and return the bits; the sign of a zero may be wrong."""
     fraction, lowest, largest = FORMATS[kind]
     if exact == 0:
         return 0
@@ -178,7 +178,8 @@ def test_minimum_and_maximum_of_nan():
     assert apply("max.f32", "f32", ("f32", "f32"), zeros) == [0, 0]
 
 
-# Instruction → exact function, domain, largest error and whether that is absolute (PTX ISA, 9.7.3).
+# Instruction → exact function, domain, largest error, and whether the largest error is absolute
+# instead of relative (PTX ISA, 9.7.3).
 APPROXIMATIONS = {
     "ex2.approx.ftz.f32": (lambda x: 2.0**x, (-100, 100), 2.0**-22, False),
     "lg2.approx.f32": (math.log2, (2.5, 1e6), 2.0**-22, False),

@@ -1,4 +1,7 @@
-"""The PTX machine enforces rules of hardware. Each rule has kernels that keep or break it."""
+"""The PTX machine enforces the rules of hardware.
+
+For each rule, a kernel that keeps the rule runs, and a kernel that breaks the rule has a fault.
+"""
 
 import re
 import struct
@@ -15,21 +18,21 @@ STORE = "    mad.wide.u32 %d5, %r0, 4, %d0;\n    st.global.u32 [%d5], 1;"
 
 
 def run(text, threads=32, grid=(1,), size=None, **options):
-    """Run a kernel whose threads store 1 to a tensor, and return whether all threads did."""
+    """Run a kernel whose threads each store 1 to a tensor; return whether all of them did."""
     out = torch.zeros(size or threads, dtype=torch.int32)
     load(text).launch("k", grid, (threads,), [out], **options)
     return bool(out.all())
 
 
 def fault(text, **options):
-    """Return the fault of a kernel."""
+    """Run a kernel, which must have a fault, and return the fault."""
     with pytest.raises(PtxFault) as caught:
         run(text, **options)
     return caught.value
 
 
 def for_target(text, target, version="8.6"):
-    """Return a text for another architecture."""
+    """Return a text with another target architecture and another version of the PTX ISA."""
     return text.replace("sm_90a", target).replace(".version 8.6", f".version {version}")
 
 
@@ -64,7 +67,10 @@ def test_a_block_cannot_start_with_more_registers_than_a_multiprocessor_has():
 
 @pytest.mark.parametrize("bounds", ["", ".maxntid 384, 1, 1", ".reqntid 384", ".minnctapersm 1"])
 def test_setmaxnreg_needs_bounds_of_the_registers(bounds):
-    """Without such directives, ptxas reports that it ignores setmaxnreg."""
+    """If no directive limits the registers of a thread, setmaxnreg must be a fault.
+
+    ptxas ignores setmaxnreg in such a kernel.
+    """
     found = fault(moving("dec", 40, bounds), threads=384)
     assert found.kind == "registers"
     assert "setmaxnreg has no effect, because the kernel has neither .maxnreg nor" in str(found)
@@ -73,7 +79,10 @@ def test_setmaxnreg_needs_bounds_of_the_registers(bounds):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_registers_that_a_block_can_never_have(seed):
-    """One warpgroup has 21,504 registers, and 176 for each of its threads would be 22,528."""
+    """A request that exceeds the registers of the block must be a fault.
+
+    The only warpgroup has 21,504 registers, and 176 registers for each thread would be 22,528.
+    """
     found = fault(moving("inc", 176, ".maxnreg 168"), threads=128, seed=seed)
     assert found.kind == "registers"
     assert (
@@ -227,7 +236,7 @@ def test_warps_meet_at_a_barrier_with_one_count(first, other, seed):
 
 @pytest.mark.parametrize("arrivals", [1, 2])
 def test_arrivals_alone_complete_a_barrier(arrivals):
-    """Two arrivals complete the barrier, and the other warp then waits for later arrivals."""
+    """Two arrivals complete a phase of a barrier, so a later bar.sync waits for the next phase."""
     body = BY_WARP.format(first="bar.arrive 1, 64;\n" * arrivals, other="bar.sync 1, 64;")
     text = kernel(body + STORE)
     if arrivals == 1:
@@ -303,7 +312,7 @@ WAIT:
 
 
 def copy_box(map_, source, bytes_=1024, at=0, align=64, pad=0):
-    """Run a kernel that copies a box to shared memory."""
+    """Run a kernel that copies a box of the tensor to shared memory."""
     text = kernel(BOX.format(bytes=bytes_, at=at) + STORE, shared=2048)
     head = f", .param .b8 pad[{pad}]" if pad else ""
     head += f", .param .align {align} .b8 m[128])"
@@ -343,7 +352,10 @@ def test_a_box_goes_to_a_multiple_of_128_bytes():
     ],
 )
 def test_a_tensor_map_that_a_kernel_has_made(box, swizzle, message):
-    """The test changes bytes of `TensorMap` in csrc/machine.h."""
+    """A copy with a tensor map that breaks the rules of ``cuTensorMapEncodeTiled`` must fault.
+
+    The test changes the bytes of a valid map, whose layout is `TensorMap` in csrc/machine.h.
+    """
     map_ = bytearray(tensor_map(SOURCE, (16, 32)))
     map_[6] = swizzle
     struct.pack_into("<2H", map_, 72, *box)
@@ -366,7 +378,7 @@ def test_a_stride_of_a_tensor_map_that_a_kernel_has_made():
 
 
 def matrix(columns=64, stride=128, offset=0):
-    """Return an array with this stride in bytes; its elements may be outside any allocation."""
+    """Return an array whose rows are `stride` bytes apart; elements may be out of bounds."""
     whole = numpy.zeros(4096, dtype=numpy.float16)
     first = offset - whole.ctypes.data % 16
     whole = whole.view(numpy.uint8)[first % 16 :][:2048].view(numpy.float16)

@@ -17,14 +17,14 @@ def whole(body: str) -> str:
 
 
 def doubling(depth: int) -> str:
-    """Return functions of which each calls the next one twice."""
+    """Return a module with a chain of functions, each of which calls the next one twice."""
     last = f".func f{depth}()\n{{\nret;\n}}\n"
     calls = [f".func f{n}()\n{{\ncall f{n + 1};\ncall f{n + 1};\nret;\n}}\n" for n in range(depth)]
     return HEADER + last + "".join(calls) + ".visible .entry k()\n{\ncall f0;\nret;\n}\n"
 
 
 def chain(depth: int) -> str:
-    """Return functions of which each calls the next one."""
+    """Return a module with a chain of functions, each of which calls the next one once."""
     last = f".func f{depth}()\n{{\nret;\n}}\n"
     calls = [f".func f{n}()\n{{\ncall f{n + 1};\nret;\n}}\n" for n in range(depth)]
     return HEADER + last + "".join(calls) + ".visible .entry k()\n{\ncall f0;\nret;\n}\n"
@@ -35,7 +35,7 @@ def table(labels: int) -> str:
     return kernel(f"T: .branchtargets {targets};\n" + "brx.idx %r0, T;\n" * labels + "END:")
 
 
-# For each error: a text, and a part of the message.
+# Name of an error → a text with this error, and a part of the expected message.
 TOO_MUCH = {
     "registers": (whole(" .reg .b32 %z<1000000000>;"), "registers: got 1000000000, allowed: at"),
     "registers in parts": (whole(" .reg .b32 %z<60000>, %y<60000>;"), "registers of a kernel"),
@@ -147,7 +147,10 @@ def test_texts_at_the_limits_run():
 
 
 def test_the_texts_that_are_mutated_run_or_are_refused_by_their_data():
-    """The arguments are not tensor maps, so a kernel that needs tensor maps has a fault."""
+    """Each text in SOURCES must run or have a fault before any mutation.
+
+    The arguments are not tensor maps, so a kernel that needs tensor maps has a fault.
+    """
     found = outcomes(list(SOURCES.values()))
     assert [outcome.kind for outcome in found].count("ran") >= 2
     assert {outcome.kind for outcome in found} <= {"ran", "PtxFault"}
@@ -165,7 +168,7 @@ def check_mutations(seeds: range) -> None:
     ]
     assert bad == []
     kinds = [outcome.kind for outcome in found]
-    # If no mutation caused an error, or every one did, the test would be of no use.
+    # The mutations must be neither too weak nor too strong: some texts run, and some are refused.
     assert min(kinds.count("ran"), kinds.count("PtxSyntaxError")) > len(kinds) // 20
 
 

@@ -1,4 +1,4 @@
-"""Integer instructions of the PTX machine beside Python's integers."""
+"""Integer instructions of the PTX machine, compared with Python's integers."""
 
 import random
 

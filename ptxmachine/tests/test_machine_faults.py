@@ -1,4 +1,4 @@
-"""The PTX machine finds what is wrong on a GPU, and says where."""
+"""The PTX machine reports a fault for what is wrong on a GPU, with the place of the fault."""
 
 import pytest
 import torch
@@ -197,7 +197,11 @@ def test_an_asynchronous_copy_is_there_after_its_wait(wait, seed):
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("own_arrival", [False, True])
 def test_copies_arrive_at_an_mbarrier(own_arrival, seed):
-    """Without .noinc, the arrival of the copies does not reduce the number of pending arrivals."""
+    """A wait at an mbarrier must wait for the copies that arrive at it.
+
+    Without .noinc, the arrival of the copies does not reduce the number of pending arrivals, so
+    the kernel also needs an arrival of its own.
+    """
     x, y = torch.arange(32, dtype=torch.int32), torch.zeros(32, dtype=torch.int32)
     arrival = "    cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%r1+128];\n"
     if own_arrival:

@@ -1,7 +1,7 @@
-"""Matrix instructions: fragments beside the layouts of the manual, products beside torch's.
+"""Matrix instructions, compared with the fragment layouts of the manual and products of torch.
 
-The element that a lane's register holds is written down here from the figures of the PTX ISA, and
-compared with the results of ldmatrix, mma and wgmma.
+The functions in this file compute which element each register of a lane holds, from the figures of
+the PTX ISA. The tests compare these elements with the results of ldmatrix, mma and wgmma.
 """
 
 import pytest
@@ -14,17 +14,17 @@ DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16}
 
 
 def run(body, tensors, threads=32, shared=0, **options):
-    """Run a body on one block; %r1 is the lane."""
+    """Run a kernel with a given body on one block, where %r1 has the number of the lane."""
     return launch(f"and.b32 %r1, %r0, 31;\n{body}", tensors, threads, shared, **options)
 
 
 def words(fragment):
-    """Return a fragment (32 lanes, registers, elements) as the 32-bit words of its registers."""
+    """Return the 32-bit words of a fragment of shape (32 lanes, registers, elements)."""
     return fragment.contiguous().view(torch.int32).reshape(32, -1).contiguous()
 
 
 def a_fragment(a):
-    """Return the fragment of A (16, 8 n), whose words have n elements each.
+    """Return the fragment of a matrix A of shape (16, 8 n), whose 32-bit words have n elements.
 
     Register r of lane l holds word 4 (r / 2) + l % 4 of row l / 4, or of row l / 4 + 8 if r is odd.
     """
@@ -35,7 +35,7 @@ def a_fragment(a):
 
 
 def b_fragment(b):
-    """Return the fragment of B (8 n, 8).
+    """Return the fragment of a matrix B of shape (8 n, 8), whose 32-bit words have n elements.
 
     Register r of lane l holds rows n (l % 4 + 4 r) to n (l % 4 + 4 r) + n - 1 of column l / 4.
     """
@@ -46,7 +46,10 @@ def b_fragment(b):
 
 
 def from_accumulators(c, columns):
-    """Return D (16, columns); register r of lane l is in row l / 4 + 8 (r / 2 % 2)."""
+    """Return the matrix D of shape (16, columns) from the registers of its fragment.
+
+    Register r of lane l is in row l / 4 + 8 (r / 2 % 2).
+    """
     d = torch.empty(16, columns)
     for lane in range(32):
         for r in range(columns // 2):
@@ -211,12 +214,12 @@ wmma.store.d.{shape.format(layout_d)}.global.f32 [%d2], {{{sums}}}, 24;
 
 
 def swizzled(offset, width):
-    """Return the swizzled byte offset of 16 bytes (PTX ISA, 9.7.15.5.1)."""
+    """Return the offset, after the swizzle, of the 16 bytes at `offset` (PTX ISA, 9.7.15.5.1)."""
     return offset ^ (offset >> 7 & (width // 16 - 1)) << 4 if width >= 32 else offset
 
 
 def k_major(matrix, width):
-    """Return the bytes of a K-major matrix (rows, 16), and its descriptor for the address 0."""
+    """Return the bytes of a K-major matrix of shape (rows, 16), and its descriptor at address 0."""
     rows, data = matrix.shape[0], matrix.contiguous().view(torch.uint8).reshape(matrix.shape[0], 32)
     image = torch.zeros(rows * max(width, 32), dtype=torch.uint8)
     for row in range(rows):
@@ -232,7 +235,7 @@ def k_major(matrix, width):
 
 
 def rows_major(matrix, width):
-    """Return the bytes of an M- or N-major matrix (rows, 16), and its descriptor for address 0."""
+    """Return the bytes of an M- or N-major matrix of shape (rows, 16), and its descriptor at 0."""
     rows = matrix.shape[0]
     data = matrix.T.contiguous().view(torch.uint8).reshape(16, 2 * rows)
     per = width // 16
@@ -257,7 +260,7 @@ def wgmma(
     a, b, layout_a, layout_b, kind="bf16", width=128, seed=0, drop="", after_fence=(), steps=1,
     scale_d=True, at_start=(), before_wait=(), after_wait=(), **options,
 ):  # fmt: skip
-    """Run wgmma on a (64, 16) and b (n, 16); return D (64, n).
+    """Run wgmma on `a` of shape (64, 16) and `b` of shape (n, 16), and return D of shape (64, n).
 
     D is 1 before the first wgmma, or uninitialized if `scale_d` is false. Instructions that begin
     with `drop`, a text or a tuple of texts, are left out. `after_fence` has instructions between
@@ -381,7 +384,7 @@ def test_the_first_wgmma_needs_a_fence_even_if_nothing_has_written_its_registers
 
 
 ARRIVE = ["setp.eq.u32 %p2, %r0, 40;", "@%p2 mbarrier.arrive.shared.b64 _, [%r9];"]
-# Thread 0 clears what the last warp multiplies after it has waited for an arrival.
+# Thread 0 waits for an arrival, and then overwrites the operands that the last warp multiplies.
 CLEAR = [
     "setp.ne.u32 %p3, %r0, 0;",
     "@%p3 bra CLEARED;",
@@ -396,7 +399,10 @@ CLEAR = [
 
 @pytest.mark.parametrize("seed", range(6))
 def test_the_wait_of_a_warp_orders_the_reads_of_its_warpgroup(seed):
-    """Lane 8 of warp 1 tells thread 0 that the operands may be overwritten."""
+    """After the wait of warp 1, thread 0 may overwrite the operands of the whole warpgroup.
+
+    Lane 8 of warp 1 arrives at an mbarrier after its wait, and thread 0 waits for this arrival.
+    """
     torch.manual_seed(4)
     a, b = torch.randint(-8, 9, (64, 16)).bfloat16(), torch.randint(-8, 9, (64, 16)).bfloat16()
     init = ["setp.eq.u32 %p2, %r0, 0;", "@%p2 mbarrier.init.shared.b64 [%r9], 1;"]

@@ -1,4 +1,4 @@
-"""Groups of lanes that synchronise, values that are partly valid, and order between blocks."""
+"""Synchronisation of groups of lanes, partly valid values, and order between blocks."""
 
 import pytest
 import torch
@@ -45,7 +45,7 @@ def test_one_operand_may_decide_a_predicate():
 
 
 def test_bytes_of_a_register_are_valid_each_for_itself():
-    # %r9 is never written. %r6 has a byte of %r9, and only a use of this byte is a fault.
+    # %r9 is never written. One byte of %r6 comes from %r9, and only a use of this byte is a fault.
     body = "mov.u32 %r4, 0x04030201;\nprmt.b32 %r6, %r4, %r9, 0x3340;\n"
     out = torch.zeros(32, dtype=torch.int32)
     launch(body + "prmt.b32 %r5, %r6, %r4, 0x7650;\n" + STORE, [out])
@@ -83,7 +83,8 @@ madc.hi.u32 %r5, %r1, %r1, 5;
 """
     out = torch.zeros(32, dtype=torch.int32)
     launch(body + STORE, [out])
-    # The low half is 1; with 0xffffffff it carries into 0xfffffffe + 5.
+    # The low half of the product is 1. Its sum with 0xffffffff carries into the high half, which is
+    # 0xfffffffe, so the high half plus 5 plus the carry is 4.
     assert (out == 4).all()
 
 

@@ -1,4 +1,4 @@
-"""Loads, private memory and atomic operations, beside Python's integers."""
+"""Loads, local memory and atomic operations, compared with Python's integers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ def signed(value: int) -> int:
     return value - (1 << 32) if value >> 31 else value
 
 
-# The new value in memory, from the old value and the operands (PTX ISA, "atom").
+# Operation → function that returns the new value in memory from the old value and the operands b
+# and c (PTX ISA, "atom").
 OPERATIONS = {
     "add.u32": lambda old, b, c: old + b,
     "min.u32": lambda old, b, c: min(old, b),

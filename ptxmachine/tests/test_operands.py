@@ -36,13 +36,13 @@ def test_operands_that_fit(example):
     program(known.text(known.required))
 
 
-# Each of the three parts takes 2 s.
+# Each of the three parts of the test takes 2 s, so by default only the first part runs.
 LATER = partial(pytest.param, marks=pytest.mark.every_case)
 
 
 @pytest.mark.parametrize("part", [0, LATER(1), LATER(2)])
 def test_operands_that_do_not_fit(part):
-    """A text with an operand too few, too many or of another kind raises PtxSyntaxError."""
+    """An instruction with a missing, surplus or wrong operand must raise PtxSyntaxError."""
     every = [(example, *misfit) for example in EXAMPLES for misfit in misfits(example)]
     wrong = every[part::3]
     found = outcomes([text_of(instruction) for _, _, instruction in wrong])
@@ -87,7 +87,7 @@ def test_what_is_wrong_is_said_with_its_line(instruction, message):
 
 
 def test_a_copy_without_its_source():
-    """A predicate instead of the number of source bytes tells whether the source is ignored."""
+    """If the predicate ignore-src of cp.async is true, the copy must write zeros."""
     x, y = torch.ones(32, dtype=torch.int32), torch.full((32,), 9, dtype=torch.int32)
     body = """
     mov.u32 %r1, memory;

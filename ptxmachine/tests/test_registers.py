@@ -1,4 +1,4 @@
-"""The PTX machine counts the registers of a block, which setmaxnreg moves between its warps."""
+"""The PTX machine counts the registers that setmaxnreg moves between the warps of a block."""
 
 import pytest
 import torch
@@ -6,8 +6,8 @@ from small_kernels import kernel
 
 from ptxmachine import PtxFault, load
 
-# One block of 384 threads per multiprocessor: of 65,536 registers, each thread has 168, and the
-# block has 64,512.
+# With one block of 384 threads per multiprocessor, each thread has 168 of the 65,536 registers, so
+# the block has 64,512 registers.
 ALONE = ".maxntid 384, 1, 1\n.minnctapersm 1"
 # The first 128 threads release registers, and the other threads take them.
 GROUPS = """
@@ -53,7 +53,10 @@ def test_a_block_hangs_that_takes_more_registers_than_it_owns(given, taken, seed
 
 
 def test_the_fault_says_what_is_missing():
-    """Four warps release 3,840 registers each, and seven of the other eight take 2,048 each."""
+    """The fault must name the registers that a warp waits for and the registers that are free.
+
+    Four warps release 3,840 registers each, and seven of the other eight take 2,048 each.
+    """
     found = fault(GROUPS.format(given=48, taken=232))
     assert "a warp waits for 2048 registers, and the block has 1024 that no warp owns" in str(found)
 
@@ -85,7 +88,10 @@ def test_the_bounds_of_the_kernel_set_the_registers_at_the_start(bounds, taken, 
 
 @pytest.mark.parametrize("taken", [120, 232])
 def test_a_thread_starts_with_the_largest_count_where_the_bounds_leave_more(taken):
-    """Each of 256 threads may have 256 registers, but starts with as many as .inc takes."""
+    """A thread starts with the count of setmaxnreg.inc if the directives allow more registers.
+
+    Here the directives allow 256 registers for each of 256 threads.
+    """
     body = GROUPS.format(given=40, taken=taken)
     assert launch(body, threads=256, bounds=".maxntid 256\n.minnctapersm 1").all()
 

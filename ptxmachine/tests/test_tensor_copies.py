@@ -57,7 +57,7 @@ st.global.v4.b32 [%d11], {%r4, %r5, %r6, %r7};
 
 
 def expected(source, first, box, width, fill=0):
-    """Return the swizzled box (rows, columns), computed by index arithmetic."""
+    """Return the box after the swizzle, of shape (rows, columns), computed by index arithmetic."""
     rows, columns = box
     image = torch.full((rows, columns), fill, dtype=source.dtype)
     for r in range(rows):
@@ -140,7 +140,7 @@ FENCE, BARRIER = "fence.proxy.async.shared::cta;", "bar.sync 0;"
 def test_a_store_writes_the_part_inside_the_tensor(seed):
     target = torch.zeros(10, 16, dtype=torch.int32)
     maps = [(target, tensor_map(target, (8, 16)))]
-    # The box has 8 x 16 words: 512 bytes, the first 32 threads' part of the memory.
+    # The box has 8 x 16 words, which are the 512 bytes that the first 32 threads have written.
     run(STORE.format(fence=FENCE, barrier=BARRIER), [], maps, 1024, seed=seed)
     expected_ = torch.zeros(10, 16, dtype=torch.int32)
     expected_[3:, :12] = 5
@@ -237,7 +237,7 @@ def test_a_ring_of_stages(seed):
     early = body.replace(arrive, "").replace("sub.u32 %r28", arrive + "\nsub.u32 %r28")
     with pytest.raises(PtxFault, match="race"):
         run(early, [out], maps, 2048, seed=seed)
-    # If the consumer never releases a stage, the producer waits for ever.
+    # If the consumer never releases a stage, the producer waits forever.
     with pytest.raises(PtxFault, match="deadlock"):
         run(body.replace(arrive, ""), [out], maps, 2048, seed=seed)
 
@@ -266,7 +266,7 @@ def test_lanes_that_issue_one_store_write_once(seed):
     run(every, [], maps, 1024, seed=seed)
     assert (target[3:, :12] == 5).all()
     assert (target[:3] == 0).all()
-    # Each lane's reduction is executed, even if all lanes issue the same one.
+    # If all lanes issue the same reduction, it must be executed once for each lane.
     reduction = every.replace("cp.async.bulk.tensor.2d", "cp.reduce.async.bulk.tensor.2d")
     reduction = reduction.replace("shared::cta.tile", "shared::cta.add.tile")
     run(reduction, [], maps, 1024, seed=seed)

@@ -1,4 +1,4 @@
-"""The commands in the README print the output that the README shows."""
+"""The commands and the program in the README must print the output that the README shows."""
 
 import os
 import re
@@ -17,7 +17,10 @@ BLOCKS = {kind: [t for k, t in BLOCK.findall(README) if k == kind] for kind in (
 
 
 def without_numbers_of_the_compiler(text: str) -> list[str]:
-    """Return lines without PTX line numbers and counts, which depend on the release of nvcc."""
+    """Return the lines of a text without PTX line numbers and counts.
+
+    These numbers depend on the release of nvcc.
+    """
     lines = re.sub(r"(?<=PTX line )\d+", "N", text).strip().splitlines()
     counts = re.compile(r"  (?!argument)")
     return [re.sub(r" +\d+", "", line) if counts.match(line) else line for line in lines]
@@ -27,7 +30,7 @@ def without_numbers_of_the_compiler(text: str) -> list[str]:
 def test_the_commands_of_the_tutorial(tmp_path):
     for name, source in zip(("sum.cu", "copy.cu", "cluster.cu"), BLOCKS["cuda"], strict=True):
         (tmp_path / name).write_text(source, encoding="utf-8")
-    # The interpreter of the test runs the command, so another installed ptxmachine is not used.
+    # The command runs in the interpreter of the test, so that it uses the same ptxmachine.
     ptxmachine = f"{shlex.quote(sys.executable)} -m ptxmachine.command"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     for block in BLOCKS["console"]:

@@ -1,11 +1,11 @@
-"""A machine that executes PTX on the CPU and finds faults that otherwise only a GPU can show.
+"""A machine that executes PTX on the CPU and reports faults that otherwise occur only on a GPU.
 
 PTX is the documented virtual instruction set of NVIDIA GPUs. `load` reads the text that Triton or
 nvcc emits. `Module.launch` executes the text instruction by instruction on arrays of any library.
 
-Every error in a text raises a `PtxError` that has the line of the text. The error is a
+Every error in a PTX text raises a `PtxError`, which names the line of the text. The error is a
 `PtxSyntaxError` if the machine cannot run the text. The error is a `PtxFault` if a kernel does
-something wrong: an access that is out of bounds or misaligned, a read of uninitialized memory, a
+something wrong: an access that is out of bounds or misaligned, a use of an uninitialized value, a
 race, a deadlock, or an instruction of the whole warp that only some of its lanes execute.
 
 Examples:

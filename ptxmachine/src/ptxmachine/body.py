@@ -22,7 +22,7 @@ from ptxmachine.declarations import (
 )
 from ptxmachine.errors import PtxSyntaxError
 
-# In the order of `Special` in csrc/program.h.
+# The special registers, in the order of `Special` in csrc/program.h.
 SPECIALS = [
     "%tid.x", "%tid.y", "%tid.z", "%ntid.x", "%ntid.y", "%ntid.z", "%ctaid.x", "%ctaid.y",
     "%ctaid.z", "%nctaid.x", "%nctaid.y", "%nctaid.z", "%laneid", "%warpid", "%nwarpid", "%smid",
@@ -37,15 +37,15 @@ _SPECIAL = {name: number for number, name in enumerate(SPECIALS)}
 
 
 class Operand(NamedTuple):
-    """One operand, as csrc/bindings.cpp reads it.
+    """One operand of an instruction, which csrc/bindings.cpp converts to a ``RawOperand``.
 
     Attributes:
         kind: ``"r"`` register, ``"i"`` immediate, ``"v"`` vector, ``"m"`` address, ``"l"`` label,
             ``"s"`` variable (replaced with its address before the kernel is decoded), ``"_"`` sink.
-        value: Register number, immediate, instruction number or name.
-        offset: Bytes added to an address.
-        parts: Elements of a vector; base and coordinates of an address.
-        negated: Whether the operand is ``!p``.
+        value: Register number, immediate, instruction number or name, depending on `kind`.
+        offset: Number of bytes that are added to an address.
+        parts: Elements of a vector, or the base and the coordinates of an address.
+        negated: Whether ``!`` precedes the operand, which is then a predicate.
     """
 
     kind: str
@@ -67,16 +67,22 @@ class Instruction(NamedTuple):
 
 @dataclass
 class Kernel:
-    """One ``.entry`` with its instructions.
+    """One kernel (``.entry``) with its instructions.
 
     Attributes:
+        name: Name of the kernel.
+        parameters: The parameters.
+        code: The instructions.
+        registers: The number of bits of each declared register.
+        variables: The variables inside the kernel.
         threads: The threads per block, in x, y and z, that the kernel requires, or None.
         most_threads: The most threads per block, or None.
         most_registers: The most registers per thread, or None.
         least_blocks: The fewest blocks that must fit on a multiprocessor; 0 if not set.
         cluster: The blocks per cluster, in x, y and z, that the kernel requires, or None.
         most_cluster: The most blocks per cluster, or None.
-        explicit_cluster: Whether the launch must have clusters.
+        explicit_cluster: Whether every launch must specify its cluster size.
+        sources: By instruction number, the file number and the line of the ``.loc`` before it.
         line: Line of the text in which the kernel begins.
     """
 
@@ -100,12 +106,12 @@ class Function(NamedTuple):
     """A ``.entry`` or ``.func`` before its statements are read.
 
     Attributes:
-        head: The text before its opening brace.
+        head: The text before the opening brace.
         lines: The lines of the module.
-        start: Number of the line in which the head begins, from 0.
-        first: Number of the line of the opening brace.
+        start: Number of the line in which the head begins. Line numbers count from 0.
+        first: Number of the line with the opening brace.
         column: Index of the opening brace in line `first`.
-        last: Number of the line of the closing brace.
+        last: Number of the line with the closing brace.
     """
 
     head: str
@@ -149,7 +155,7 @@ def read(entry: Function, functions: dict[str, Function]) -> Kernel:
 
 
 def _bounded(entry: Function) -> Kernel:
-    """Return a kernel with its parameters and the limits that it sets for launches."""
+    """Return a kernel without instructions, with the launch limits that its directives set."""
     line = entry.start + 1
 
     def bound(directive: str, most: int) -> tuple[int, ...] | None:
@@ -188,9 +194,9 @@ class _Scope:
     """The names that are declared between two braces.
 
     Attributes:
-        names: By name, the number of a register or the unique name of a variable.
-        labels: By label, the number of the instruction after it.
-        tables: By label, the targets of a ``.branchtargets``.
+        names: Name in the text → number of the register, or unique name of the variable.
+        labels: Label → number of the instruction that follows it.
+        tables: Label → targets of the ``.branchtargets`` that follows it.
     """
 
     names: dict[str, int | str] = field(default_factory=dict)
@@ -207,8 +213,8 @@ class _Body:
         self.scopes = [_Scope()]
         self.visible: list[tuple[_Scope, ...]] = []  # per instruction, outermost first
         self.label = ""  # the last label
-        # For each open call, outermost first: the name of the function and the label after its
-        # body.
+        # For each call that is being inlined, outermost first: the name of the function and the
+        # label at the end of its body.
         self.calls: list[tuple[str, str]] = []
         self.copies = 0  # number of inlined functions and local variables, for unique names
         self.inlined = 0  # lines and statements that calls and brx.idx have added
@@ -220,7 +226,7 @@ class _Body:
         self._resolve()
 
     def _read(self, function: Function) -> None:
-        """Cut the text of a function at semicolons, at labels and at the braces of scopes."""
+        """Divide the text of a function at semicolons, labels and braces, and read each statement."""
         if self.calls:
             self._inline(function.last - function.first, function.first + 1)
         outermost, closed = len(self.scopes), False
@@ -292,7 +298,7 @@ class _Body:
             self._instruction(statement, line)
 
     def _inline(self, count: int, line: int) -> None:
-        """Count the lines and statements that replace a call or a ``brx.idx``."""
+        """Count lines and statements that replace a call or ``brx.idx``, and check the limit."""
         self.inlined += count
         limits.at_most(self.inlined, limits.INLINED, "lines and statements by calls", line)
 
@@ -377,7 +383,8 @@ class _Body:
         self._read(function)
         self.calls.pop()
         self.scopes = outer
-        # Branches in the body find this label, because the scope is visible to them.
+        # A ret in the function has become a branch to this label, which is in a scope that the body
+        # of the function sees.
         scope.labels[end] = len(self.kernel.code)
 
     def _branch_by_index(self, statement: str, line: int) -> None:

@@ -1,7 +1,7 @@
 """The memory of arrays of any library.
 
-An array is an object with the buffer protocol, such as a bytearray or an array of NumPy, or one
-with DLPack, such as a tensor of PyTorch. Nothing is copied.
+An array is an object with the buffer protocol, such as a bytearray or an array of NumPy, or an
+object with DLPack, such as a tensor of PyTorch. The memory of the array is used without a copy.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Buffer(NamedTuple):
 
     @property
     def extent(self) -> tuple[int, int]:
-        """The first address, and the address after the last byte. Both are equal if it is empty."""
+        """The first address, and the address after the last byte; equal for an empty array."""
         if 0 in self.shape:
             return self.address, self.address
         steps = [(n - 1) * stride for n, stride in zip(self.shape, self.strides, strict=True)]
@@ -48,7 +48,7 @@ class Buffer(NamedTuple):
 
 
 def argument(value: Any) -> Any:
-    """Return the memory of an argument that is an array, and every other argument unchanged.
+    """Return the memory if `value` is an array, otherwise `value` itself.
 
     Raises:
         ValueError: If the array is not in the memory of the CPU.
@@ -63,7 +63,7 @@ def buffer(value: Any, name: str) -> Buffer:
 
     Args:
         value: An object with the buffer protocol or with DLPack.
-        name: Name of the argument, for errors.
+        name: Name of the argument, for error messages.
 
     Raises:
         ValueError: If the object is not an array in the memory of the CPU.
@@ -128,7 +128,10 @@ class Region(NamedTuple):
 
 
 def regions(full: Sequence[Buffer], empty: Iterable[Buffer]) -> list[Region]:
-    """Return the memory of buffers. Buffers that overlap share one region."""
+    """Return the regions of the buffers `full` and of the uninitialized buffers `empty`.
+
+    Buffers that overlap become one region, which is writable, or uninitialized, if one of them is.
+    """
     numbered = [(b, False) for b in full] + [(b, True) for b in empty]
     parts = [
         Region(begin, end - begin, b.writable, f"buffer {n} {b.shape}", nothing)

@@ -16,7 +16,8 @@ from typing import Any
 from ptxmachine import PtxError, load
 from ptxmachine.machine import Module
 
-# Format letters of `struct` by element type. bf16 has none, because it is the upper half of f32.
+# Element type → format letter of the module `struct`, which has no letter for bf16. A bf16 value is
+# packed as the upper 16 bits of an f32 value.
 _LETTERS = {
     "f16": "e", "bf16": "", "f32": "f", "f64": "d", "i8": "b", "u8": "B", "i16": "h", "u16": "H",
     "i32": "i", "u32": "I", "i64": "q", "u64": "Q",
@@ -43,7 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: The arguments; with None, the arguments of the process.
 
     Returns:
-        0 without an error, 1 if the text or the kernel is wrong, and 2 if an argument is wrong.
+        The exit status: 0 without an error, 1 if the text or the kernel is wrong, and 2 if an
+        argument is wrong.
     """
     options = _parser().parse_args(arguments)
     try:
@@ -121,11 +123,11 @@ def _kernel(module: Module, asked: str | None) -> str:
 
 
 class _Array:
-    """An array argument.
+    """The memory of an array that is an argument of the kernel.
 
     Args:
-        kind: Type of its elements.
-        count: Number of its elements.
+        kind: Type of the elements, such as ``"f32"``.
+        count: Number of elements.
         fill: Name of the fill, a key of ``_FILLS``, or None for an uninitialized array.
         draw: Generator of random numbers.
     """
@@ -134,7 +136,7 @@ class _Array:
         self.kind, self.count, self.empty = kind, count, fill is None
         self.letter = _LETTERS[kind] or "f"
         self.size = 2 if kind == "bf16" else struct.calcsize(self.letter)
-        # GPU allocations have this alignment, and the number of sectors depends on the alignment.
+        # The alignment is that of GPU allocations, because the number of sectors depends on it.
         raw = (ctypes.c_char * (count * self.size + _ALIGNMENT))()
         begin = -ctypes.addressof(raw) % _ALIGNMENT
         self.memory = memoryview(raw).cast("B")[begin : begin + count * self.size]
@@ -145,7 +147,7 @@ class _Array:
             self.memory[n * self.size : (n + 1) * self.size] = element[-self.size :]
 
     def elements(self, most: int) -> list[float]:
-        """Return the first `most` elements."""
+        """Return the first elements, at most `most`."""
         size, padding = self.size, bytes(struct.calcsize(self.letter) - self.size)
         starts = range(0, min(most, self.count) * size, size)
         raw = [padding + bytes(self.memory[start : start + size]) for start in starts]

@@ -32,8 +32,9 @@ class PtxFault(PtxError, RuntimeError):
     Attributes:
         kind: The kind of fault, for example ``"race"`` or ``"out of bounds"``.
         kernel: Name of the kernel.
-        line: Line of the PTX text, or None.
-        source: ``file:line`` of the source, or None if the instruction has no ``.loc``.
+        line: Line of the PTX text, or None if the fault belongs to no instruction.
+        source: ``file:line`` of the CUDA or Triton source, or None if no ``.loc`` precedes the
+            instruction.
         block, warp, lane: Numbers of the block, warp and lane with the fault; -1 if not known.
     """
 

@@ -17,7 +17,7 @@ REGISTERS = 65_536  # registers per kernel, with the functions that it calls
 SCOPES = 256  # depth of nested braces
 CALLS = 64  # depth of nested calls
 INLINED = 100_000  # lines and statements that calls and brx.idx add to a kernel
-THREADS = 1024  # threads per block, as on GPUs
+THREADS = 1024  # threads per block
 # A block may have all registers of a multiprocessor. Registers are allocated in multiples of 8 for
 # each thread and of 4 warps for each block (cuda_occupancy.h of the CUDA toolkit).
 BLOCK_REGISTERS, REGISTER_UNIT, WARP_UNIT = 65_536, 8, 4
@@ -35,15 +35,15 @@ PARAMETERS, OLD_PARAMETERS = 32_764, 4096
 # Bytes of static shared memory that ptxas allows. The sum of static and dynamic shared memory has
 # the same limit unless the attribute MaxDynamicSharedMemorySize of the kernel allows more.
 STATIC_SHARED = 48 * 1024
-# KiB of static and dynamic shared memory that the attribute may allow, by architecture. From sm_80
-# on, the system takes 1 KiB more for each block.
+# Architecture → KiB of static and dynamic shared memory that MaxDynamicSharedMemorySize may allow.
+# From sm_80 on, the CUDA system reserves 1 KiB more for each block, which these numbers exclude.
 MOST_SHARED = {
     70: 96, 72: 96, 75: 64, 80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 110: 227,
     120: 99, 121: 99,
 }  # fmt: skip
-# Limits of a tensor map: elements in a dimension of the tensor (32 bits in the machine), elements
-# in a dimension of the box, and a number of bytes that every stride is less than (CUDA Driver API,
-# cuTensorMapEncodeTiled).
+# Limits of a tensor map: the most elements in a dimension of the tensor (32 bits in the machine),
+# the most elements in a dimension of the box, and an exclusive limit of the strides in bytes (CUDA
+# Driver API, cuTensorMapEncodeTiled).
 MAP_SIZE, MAP_BOX, MAP_STRIDE_END = 2**32 - 1, 256, 2**40
 LOCAL = 64 * 1024  # bytes of local memory per thread
 GLOBAL = 64 * 1024 * 1024  # bytes of global variables per module
@@ -76,16 +76,16 @@ def most_parameters(target: str, version: tuple[int, int]) -> int:
 
 
 def at_most(value: int, most: int, what: str, line: int | None) -> int:
-    """Return a value, or raise PtxSyntaxError if the value is above a limit."""
+    """Return `value`, or raise PtxSyntaxError if it is greater than `most`."""
     if value > most:
         raise PtxSyntaxError(f"{what}: got {value}, allowed: at most {most}", line)
     return value
 
 
 def count(digits: str, most: int, what: str, line: int | None) -> int:
-    """Return the value of decimal digits, or raise PtxSyntaxError if it is above a limit.
+    """Return the value of decimal digits, or raise PtxSyntaxError if it is greater than `most`.
 
-    Python refuses to convert thousands of digits, so the number of digits is checked first.
+    ``int`` raises ValueError for thousands of digits, so the number of digits is checked first.
     """
     if len(digits) > 18:
         raise PtxSyntaxError(f"{what}: got a number of {len(digits)} digits, allowed: 18", line)

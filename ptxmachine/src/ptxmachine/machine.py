@@ -1,4 +1,4 @@
-"""Run PTX on the CPU: load a module, launch a kernel, read the report."""
+"""Run PTX on the CPU: load a module, launch its kernels, and return the counts of a launch."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ class Report:
     """The counts of a launch.
 
     Attributes:
-        counts: Instructions that warps executed, by pipe; bytes and sectors of global memory;
-            wavefronts of shared memory; barriers; and stores whose value is lost because another
-            lane of the same instruction stored a different value to the same address.
+        counts: Instructions that warps executed, by the hardware unit (pipe) that executes them;
+            bytes and sectors of global memory; wavefronts of shared memory; barriers; and stores
+            whose value is lost because another lane of the same instruction stored a different
+            value to the same address.
     """
 
     counts: dict[str, Any]
@@ -40,7 +41,7 @@ class _Places(NamedTuple):
     Attributes:
         addresses: The address of each variable by its name.
         static_shared: Bytes of static shared memory.
-        dynamic: Offset of the dynamic shared memory.
+        dynamic: Offset of the dynamic shared memory in shared memory.
         local: Bytes of local memory per thread.
     """
 
@@ -102,32 +103,32 @@ class Module:
             grid: Blocks in x, y and z.
             block: Threads per block in x, y and z. With None, the block has the threads that the
                 kernel requires (``.reqntid``), or else one thread.
-            args: One value per parameter: an array, an address or None for a pointer, a number for
-                a number, and bytes for a struct. An array is an object with the buffer protocol, or
-                with DLPack in the memory of the CPU.
+            args: One value per parameter: an array, an address or None for a pointer parameter, a
+                number for a numeric parameter, and bytes for a struct. An array is an object with
+                the buffer protocol, or with DLPack in the memory of the CPU.
             cluster: Blocks per cluster in x, y and z. With None, a cluster has the blocks that the
                 kernel requires (``.reqnctapercluster``), or else one block.
             dynamic_shared: Bytes of dynamic shared memory. The launch sets the attribute
                 ``MaxDynamicSharedMemorySize`` of the kernel to this number, as the launcher of
                 Triton does. The sum of static and dynamic shared memory therefore has only the
                 limit of the architecture.
-            memory: Arrays that the kernel reaches through addresses in structs.
-            empty: Arrays that are uninitialized. A read of a byte before the kernel has written the
-                byte is a fault.
+            memory: Further arrays that the kernel accesses through addresses inside structs.
+            empty: Arrays whose contents are uninitialized. If the kernel uses a byte of such an
+                array before it has written the byte, it has a fault.
             seed: Chooses the interleaving of warps and the moment at which asynchronous operations
                 take effect. With 0, warps run one after another, and asynchronous operations take
                 effect at issue.
-            approximate: Error of approximate instructions, as a share of the documented error, from
-                -1 to 1.
+            approximate: Error of approximate instructions, as a share of the largest error that the
+                PTX manual documents, from -1 to 1.
             accumulate: Order of the sums in matrix instructions: ``"forward"``, ``"reverse"``,
                 ``"exact"`` (rounded once) or ``"truncate"`` (rounded toward zero).
             races: Whether races and missing fences are detected.
             count: Whether sectors and wavefronts are counted.
-            limit: Instructions that a warp may execute; 0 sets no limit.
-            threads: Threads of the CPU; with None, one thread per available processor.
+            limit: Largest number of instructions that a warp may execute; 0 sets no limit.
+            threads: Number of CPU threads; with None, one thread per available processor.
             blocks: Numbers of the blocks to run, which count along x first. The other blocks of
-                their clusters run, too. If this is empty, the whole grid runs. The counts are those
-                of the blocks that ran.
+                their clusters run, too. If `blocks` is empty, the whole grid runs. The counts are
+                those of the blocks that ran.
 
         Returns:
             The counts of the launch.
@@ -186,7 +187,7 @@ class Module:
         return Report(counts)
 
     def _check_shared(self, static: int, dynamic: int) -> None:
-        """Raise ValueError if a block cannot have this much shared memory."""
+        """Raise ValueError if a block cannot have these bytes of static and dynamic memory."""
         most = limits.most_shared(self.text.target)
         if static + dynamic > most:
             raise ValueError(
@@ -213,7 +214,10 @@ class Module:
         ]
 
     def _program(self, kernel: Kernel) -> tuple[Any, int, int]:
-        """Return the decoded kernel, the offset of dynamic shared memory, and local bytes."""
+        """Return the decoded kernel, the offset of its dynamic shared memory, and its local bytes.
+
+        The local bytes are the bytes of local memory per thread.
+        """
         if kernel.name in self._programs:
             return self._programs[kernel.name]
         size = max((p.offset + p.size for p in kernel.parameters), default=0)
@@ -262,7 +266,7 @@ class Module:
         return self._programs[kernel.name]
 
     def _places(self, kernel: Kernel) -> _Places:
-        """Lay out the variables of a kernel.
+        """Return the addresses of the variables of a kernel.
 
         A shared variable outside the kernels takes shared memory only in kernels that use it.
         """
@@ -314,7 +318,7 @@ def _whole(value: int, name: str, low: int, high: int) -> None:
 
 
 def _three(sizes: Sequence[int], name: str, most: tuple[int, int, int]) -> tuple[int, int, int]:
-    """Return the sizes in x, y and z, or raise ValueError if hardware does not allow them."""
+    """Return `sizes` in x, y and z, or raise ValueError if a size is above its limit in `most`."""
     if not 1 <= len(sizes) <= 3 or any(size < 1 for size in sizes):
         raise ValueError(f"{name}: got {tuple(sizes)}, allowed: 1 to 3 sizes of at least 1")
     if any(size > limit for size, limit in zip(sizes, most, strict=False)):
@@ -326,7 +330,7 @@ def _three(sizes: Sequence[int], name: str, most: tuple[int, int, int]) -> tuple
 def _cluster(
     kernel: Kernel, given: Sequence[int] | None, grid: tuple[int, int, int], target: str
 ) -> tuple[int, int, int]:
-    """Return the blocks per cluster of a launch, or raise ValueError if it cannot have them."""
+    """Return the blocks per cluster in x, y and z, or raise ValueError if they are not allowed."""
     if given is None and kernel.explicit_cluster and kernel.cluster is None:
         raise ValueError(f"cluster: got None, and {kernel.name} has .explicitcluster")
     asked = given if given is not None else kernel.cluster or (1, 1, 1)
@@ -361,9 +365,9 @@ def _registers(kernel: Kernel, threads: int) -> int:
     """Return the registers per thread at the start of a kernel that has setmaxnreg.
 
     ptxas gives a thread as many registers as the directives of the kernel allow, and at most as
-    many as the largest setmaxnreg.inc takes. Without such directives, ptxas ignores setmaxnreg, and
-    the result is 0. The result is also 0 for a kernel without setmaxnreg, because the text does not
-    say how many registers ptxas gives to a thread.
+    many as the largest setmaxnreg.inc requests. If no directive bounds the registers, ptxas ignores
+    setmaxnreg, and the result is 0. The result is also 0 for a kernel without setmaxnreg, because
+    its text does not say how many registers ptxas gives to a thread.
 
     Raises:
         PtxFault: If a block with this number of threads needs more registers than a
@@ -394,7 +398,7 @@ def _registers(kernel: Kernel, threads: int) -> int:
 
 
 def _parameters(kernel: Kernel, args: Sequence[Any]) -> bytes:
-    """Return the bytes of the parameters of a kernel, with these arguments."""
+    """Return the bytes of the parameters of a kernel, filled with the arguments `args`."""
     if len(args) != len(kernel.parameters):
         raise ValueError(
             f"args: got {len(args)} values, {kernel.name} has {len(kernel.parameters)}"
@@ -426,7 +430,7 @@ def _parameters(kernel: Kernel, args: Sequence[Any]) -> bytes:
 
 
 def _memory_of(variable: Variable) -> ctypes.Array[ctypes.c_char]:
-    """Allocate a variable with its alignment, and set its initial value."""
+    """Allocate memory for a variable with its alignment, and write its initial value."""
     size, align = max(variable.size, 1), max(variable.align, 16)
     raw = (ctypes.c_char * (size + align))()
     data = (ctypes.c_char * size).from_buffer(raw, -ctypes.addressof(raw) % align)

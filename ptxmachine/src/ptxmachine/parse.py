@@ -1,4 +1,4 @@
-"""Split PTX text into kernels and variables; body.py reads the kernels.
+"""Split PTX text into functions and variables; body.py reads the kernels.
 
 The grammar is the part of the PTX ISA that compilers emit: one module, kernels (``.entry``),
 functions (``.func``), variables, registers and labels in nested scopes, and guarded instructions.
@@ -21,9 +21,9 @@ from ptxmachine.errors import PtxSyntaxError
 class Kernels(Mapping[str, Kernel]):
     """The kernels of a module by name.
 
-    A kernel is read at the first look-up of its name, because a module that nvcc compiles from
-    templates has dozens of kernels, and most of them are never launched. A look-up may raise
-    PtxSyntaxError.
+    The first look-up of a name reads the text of its kernel, and may raise PtxSyntaxError. Reading
+    is delayed because nvcc compiles templates to modules with dozens of kernels, most of which are
+    never launched.
     """
 
     def __init__(self, entries: Sequence[Function], functions: dict[str, Function]) -> None:
@@ -142,7 +142,10 @@ def _statement(lines: list[str], start: int) -> tuple[str, int]:
 
 
 def _function(lines: list[str], start: int) -> tuple[Function | None, int]:
-    """Return a function (None for a declaration) and the number of the line after its end."""
+    """Return the function that begins in line `start`, and the number of the line after its end.
+
+    The function is None for a declaration without a body.
+    """
     head: list[str] = []
     depth = 0
     first = column = -1

@@ -15,7 +15,7 @@ from ptxmachine import buffers, limits
 
 SWIZZLES = (0, 32, 64, 128)
 FLOATS = ("f16", "bf16", "f32", "f64")
-# Numbers of element types, as in tensormap.replace.elemtype. Bulk reductions read the type.
+# Element type → its number in tensormap.replace.elemtype. Only bulk reductions read the type.
 TYPES = {
     "u8": 0, "i16": 1, "u16": 1, "u32": 2, "i32": 3, "u64": 4, "i64": 5, "f16": 6, "f32": 7,
     "f64": 9, "bf16": 10,
