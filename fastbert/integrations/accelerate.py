@@ -78,7 +78,7 @@ TAKEN = (
 AT_ONCE = {"input_ids", "attention_mask", "token_type_ids"}
 # The arguments that the embedding of an encoder of transformers may take.
 EMBEDDED = ("input_ids", "token_type_ids", "position_ids", "inputs_embeds")
-# Two threads that accelerate or restore one model must not do so at the same time.
+# The lock prevents two threads from accelerating or restoring a model at the same time.
 LOCK = threading.RLock()
 
 
@@ -140,7 +140,7 @@ def accelerate(model: Model, *, strict: bool = True) -> Model:
 
 
 def _unchecked(model: Any) -> None:
-    """Accelerate a model without a comparison with the stock model, to probe unknown code."""
+    """Accelerate a model without a comparison with the stock model; `probe` calls this function."""
     _accelerate(model, None)
 
 
@@ -294,7 +294,7 @@ def _fast_class(kind: Any, stock: Any) -> Any:
     @functools.wraps(stock.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         given = dict(zip(names, args, strict=False)) | kwargs
-        # A wrapper that keeps this method may outlive `restore`.
+        # Another library may have stored this method and call it after `restore`.
         if _exporting() or not _accelerated(self):
             return stock.forward(self, *args, **kwargs)
         unknown = [name for name in given.keys() - taken if given[name] is not None]
@@ -344,7 +344,7 @@ def _bound(hf_model: Any) -> BoundEncoder:
 
 
 def _served(hf_model: Any) -> BoundEncoder | str:
-    """Return the encoder that serves a call of `hf_model`, or the reason why stock code runs."""
+    """Return the encoder of fastbert for `hf_model`, or the reason why stock code must run."""
     if _has_any_global_hook():
         return "there are hooks on all modules"
     if "_is_replica" in hf_model.__dict__:

@@ -58,7 +58,7 @@ def attention(
     output_attentions: bool = False,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute ``softmax(q kᵀ scaling + mask) v`` with the signature that transformers calls.
+    """Compute ``softmax(query keyᵀ scaling + mask) value`` with the arguments of transformers.
 
     A token of a packed batch attends only to its own sequence. The caller marks the sequences with
     `cu_seq_lens_q` and a batch size B of 1, or, without a mask, with `position_ids` that start

@@ -5,13 +5,14 @@ its modules. Before a call, the modules of fastbert receive the current paramete
 modules. Therefore ``to``, an optimizer, ``load_state_dict``, PEFT and other tools still work on the
 HF model.
 
-A module of the HF model that deviates from the stock model is treated in one of three ways:
+If a module of the HF model deviates from the stock model, fastbert does one of three things:
 
-- A linear layer inside a layer is called. It receives ``(B, L, H)`` as the HF model calls it,
-  unless it computes each row by itself; see `fastbert.integrations.row_wise`.
-- If a module of the embedding deviates, the HF model's embedding is called, and padding is removed
-  after it.
-- For every other module, the HF model runs its own code.
+- If a linear layer inside a transformer layer deviates, fastbert calls the linear layer. The input
+  has the shape ``(B, L, H)``, as in the HF model, unless the linear layer computes each row
+  independently; see `fastbert.integrations.row_wise`.
+- If a module of the embedding deviates, fastbert calls the HF model's embedding, and removes
+  padding from its output.
+- If any other module deviates, the HF model runs its own code.
 """
 
 from __future__ import annotations
@@ -113,7 +114,7 @@ class CachedComparison(NamedTuple):
     """The result of a comparison of an HF model with the stock model.
 
     Attributes:
-        problem: The reason in words why the HF model must run its own code, or None.
+        problem: The reason why the HF model must run its own code, or None.
         facts: The facts on which the result depends.
     """
 
@@ -132,8 +133,8 @@ class BoundEncoder:
 
     Attributes:
         model: The ``BertModel``.
-        called: The modules of the HF model that are called because they deviate from the stock
-            model: the path of the module → the deviation in words.
+        called: Path of a module in the HF model → the deviation from the stock model because of
+            which fastbert calls the module.
         whole: Whether a module in `called` may depend on padded rows, so that no padding is
             removed.
         calls_embedding: Whether the HF model's embedding is called, because a part of it deviates.
@@ -285,7 +286,7 @@ class BoundEncoder:
     def must_embed(self) -> bool:
         """Return whether the HF model's embedding must be called because of its hooks.
 
-        A hook of transformers makes the output of a frozen word table require gradients.
+        If the word table is frozen, a hook of transformers can make its output require gradients.
         """
         if self.calls_embedding or not torch.is_grad_enabled():
             return self.calls_embedding
@@ -359,7 +360,7 @@ def _snapshot(hf_model: nn.Module) -> Snapshot:
 
 
 def _are_row_wise(leaf: Leaf, called: Mapping[str, str]) -> bool:
-    """Return whether the modules of a leaf that are called compute each row by itself."""
+    """Return whether all modules of a leaf that are in `called` compute each row independently."""
     pairs = zip(leaf.paths, leaf.hf_places, strict=True)
     modules = [place.get() for path, place in pairs if path in called]
     return all(module is not None and is_row_wise(module) for module in modules)

@@ -22,7 +22,7 @@ def buffer_problem(name: str, buffer: Tensor | None, twin: nn.Module, config: An
     Args:
         name: Name of the buffer.
         buffer: The HF model's buffer, or None.
-        twin: The twin's module, which has a buffer of this name with the right dtype and shape.
+        twin: The module of the twin. Its buffer `name`, if any, has the right dtype and shape.
         config: The HF model's config.
     """
     expected = twin._buffers.get(name)

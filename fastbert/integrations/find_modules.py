@@ -70,7 +70,7 @@ def find_modules(wrapper: Any, encoders: Encoders) -> dict[str, nn.Module]:
 
     Args:
         wrapper: A module, a container, or any object that holds modules.
-        encoders: Returns the encoders inside a module.
+        encoders: Function that returns the encoders inside a module.
 
     Returns:
         The modules by their paths from `wrapper`; the path of `wrapper` itself is ``""``. If no

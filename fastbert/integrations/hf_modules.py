@@ -116,7 +116,7 @@ def leaves_of(model: BertModel, hf_model: nn.Module) -> list[Leaf]:
 
 
 def drops_of(model: BertModel, hf_model: nn.Module) -> list[Drop]:
-    """Set every dropout probability of `model` to 0, and return the modules that have a source."""
+    """Set all dropout probabilities of `model` to 0, and return a `Drop` for each of the family."""
     for module in model.modules():
         if "dropout_p" in module.__dict__:
             module.dropout_p = 0.0

@@ -81,8 +81,8 @@ class Code(NamedTuple):
     Attributes:
         problem: A description of the first difference from the files, or None.
         names: The identifiers in all code that the class reaches.
-        own: The identifiers in the code of the class's own methods.
-        records: The records of all functions and classes.
+        own: The identifiers in the methods of the class and of its base classes.
+        records: The comparison results of all functions and classes that the class reaches.
     """
 
     problem: str | None

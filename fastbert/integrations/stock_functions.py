@@ -32,7 +32,8 @@ ENTRIES: dict[str, dict[str, tuple[str, str] | None]] = {
 }
 # The methods by which a model looks up an entry of a table.
 LOOKUPS = frozenset(("get_interface", "get", "__getitem__", "__contains__"))
-# Code in these packages is compared with its file, and the names that it loads are followed.
+# The code of the packages in COMPARED is compared with its file. For the packages in FOLLOWED, the
+# functions that the names in the code lead to are compared as well.
 FOLLOWED = ("transformers.", "torch.nn.")
 COMPARED = ("transformers.", "torch.")
 # The names that these modules load are not followed. With them, transformers reads its environment

@@ -39,7 +39,7 @@ from fastbert.integrations.twin_cache import Twin, twin_of
 # The attributes that nn.Module gives every module. Those with parameters, buffers, children and
 # hooks are compared separately.
 INTERNAL = frozenset(vars(nn.Module())) | {"_is_full_backward_hook"}
-# These tables may have more or fewer rows than the config says.
+# The embedding tables that may have more or fewer rows than the config says.
 TABLES = (
     "embeddings.word_embeddings",
     "embeddings.position_embeddings",
@@ -92,7 +92,7 @@ _PLACED = {(row.name, row.where) for row in ALLOWED}
 
 
 class ComparisonResult(NamedTuple):
-    """The result of a comparison.
+    """The result of a comparison of an HF model with its twin.
 
     Attributes:
         reason: Why the HF model must run its own code, as ``path.attribute: got VALUE, allowed:

@@ -153,7 +153,7 @@ def read(path_or_hub_id: str | os.PathLike[str]) -> Stored:
     Raises:
         FileNotFoundError: If there is no checkpoint.
         ValueError: If the checkpoint is damaged. The message names the file and the reason.
-        OSError: If a killed save cannot be finished.
+        OSError: If an interrupted save cannot be finished.
     """
     folder = encoder_folder(find(path_or_hub_id))
     return commit.consistent(
@@ -173,7 +173,7 @@ def read_settings(path_or_hub_id: str | os.PathLike[str]) -> tuple[BertConfig, l
     Raises:
         FileNotFoundError: If there is no checkpoint.
         ValueError: If ``config.json`` is damaged.
-        OSError: If a killed save cannot be finished.
+        OSError: If an interrupted save cannot be finished.
     """
     stored = _without_weights(path_or_hub_id)
     return stored.config({}), stored.architectures()
@@ -191,7 +191,7 @@ def read_source(path_or_hub_id: str | os.PathLike[str]) -> str:
     Raises:
         FileNotFoundError: If there is no checkpoint.
         ValueError: If ``config.json`` is damaged.
-        OSError: If a killed save cannot be finished.
+        OSError: If an interrupted save cannot be finished.
     """
     source = _without_weights(path_or_hub_id).content.get("_name_or_path")
     return source if isinstance(source, str) else ""
@@ -225,7 +225,7 @@ def find(path_or_hub_id: str | os.PathLike[str]) -> Path:
 
     Raises:
         FileNotFoundError: If there is no such folder and the hub does not have the id.
-        OSError: If a killed save cannot be finished.
+        OSError: If an interrupted save cannot be finished.
     """
     path = Path(path_or_hub_id)
     if path.is_dir():
@@ -411,7 +411,7 @@ def load_into(model: StoredModel, tensors: dict[str, Tensor], folder: Path) -> N
 
 
 def _own_state(model: StoredModel) -> dict[str, Tensor]:
-    """Return the state of `model` without the second names of tied parameters."""
+    """Return the state dict of `model` without the second names of tied parameters."""
     tied = model.tied()
     return {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
 

@@ -38,7 +38,7 @@ class Family:
 
     Attributes:
         model: Class of the encoder in transformers.
-        prefix: Prefix of the encoder's names in a model with a head.
+        prefix: Prefix of the names of the encoder's weights in a model with a head.
         modules: Modules with parameters: the name in fastbert → the names in transformers.
         dropouts: Modules with dropout: the name in fastbert → the name of the module or attribute
             in transformers that has its probability.
@@ -47,8 +47,8 @@ class Family:
             ``config.json``.
         defaults: Values of keys that ``config.json`` may lack.
         lacks: Fields of `BertConfig` that have no key in ``config.json``.
-        stored: Modules that a checkpoint names differently than the model of transformers: the name
-            in fastbert → the names in the checkpoint.
+        stored: Modules whose names in a checkpoint differ from those in the model of transformers:
+            the name in fastbert → the names in the checkpoint.
     """
 
     model: str

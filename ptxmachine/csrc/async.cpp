@@ -230,8 +230,8 @@ void mbarrier_wait(Warp& w, const Instr& i, Mask m) {
 void copy_arrive(Warp& w, const Instr& i, Mask m) {
   Block& b = *w.block;
   each_lane(m, [&](int l) {
-    // On a GPU, the arrival happens after all earlier copies of the thread have completed. Here,
-    // the copies complete at once, and then the thread arrives.
+    // On a GPU, the arrival happens after all earlier copies of the thread have completed. In the
+    // machine, these copies complete now, and then the thread arrives.
     for (auto& group : w.copies[l]) settle(w, l, group);
     w.copies[l].clear();
     MBarrier& mb = existing(w, b, barrier_at(w, i, i.reg[0], l), l);

@@ -348,8 +348,8 @@ void commit(Warp& w, const Instr&, Mask m) {
   });
 }
 
-// cp.async.bulk.wait_group. arg 0: the number of groups that may stay in flight. Stores complete at
-// this wait, with and without .read.
+// cp.async.bulk.wait_group. arg 0: the number of groups that may stay in flight. The stores of all
+// earlier groups complete at this wait, both with and without .read.
 void wait(Warp& w, const Instr& i, Mask m) {
   each_lane(m, [&](int l) {
     auto& groups = w.stores[l];

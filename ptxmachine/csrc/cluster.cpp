@@ -54,8 +54,8 @@ Block& Cluster::member(const Warp& w, int lane, uint32_t rank) const {
   if (&b == w.block) return b;
   const std::string what = "the shared memory of block " + std::to_string(b.number);
   if (!b.live()) fault("out of bounds", what + ", which has ended", lane);
-  // A thread knows that a block has started if a thread of the block has reached it by a barrier or
-  // by another release.
+  // A thread knows that a block has started if it has acquired a time of a thread of that block, at
+  // a barrier or by another release.
   const auto begin = w.base[lane]->begin() + rank * launch->entries();
   const auto end = begin + (std::ptrdiff_t)launch->entries();
   const bool started = std::any_of(begin, end, [](uint32_t time) { return time != 0; });

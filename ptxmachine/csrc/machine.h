@@ -136,8 +136,8 @@ struct Options {
   int64_t limit = 0;  // most instructions per warp; 0: no limit
 };
 
-// Thrown to end a block after another block had a fault. The block might otherwise wait for the
-// faulty block for ever.
+// The exception that ends a block after a fault of another block. Without it, the block might wait
+// forever for the other block.
 struct Stopped {};
 
 struct Launch {
@@ -161,8 +161,8 @@ struct Launch {
 
   Allocation* find(uint64_t address, uint64_t size, Allocation* last) const;
   uint32_t cluster_size() const { return cluster[0] * cluster[1] * cluster[2]; }
-  // The number of the cluster of a block, and of the block with a rank in a cluster. Numbers count
-  // along x first.
+  // cluster_of returns the number of the cluster of a block. block_of returns the number of the
+  // block with a given rank in a cluster. Numbers count along x first.
   uint32_t cluster_of(uint32_t block) const;
   uint32_t block_of(uint32_t number, uint32_t rank) const;
   // The number of entries that each block has in a vector clock.

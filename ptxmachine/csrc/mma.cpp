@@ -5,9 +5,9 @@
 namespace ptxmachine {
 namespace {
 
-// mma.sync.aligned.m16n8kK. arg 0: K. arg 1: whether accumulators are fp16. arg 2: the number of
-// registers of A. arg 3: the number of registers of B. arg 4: whether A and B are integers. arg 5:
-// whether integer sums saturate.
+// mma.sync.aligned.m16n8kK. arg 0: the K of the shape. arg 1: whether accumulators are fp16. arg 2:
+// the number of registers of A. arg 3: the number of registers of B. arg 4: whether A and B are
+// integers. arg 5: whether integer sums saturate.
 void mma(Warp& w, const Instr& i, Mask) {
   const int k = i.arg[0], accumulators = i.arg[1] ? 2 : 4;
   const Reg *d = i.reg, *a = d + accumulators, *b = a + i.arg[2], *c = b + i.arg[3];

@@ -14,7 +14,8 @@
 
 namespace ptxmachine {
 
-// What one operand may be. The functions after this struct make slots.
+// Describes which operands an instruction allows in one place. The functions after this struct
+// create slots.
 struct Slot {
   enum class Kind : uint8_t { value, vector, address, constant, label };
   Kind kind = Kind::value;

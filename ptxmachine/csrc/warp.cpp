@@ -21,7 +21,8 @@ Mask members_of(Warp& w, Reg r, Mask m) {
   return members;
 }
 
-// shfl.sync d|p, a, b, c, members. arg 0: mode. arg 1: whether there is p.
+// shfl.sync d|p, a, b, c, members. arg 0: a value of Shuffle. arg 1: whether the instruction has
+// the result p.
 void shuffle(Warp& w, const Instr& i, Mask m) {
   const Reg *r = i.reg + 1 + i.arg[1], d = i.reg[0];
   members_of(w, r[3], m);
@@ -67,7 +68,7 @@ void shuffle(Warp& w, const Instr& i, Mask m) {
 
 enum class Vote : int32_t { all, any, uni, ballot };
 
-// vote.sync d, p, members. arg 1: whether p is negated.
+// vote.sync d, p, members. arg 0: a value of Vote. arg 1: whether p is negated.
 void vote(Warp& w, const Instr& i, Mask m) {
   const Mask members = members_of(w, i.reg[2], m);
   w.need(i.reg[1], m, "a vote");
@@ -139,7 +140,7 @@ void elect(Warp& w, const Instr& i, Mask m) {
 }
 
 // match.any.sync and match.all.sync d|p, a, members. arg 0: whether it is match.all. arg 1: whether
-// there is p.
+// the instruction has the result p.
 void match(Warp& w, const Instr& i, Mask m) {
   const Reg a = i.reg[1 + i.arg[1]];
   const Mask members = members_of(w, i.reg[2 + i.arg[1]], m);

@@ -33,8 +33,8 @@ class Outcome(NamedTuple):
     """The outcome of a text.
 
     Attributes:
-        kind: "ran", the name of the exception, or "died" with the reason.
-        line: Line of the fault, or None.
+        kind: "ran", the name of the exception, or "died: " and the reason.
+        line: Line of the PTX text in which the error is, or None.
         message: Message of the exception.
         seconds: Processor time that the text took.
     """

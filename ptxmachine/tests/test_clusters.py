@@ -526,7 +526,7 @@ def test_a_multicast_loads_into_all_blocks(issuer, mask, cluster, seed):
     module = load(kernel(loading(issuer, mask), 2, shared=1024))
     report = module.launch("k", (cluster,), (32,), [out, x], cluster=(cluster,), seed=seed)
     assert torch.equal(out, x.expand(cluster, 32))
-    # The input is read once.
+    # The multicast reads the input only once for all blocks.
     assert report.counts["global_bytes"] == 128 * (1 + cluster)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from small_kernels import apply
 
-# Format → bits of the fraction, least exponent, largest finite value.
+# Format → number of fraction bits, least exponent, and largest finite value.
 FORMATS = {
     "f16": (10, -14, Fraction(65504)),
     "bf16": (7, -126, Fraction(255) * Fraction(2) ** 120),

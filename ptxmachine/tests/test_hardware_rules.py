@@ -456,7 +456,7 @@ def handed_over(release, acquire, fence, *, writer=0, blocks=2, seed=0):
     part = "%ctaid.x" if blocks == 2 else "%warpid"
     body = HANDOVER.format(release=release, acquire=acquire, fence=fence, part=part, writer=writer)
     x = torch.zeros(3, dtype=torch.int32)
-    # Both blocks run concurrently, because one block waits for the other.
+    # Both blocks must run concurrently, because one block waits for the other.
     load(kernel(body)).launch("k", (blocks,), (64 // blocks,), [x], threads=blocks, seed=seed)
     return x[2].item()
 

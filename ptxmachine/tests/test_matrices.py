@@ -224,7 +224,7 @@ def k_major(matrix, width):
     image = torch.zeros(rows * max(width, 32), dtype=torch.uint8)
     for row in range(rows):
         for half in range(2):
-            if width == 16:  # core matrices of 8 rows, 128 bytes each
+            if width == 16:  # a core matrix has 8 rows and 128 bytes
                 at = row // 8 * 256 + half * 128 + row % 8 * 16
             else:
                 at = swizzled(row // 8 * 8 * width + row % 8 * width + 16 * half, width)
@@ -245,7 +245,8 @@ def rows_major(matrix, width):
             if width == 16:
                 at = j * 128 + k % 8 * 16 + k // 8 * (rows // 8) * 128
             else:
-                # Blocks of `per` pieces; in a block, 8 positions of k are 8 rows of the pattern.
+                # A block has one row for each k, with `per` pieces of 16 bytes. The swizzle pattern
+                # repeats after 8 rows.
                 at = swizzled(j % per * 16 + j // per * 16 * width + k * width, width)
             image[at : at + 16] = data[k, 16 * j : 16 * j + 16]
     if width == 16:

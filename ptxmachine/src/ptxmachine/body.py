@@ -1,6 +1,7 @@
 """Read the body of a kernel: its registers, variables, labels and instructions.
 
-A call is replaced with the body of the called function. Parameters of functions are local memory.
+A call is replaced with the body of the called function. The parameters of functions become
+variables in local memory.
 """
 
 from __future__ import annotations
@@ -226,7 +227,7 @@ class _Body:
         self._resolve()
 
     def _read(self, function: Function) -> None:
-        """Divide the text of a function at semicolons, labels and braces, and read each statement."""
+        """Divide a function at semicolons, labels and braces, and read each statement."""
         if self.calls:
             self._inline(function.last - function.first, function.first + 1)
         outermost, closed = len(self.scopes), False

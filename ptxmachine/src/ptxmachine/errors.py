@@ -16,8 +16,8 @@ class PtxError(Exception):
 class PtxSyntaxError(PtxError, ValueError):
     """The machine cannot run the text.
 
-    A statement cannot be read, an instruction is not known, operands do not fit their instruction,
-    or the text asks for more than the limits of the machine.
+    A statement cannot be parsed, the machine does not support an instruction, operands do not fit
+    their instruction, or the text exceeds a limit of the machine.
     """
 
     def __init__(self, message: str, line: int | None = None) -> None:

@@ -25,8 +25,8 @@ THREAD_REGISTERS = 256  # registers per thread, for setmaxnreg
 BLOCK = (1024, 1024, 64)  # threads of a block in x, y and z
 GRID = (2**31 - 1, 65_535, 65_535)  # blocks of a grid in x, y and z
 BLOCKS = 2**31 - 1  # blocks per grid; the machine numbers blocks with 32 bits
-# Blocks per cluster without the attribute NonPortableClusterSizeAllowed, and the first architecture
-# with clusters.
+# The most blocks per cluster without the attribute NonPortableClusterSizeAllowed, and the first
+# architecture with clusters.
 CLUSTER, CLUSTER_TARGET = 8, 90
 # Bytes of the parameters of a kernel. The first limit holds for sm_70 and later with PTX ISA 8.1
 # and later. The second limit holds otherwise (PTX ISA, section "Kernel Function Parameter

@@ -187,7 +187,7 @@ class Module:
         return Report(counts)
 
     def _check_shared(self, static: int, dynamic: int) -> None:
-        """Raise ValueError if a block cannot have these bytes of static and dynamic memory."""
+        """Raise ValueError unless a block can have `static + dynamic` bytes of shared memory."""
         most = limits.most_shared(self.text.target)
         if static + dynamic > most:
             raise ValueError(
@@ -312,7 +312,7 @@ def load(text: str) -> Module:
 
 
 def _whole(value: int, name: str, low: int, high: int) -> None:
-    """Raise ValueError unless an argument is an integer from `low` to `high`."""
+    """Raise ValueError unless `value` is an integer from `low` to `high`."""
     if not isinstance(value, int) or not low <= value <= high:
         raise ValueError(f"{name}: got {value!r}, allowed: integers from {low} to {high}")
 

@@ -119,7 +119,7 @@ def parse(text: str) -> Text:
 
 
 def _without_comments(text: str) -> str:
-    """Replace each comment between ``/*`` and ``*/`` with the line breaks in it."""
+    """Replace each comment between ``/*`` and ``*/`` with the line breaks that it contains."""
 
     def ends(match: re.Match[str]) -> str:
         if not match[0].endswith("*/"):
