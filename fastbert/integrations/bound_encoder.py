@@ -177,7 +177,7 @@ class BoundEncoder:
             raise ValueError(problem)
 
     def __reduce__(self) -> Any:
-        """Make every copy and every pickle None, because a copy binds its own encoder."""
+        """Make every copy and pickle None, because a copy of the HF model binds a new encoder."""
         return (_none, ())
 
     @property
@@ -360,7 +360,7 @@ def _snapshot(hf_model: nn.Module) -> Snapshot:
 
 
 def _are_row_wise(leaf: Leaf, called: Mapping[str, str]) -> bool:
-    """Return whether all modules of a leaf that are in `called` compute each row independently."""
+    """Return whether the modules of `leaf` that are in `called` compute each row independently."""
     pairs = zip(leaf.paths, leaf.hf_places, strict=True)
     modules = [place.get() for path, place in pairs if path in called]
     return all(module is not None and is_row_wise(module) for module in modules)

@@ -96,7 +96,7 @@ class ComparisonResult(NamedTuple):
 
     Attributes:
         reason: Why the HF model must run its own code, as ``path.attribute: got VALUE, allowed:
-            VALUE``, or None if the HF model can be served.
+            VALUE``, or None if fastbert can run the HF model.
         called: Path of a module in the HF model → the reason why fastbert must call the module
             instead of using its parameters.
     """
@@ -124,7 +124,7 @@ def compare(
             None, a function that is not in the table is a reason to run the HF model's own code.
 
     Returns:
-        The reason why the HF model must run its own code, or the modules that must be called.
+        The reason why the HF model must run its own code, or the modules that fastbert must call.
     """
     comparison = _Comparison(hf_model)
     try:

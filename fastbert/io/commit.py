@@ -219,7 +219,7 @@ def _stage(home: Path) -> tuple[Path, int]:
         try:
             return stage, _lock(stage / LOCK)
         except (FileNotFoundError, BlockingIOError):
-            # The folder was not locked yet, so another writer concluded that its owner is dead.
+            # Before the lock was taken, another writer treated the folder as that of a dead writer.
             continue
         except OSError as error:
             # On a file system without locks, no writer ever treats another writer as dead.
@@ -284,7 +284,7 @@ def _commit(stage: Path, folder: Path) -> None:
         os.rename(folder / COMMITTED, stage)
         raise
     _move_in(folder, stage)
-    # `settle` may have left the folder of a dead writer.
+    # `settle` finishes the commit of a dead writer, but does not delete the folder of that writer.
     discard_dead(folder)
 
 

@@ -278,7 +278,8 @@ void mma_wait(Warp& w, const Instr& i, Mask) {
   });
 }
 
-// The types in a mnemonic in their order: D, A, B and, if it is given, C.
+// The types in a mnemonic in their order: those of D, A and B, and then of C if the mnemonic has
+// it.
 std::vector<Type> types_of(const Mnemonic& name) {
   std::vector<Type> types;
   for (const std::string& part : name.parts)

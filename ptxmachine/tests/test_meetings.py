@@ -84,7 +84,7 @@ madc.hi.u32 %r5, %r1, %r1, 5;
     out = torch.zeros(32, dtype=torch.int32)
     launch(body + STORE, [out])
     # The low half of the product is 1. Its sum with 0xffffffff carries into the high half, which is
-    # 0xfffffffe, so the high half plus 5 plus the carry is 4.
+    # 0xfffffffe. The high half plus 5 plus the carry is 4 modulo 2**32.
     assert (out == 4).all()
 
 

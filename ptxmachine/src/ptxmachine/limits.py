@@ -1,6 +1,6 @@
 """The limits of the machine for PTX texts, and the limits of hardware for launches.
 
-A text that exceeds a limit is refused when it is read, before memory of that size is allocated. The
+A text that exceeds a limit raises PtxSyntaxError before memory of that size is allocated. The
 limits of hardware are from the CUDA C++ Programming Guide, section "Compute Capabilities", table
 "Technical Specifications per Compute Capability", unless a comment names another source. The limits
 of instructions are in csrc/machine.h.
