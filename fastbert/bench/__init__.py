@@ -1,1 +1,1 @@
-"""The parts of every measurement: timing, peers, limits, predictions, plots and contest rows."""
+"""Tools of the benchmarks: timing, other implementations, limits, predictions and plots."""

@@ -1,8 +1,9 @@
-"""Other attention kernels, each prepared for one set of inputs, as peers of fastbert's attention.
+"""Attention kernels of PyTorch and flash-attn, with which fastbert's attention is compared (peers).
 
-A peer gets the arguments of ``fastbert.ops.attention`` or ``attention_varlen`` as ``Inputs`` and
-returns a ``Prepared``. A peer that cannot serve the inputs raises an error, which the benchmark
-records. A layout change that a caller makes once per batch is outside the timed part.
+The function of a peer gets the arguments of ``fastbert.ops.attention`` or ``attention_varlen`` as
+``Inputs`` and returns a ``Prepared``. If the kernel cannot compute the inputs, the function or the
+run raises an error, which the benchmark stores. A layout change that a caller makes once per batch
+is outside the timed part.
 """
 
 from __future__ import annotations
@@ -20,13 +21,14 @@ from fastbert.testing.cases import Inputs
 
 
 class Prepared(NamedTuple):
-    """One engine, prepared for one set of inputs.
+    """One attention kernel, prepared for one set of inputs.
 
     Attributes:
         run: The forward pass.
-        targets: The leaves whose gradients are computed, in the layout of this engine.
-        restore: Turns an output or a gradient into the layout of the operation.
-        backward: Turns the output's gradient into the targets' gradients; None uses autograd.
+        targets: The leaf tensors whose gradients are computed, in the layout of the kernel.
+        restore: Turns an output or a gradient into the layout of the operation of fastbert.
+        backward: Computes the gradients of `targets` from the output's gradient; None uses
+            autograd.
     """
 
     run: Callable[[], Tensor]
@@ -45,7 +47,7 @@ def leaves(inputs: Inputs) -> Inputs:
 
 
 def of_function(function: Callable[..., Tensor], inputs: Inputs, **extra: Any) -> Prepared:
-    """Prepare ``function``, which takes the arguments of the operation."""
+    """Prepare ``function``, which takes the arguments of fastbert's operation."""
     ready = leaves(inputs)
     named = dict(ready.items())
     return Prepared(
@@ -55,14 +57,15 @@ def of_function(function: Callable[..., Tensor], inputs: Inputs, **extra: Any) -
 
 
 def eager(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Compute softmax(q kᵀ / √D) v, step by step. q, k, v (B, H, L, D)."""
+    """Compute softmax(q kᵀ / √D) v step by step; D is the last dimension of q, k and v."""
     scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
     if mask is not None:
         scores = scores.masked_fill(~mask[:, None, None, :], float("-inf"))
     return scores.softmax(-1) @ v
 
 
-# Dense: q, k, v (B, H, L, D), keyword mask (B, Lk) and dropout_p
+# The dense peers take q, k and v of shape (batch, heads, length, head dimension), and the keywords
+# mask, of shape (batch, keys), and dropout_p.
 
 
 def _dense_mask(inputs: Inputs) -> Tensor | None:
@@ -71,7 +74,7 @@ def _dense_mask(inputs: Inputs) -> Tensor | None:
 
 
 def sdpa(kernel: SDPBackend, inputs: Inputs) -> Prepared:
-    """Prepare ``scaled_dot_product_attention`` with one kernel; a run raises if it cannot serve."""
+    """Prepare ``scaled_dot_product_attention`` with ``kernel``; a run raises if that cannot run."""
     ready = leaves(inputs)
     q, k, v = ready.positional.values()
     mask, dropout_p = _dense_mask(ready), ready.keyword.get("dropout_p", 0.0)
@@ -84,7 +87,7 @@ def sdpa(kernel: SDPBackend, inputs: Inputs) -> Prepared:
 
 
 def plain(compile_with: Callable[..., Any] | None, inputs: Inputs) -> Prepared:
-    """Prepare `eager`, compiled if ``compile_with`` is given."""
+    """Prepare `eager`, compiled with ``compile_with`` unless that is None."""
     if inputs.keyword.get("dropout_p"):
         raise ValueError(f"dropout_p: got {inputs.keyword['dropout_p']}, allowed: 0 for this peer")
     ready = leaves(inputs)
@@ -134,7 +137,8 @@ def flash_package(inputs: Inputs) -> Prepared:
     return Prepared(run, [q, k, v])
 
 
-# Packed: q, k, v (T, H, D), cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+# The packed peers take q, k and v of shape (tokens, heads, head dimension), and then cu_seqlens_q,
+# cu_seqlens_k, max_seqlen_q and max_seqlen_k.
 
 
 def varlen(inputs: Inputs) -> Prepared:
@@ -174,7 +178,7 @@ def padded(kernel: SDPBackend, inputs: Inputs) -> Prepared:
 
 
 def flex_documents(compile_with: Callable[..., Any] | None, inputs: Inputs) -> Prepared:
-    """Prepare FlexAttention on the packed rows as one sequence, with a mask by document."""
+    """Prepare FlexAttention on the packed rows as one sequence, with a mask between the texts."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     lengths = inputs.positional["cu_seqlens_q"].diff()
@@ -184,7 +188,7 @@ def flex_documents(compile_with: Callable[..., Any] | None, inputs: Inputs) -> P
         return document[row] == document[key]
 
     total = len(document)
-    # Compiled code builds the block mask without a mask of all pairs in memory.
+    # Compiled code builds the block mask without a mask of all query-key pairs in memory.
     build = create_block_mask if compile_with is None else compile_with(create_block_mask)
     block_mask = build(same, None, None, total, total, device=lengths.device.type)
     ready = [
@@ -200,9 +204,10 @@ def flex_documents(compile_with: Callable[..., Any] | None, inputs: Inputs) -> P
 
 
 def _padding(inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """Return the packed row of each padded position, and the mask of real positions.
+    """Return the packed row of each position of the padded batch, and the mask of real positions.
 
-    The row of a padded position is the number of packed rows, one more than the last row's index.
+    At padding, the row is the number of packed rows, which is the index of the row of zeros that
+    `padded` adds.
     """
     starts = inputs.positional["cu_seqlens_q"][:-1]
     lengths = inputs.positional["cu_seqlens_q"].diff()
@@ -216,7 +221,7 @@ Compile = Callable[..., Any] | None
 
 
 def dense_peers(compile_with: Compile) -> dict[str, Callable[[Inputs], Prepared]]:
-    """Return name → function that prepares the peer of ``attention``.
+    """Return the functions that prepare the peers of ``attention``, by name.
 
     ``compile_with`` is ``torch.compile`` with options; None compiles nothing.
     """
@@ -232,7 +237,7 @@ def dense_peers(compile_with: Compile) -> dict[str, Callable[[Inputs], Prepared]
 
 
 def varlen_peers(compile_with: Compile) -> dict[str, Callable[[Inputs], Prepared]]:
-    """Return name → function that prepares the peer of ``attention_varlen``."""
+    """Return the functions that prepare the peers of ``attention_varlen``, by name."""
     return {
         "torch varlen_attn": varlen,
         "sdpa FLASH padded": functools.partial(padded, SDPBackend.FLASH_ATTENTION),

@@ -1,11 +1,11 @@
 """Write the table of GPU times by which operations choose a backend, from the recorded results.
 
 ``python -m fastbert.bench.choice`` reads ``benchmarks/results`` and writes
-``fastbert/ops/gpu_times.json``. The records are of two kinds.
+``fastbert/ops/gpu_times.json``. The recorded results are of two kinds.
 
 - Predictions: ``*-predicted-bounds/OP.json`` for Triton and ``OP_cuda.json`` for CUDA C++, as
-  ``fastbert bench --predict --json`` writes them, from the newest folder that has the shape. The
-  estimates are computed again: recorded counts with the current rates of `fastbert.bench.predict`.
+  ``fastbert bench --predict --json`` writes them, from the newest folder that has the shape. From
+  the recorded counts, `fastbert.bench.predict` computes the estimates again.
 - Measurements: ``bench-attention.json``, ``bench-rows.json`` and ``bench-gemm.json`` of
   ``make gpu``, in any folder. A measurement replaces the predictions for its architecture and
   shape; a shape that was measured with one backend only is not in the table.
@@ -40,12 +40,12 @@ SECTIONS = ("bench-attention.json", "bench-rows.json", "bench-gemm.json")
 ATTENTION = re.compile(r"S(\d+) D(\d+)$")
 ROWS = re.compile(r"(\d+)×(\d+)(?: drop)?$")
 PRODUCT = re.compile(r"(\d+)×(\d+)×\d+$")
-# Key of a point → direction → backend → seconds.
+# Seconds by the key of a point, the direction and the backend.
 Times = dict[tuple[Any, ...], dict[str, dict[str, float]]]
 
 
 def points(results: Path = RESULTS) -> list[Point]:
-    """Return the sorted points of the table; points with times of one backend are left out."""
+    """Return the sorted points of the table, without points that have times of only one backend."""
     times_by_key = {key: (PREDICTED, times) for key, times in _predicted(results).items()}
     times_by_key |= {key: (MEASURED, times) for key, times in _measured(results).items()}
     # A measurement replaces the predictions of its architecture, whichever GPU they are for.
@@ -80,7 +80,8 @@ def _predicted(results: Path) -> Times:
                     if gpu is None or place is None or " drop" in row["case"]:
                         continue
                     estimate = _estimate(row, content["launches"], gpu)
-                    # Without an estimate, a bound has the work of the operation, not of the kernel.
+                    # A row without an estimate has only a bound for the operation, whatever the
+                    # kernel does.
                     if not estimate:
                         continue
                     shape, width, size, _ = place
@@ -100,7 +101,7 @@ def _estimate(row: dict[str, Any], launches: dict[str, list[dict[str, Any]]], gp
 
 
 def _measured(results: Path) -> Times:
-    """Return the times of runs on GPUs: for each key, of the last folder and its largest batch."""
+    """Return the measured times: for each key, those of the largest batch in the newest folder."""
     measured: Times = {}
     largest: dict[tuple[Any, ...], tuple[str, int]] = {}
     for file in sorted(path for name in SECTIONS for path in results.glob(f"*/{name}")):

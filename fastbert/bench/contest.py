@@ -1,8 +1,9 @@
-"""A contest: several engines at one shape, each with a row of figures or the reason for a refusal.
+"""A contest: several implementations of a computation at one shape, with figures for each of them.
 
-``benchmarks.cpu`` runs every engine in its own process, and ``benchmarks.gpu`` runs all engines in
-one process. Both share the settings, the rows, the ratios with their floors and goals, the line of
-text and the form of the records.
+An implementation is a backend of fastbert or a peer, such as PyTorch. ``benchmarks.cpu`` runs every
+implementation in its own process, and ``benchmarks.gpu`` runs all implementations in one process.
+Both modules use the settings, the rows, the ratios with their floors and goals, and the text and
+dict forms of a row in this module.
 """
 
 from __future__ import annotations
@@ -19,7 +20,10 @@ from fastbert.bench.timing import Timing
 
 @dataclass
 class Setting:
-    """The common settings of a section's matches; ``seconds`` limits the timing of one match."""
+    """The settings of all contests of a benchmark section.
+
+    ``seconds`` limits the timing of one contest.
+    """
 
     section: str
     seconds: float
@@ -28,20 +32,21 @@ class Setting:
 
 @dataclass
 class ContestRow:
-    """One engine at one shape.
+    """The figures of one implementation at one shape, or the reason why it was not timed.
 
     Attributes:
         section, series, label: Section of the run, panel of the plot, and label in the panel.
-        contender: Name of the engine.
-        ours: Whether the engine belongs to fastbert.
+        contender: Name of the implementation.
+        ours: Whether the implementation belongs to fastbert.
         seconds, p10, p90: Median and percentiles of the seconds per call; None if not timed.
         rate: Amount of work per second in ``unit``, or milliseconds if the unit is "ms".
-        of_measured_floor: Shortest time that the ceilings of this run allow, over ``seconds``.
-        against: Name of the fastest peer of the row.
-        ratio: Seconds of the peer ``against`` over ``seconds``.
+        of_measured_floor: Shortest time that the rates measured in this run allow, divided by
+            ``seconds``.
+        against: Name of the fastest implementation with which the row is compared.
+        ratio: Seconds of the implementation ``against`` divided by ``seconds``.
         ratio_floor, ratio_goal: The lowest ratio that is accepted, and the ratio to reach.
-        peak_bytes: Peak of the memory that the engine used.
-        refused: The reason why the engine was not timed.
+        peak_bytes: Peak of the memory that the implementation used.
+        refused: The reason why the implementation was not timed.
     """
 
     section: str
@@ -112,7 +117,7 @@ def judge(
 ) -> None:
     """Set the ratio, the floor and the goal of every timed row of fastbert at one shape.
 
-    ``is_peer(row, other)`` tells whether the ratio of ``row`` may refer to ``other``.
+    ``is_peer(row, other)`` tells whether ``row`` may be compared with ``other``.
     """
     for row in rows:
         if not row.ours or row.seconds is None:
@@ -125,7 +130,7 @@ def judge(
 
 
 def goals_met(row: ContestRow) -> str:
-    """Return in words whether a row of fastbert meets its floor and goal, or ""."""
+    """Return in words whether a row meets its floor and goal, or "" if it has neither."""
     parts = []
     for name, wanted in (("floor", row.ratio_floor), ("goal", row.ratio_goal)):
         if wanted is not None:
@@ -148,5 +153,5 @@ def line(row: ContestRow) -> str:
 
 
 def to_dict(row: ContestRow) -> dict[str, Any]:
-    """Return the record of the row, without the figures that were not measured."""
+    """Return the fields of a row by name, without those that are None."""
     return {k: v for k, v in dataclasses.asdict(row).items() if v is not None}

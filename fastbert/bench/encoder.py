@@ -1,4 +1,8 @@
-"""The speed of the whole encoder: the backends of fastbert and the paths of transformers."""
+"""The speed of the whole encoder: the backends of fastbert and the paths of transformers.
+
+A path of transformers is one of its attention implementations. An ``engine`` is the name of a
+backend or of a path, such as ``"fastbert cpu"`` or ``"transformers sdpa"``.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +28,7 @@ MINILM = BertConfig(
 )
 BASE = BertConfig.preset("base")
 SMALL = BertConfig.preset("tiny", vocab_size=4096)
-# Number of layers in the parity gate; two layers contain every kind of layer.
+# The parity check (`gate`) uses this number of layers, which have every operation of the encoder.
 GATE_LAYERS = 2
 ROTATED_BATCHES = 8
 STOCK = "transformers "
@@ -54,10 +58,11 @@ class EncoderShape:
 
 @dataclass(frozen=True)
 class EncoderRow:
-    """One engine on one shape: seconds per forward pass; ``tokens`` counts real tokens.
+    """The speed of one ``engine`` on one shape.
 
-    ``speedup`` is the time of the fastest transformers path divided by the time of this engine. It
-    is None if transformers is not installed. ``refused`` is the reason why there is no time.
+    ``seconds`` is the time of a forward pass, and ``tokens`` counts real tokens. ``speedup`` is the
+    time of the fastest transformers path divided by ``seconds``; it is None if transformers is not
+    installed. ``refused`` is the reason why the engine was not timed.
     """
 
     shape: str
@@ -110,7 +115,7 @@ def encoder_shapes(*, quick: bool = False) -> list[EncoderShape]:
 
 
 def random_batch(shape: EncoderShape, seed: int, device: str) -> Batch:
-    """Return input_ids and attention_mask (B, L) of random ids; padding has id 0."""
+    """Return a batch of random ids: padded ``input_ids`` and ``attention_mask``; padding is 0."""
     generator = torch.Generator().manual_seed(seed)
     longest = max(shape.lengths)
     ids = torch.randint(
@@ -124,9 +129,10 @@ def random_batch(shape: EncoderShape, seed: int, device: str) -> Batch:
 
 
 def requests(device: str) -> dict[str, str | None]:
-    """Return engine name → ``backend`` argument, without engines that would repeat another one.
+    """Return the ``backend`` argument of each engine of fastbert by the engine's name.
 
-    Triton's interpreter is left out, because it is a check and too slow to run a model.
+    A request that resolves to the same backends as an earlier request is left out. Triton's
+    interpreter is left out too, because it is too slow to run a model.
     """
     seen: list[object] = []
     refusals: dict[str, str | None] = {}
@@ -160,8 +166,8 @@ def bench_encoder(
 ) -> list[EncoderRow]:
     """Time the forward pass of every engine, from padded ids to padded hidden states.
 
-    The parity gate runs first: an engine whose hidden states break the tolerance rule is refused.
-    ``seconds`` bounds the timing of one shape in one dtype. No gradients are computed.
+    The parity check `gate` runs first. A backend whose hidden states are outside the tolerances is
+    not timed. ``seconds`` limits the timing of one shape in one dtype. No gradients are computed.
     """
     device = device or default_device()
     shapes = encoder_shapes(quick=quick) if shapes is None else shapes
@@ -211,7 +217,7 @@ def _bench_shape(
 
 
 def engine_names(device: str) -> list[str]:
-    """Return fastbert's own choice, each backend that differs from it, and transformers' paths."""
+    """Return the names of the engines: those of `requests`, and the paths of transformers."""
     stock = TRANSFORMERS_PATHS if stock_models.installed() else ()
     return [*requests(device), *(f"{STOCK}{path}" for path in stock)]
 
@@ -230,9 +236,9 @@ def build(
 
 
 def random_weights(config: BertConfig) -> dict[str, Tensor]:
-    """Return random weights with the names of Hugging Face, the same for every engine.
+    """Return random weights with the names of Hugging Face; every call returns the same weights.
 
-    Biases and layer norms are random, too, so that an engine without one of them fails the gate.
+    Biases and layer norms are random too, so that a backend that omits one of them fails `gate`.
     """
     from fastbert.modules import BertModel
 
@@ -271,13 +277,13 @@ def fastbert_encoder(
 def gate(
     shape: EncoderShape, dtype: torch.dtype, device: str, *, autocast: bool = False
 ) -> dict[str, str]:
-    """Return the backends that break the tolerance rule, each with the reason.
+    """Return the backends whose results are outside the tolerances, each with the reason.
 
-    The rule is that of `fastbert.testing.compare`. The hidden states at real tokens are compared,
-    and those at padding are not.
-    The oracle is the reference backend in float64, and the yardstick is the reference backend in
-    ``dtype``. Both run two layers of the encoder on weights that are rounded to ``dtype``.
-    With ``autocast``, engines and yardstick run under bf16 autocast.
+    The tolerances are those of `fastbert.testing.compare`. Only hidden states at real tokens are
+    compared. The exact result (the oracle) is that of the reference backend in float64. The result
+    with the usual rounding errors (the yardstick) is that of the reference backend in ``dtype``.
+    All backends run two layers of the encoder on weights that are rounded to ``dtype``. With
+    ``autocast``, all but the oracle run under bf16 autocast.
     """
     layers = min(GATE_LAYERS, shape.config.num_hidden_layers)
     config = shape.config.replace(num_hidden_layers=layers)
@@ -304,6 +310,6 @@ def gate(
 def refusals(
     config: BertConfig, dtype: torch.dtype, device: str, autocast: bool = False
 ) -> dict[str, str]:
-    """Return the refusals of `gate` for two layers of ``config`` and a batch of two lengths."""
+    """Return the result of `gate` for two layers of ``config`` and a batch of two sequences."""
     with torch.inference_mode():
         return gate(EncoderShape("gate", config, (64, 37)), dtype, device, autocast=autocast)

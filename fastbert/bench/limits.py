@@ -1,9 +1,9 @@
 """The limits of a GPU, the least work of each operation, and fastbert's goals on GPU and CPU.
 
 A figure is compared with two bounds. The first bound is computed from the rates of a known GPU
-(``fastbert.gpus``): the rates of its datasheet, of a large copy and of a large matrix product. The
-second bound is computed from a copy and a product in the run itself. ``GOALS`` has the figures to
-reach.
+(``fastbert.gpus``): those in its datasheet, and those of a large copy and a large matrix product.
+The second bound is computed from the rates of a copy and a matrix product in the run itself.
+``GOALS`` has the figures to reach.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ INFERENCE, TRAINING, LATENCY = "inference", "training", "latency"
 
 @dataclass(frozen=True)
 class Limits:
-    """FLOP/s of dense 16-bit products, bytes/s of device memory, exponentials/s of all SMs.
+    """The limits of a GPU: FLOP/s of dense 16-bit products, bytes/s of memory, exponentials/s.
 
     ``measured_flops`` is the best rate of a library's product. ``measured_bytes`` is the best rate
     of a copy, which counts the bytes read and the bytes written.
@@ -119,12 +119,14 @@ def _forward(case: Case, dtype: torch.dtype) -> Work:
 
 def _backward(table: str, case: Case, dtype: torch.dtype, forward: Work) -> Work:
     if table == "attention":
-        # q, k, v, out and dout are read, and dq, dk and dv written: 8 tensors, against 4 forward.
+        # The backward pass reads q, k, v, the output and the output's gradient, and it writes the
+        # gradients of q, k and v. It moves 8 tensors, and the forward pass moves 4.
         return Work(2.5 * forward.flops, 2 * forward.bytes, forward.exponentials)
     if table in ("layer_norm", "rms_norm"):
         rows, columns = case.shape[:2]
-        # dout and the normalized input are read, and dx is written. With dropout, the gradient of
-        # the residual is another tensor, which is written, too.
+        # The output's gradient and the normalized input are read, and the input's gradient is
+        # written. With dropout, the gradient of the residual is another tensor, which is written
+        # too.
         own = bool(case.options.get("dropout_p")) and case.options.get("residual", True)
         return Work(2 * forward.flops, (4 if own else 3) * rows * columns * dtype.itemsize)
     if table == "rotary":
@@ -132,7 +134,8 @@ def _backward(table: str, case: Case, dtype: torch.dtype, forward: Work) -> Work
         return forward
     if table == "embedding":
         tokens, vocabulary, hidden = case.shape
-        # dout and rows of the word table are read; the table's whole gradient is written.
+        # The output's gradient and rows of the word table are read, and the gradient of the whole
+        # table is written.
         return Work(2 * forward.flops, (2 * tokens + vocabulary) * hidden * dtype.itemsize)
     return Work(2 * forward.flops, 2 * forward.bytes)
 
@@ -160,7 +163,7 @@ class Goal:
         return self.value / value if self.lower_is_better else value / self.value
 
 
-# Attention: head dimension 64, not causal, 16,384 tokens.
+# The goals of attention are for head dimension 64, no causal mask, and 16,384 tokens.
 GOALS = {
     "attention forward S512 D64": Goal(450, "TFLOP/s"),
     "attention backward S512 D64": Goal(350, "TFLOP/s"),
@@ -185,7 +188,8 @@ class Target:
     goal: float | None = None
 
 
-# BERT-base on a CPU, by the kind of batch and the format of fastbert: the ratio to its peers.
+# The targets of BERT-base on a CPU, by the kind of batch and the number format of fastbert. The
+# ratio is the time of the fastest peer divided by the time of fastbert.
 CPU_TARGETS = {
     ("full", "bf16"): Target(2.0, 3.0),
     ("half padded", "bf16"): Target(3.5, 5.0),
@@ -195,14 +199,16 @@ CPU_TARGETS = {
     ("8×128", "int8"): Target(1.5),
     ("training", "bf16"): Target(2.0),
 }
-# Goals of the ratio on a GPU: time of the fastest peer in the same run, over the time of fastbert.
+# The goals on a GPU. The ratio is the time of the fastest peer in the same run divided by the time
+# of fastbert.
 RATIO_GOALS = {
     "feed_forward": 1.25,
     "linear_gelu": 1.25,
     "linear_cross_entropy": 1.0,
     "BERT-base 16×512, 60 % real": 2.3,
 }
-# Goal of the loss's peak memory, over the peak memory of PyTorch with the logits of all tokens.
+# The goal is that the loss needs at most this fraction of the peak memory that PyTorch needs, which
+# computes the logits of all tokens.
 CROSS_ENTROPY_MEMORY = 0.15
 # Packed attention of equal lengths may take longer than dense attention by this fraction.
 VARLEN_OVERHEAD = 0.03
@@ -214,7 +220,8 @@ def attention_goal(direction: str, length: int, head_dim: int) -> Goal | None:
     if head_dim != 64:
         return None
     if direction == FORWARD and length <= MEMORY_BOUND_LENGTH:
-        # 4 S² D FLOPs, divided by 4 S D elements of two bytes
+        # For sequence length S and head dimension D, a head has 4 S² D FLOPs and reads and writes
+        # 4 S D elements of two bytes.
         bound = length / 2 * H200.bytes / 1e12
         return Goal(MEMORY_BOUND_FRACTION * bound, "TFLOP/s")
     return GOALS.get(f"attention {direction} S{length} D{head_dim}")

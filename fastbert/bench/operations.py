@@ -1,8 +1,8 @@
 """The speed of each operation: the backends of fastbert and stock PyTorch in one run.
 
-The engines take turns (``timing.alternate``), so that the load of the machine affects all of them
-alike. A backend that fails its parity cases is not timed. ``fastbert.bench.encoder`` times the
-whole encoder.
+An ``engine`` is the name of a backend, or ``"torch"`` for stock PyTorch. The engines take turns
+(``timing.alternate``), so that the load of the machine affects all engines alike. A backend that
+fails its parity cases is not timed. ``fastbert.bench.encoder`` times the whole encoder.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ PEER = "torch"
 
 @dataclass(frozen=True)
 class OpRow:
-    """One engine on one case in one direction; seconds per call.
+    """The speed of one ``engine`` on one case in one direction; ``seconds`` is the time of a call.
 
-    ``speedup`` is the time of stock PyTorch divided by the time of this engine; above 1 is faster.
-    ``chosen`` marks the backend that ``backend=None`` chooses. Only rows of the forward pass have
-    rates, from the FLOPs and the fewest bytes of the case. ``refused`` is the reason why the engine
-    was not timed.
+    ``speedup`` is the time of stock PyTorch divided by ``seconds``; a value above 1 is faster than
+    PyTorch. ``chosen`` marks the backend that ``backend=None`` chooses. ``tflops`` and
+    ``gigabytes_per_second``, which only rows of the forward pass have, are computed from the FLOPs
+    and the fewest bytes of the case. ``refused`` is the reason why the engine was not timed.
     """
 
     op: str
@@ -56,7 +56,7 @@ class OpRow:
 
 
 def bench_cases(*, quick: bool = False) -> list[Case]:
-    """Return the shapes of BERT-base and MiniLM layers on 8×128 and 1×128 tokens, or small ones."""
+    """Return shapes of BERT-base and MiniLM layers on 8×128 and 1×128 tokens, or small shapes."""
     half = half_padded(8, 128)
     if quick:
         return [
@@ -104,8 +104,8 @@ def bench_ops(
 ) -> list[OpRow]:
     """Time the operations ``names``, or all if None, in every backend and in stock PyTorch.
 
-    The parity gate runs first, and a backend with a failing case is refused. ``seconds`` bounds the
-    timing of one case in one dtype and direction.
+    The parity check `gate` runs first, and a backend that fails a case of it is not timed.
+    ``seconds`` limits the timing of one case in one dtype and direction.
 
     Raises:
         ValueError: If an operation is not known.
@@ -191,8 +191,8 @@ def rotated_inputs(
 def other_values(inputs: Inputs, shift: int) -> Inputs:
     """Return inputs whose floating-point tensors are rolled copies, with the same statistics.
 
-    Slices of one buffer remain slices of one buffer. To draw new random numbers would take most of
-    the time of a section.
+    Slices of one buffer remain slices of one buffer. The values are not drawn anew, because drawing
+    random numbers would take most of the time of a benchmark.
     """
     buffers: dict[int, Tensor] = {}
 
@@ -257,7 +257,7 @@ def _run(function: Callable[..., Tensor], inputs: Inputs) -> Tensor:
 
 
 def _leaves(function: Callable[..., Tensor], inputs: Inputs) -> tuple[Inputs, list[Tensor], Tensor]:
-    """Return inputs with leaves, the leaves that need gradients, and a gradient of the output."""
+    """Return inputs of leaf tensors, the leaves that need gradients, and an output's gradient."""
     ready = leaves(inputs)
     named = dict(ready.items())
     with torch.no_grad():
@@ -266,7 +266,7 @@ def _leaves(function: Callable[..., Tensor], inputs: Inputs) -> tuple[Inputs, li
 
 
 def without_seed(inputs: Inputs) -> Inputs:
-    """Return inputs for a peer, which drops elements at the same rate with a mask of its own."""
+    """Return inputs without the dropout seed, for a peer that draws a dropout mask of its own."""
     keyword = {key: value for key, value in inputs.keyword.items() if key != "dropout_seed"}
     return Inputs(inputs.positional, keyword, inputs.gradients)
 

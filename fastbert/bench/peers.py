@@ -1,6 +1,6 @@
-"""Stock PyTorch as the peer of each operation.
+"""Each operation computed by stock PyTorch, with which fastbert is compared (the peers).
 
-A peer takes the arguments of the operation of the same name and computes the same function.
+A peer takes the arguments of the operation with the same name and computes the same function.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None) -> Tensor:
-    """Run the kernel that PyTorch chooses. q, k, v (B, H, L, D); mask (B, Lk) or broadcastable."""
+    """Run the kernel that PyTorch chooses; a 2-D mask has the shape (batch, keys)."""
     if mask is not None and mask.dim() == 2:
         mask = mask[:, None, None, :]
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
@@ -28,14 +28,14 @@ def attention_varlen(
     max_seqlen_q: int,
     max_seqlen_k: int,
 ) -> Tensor:
-    """Run PyTorch's varlen kernel, or SDPA once per sequence. q, k, v (T, H, D)."""
+    """Run PyTorch's varlen kernel, or SDPA once per sequence, on packed q, k and v."""
     if q.is_cuda and q.dtype != torch.float32:  # The varlen kernel takes 16-bit dtypes only.
         from torch.nn.attention.varlen import varlen_attn
 
         return varlen_attn(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     lengths = cu_seqlens_q.diff().tolist()
     sequences = zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True)
-    # (1, H, length, D) for each sequence
+    # SDPA gets each sequence in the shape (1, heads, length, head dimension).
     parts = [
         F.scaled_dot_product_attention(*(t.transpose(0, 1)[None] for t in sequence))[0]
         for sequence in sequences
@@ -105,7 +105,7 @@ def embedding(
 def linear_cross_entropy(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor
 ) -> Tensor:
-    """Compute all tokens' logits, then the loss. hidden (T, K), weight (V, K), labels (T,)."""
+    """Compute the logits of all tokens, and then the mean loss of the labelled tokens."""
     return F.cross_entropy(F.linear(hidden, weight, bias), labels)
 
 

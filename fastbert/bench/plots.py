@@ -1,4 +1,4 @@
-"""Plots of the speed: of ``fastbert bench``, and of a section of ``benchmarks/``."""
+"""Plots of the speeds that ``fastbert bench`` or a section of ``benchmarks/`` has measured."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def plot_bench(
 ) -> None:
     """Draw the timed rows into ``path``, a PNG, SVG or PDF by its suffix.
 
-    The left panel has the encoder in real tokens per second. The right panel has the speed of the
-    forward pass of each operation over stock PyTorch.
+    The left panel has the encoder in real tokens per second. The right panel has the speedup of
+    each operation's forward pass over stock PyTorch.
 
     Raises:
         ImportError: If matplotlib is not installed.
@@ -41,9 +41,9 @@ def plot_bench(
 def plot_matches(path: Path, rows: Sequence[Mapping[str, Any]], machine: Machine) -> None:
     """Draw the rows of a benchmark section: a panel per series, and two bars per row of fastbert.
 
-    The rows are records of ``contest.to_dict``. Rows without a time are left out. The first bar is
-    fastbert, with its ratio to the second bar, the fastest peer that is at least as exact. Dots are
-    the other peers, and a dash marks the goal.
+    The rows come from ``contest.to_dict``. Rows without a time are left out. The first bar is
+    fastbert, with its ratio to the second bar. The second bar is the fastest peer that computes at
+    least as exactly. Dots are the other peers, and a dash marks the goal.
 
     Raises:
         ImportError: If matplotlib is not installed.
@@ -65,7 +65,7 @@ def plot_matches(path: Path, rows: Sequence[Mapping[str, Any]], machine: Machine
 
 
 def _peers_of(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the peers of a row that are at least as exact, the fastest one first."""
+    """Return the peers of a row that compute at least as exactly, the fastest peer first."""
     exact = row["dtype"] in ("fp32", "float32")
     peers = [
         peer

@@ -1,9 +1,10 @@
 """Lower bounds of the times of the Triton and CUDA C++ kernels, from counts of the PTX machine.
 
-Some blocks of the compiled kernels run at their true shapes on the PTX machine, which counts their
-work (`fastbert.testing.ptx.sample`). The counts of a launch divided by the rates of a GPU are the
-times for which each unit of the GPU is busy. The launch takes at least as long as the busiest unit,
-and the launches of an operation run one after another.
+The PTX machine (`fastbert.testing.ptx`) executes compiled kernels on the CPU. It runs some blocks
+of each kernel at the true shapes and counts their work (`fastbert.testing.ptx.sample`). The counts
+of a launch divided by the rates of a GPU are the times for which each unit of the GPU is busy. The
+launch takes at least as long as the busiest unit, and the launches of an operation run one after
+another.
 
 The figures are bounds, not measurements. There are two kinds of bounds.
 
@@ -41,9 +42,10 @@ from fastbert.testing.ptx import cuda_operators
 from fastbert.testing.ptx.sample import Launched, count
 from fastbert.testing.ptx.triton_launches import STAND_IN
 
-# Units whose work ptxas cannot remove.
+# The assembler ptxas cannot remove work of these units.
 STRICT = ("tensor", "mufu", "shared")
-# Architecture of the code → the number of multiprocessors for which the grid of a launch is made.
+# For each architecture of the code, the number of multiprocessors for which the grid of a launch is
+# made.
 GRID_OF = {80: 108, 89: 128, 90: 132}
 NOT_EXECUTED = (
     "sm_100 code multiplies with tcgen05, which the PTX machine lacks, so the bound has only the "
@@ -71,12 +73,12 @@ class Bound:
         launches: Names of the launches, in their order.
         seconds: Busy time by unit, over all launches; "memory" is the least traffic of the
             operation. Units that were not counted are missing.
-        bound: Seconds that the operation takes at least.
+        bound: Lower bound of the operation's time in seconds.
         binds: The unit that determines `bound`.
         estimate: Seconds with the other units and with the memory traffic of each launch.
         estimate_binds: The unit that is busiest in the estimate.
-        rate: Work over `bound`, in `unit`.
-        estimate_rate: Work over `estimate`, in `unit`.
+        rate: Work of the operation divided by `bound`, in `unit`.
+        estimate_rate: Work of the operation divided by `estimate`, in `unit`.
         unit: "TFLOP/s" or "TB/s".
         goal: The rate to reach, or None.
         reason: Why units are missing and the estimate is 0; empty if nothing is missing.
@@ -104,7 +106,7 @@ class Bound:
 
 
 def cases() -> tuple[Case, ...]:
-    """Return the shapes of the goals and of `fastbert.bench.choice`, and the shapes of the loss."""
+    """Return the shapes of the goals, of `fastbert.bench.choice` and of the masked-LM loss."""
     made = []
     for head_dim in (64, 32, 128):
         for length in (128, 256, 512, 1024, 2048):
@@ -181,8 +183,8 @@ def bound(
         case: The case.
         dtype: Dtype of the inputs.
         direction: "forward" or "backward".
-        launches: The launches that code of the GPU's architecture makes. For sm_100, the launches
-            of sm_90 are used, but only if they have no matrix instructions.
+        launches: The launches of the code for the GPU's architecture. For sm_100, the launches of
+            the code for sm_90 are used, but only if they have no matrix instructions.
         gpu: The GPU.
     """
     common = (case.op, case.name, backends.dtype_name(dtype), direction, gpu.name)
@@ -247,8 +249,9 @@ class Prediction:
     """Bounds, and the counts of the launches from which they were computed.
 
     Args:
-        bounds: A row per case, direction and GPU.
-        launches: By ``"op case dtype direction sm_90"``, the launches of an architecture's code.
+        bounds: One `Bound` for each case, dtype, direction and GPU.
+        launches: The launches of the code for an architecture, under keys of the form ``"op case
+            dtype direction sm_90"``.
     """
 
     bounds: list[Bound]

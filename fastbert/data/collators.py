@@ -1,13 +1,15 @@
 """Collate functions that concatenate the sequences of a batch instead of padding them.
 
 A collator is the ``collate_fn`` of a ``torch.utils.data.DataLoader`` or the ``data_collator`` of
-transformers' ``Trainer``. A feature is a mapping of lists, numpy arrays or tensors. It has the
-column ``input_ids`` of shape ``(n,)``, and may have ``token_type_ids`` and ``attention_mask`` of
-the same shape. Tokens whose ``attention_mask`` is 0 are dropped, so padded and unpadded features
-give the same batch. A collator ignores columns that its documentation does not name.
+transformers' ``Trainer``. A feature is one example: a mapping from column names to lists, numpy
+arrays or tensors. A feature of n tokens has the column ``input_ids`` of shape ``(n,)``, and may
+have ``token_type_ids`` and ``attention_mask`` of the same shape. Tokens whose ``attention_mask`` is
+0 are dropped, so padded and unpadded features give the same batch. A collator ignores columns that
+its documentation does not name.
 
 All ids in a batch are int64, and a batch has ``token_type_ids`` only if the features have that
-column. The argument `layout` decides the names and shapes of a batch.
+column. The argument `layout` decides the names and shapes of a batch, which has B sequences with T
+tokens in total.
 
 - ``"fastbert"`` is for ``fastbert.BertFor*``. The ids have the shape ``(T,)``. The batch has
   ``cu_seqlens``, int32 of shape ``(B + 1,)``, and ``max_seqlen``, an int.
@@ -72,7 +74,7 @@ class _PackedCollator:
             )
 
     def _batch(self, sequences: Sequences, ids: np.ndarray, labels: np.ndarray | None) -> Batch:
-        """Build the batch from `sequences`, ids ``(T,)`` and labels of tokens ``(T,)`` or None."""
+        """Build the batch of `sequences` with `ids` and token `labels`; None adds no labels."""
         columns = {"input_ids": ids, "token_type_ids": sequences.token_types, "labels": labels}
         batch: Batch = {k: torch.from_numpy(v) for k, v in columns.items() if v is not None}
         lengths = np.diff(sequences.cu_seqlens)
@@ -126,7 +128,7 @@ class PackedCollatorForSequenceClassification(_PackedCollator):
         """Build a batch.
 
         Args:
-            features: Mappings with ``input_ids`` and, where there are any, ``token_type_ids``,
+            features: Mappings with ``input_ids`` and optionally ``token_type_ids``,
                 ``attention_mask`` and labels.
 
         Returns:
@@ -147,9 +149,9 @@ class PackedCollatorForSequenceClassification(_PackedCollator):
 class PackedCollatorForTokenClassification(_PackedCollator):
     """Pack sequences that have one label for each token.
 
-    The labels are in the column ``labels``, ``label`` or ``label_ids`` of shape ``(n,)``; -100
-    marks a token that the loss ignores. The batch has no ``labels`` if no feature has such a
-    column, as for prediction.
+    For n tokens, the labels are in the column ``labels``, ``label`` or ``label_ids`` of shape
+    ``(n,)``. The label -100 marks a token that the loss ignores. The batch has no ``labels`` if no
+    feature has such a column, as for prediction.
 
     Args:
         layout: As in `PackedCollatorForSequenceClassification`.
@@ -164,8 +166,8 @@ class PackedCollatorForTokenClassification(_PackedCollator):
         """Build a batch.
 
         Args:
-            features: Mappings with ``input_ids`` and, where there are any, ``token_type_ids``,
-                ``attention_mask`` and labels, all of shape ``(n,)``.
+            features: Mappings with ``input_ids`` and optionally ``token_type_ids``,
+                ``attention_mask`` and labels, all of shape ``(n,)`` for n tokens.
 
         Returns:
             The packed batch. Its ``labels`` are int64 of shape ``(T,)``, or ``(1, T)`` with
@@ -187,7 +189,7 @@ class PackedCollatorForMaskedLM(_PackedCollator):
     unchanged (Devlin et al. 2019). Special tokens are never predicted.
 
     The masks depend on `generator` and, in a worker of a DataLoader, also on the seed of the
-    worker. They are therefore reproducible from the seed of a run, and they differ between workers
+    worker. The masks are therefore reproducible from the seed of a run, and differ between workers
     and between epochs.
 
     Args:
@@ -235,12 +237,12 @@ class PackedCollatorForMaskedLM(_PackedCollator):
         """Build a batch and mask it.
 
         Args:
-            features: Mappings with ``input_ids`` and, where there are any, ``token_type_ids`` and
+            features: Mappings with ``input_ids`` and optionally ``token_type_ids`` and
                 ``attention_mask``. Labels in the features are ignored.
 
         Returns:
-            The packed batch. Its ``labels`` hold the original id of a predicted token and -100
-            elsewhere. They are int64 of shape ``(T,)``, or ``(1, T)`` with
+            The packed batch. In ``labels``, a predicted token has its original id, and all other
+            tokens have -100. The labels are int64 of shape ``(T,)``, or ``(1, T)`` with
             ``layout="transformers"``.
 
         Raises:
@@ -319,7 +321,8 @@ class PackedCollatorForBiEncoder(_PackedCollator):
     """Pack several texts of each feature into one batch.
 
     The batch holds the first text of every feature, then the second text of every feature, and so
-    on. The model encodes all ``N * B`` texts in one pass, and ``chunk`` separates their vectors:
+    on. For B features of N texts each, the model encodes all ``N * B`` texts in one pass, and the
+    method ``chunk`` of a tensor separates the embeddings of first texts, second texts and so on:
 
     ```python
     labels = batch.pop("labels", None)
@@ -363,7 +366,7 @@ class PackedCollatorForBiEncoder(_PackedCollator):
         """Build a batch.
 
         Args:
-            features: Mappings with the columns of N texts each and, where there are any, labels in
+            features: Mappings, each with the columns of its N texts and optionally with labels in
                 the column ``labels``, ``label``, ``label_ids``, ``score`` or ``scores``.
 
         Returns:
@@ -389,7 +392,7 @@ class PackedCollatorForBiEncoder(_PackedCollator):
 
 
 def _by_place(examples: list[Text]) -> list[Text]:
-    """Split the columns of each example, which hold one list per text.
+    """Return a `Text` for each text of each example, whose columns have one list per text.
 
     The result has the first text of each example, then the second text of each example, and so on.
     """

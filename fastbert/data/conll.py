@@ -14,12 +14,12 @@ from fastbert.text_file import read_text
 
 # A line whose first column is this text separates documents (Tjong Kim Sang and De Meulder 2003).
 DOCUMENT = "-DOCSTART-"
-# A tag of the scheme IOB, IOBES or BILOU.
+# This matches a tag of the scheme IOB, IOBES or BILOU.
 _ENTITY = re.compile(r"O$|[BIESLU]-.")
 # CoNLL-U has ten columns. The second column is the word, and the fourth is its part of speech.
 _CONLL_U = 10
-# The first column of CoNLL-U: the number of a word (3), a multiword token (3-4) or an empty node
-# (3.1), which is a word that the text leaves out.
+# The first column of CoNLL-U has the number of a word (3), of a multiword token (3-4) or of an
+# empty node (3.1), which is a word that the text leaves out.
 _NUMBER = re.compile(r"(\d+)([-.]\d+)?$")
 
 
@@ -29,7 +29,7 @@ class _Line(NamedTuple):
 
 
 class Columns(NamedTuple):
-    """The columns of a CoNLL file that are read.
+    """The two columns that are read from a CoNLL file.
 
     Attributes:
         word: Number of the column of the words; the first column has the number 1.
@@ -46,9 +46,11 @@ def read_conll(
     r"""Read the sentences of a CoNLL file.
 
     The columns are separated by tabs or, if the line has no tab, by blanks. The first column is the
-    word, and the last column is its tag. If the first column counts the words of each sentence, the
-    second column is the word. The tag is then in the fourth column of CoNLL-U, and in the third
-    column of GermEval 2014, whose two last columns are tags of names. If a file has more than two
+    word, and the last column is its tag.
+
+    If the first column counts the words of each sentence, the second column is the word instead.
+    The tag is then in the fourth column of a CoNLL-U file. In a file of GermEval 2014, whose last
+    two columns are tags of names, the tag is in the third column. If a file has more than two
     columns, a `DataWarning` names the columns that are read.
 
     A line whose first column is ``-DOCSTART-`` separates documents and is not read. At the start of
@@ -57,13 +59,14 @@ def read_conll(
     is not the tag of another line.
 
     Args:
-        path: Path of the file, which may be compressed; see `read_text`.
+        path: Path of the file, which may be compressed; see `fastbert.text_file.read_text`.
         tagged: Whether the tags are read; if not, one column is enough.
         columns: The columns that are read; None infers them from the file.
 
     Yields:
-        Records with two values: the words and their tags, as lists of the same length. The place
-        names the first line of the sentence. The tags are empty if `tagged` is False.
+        Records with two values: the words and their tags, as lists of the same length.
+        ``Record.place`` names the first line of the sentence. The tags are empty if `tagged` is
+        False.
 
     Raises:
         FileNotFoundError: If there is no such file.
@@ -106,7 +109,7 @@ def _sentences(text: str) -> Iterator[list[_Line]]:
     """Yield the lines of each sentence, split into columns; blank lines separate sentences."""
     sentence: list[_Line] = []
     for number, line in enumerate([*text.split("\n"), ""], start=1):
-        # Other white space, such as a no-break space, is a part of a word.
+        # White space other than blanks and tabs, such as a no-break space, is a part of a word.
         line = line.rstrip(" \t\r")
         if "\t" in line:
             fields = [field.strip(" ") for field in line.split("\t")]
@@ -135,7 +138,7 @@ def _without_comments(sentences: list[list[_Line]]) -> list[list[_Line]]:
 
 
 def _width(path: Path, sentences: list[list[_Line]]) -> int:
-    """Return the number of columns; raise ValueError if a line has another number."""
+    """Return the number of columns of the first line; raise ValueError if another line differs."""
     width = len(sentences[0][0].fields)
     for number, fields in chain.from_iterable(sentences):
         if len(fields) != width or not all(fields):
@@ -177,7 +180,7 @@ def _after_numbers(path: Path, sentences: list[list[_Line]], width: int) -> Colu
 
 
 def _check_columns(path: Path, columns: Columns, number: int, width: int, tagged: bool) -> None:
-    """Raise ValueError if a column does not exist; with more than two, warn which are read."""
+    """Raise ValueError if a column does not exist; if the file has more than two columns, warn."""
     place = f"{path}, line {number}"
     if tagged and width < 2:
         raise NoField(f"{place}: got 1 column, allowed: a word and its tag", "tags")

@@ -1,8 +1,8 @@
 """Reading text files as documents; a document is a list of sentences.
 
-Three formats define their documents. A ``.txt`` file has a blank line between documents. A
-``.jsonl`` file has one object with the field ``text`` per line. A ``.parquet`` file has the column
-``text``.
+Three formats separate their documents. A ``.txt`` file has a blank line between documents. A
+``.jsonl`` file has one object with the field ``text`` per line. A ``.parquet`` file has one
+document per row in the column ``text``.
 
 Every other plain text file, such as a licence or a README, is prose. The blank lines of prose
 separate paragraphs, and consecutive paragraphs are joined into documents.
@@ -38,7 +38,7 @@ _QUOTES = ('"', "”", "’")
 
 
 class CorpusWarning(UserWarning):
-    """Warning that some files of a folder were skipped, with their number for each reason."""
+    """Warning that files of a folder were skipped, with the number of files for each reason."""
 
 
 def _is_text_name(path: Path) -> bool:
@@ -76,7 +76,7 @@ def _problem(path: Path) -> str | None:
 
 
 def _bad_line(path: Path) -> int:
-    """Return the number of the first line that is not text, or 0 if all lines are text."""
+    """Return the number of the first line that is not valid text, or 0 if all lines are valid."""
     for number, line in enumerate(lines_in_utf8(path), start=1):
         try:
             line.decode("utf-8")
@@ -86,7 +86,7 @@ def _bad_line(path: Path) -> int:
 
 
 def text_files(folder: Path) -> Iterator[Path]:
-    """Yield the files below `folder` that are not hidden, sorted, without duplicate links."""
+    """Yield the files below `folder` in sorted order, without hidden files and repeated links."""
     seen = set()
     for root, folders, names in os.walk(folder):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
@@ -143,7 +143,7 @@ def _read_text(path: Path) -> Iterator[Document]:
 
 
 def _record(text: object, place: str) -> Iterator[Document]:
-    """Yield the document of one ``text`` value, whose blank lines separate only paragraphs."""
+    """Yield the document in one ``text`` value; its blank lines separate paragraphs."""
     if not isinstance(text, str):
         raise ValueError(f'{place}: "text" is {type(text).__name__}, allowed: a string')
     if document := [s for paragraph in _paragraphs(text.splitlines()) for s in paragraph]:
@@ -198,13 +198,13 @@ def read_documents(path: str | os.PathLike[str]) -> Iterator[Document]:
     A folder is read recursively in sorted order. Its files that are not text, or have an unknown
     suffix, are skipped, and one `CorpusWarning` counts them at the end. If `path` is a file, it may
     have any suffix, but it must be text. Files may be in UTF-16, and .txt and .jsonl files may be
-    compressed; see `read_text`.
+    compressed; see `fastbert.text_file.read_text`.
 
     - A ``.txt`` file has a blank line between documents.
     - A ``.jsonl`` file has one object with the field ``text`` per line.
-    - A ``.parquet`` file has the column ``text``.
-    - Other text is prose. Its paragraphs are joined into documents of eight sentences or more, and
-      only the last document of a file may be shorter.
+    - A ``.parquet`` file has one document per row in the column ``text``.
+    - Any other text file is prose. Its paragraphs are joined into documents of eight sentences or
+      more, and only the last document of a file may be shorter.
 
     Args:
         path: File or folder.
@@ -214,8 +214,9 @@ def read_documents(path: str | os.PathLike[str]) -> Iterator[Document]:
 
     Raises:
         FileNotFoundError: If `path` does not exist.
-        ValueError: If there is no text, if a file is not UTF-8, or if a record is broken. The
-            message names the file and the line or row.
+        ValueError: If there is no text, if a file is not UTF-8, or if a line of a ``.jsonl`` file
+            or a row of a ``.parquet`` file is broken. The message names the file and the line or
+            row.
         ImportError: If a ``.parquet`` file is read without pyarrow.
 
     Examples:

@@ -1,7 +1,7 @@
-"""Checks of features and their concatenation into packed sequences.
+"""Checking features, and concatenating them into packed sequences.
 
-A feature is a mapping of columns, as tokenizers and datasets return it. A column is a list, a numpy
-array or a tensor, and a column with one value per token is 1-D.
+A feature is one example: a mapping from names to columns, as tokenizers and datasets return it. A
+column is a list, a numpy array or a tensor. A column with one value per token is 1-D.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Text(NamedTuple):
     Attributes:
         columns: The columns of the feature.
         where: Name of the sequence in error messages, such as ``"example 3"``.
-        prefix: Prefix of the names of the columns that belong to the sequence.
+        prefix: Prefix of the column names that belong to the sequence, such as ``"anchor_"``.
     """
 
     columns: Feature
@@ -40,13 +40,13 @@ class Text(NamedTuple):
 
 
 class Sequences(NamedTuple):
-    """The concatenated sequences of a batch.
+    """The concatenated sequences of a batch: B sequences with T tokens in total.
 
     Attributes:
-        ids: int64 of shape ``(T,)``.
+        ids: Ids of the tokens, int64 of shape ``(T,)``.
         token_types: int64 of shape ``(T,)``, or None if the features have no token types.
-        labels: int64 of shape ``(T,)``, or None if there are no labels of tokens.
-        cu_seqlens: int64 of shape ``(B + 1,)``.
+        labels: Labels of the tokens, int64 of shape ``(T,)``, or None if tokens have no labels.
+        cu_seqlens: Cumulative lengths of the sequences, int64 of shape ``(B + 1,)``.
     """
 
     ids: np.ndarray
@@ -56,7 +56,7 @@ class Sequences(NamedTuple):
 
 
 def as_texts(features: Sequence[Feature]) -> list[Text]:
-    """Return a `Text` for each feature, named by the number of the feature in the batch, from 0."""
+    """Return a `Text` for each feature; errors name it by its number in the batch, from 0."""
     if len(features) == 0:
         raise ValueError("features: got an empty batch, allowed: at least one example")
     for number, feature in enumerate(features):
@@ -125,7 +125,7 @@ def refuse(
     wrong: np.ndarray,
     allowed: str,
 ) -> None:
-    """Raise ValueError for the first of `values` ``(T,)`` where `wrong`, bool ``(T,)``, is True."""
+    """Raise ValueError for the first of `values` at which `wrong` is True, both of shape (T,)."""
     if wrong.any():
         place = int(wrong.argmax())
         text = texts[int(np.searchsorted(cu_seqlens, place, side="right")) - 1]
@@ -133,11 +133,11 @@ def refuse(
 
 
 def label_column(texts: list[Text], names: Sequence[str] = LABELS) -> str | None:
-    """Return the name in `names` of the column that all texts have, or None if there is none.
+    """Return the name from `names` of the column that all texts have; None if no text has one.
 
     Raises:
-        ValueError: If the texts have columns of several of these names, or if only some texts have
-            the column.
+        ValueError: If the texts have columns of several names from `names`, or if only some texts
+            have the column.
     """
     columns = [name for name in names if any(text.get(name) is not None for text in texts)]
     if len(columns) > 1:
@@ -191,7 +191,7 @@ def _integers(text: Text, name: str) -> np.ndarray:
 
 
 def _mask(text: Text, length: int) -> np.ndarray | None:
-    """Return bool ``(length,)``, True where ``attention_mask`` is 1; None if all entries are 1."""
+    """Return where ``attention_mask`` is 1, bool of shape (length,); None if no token is masked."""
     if text.get("attention_mask") is None:
         return None
     mask = as_array(text, "attention_mask")

@@ -19,7 +19,7 @@ from fastbert.data.tokenizer import (
 
 
 class JsonTokenizer:
-    """A tokenizer with any model, whose own post-processor adds the special tokens.
+    """A tokenizer with a model of any kind; its own post-processor adds the special tokens.
 
     Attributes:
         backend: The ``tokenizers.Tokenizer``.

@@ -13,11 +13,11 @@ import re
 from collections import Counter
 from html.parser import HTMLParser
 
-# The names under which `without_markup` counts the removed tags, and the removed parts such as
-# comments, tables, code and templates.
+# `without_markup` counts the removed tags under the first name, and the removed parts, such as
+# comments, tables, code and templates, under the second name.
 MARKUP = TAGS, PARTS = "tags", "parts of markup"
-# The elements of HTML, including obsolete elements, the elements of MathML and SVG that occur in
-# prose, and the extension tags of MediaWiki.
+# These are the elements of HTML, including obsolete elements, the elements of MathML and SVG that
+# occur in prose, and the extension tags of MediaWiki.
 _NAMES = """
 a abbr acronym address applet area article aside audio b base basefont bdi bdo bgsound big blink
 blockquote body br button canvas caption center cite code col colgroup data datalist dd del details
@@ -33,7 +33,7 @@ languages mapframe maplink noinclude nowiki onlyinclude poem ref references scor
 templatedata templatestyles timeline translate
 """
 _ELEMENTS = frozenset(_NAMES.split())
-# The boolean attributes of HTML, which need no value.
+# These are the boolean attributes of HTML, which need no value.
 _FLAGS = """
 allowfullscreen async autofocus autoplay checked compact controls declare default defer disabled
 formnovalidate hidden inert inline ismap itemscope loop multiple muted nohref nomodule noresize
@@ -45,8 +45,9 @@ _HEADINGS = {"h1", "h2", "h3", "h4", "h5", "h6"}
 _ITEMS = {"li", "dt", "dd"}
 # This matches a tag. The value of an attribute in double quotation marks may contain ">".
 _TAG = re.compile(r"""</?[A-Za-z](?:[^<>"]|"[^"<]{0,300}"){0,300}>""")
-# A row of `_PARTS` is a text that every part of this kind contains, the patterns of its begin and
-# of its end, and its substitute. A part may have several lines.
+# Each row of `_PARTS` describes one kind of part, such as a comment or a table. The row has a text
+# that every such part contains, the patterns of the part's begin and end, and the text that
+# replaces the part. A part may have several lines.
 _FENCE = re.compile(r"^```", re.M)
 
 
@@ -75,7 +76,7 @@ _INLINE: tuple[tuple[str, re.Pattern[str], str], ...] = (
     ("**", re.compile(r"\*\*(?=\S)|(?<=\S)\*\*"), ""),
     ("__", re.compile(r"\b__(?=\S)|(?<=\S)__\b"), ""),
     ("`", re.compile(r"`"), ""),
-    # The number of a footnote, as in "in 1990.[12]".
+    # This row matches the number of a footnote, as in "in 1990.[12]".
     ("[", re.compile(r"(?<=\S)\[\d{1,3}\]"), ""),
 )
 
@@ -110,9 +111,10 @@ def without_markup(text: str, dropped: Counter[str]) -> str:
 def _without_parts(
     text: str, begin: re.Pattern[str], end: re.Pattern[str], new: str, dropped: Counter[str]
 ) -> str:
-    """Replace each part from `begin` to the next `end`; a part without an end stays.
+    """Replace each part, from `begin` to the next `end`, by `new`; a part without an end stays.
 
-    If a part has no end, no later part has an end, so the search stops and takes linear time.
+    If a part has no end, no later part has an end. The search then stops, so that it takes linear
+    time.
     """
     parts, place = [], 0
     while (first := begin.search(text, place)) and (last := end.search(text, first.end())):

@@ -18,12 +18,12 @@ RANDOM_SHARE = 0.1
 
 
 class MaskingTokenizer(Protocol):
-    """The attributes of a tokenizer that masking needs, as in `WordPieceTokenizer`.
+    """The part of a tokenizer's interface that masking needs; `WordPieceTokenizer` has it.
 
     Attributes:
         mask_id: Id of the mask token.
         is_special: bool of shape ``(vocab_size,)``, True at the ids of special tokens.
-        ordinary_ids: The ids of all other tokens.
+        ordinary_ids: The ids of all tokens that are not special.
     """
 
     mask_id: int
@@ -36,15 +36,15 @@ class MaskingTokenizer(Protocol):
 
 
 def _choose(sizes: np.ndarray, rng: np.random.Generator, probability: float) -> np.ndarray:
-    """Choose the units to predict, for sequences of `sizes` ``(B,)`` units.
+    """Choose the units to predict in several sequences; `sizes` has each sequence's unit count.
 
     A unit is a token or a word. The number of chosen units of a sequence is `probability` times its
-    size, rounded up or down at random, so that the expectation is exact. A sequence with any units
-    has at least one chosen unit. Only in a sequence of fewer than ``1 / probability`` units does
+    size, rounded up or down at random, so that the expected number is exact. If a sequence has any
+    units, at least one is chosen. Only in a sequence of fewer than ``1 / probability`` units does
     the expected share therefore exceed `probability`.
 
     Returns:
-        bool of shape ``(sum of sizes,)``, True at the units to predict.
+        bool of shape ``(sizes.sum(),)``, True at the units to predict.
     """
     wanted = np.floor(sizes * probability + rng.random(len(sizes))).astype(np.int64)
     wanted = np.minimum(np.maximum(wanted, 1), sizes)
@@ -74,14 +74,15 @@ def mask_packed(
         ids: Ids of the tokens, integers of shape ``(T,)``.
         cu_seqlens: Cumulative lengths of the sequences, integers of shape ``(B + 1,)``.
         rng: Source of randomness.
-        tokenizer: Source of the ids of the mask token, the special tokens and the ordinary tokens.
+        tokenizer: The tokenizer, which has the ids of the mask token, the special tokens and the
+            ordinary tokens.
         probability: Share of the tokens that are predicted, in (0, 1].
         whole_word: Whether all pieces of a word are predicted together. The replacement of each
             piece is drawn independently.
 
     Returns:
-        The masked ids and the labels, both int64 of shape ``(T,)``. A label is the original id of a
-        predicted token, and -100 elsewhere.
+        The masked ids and the labels, both int64 of shape ``(T,)``. The label of a predicted token
+        is its original id, and all other labels are -100.
 
     Raises:
         ValueError: If `probability` is out of range.
@@ -123,15 +124,15 @@ def mask_tokens(
     unchanged (Devlin et al. 2019). Special tokens are neither predicted nor drawn as random tokens.
 
     Args:
-        instance: The pair, of n tokens.
+        instance: The pair, which has n tokens.
         rng: Source of randomness.
         tokenizer: The tokenizer of the pair.
         probability: Share of the tokens that are predicted, in (0, 1].
         whole_word: Whether all pieces of a word are predicted together.
 
     Returns:
-        The masked ids and the labels, both int64 of shape ``(n,)``. A label is the original id of a
-        predicted token, and -100 elsewhere.
+        The masked ids and the labels, both int64 of shape ``(n,)``. The label of a predicted token
+        is its original id, and all other labels are -100.
 
     Raises:
         ValueError: If `probability` is out of range.

@@ -1,4 +1,4 @@
-"""The tokenizer of a model for fine-tuning, for texts, sentences of words and long contexts."""
+"""Tokenization for fine-tuning: of texts, of sentences as lists of words, and of long contexts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Words(NamedTuple):
     Attributes:
         ids: Ids of the tokens, special tokens included.
         first: Index of the first word in the sentence.
-        places: Index of the first token of each word in `ids`.
+        places: For each word, the index in `ids` of its first token.
     """
 
     ids: list[int]
@@ -56,7 +56,7 @@ class Window(NamedTuple):
 
 
 class ModelTokenizer:
-    """The tokenizer of a model folder, which writes the same files to the folder of a new model.
+    """The tokenizer of a model folder; `save` writes its files into the folder of a new model.
 
     Attributes:
         folder: The model folder.
@@ -85,7 +85,8 @@ class ModelTokenizer:
         for path in paths:
             check_file(path, MOST_TOKENIZER_BYTES)
         self._files = {path.name: path.read_bytes() for path in paths}
-        # Both lists are empty if the tokenizer has no post-processor that adds special tokens.
+        # `_begin` and `_end` are empty if the tokenizer has no post-processor that adds special
+        # tokens.
         self._begin, self._end = self._special()
 
     def _special(self) -> tuple[list[int], list[int]]:
@@ -108,18 +109,18 @@ class ModelTokenizer:
             The ids, the token types and whether a text was cut.
 
         Raises:
-            ValueError: If the limit leaves no room for the special tokens.
+            ValueError: If `limit` leaves no room for the special tokens.
         """
         encoded = self._tokenizer.encode_within(self.limit, *texts)
         self.truncated += encoded.truncated
         return encoded
 
     def encode_words(self, words: Sequence[str]) -> Iterator[Words]:
-        """Encode a sentence of words, and divide it if it is longer than the limit.
+        """Encode a sentence of words, and divide it if it has more than `limit` tokens.
 
         A division is between two words, so that each word has its tokens in one sequence. Only a
-        word that is longer than the limit loses its last tokens. A word that has no tokens, such as
-        a control character, is encoded as the unknown token.
+        word that alone does not fit into a sequence loses its last tokens. A word that has no
+        tokens, such as a control character, is encoded as the unknown token.
 
         Args:
             words: The words of the sentence.
@@ -172,13 +173,13 @@ class ModelTokenizer:
         Args:
             question: The question.
             context: The context.
-            stride: Number of shared tokens.
+            stride: Number of context tokens that two consecutive windows share.
 
         Returns:
             The windows, at least one.
 
         Raises:
-            ValueError: If the limit leaves no room for more than `stride` tokens of the context.
+            ValueError: If `limit` leaves no room for more than `stride` tokens of the context.
         """
         backend = self._backend
         with rust_errors(f"{self.folder}: the tokenizer fails"):

@@ -1,8 +1,8 @@
-"""Next-sentence pairs: two halves of one document or of two documents (Devlin et al. 2019, A.2).
+"""Next-sentence pairs: two texts of one document or of two documents (Devlin et al. 2019, A.2).
 
-A random second half starts at any sentence of another document and fills the same token budget, as
-in the code published with the paper. A model can therefore infer the label from the topics of the
-halves and from the continuity of the text.
+A random second text starts at any sentence of another document. It has the same token budget as the
+text that it replaces, as in the code published with the paper. A model can therefore infer the
+label from the topics of the two texts and from the continuity between them.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _TOKENISED_AT_ONCE = 1024
 
 
 class Instance(NamedTuple):
-    """One next-sentence pair, ``[CLS] A [SEP] B [SEP]``.
+    """One next-sentence pair, ``[CLS] A [SEP] B [SEP]``, of a first text A and a second text B.
 
     Attributes:
-        ids: Ids of the tokens, int64 of shape ``(n,)``.
+        ids: Ids of the n tokens, int64 of shape ``(n,)``.
         token_types: int64 of shape ``(n,)``; 0 up to the first ``[SEP]``, then 1.
         is_random: False when B follows A in its document (label 0), and True when B is from another
             document (label 1).
@@ -42,14 +42,14 @@ def write_segments(
     first: np.ndarray,
     second: np.ndarray | None,
 ) -> None:
-    """Write ``[CLS] A [SEP] B [SEP]``, or ``[CLS] A [SEP]`` without a second segment.
+    """Write ``[CLS] A [SEP] B [SEP]``, or ``[CLS] A [SEP]`` if `second` is None.
 
     Args:
-        ids: int64 of shape ``(n,)``, where n is the length with the special tokens.
+        ids: int64 of shape ``(n,)``, where n is the number of tokens, special tokens included.
         token_types: int64 of shape ``(n,)``, filled with 0 by the caller.
         tokenizer: Source of the ids of ``[CLS]`` and ``[SEP]``.
-        first: Ids of A.
-        second: Ids of B, or None.
+        first: Ids of the first segment A.
+        second: Ids of the second segment B, or None.
     """
     middle = len(first) + 1
     ids[0] = tokenizer.cls_id
@@ -65,8 +65,8 @@ class EpochPairs(Sequence[Instance]):
     """The pairs of one epoch, each built on access.
 
     Attributes:
-        lengths: Number of tokens of each pair, int64 of shape ``(n,)``.
-        is_random: Whether the second half of each pair is from another document, bool of shape
+        lengths: Number of tokens of each of the n pairs, int64 of shape ``(n,)``.
+        is_random: Whether the second text of each pair is from another document, bool of shape
             ``(n,)``.
     """
 
@@ -76,9 +76,9 @@ class EpochPairs(Sequence[Instance]):
         """Store the tokens of all documents and the spans of the pairs.
 
         Args:
-            tokens: Ids of all documents, of shape ``(T,)``.
-            spans: Start and end of A in `tokens`, start and end of B, and the label; integers of
-                shape ``(n, 5)``.
+            tokens: Token ids of all documents, of shape ``(T,)``.
+            spans: For each of n pairs, the start and the end of the first text in `tokens`, the
+                start and the end of the second text, and the label; integers of shape ``(n, 5)``.
             tokenizer: Source of the ids of ``[CLS]`` and ``[SEP]``.
         """
         self._tokens, self._spans, self._tokenizer = tokens, spans, tokenizer
@@ -119,15 +119,16 @@ class NextSentencePairs:
 
     1. Each document is cut into runs of sentences that fit into `max_length` tokens, special tokens
        included. A share `short` of the runs is limited to a random smaller number of tokens.
-    2. Each run is cut into two halves at a random boundary between sentences.
-    3. With probability 1/2, the second half is replaced by sentences of another document.
+    2. Each run is cut into a first and a second text at a random boundary between sentences.
+    3. With probability 1/2, the second text is replaced by sentences of another document.
 
-    A document of one sentence is used only as the second half of another document's pair. A
-    sentence of more than ``max_length - 3`` tokens is cut into several sentences. If two halves are
-    still too long, the first half loses tokens at its start and the second half at its end.
+    A document of one sentence is used only to replace the second text of another document's pair. A
+    sentence of more than ``max_length - 3`` tokens is cut into several sentences. If the two texts
+    together are still too long, the first text loses tokens at its start, and the second text loses
+    tokens at its end.
 
     Attributes:
-        tokens: Ids of all documents, int32 of shape ``(T,)``.
+        tokens: Token ids of all documents, int32 of shape ``(T,)``.
 
     Examples:
         >>> from fastbert.data import NextSentencePairs, stories, train_tokenizer
@@ -154,7 +155,7 @@ class NextSentencePairs:
 
         Args:
             documents: Documents, each a list of sentences.
-            tokenizer: The tokenizer of the pairs.
+            tokenizer: The tokenizer that encodes the documents.
             max_length: Largest number of tokens of a pair, special tokens included; at least 5.
             seed: Seed of the pairs of every epoch.
             short: Share of the runs that are cut to a random shorter length, in [0, 1].
@@ -170,8 +171,9 @@ class NextSentencePairs:
         if not 0.0 <= short <= 1.0:
             raise ValueError(f"short: got {short}, allowed: a number in [0, 1]")
         self.tokenizer, self.max_length, self.seed, self.short = tokenizer, max_length, seed, short
-        # Sentence s has the tokens offsets[s]:offsets[s + 1], and document d has the sentences
-        # first[d]:first[d + 1]. Both are Python lists, which read single numbers faster than numpy.
+        # Sentence s has the tokens _offsets[s]:_offsets[s + 1], and document d has the sentences
+        # _first[d]:_first[d + 1]. `_offsets` and `_first` are Python lists, because a single number
+        # is read faster from a list than from a numpy array.
         self.tokens, self._offsets, self._first = _tokenise(documents, tokenizer, max_length - 3)
         count = len(self._first) - 1
         if count < 2:
@@ -220,7 +222,7 @@ class NextSentencePairs:
             start = end if end == last else min(end, last - 2)
 
     def _fit(self, start: int, last: int, budget: int) -> int:
-        """Return the largest end <= last for which sentences start:end fit into `budget` tokens."""
+        """Return the largest end, at most `last`, with sentences start:end in `budget` tokens."""
         limit = self._offsets[start] + budget
         return bisect_right(self._offsets, limit, lo=start, hi=last + 1) - 1
 
@@ -248,7 +250,11 @@ class NextSentencePairs:
         )
 
     def _elsewhere(self, rng: random.Random, document: int, budget: int) -> tuple[int, int]:
-        """Draw sentences of another document, from a random start up to `budget` or its end."""
+        """Draw sentences of another document, from a random one up to `budget` tokens or its end.
+
+        Returns:
+            Number of the first sentence, and number after the last sentence.
+        """
         first, last = self._first[document], self._first[document + 1]
         start = rng.randrange(len(self._offsets) - 1 - (last - first))
         if start >= first:
@@ -269,7 +275,10 @@ def _ends(start: int, length: int, room: int) -> list[int]:
 def _tokenise(
     documents: Iterable[Sequence[str]], tokenizer: WordPieceTokenizer, room: int
 ) -> tuple[np.ndarray, list[int], list[int]]:
-    """Return all ids (int32), the bounds of sentences in the ids, and of documents in sentences."""
+    """Return the token ids of all documents, the offsets of sentences, and those of documents.
+
+    The offsets of sentences count tokens, and the offsets of documents count sentences.
+    """
     chunks: list[np.ndarray] = []
     offsets, first = [0], [0]
     source = iter(documents)

@@ -9,7 +9,7 @@ from typing import Any
 
 
 def row_groups(path: Path) -> list[tuple[int, int]]:
-    """Return the number of rows and the size in bytes, without compression, of each row group.
+    """Return the number of rows and the uncompressed size in bytes of each row group.
 
     Raises:
         ImportError: If pyarrow is not installed.
@@ -23,7 +23,7 @@ def row_groups(path: Path) -> list[tuple[int, int]]:
 
 
 def column_names(path: Path) -> list[str]:
-    """Return the names of the columns of a file; the errors are those of `row_groups`."""
+    """Return the column names of a file; raise the same errors as `row_groups`."""
     parquet_file = _parquet_file(path)
     with _damage_named(path), parquet_file(path) as file:
         return list(file.schema_arrow.names)
@@ -32,7 +32,7 @@ def column_names(path: Path) -> list[str]:
 def read_rows(
     path: Path, columns: Sequence[str], groups: Sequence[int] | None = None
 ) -> Iterator[tuple[Any, ...]]:
-    """Yield one tuple per row with the values of `columns`, where None is a null.
+    """Yield one tuple per row with the values of `columns`; a null becomes None.
 
     Args:
         path: The file.

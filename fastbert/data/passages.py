@@ -36,9 +36,9 @@ def passages(text: str, dropped: Dropped) -> Document:
     Args:
         text: The document. Blank lines separate its paragraphs.
         dropped: Receives the number of lines that were left out, by reason: ``"headings"``,
-            ``"list items"``, ``"table rows"`` and ``"fragments"``. Rules and the indented lines of
-            an item after its first line are not counted. Also receives the counts of
-            `without_markup`.
+            ``"list items"``, ``"table rows"`` and ``"fragments"``. Horizontal rules and the
+            indented lines after the first line of a list item are not counted. `dropped` also
+            receives the counts of `without_markup`.
 
     Returns:
         The sentences; an empty list if the document has no passage.
@@ -99,9 +99,9 @@ def _reason(line: str, following: str | None, before: str | None) -> str | None:
 
 
 def _is_heading(line: str, following: str | None, before: str | None) -> bool:
-    """Return whether a line without a mark at its end stands alone between sentences.
+    """Return whether a short line without a sentence-ending mark stands alone between sentences.
 
-    A line of wrapped text, by contrast, is longer, or the next line continues its sentence in lower
+    A line of wrapped text, by contrast, is longer, or the next line continues the sentence in lower
     case.
     """
     if len(line) > _SHORT or line[-1] in ",;:-–—\"'”’)" or line[:1].islower():

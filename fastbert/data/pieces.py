@@ -21,7 +21,8 @@ SUFFIXES = (".txt", ".jsonl", ".parquet")
 # document fills the memory.
 LONGEST = 4 << 20
 _BLOCK = 1 << 20
-# The end of the span of a file that is compressed or not in UTF-8; such a file is read as a whole.
+# ``Span.end`` has this value if the file is compressed or not in UTF-8, because such a file is read
+# as a whole.
 _WHOLE = 1 << 62
 # The estimated number of bytes of text for each byte of a compressed file.
 _COMPRESSION = 4
@@ -51,8 +52,8 @@ def find_text(source: Path) -> tuple[list[Path], int]:
 
     Args:
         source: A .txt, .jsonl or .parquet file, or a folder. A .txt or .jsonl file may be
-            compressed and in UTF-16; see `read_text`. In a folder, files and folders whose name
-            begins with a dot are not read.
+            compressed and in UTF-16; see `fastbert.text_file.read_text`. In a folder, files and
+            folders whose name begins with a dot are not read.
 
     Returns:
         The files, and the number of files of another suffix.
@@ -126,16 +127,17 @@ def read_piece(piece: Piece) -> Iterator[str]:
     """Yield the text of each document of a piece.
 
     Args:
-        piece: A piece of `cut`.
+        piece: A piece that `cut` returned.
 
     Yields:
-        The documents: blocks of lines of a .txt file, and values of ``text`` of the other files.
+        The documents: the blocks of lines of a .txt file, or the values of ``text`` of a .jsonl or
+        .parquet file.
 
     Raises:
         ImportError: If a .parquet file is read without pyarrow.
         OSError: If a file cannot be read.
-        ValueError: If a record is broken, or if bytes are not UTF-8. The message names the file and
-            the line or the row.
+        ValueError: If a line or a row is broken, or if bytes are not UTF-8. The message names the
+            file and the line or the row.
     """
     readers = {".txt": _read_txt, ".jsonl": _read_jsonl, ".parquet": _read_parquet}
     for span in piece:
@@ -145,7 +147,7 @@ def read_piece(piece: Piece) -> Iterator[str]:
 def _lines(span: Span) -> Iterator[tuple[int, bytes]]:
     """Yield the lines from the first line that begins in the span to the end of the file.
 
-    Each line comes with the index of its first byte, by which the caller stops after the span.
+    Each line comes with the index of its first byte, so that the caller can stop after the span.
     """
     if span.end == _WHOLE:
         place = 0
@@ -167,8 +169,8 @@ def _lines(span: Span) -> Iterator[tuple[int, bytes]]:
 def _read_txt(span: Span) -> Iterator[str]:
     """Yield the blocks of lines whose preceding blank line begins in the span."""
     block: list[str] = []
-    # The byte at which the preceding blank line begins; None until a blank line was read. The start
-    # of a file counts as a blank line.
+    # `blank` is the index of the byte at which the preceding blank line begins; None until a blank
+    # line was read. The start of a file counts as a blank line.
     blank: int | None = None if span.start else 0
     size = 0
     for place, line in _lines(span):

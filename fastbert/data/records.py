@@ -27,11 +27,11 @@ class NoField(ValueError):
     """Error for a file that has no column or field of a requested name.
 
     Attributes:
-        field: The name.
+        field: Name of the missing column or field.
     """
 
     def __init__(self, message: str, field: str) -> None:
-        """Store the message and the name."""
+        """Store the message and the name of the missing field."""
         super().__init__(message)
         self.field = field
 
@@ -62,13 +62,13 @@ def read_records(
     lines are skipped.
 
     Args:
-        path: A .csv, .tsv, .jsonl or .parquet file. All but the last may be compressed, and may be
-            in UTF-16 with a byte order mark; see `read_text`.
-        fields: Names of the columns or of the fields.
+        path: A .csv, .tsv, .jsonl or .parquet file. A .csv, .tsv or .jsonl file may be compressed,
+            and may be in UTF-16 with a byte order mark; see `fastbert.text_file.read_text`.
+        fields: Names of the columns or fields, which every row must have.
         optional: Names of further columns or fields; if a field is absent, its value is None.
 
     Yields:
-        One record per row, with the values of `fields` and of `optional`.
+        One `Record` per row, with the values of `fields` and then of `optional`.
 
     Raises:
         FileNotFoundError: If there is no such file.
@@ -133,7 +133,7 @@ def _separated(path: Path, fields: Sequence[str], optional: Sequence[str]) -> It
 
 
 def _separator(path: Path, first: str, fields: Sequence[str]) -> str:
-    """Return the separator that divides the first line into names with all `fields`, or a comma."""
+    """Return the first separator with which the first line has all `fields`, or else a comma."""
     for separator in SEPARATORS:
         line = next(_quoted(path, first, separator), None)
         names = [name.strip() for name in line.fields] if line else []
@@ -193,7 +193,7 @@ def _is_enclosed(field: str) -> bool:
 
 
 def _cause(path: Path, values: Sequence[str]) -> str:
-    """Return the probable reason why a row of a .tsv has another number of fields, or nothing."""
+    """Return why a row of a .tsv probably has a wrong number of fields, or "" if not known."""
     if content_suffix(path) == ".tsv" and any('"' in value for value in values):
         return (
             "; quotation marks have no meaning in a .tsv: a text with a tab or a line break needs "

@@ -14,15 +14,15 @@ import re
 
 import regex
 
-# The marks that end a sentence only before a space and a character other than a lower-case letter.
-# The Arabic full stop is among these marks because it divides abbreviations too.
+# These marks end a sentence only before a space and a character other than a lower-case letter. The
+# Arabic full stop is among these marks because it divides abbreviations too.
 _WEAK = ".!?…\u06d4"
-# Marks that always end a sentence. Unicode leaves out the mark of Tibetan, because this mark also
-# ends phrases.
+# These marks always end a sentence. They include the marks of Tibetan, which Unicode leaves out
+# because these marks also end phrases.
 _STRONG = rf"[[\p{{SB=STerm}}\p{{SB=ATerm}}\u0f0d-\u0f12]--[{_WEAK}\u2024\uff0e\ufe52]]"
-# A question mark, which has the form of a semicolon, after a Greek word.
+# This matches a Greek question mark, which has the form of a semicolon, after a Greek word.
 _GREEK = r"(?<=\p{Greek})[;\u037e](?=\s+\p{Lu})"
-# The blanks between letters of Thai and Lao, which have no sentence-ending marks.
+# This matches a blank between letters of Thai or Lao, which have no sentence-ending marks.
 _BLANK = regex.compile(r"(?<=[\p{Thai}\p{Lao}]) (?=[\p{Thai}\p{Lao}])")
 _CLOSERS = r"""["'”’»)\]」』）]*"""
 # This matches a mark that may end a sentence, with the closing quotes and brackets after it. A run
@@ -39,7 +39,7 @@ _MARK = regex.compile(rf"[{_WEAK}]|{_STRONG}|{_GREEK}", regex.VERSION1)
 _UNMARKED = regex.compile(r"[\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}\p{Tibetan}]")
 _OPENERS = "\"'“‘«([{*-–—"
 # Abbreviations are in lower case and without the final stop. Abbreviations that often end a
-# sentence (etc., inc.) are absent, so the letter after them decides.
+# sentence (etc., inc.) are absent; the case of the letter after such an abbreviation decides.
 _ABBREVIATION = re.compile(
     r"mr|mrs|ms|dr|prof|rev|hon|st|sr|jr|gen|col|capt|lt|sgt|gov|sen|rep|pres|vs|e\.g|i\.e|cf|viz|al|"
     r"ca|approx|no|nos|vol|vols|fig|figs|eq|sec|ch|pp|ed|eds|"
@@ -63,9 +63,10 @@ def ends_sentence(text: str) -> bool:
 
 
 def _is_boundary(text: str, start: int, match: regex.Match[str], needs_capital: bool) -> bool:
-    """Return whether the mark of `match`, which text follows, ends the sentence from `start`.
+    """Return whether the mark of `match` ends the sentence that begins at `start`.
 
-    Only the words around the mark are read, so the time does not depend on the sentence's length.
+    More text must follow the mark. Only the words around the mark are read, so the time does not
+    depend on the length of the sentence.
     """
     mark, end, resume = match.group().strip(), match.start(), match.end()
     if mark[0] not in _WEAK:
@@ -88,8 +89,8 @@ def _is_boundary(text: str, start: int, match: regex.Match[str], needs_capital: 
 def split_sentences(text: str) -> list[str]:
     """Split one paragraph into sentences, in order, with single spaces between words.
 
-    A sentence has at least one letter or digit, so rules and underlines are dropped. In a text
-    without any capital letter (a lower-cased corpus), a sentence may begin in lower case.
+    A sentence has at least one letter or digit, so horizontal rules and underlines are dropped. In
+    a text without any capital letter (a lower-cased corpus), a sentence may begin in lower case.
     """
     text = " ".join(text.split())
     needs_capital = text != text.lower()

@@ -35,7 +35,7 @@ class Question(NamedTuple):
 
     Attributes:
         place: The file, and the line or the paragraph, for error messages.
-        id: Identifier of the question, as in the file.
+        id: Identifier of the question in the file.
         text: The question.
         context: The text in which the answer is.
         answers: The answers; empty if the context has no answer.
@@ -55,7 +55,8 @@ def read_questions(path: Path, *, answered: bool = True) -> Iterator[Question]:
     ``paragraphs`` and ``qas``. A .jsonl or .parquet file has a row for each question, with the
     fields ``id``, ``question``, ``context`` and ``answers``; the last field is an object with the
     lists ``text`` and ``answer_start``. If ``is_impossible`` is true, the question has no answer,
-    and ``answers`` is ignored. A .json or .jsonl file may be compressed; see `read_text`.
+    and ``answers`` is ignored. A .json or .jsonl file may be compressed; see
+    `fastbert.text_file.read_text`.
 
     Args:
         path: Path of the file.

@@ -196,8 +196,8 @@ _CLOSING = (
         "the {thing} made {hero} and {friend} {feeling}.",
     ),
 )
-# This is the share of stories that omit a given beat of the opening or the closing. No story omits
-# the first beat of the opening.
+# This share of the stories omits each beat of the opening and of the closing, except the first beat
+# of the opening, which no story omits.
 _SKIPPED = 0.1
 
 

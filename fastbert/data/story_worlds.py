@@ -1,6 +1,7 @@
 """The worlds of the built-in stories, with their places, things, people and actions.
 
-A story is set in one world. Its halves therefore share words that stories of other worlds lack.
+A story is set in one world. Two parts of a story therefore share words that stories of other worlds
+lack.
 """
 
 from __future__ import annotations

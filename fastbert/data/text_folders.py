@@ -21,8 +21,8 @@ def read_text_folder(folder: Path) -> Iterator[Record]:
         folder: The folder.
 
     Yields:
-        Records with two values: the text, and the label, which is the name of the subfolder. The
-        place is the path of the file.
+        Records with two values: the text, and the label, which is the name of the subfolder.
+        ``Record.place`` is the path of the file.
 
     Raises:
         ValueError: If there is no text, or if a file is empty or not UTF-8. The message names the

@@ -1,6 +1,7 @@
 """WordPiece tokenization with BERT's normalizer and word splitting, on the ``tokenizers`` library.
 
-Folders have the layout of Hugging Face. ``AutoTokenizer.from_pretrained`` gives the same ids.
+A tokenizer is saved in the layout of Hugging Face. ``AutoTokenizer.from_pretrained`` loads the
+folder and gives the same ids.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class Encoded(NamedTuple):
 
 @contextmanager
 def rust_errors(what: str) -> Iterator[None]:
-    """Turn errors of the Rust library in the block into a ValueError that begins with `what`.
+    """Turn the Rust library's errors in the ``with`` block into a ValueError that names `what`.
 
     The library raises bare Exception. It also raises PanicException, which derives from
     BaseException.
@@ -71,8 +72,8 @@ def lowercase_first(tokenizer: Tokenizer) -> None:
 def truncate_pair(length_a: int, length_b: int, budget: int) -> tuple[int, int]:
     """Return the lengths of two segments after the longer segment is cut to fit into `budget`.
 
-    If both are cut and `budget` is odd, the longer segment keeps one more token, as in
-    transformers.
+    If both segments are cut and `budget` is odd, the longer segment keeps one more token than the
+    shorter segment, as in transformers.
     """
     if length_a + length_b <= budget:
         return length_a, length_b
@@ -123,7 +124,7 @@ class WordPieceTokenizer:
         mask_id: Id of ``[MASK]``.
         vocab_size: Largest id plus 1.
         is_special: bool of shape ``(vocab_size,)``, True at the ids of special tokens.
-        ordinary_ids: Ids of all other tokens, int64, sorted.
+        ordinary_ids: Ids of all tokens that are not special, int64, sorted.
 
     Examples:
         >>> from fastbert.data import stories, train_tokenizer
@@ -140,7 +141,7 @@ class WordPieceTokenizer:
 
         Args:
             tokenizer: The tokenizer, which is changed in place.
-            special: Special tokens that differ from BERT's, by name (``"pad_token"``,
+            special: The special tokens that differ from BERT's, by name (``"pad_token"``,
                 ``"unk_token"``, ``"cls_token"``, ``"sep_token"``, ``"mask_token"``).
 
         Raises:

@@ -72,8 +72,8 @@ def train_tokenizer(
     limit = min(MAX_CHARACTERS, (vocab_size - len(special)) // 2)
     alphabet = _alphabet(counts, limit)
     # The trainer numbers continuation pieces in the order of a hash map, and it breaks ties between
-    # merges by these numbers. The vocabulary is reproducible because the pieces are given as fixed
-    # first entries.
+    # merges by these numbers. To make the vocabulary reproducible, this function passes all pieces
+    # of one character as special tokens, whose numbers are fixed.
     pieces = alphabet + ["##" + c for c in alphabet if not _stands_alone(c)]
     trainer = WordPieceTrainer(
         vocab_size=vocab_size,

@@ -9,8 +9,8 @@ class Attempts:
     """The attempts of a run to write files, with the failures that no later attempt corrected.
 
     Attributes:
-        failures: The last error of each target that could not be written. A later success removes
-            the entry.
+        failures: For each target (a file or a tracker) that could not be written, its last error.
+            A later success removes the entry.
     """
 
     def __init__(self, say: Callable[[str], None]) -> None:
@@ -58,7 +58,7 @@ class Attempts:
         """Raise OSError if a target could not be written.
 
         Args:
-            kept: Names of the files that the run leaves, for the message.
+            kept: Names of the files that were written, for the message.
         """
         if self.failures:
             told = "; ".join(f"{what}: {error}" for what, error in self.failures.items())

@@ -14,9 +14,10 @@ from fastbert.training import checkpoints
 class WeightAverage:
     """An exponential moving average (EMA) of the trained weights of a model.
 
-    After step n (from 1), the average moves toward the weights by ``1 - d``, where d is the smaller
-    of `decay` and ``(1 + n) / (10 + n)``. The second number lets the average forget the initial
-    weights, as in TensorFlow's ``ExponentialMovingAverage``.
+    After step n (from 1), the average moves toward the weights by the fraction ``1 - d`` of their
+    difference, where d is the smaller of `decay` and ``(1 + n) / (10 + n)``. With the limit
+    ``(1 + n) / (10 + n)``, the average forgets the initial weights sooner, as in TensorFlow's
+    ``ExponentialMovingAverage``.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
@@ -24,7 +25,7 @@ class WeightAverage:
 
         Args:
             model: The model.
-            decay: Decay, in (0, 1).
+            decay: Largest decay of the average, in (0, 1).
         """
         self._decay = decay
         self._weights = {
@@ -41,7 +42,7 @@ class WeightAverage:
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
-        """Replace the weights of the model by the average inside the block."""
+        """Replace the weights of the model by the average inside the ``with`` block."""
         self._exchange()
         try:
             yield

@@ -7,11 +7,11 @@ A checkpoint has these files, none of which is a pickle:
 - ``average.safetensors``: the moving average of the weights, if the run computes an average.
 - ``best.safetensors``: the weights after the best evaluation, if the run stores these weights.
 - ``processes.safetensors``: random-number states and sums of the log, with a row per process.
-- the files of the tokenizer.
-- ``state.json``: everything else, with the SHA-256 of each file.
+- The files of the tokenizer.
+- ``state.json``: all other values, such as the step and the options, and the SHA-256 of each file.
 
 A checkpoint appears by one rename after its files have been flushed, so a killed writer leaves
-either the whole checkpoint or none. The checksums find damage that happens later.
+either the whole checkpoint or none. The checksums reveal damage that happens later.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from fastbert.data.tokenizer import MOST_TOKENIZER_BYTES
 from fastbert.file_size import check_file
 from fastbert.io import commit, safetensors_file
 
-# The entries of AdamW and of LAMB for each parameter.
+# AdamW and LAMB store these entries for each parameter.
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 CHECKPOINTS, STATE = "checkpoints", "state.json"
 NAME = re.compile(r"step-(\d{8,})$")
@@ -52,7 +52,7 @@ class StoredTokenizer(Protocol):
     """A tokenizer that writes its files."""
 
     def save(self, folder: Path, *, max_length: int | None = ...) -> None:
-        """Write the files, and the largest number of tokens if `max_length` is given."""
+        """Write the files; they state the largest number of tokens if `max_length` is passed."""
         ...
 
 
@@ -80,7 +80,7 @@ class Checkpoint(NamedTuple):
 
     @contextlib.contextmanager
     def fitting(self, name: str) -> Iterator[dict[str, Tensor]]:
-        """Yield the tensors of ``name.safetensors``; errors in the block name the file."""
+        """Yield the tensors of ``name.safetensors``; errors in the ``with`` block name the file."""
         with self.reading(f"{name}.safetensors"):
             yield self.tensors(name)
 
@@ -110,15 +110,15 @@ def save(
     tokenizer: StoredTokenizer,
     keep: int,
 ) -> None:
-    """Write a checkpoint, then delete checkpoints of later steps and all but the last `keep`.
+    """Write a checkpoint, then delete the checkpoints of later steps and the oldest checkpoints.
 
     Args:
         output: Folder of the run.
         step: Number of steps of the run so far, which names the checkpoint.
-        content: The entries of ``state.json`` that depend on the run.
+        content: The entries of ``state.json`` that the run adds to the step and the checksums.
         tensors: Tensors by the stem of their file.
         tokenizer: The tokenizer.
-        keep: Number of checkpoints that stay, at least 1.
+        keep: Number of newest checkpoints that are not deleted, at least 1.
 
     Raises:
         OSError: If a file cannot be written; the earlier checkpoints stay.
@@ -147,17 +147,17 @@ def save(
 
 
 def folder_of(output: Path, step: int) -> Path:
-    """Return the path of the checkpoint after a number of steps."""
+    """Return the path of the checkpoint after `step` steps."""
     return output / CHECKPOINTS / f"step-{step:08d}"
 
 
 def exists(output: Path) -> bool:
-    """Tell whether a folder has a checkpoint, sound or not."""
+    """Return whether a folder has a checkpoint, damaged or not."""
     return bool(_numbered(output / CHECKPOINTS))
 
 
 def newest(output: Path, say: Callable[[str], None]) -> Checkpoint | None:
-    """Return the newest sound checkpoint of a run, or None if there is none at all.
+    """Return the newest undamaged checkpoint of a run, or None if the run has no checkpoint.
 
     Args:
         output: Folder of the run.
@@ -181,7 +181,7 @@ def newest(output: Path, say: Callable[[str], None]) -> Checkpoint | None:
 
 
 def read(folder: Path) -> Checkpoint:
-    """Return a checkpoint after a comparison of all checksums.
+    """Read a checkpoint, and compare the checksums of all its files.
 
     Args:
         folder: Folder of the checkpoint.
@@ -207,14 +207,15 @@ def read(folder: Path) -> Checkpoint:
 
 
 def _check_size(path: Path) -> None:
-    """Raise ValueError for a file of a wrong size, whose checksum could take a long time."""
+    """Raise ValueError if a file has a wrong size, before its checksum takes a long time."""
     if path.suffix == ".safetensors":
         safetensors_file.check_size(path)
     else:
         check_file(path, MOST_TOKENIZER_BYTES)
 
 
-# The least value of each integer. All tasks have a step; the other integers depend on the task.
+# The smallest allowed value of each integer in ``state.json``. All tasks store ``step``; the other
+# integers depend on the task.
 _INTEGERS = {
     **dict.fromkeys(("step", "processes", "accumulate"), 1),
     **dict.fromkeys(("epoch", "position", "tokens", "batches"), 0),
@@ -262,18 +263,19 @@ def forget(output: Path) -> None:
 def whole(tensor: Tensor) -> Tensor:
     """Return a whole tensor, detached and on the CPU; the parts of a shared tensor are gathered.
 
-    All processes that share the tensor must call this.
+    A shared tensor is one whose parts are on several processes (FSDP2). All of these processes must
+    call this function.
     """
     return whole_here(tensor.detach()).cpu()
 
 
 def whole_here(tensor: Tensor) -> Tensor:
-    """Return a whole tensor on its device; the parts of a shared tensor are gathered."""
+    """Return a whole tensor on its device; the parts of a tensor shared by FSDP2 are gathered."""
     return tensor.full_tensor() if isinstance(tensor, _shared_type()) else tensor
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return the part of a shared tensor that this process has; other tensors are unchanged."""
+    """Return this process's part of a tensor that FSDP2 shares; return other tensors unchanged."""
     return tensor.to_local() if isinstance(tensor, _shared_type()) else tensor
 
 
@@ -312,7 +314,7 @@ def restore_weights(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
 
 
 def check_like(name: str, saved: Tensor, own: Tensor) -> None:
-    """Raise ValueError if a saved tensor has another shape or dtype than that of the run."""
+    """Raise ValueError if a saved tensor has another shape or dtype than the run's tensor `own`."""
     if saved.shape != own.shape or saved.dtype != own.dtype:
         raise ValueError(
             f"{name}: got {saved.dtype} of shape {tuple(saved.shape)}, allowed: {own.dtype} of "
@@ -321,7 +323,7 @@ def check_like(name: str, saved: Tensor, own: Tensor) -> None:
 
 
 def moments_of(optimizer: Any) -> dict[str, Tensor]:
-    """Return the state of an optimizer by the number of the parameter and the entry: ``3.step``."""
+    """Return an optimizer's state; ``3.step`` is the key of the entry ``step`` of parameter 3."""
     state = optimizer.state_dict()["state"]
     return {
         f"{number}.{name}": whole(value).clone()

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# The number of an epoch and the number of a batch in the epoch.
+# A place is the number of an epoch and the number of a batch in this epoch.
 Place = tuple[int, int]
 
 
@@ -20,7 +20,7 @@ class Diverged(RuntimeError, FloatingPointError):
 
 
 class Divergence:
-    """Watches the gradients of a run.
+    """Watches the gradients of a run for values that are not finite.
 
     After a gradient that is not finite, no step changes the weights or the moments of the
     optimizer any more: torch's fused optimizers skip the update while their attribute `found_inf`
@@ -28,7 +28,7 @@ class Divergence:
     """
 
     def __init__(self, device: torch.device) -> None:
-        """Start on `device`, with all gradients finite so far."""
+        """Allocate the state on `device`; so far, all gradients are finite."""
         self._diverged = torch.zeros((), dtype=torch.bool, device=device)
         self._sound = torch.zeros((), dtype=torch.int64, device=device)
         # The places of the steps since the last call of `place`.
@@ -41,7 +41,7 @@ class Divergence:
         Args:
             norm: Norm of the gradients of the step.
             optimizer: The optimizer.
-            place: Place of the batch.
+            place: Number of the epoch, and number of the batch in the epoch.
         """
         self._places.append(place)
         self._diverged |= ~norm.isfinite()

@@ -67,7 +67,7 @@ class MaskedPredictions:
                 label.
 
         Returns:
-            The number, int64 of shape ``()``.
+            The number of correct predictions, int64 of shape ``()``.
         """
         labels = labels.reshape(-1)
         if self._transformed is None:
@@ -105,7 +105,7 @@ def evaluate(
         ``mlm_loss`` in nats and ``mlm_accuracy``, as means over all labelled positions;
         ``nsp_loss`` in nats and ``nsp_accuracy``, as means over all pairs, unless the batches have
         no ``next_sentence_label``; and ``mlm_baseline_accuracy``. The baseline always predicts the
-        most frequent label of these batches, so no other constant prediction is more accurate.
+        most frequent label in `batches`, so no other constant prediction is more accurate.
 
     Raises:
         ValueError: If there is no batch.

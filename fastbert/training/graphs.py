@@ -1,13 +1,14 @@
 """The training step as CUDA graphs: forward, loss, backward, clipping and the optimizer's step.
 
-The launches of a small model take longer than its kernels. A CUDA graph launches all kernels of a
-step at once, with the recorded shapes in the recorded memory. A batch is therefore placed into a
-bucket (``fastbert.graphs``), and each bucket has a graph of its own.
+The kernel launches of a small model take longer than the kernels themselves. A CUDA graph launches
+all kernels of a step at once, with the recorded shapes in the recorded memory. A batch is therefore
+placed into a bucket, which is a fixed shape that the batch fits (``fastbert.graphs``). Each bucket
+has a graph of its own.
 
 A graph reads weights, gradients, optimizer states, the learning rate and the seeds of dropout from
 memory. Each replay therefore updates the weights, follows the schedule of the learning rate, and
 draws other dropout masks, because the draw of the seeds from torch's generator is part of the
-graph. Numbers of Python, such as a dropout probability, are part of the recording. If such a number
+graph. Python numbers, such as a dropout probability, are part of the recording. If such a number
 changes, or if a weight is replaced, the graphs are recorded again.
 
 The first batch of a bucket runs without a graph, which also compiles its kernels. The second batch
@@ -33,13 +34,13 @@ from fastbert.modules.inputs import EncoderInput, enter
 from fastbert.modules.models.task_model import TaskModel
 from fastbert.training.step_input import LABELS, StepInput
 
-# Arguments of a batch other than its labels.
+# These are the arguments of a batch other than its labels.
 TOKENS = (
     "input_ids", "attention_mask", "token_type_ids", "position_ids", "cu_seqlens", "max_seqlen",
 )  # fmt: skip
-# The fields of a module with the hooks that a replay would not call.
+# These attributes of a module have its hooks, which a replay would not call.
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-# The types of the numbers, flags and names in a module.
+# Attributes of a module that have these types (numbers, flags and names) are part of a recording.
 CONSTANT_TYPES = (bool, int, float, str, type(None))
 Observer = Callable[[Any, dict[str, Any]], None]
 
@@ -58,11 +59,11 @@ def graphed_step(
 
     The gradients exist only inside a step: ``parameter.grad`` is None before and after it. A step
     therefore cannot accumulate gradients of several batches. There is no gradient scaler either,
-    because a scaler reads on the CPU whether a gradient is finite; autocast to bf16 needs none.
+    because a scaler reads on the CPU whether a gradient is finite. No scaler is needed for bf16.
 
-    The learning rate must be a tensor, because a graph would repeat a number in every replay. A
-    schedule of torch writes its rates into the tensor. To spare a read from the GPU at each step of
-    the schedule, give the parameter group a number as ``initial_lr``.
+    The learning rate must be a tensor, because every replay would repeat the value of a Python
+    number. A schedule of torch writes its rates into the tensor. To spare a read from the GPU at
+    each step of the schedule, give the parameter group a number as ``initial_lr``.
 
     On the CPU, the tests replay recordings of a substitute for CUDA graphs. Only a GPU can show
     whether every operator may be captured, whether the graphs use their shared memory pool in
@@ -86,7 +87,7 @@ def graphed_step(
             recently used graph. Graphs share the memory of their activations.
 
     Returns:
-        An object that is called with a batch and makes one update.
+        A callable that makes one update with the batch that is passed to it.
 
     Raises:
         TypeError: If `model` has another type, or `optimizer` is not an optimizer of torch.
@@ -154,7 +155,7 @@ class GraphedStep:
         optimizer: The optimizer.
         buckets: The limits of a batch with a graph.
         max_graphs: Largest number of graphs.
-        recorder: Makes the recorder for a device.
+        recorder: Function that makes the recorder for a device.
         clip_norm: As in `graphed_step`.
         observe: As in `graphed_step`.
     """
@@ -299,8 +300,8 @@ class GraphedStep:
                 if not graph.ran or self._has_hooks():
                     result = _own(recorder.run(update))
                     graph.ran = True
-                    # The first step of the optimizer creates its states, which are among the
-                    # sources.
+                    # The first step of the optimizer creates its states, which `_sources`
+                    # includes.
                     self._recorded_from = self._sources()
                     return result
                 if graph.recording is None:
@@ -372,7 +373,7 @@ class GraphedStep:
         return self._cache.recorder
 
     def _look_at_modules(self) -> None:
-        """Store the modules, so that no other module gets their ids, and the names of numbers."""
+        """Store the modules, so that their ids are not used again, and their constants' names."""
         self._parts = list(self.model.modules())
         self._numbers = [
             (part.__dict__, name)
@@ -382,7 +383,7 @@ class GraphedStep:
         ]
 
     def _has_hooks(self) -> bool:
-        """Tell whether Python functions of the caller run inside a step."""
+        """Return whether hooks, which are Python functions of the caller, run inside a step."""
         optimizer = self.optimizer
         return bool(
             nn.modules.module._has_any_global_hook()
@@ -400,7 +401,7 @@ class GraphedStep:
 
 
 def _own(result: Results) -> StepResult:
-    """Return a copy of a result, whose memory the next replay overwrites."""
+    """Return a copy of a result, because the next replay overwrites the result's memory."""
     loss, norm = result
     return StepResult(loss.clone(), None if norm is None else norm.clone())
 

@@ -28,9 +28,9 @@ class Lamb(torch.optim.Optimizer):
             ``weight_decay`` and ``adapt``.
         lr: Learning rate.
         betas: Decays of the two moments.
-        eps: Added to the root of the second moment.
-        weight_decay: Weight decay, which is added to the update before it is scaled.
-        adapt: Whether the update is scaled.
+        eps: Number that is added to the square root of the second moment.
+        weight_decay: Weight decay, which is added to the update before the update is scaled.
+        adapt: Whether the update is scaled to the norm of the weights of the layer.
 
     Note:
         You et al. 2020, "Large batch optimization for deep learning: training BERT in 76 minutes",
@@ -64,7 +64,8 @@ class Lamb(torch.optim.Optimizer):
         """Make one update.
 
         Args:
-            closure: Computes the loss and the gradients before the update; None if they exist.
+            closure: Computes the loss and the gradients before the update; None if the gradients
+                exist already.
 
         Returns:
             The loss of `closure`, or None.
@@ -113,6 +114,6 @@ class Lamb(torch.optim.Optimizer):
 
 
 def _trust(weight: Tensor, update: Tensor) -> Tensor:
-    """Return the ratio of the norms of a layer and of its update; 1 if one of them is zero."""
+    """Return the norm of a layer's weights over the norm of its update; 1 if a norm is zero."""
     layer, change = torch.linalg.vector_norm(weight), torch.linalg.vector_norm(update)
     return torch.where((layer > 0) & (change > 0), layer / change, 1.0)

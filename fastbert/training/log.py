@@ -111,20 +111,22 @@ def _parsed(path: Path, content: bytes, *, resumed: bool) -> list[LogRow]:
     return rows
 
 
-# The panels of the curves of a pre-training run: the name of a figure in the rows, and its title.
+# The curves of a pre-training run have these panels. A key is the name of a figure in the rows of
+# the log, and its value is the title of the panel.
 PANELS = {
     "mlm_loss": "masked-LM loss (nats)",
     "mlm_accuracy": "masked-LM accuracy",
     "nsp_loss": "next-sentence loss (nats)",
     "nsp_accuracy": "next-sentence accuracy",
 }
-# The task whose figures begin with "nsp", by the option `objective`.
+# For each value of the option `objective`, the task to which the figures with the prefix "nsp"
+# belong.
 PAIR_TASKS = {"nsp": "next-sentence", "sop": "sentence-order"}
 BASELINE = "mlm_baseline_accuracy"
 
 
 def panels_of(objective: str) -> dict[str, str]:
-    """Return the panels of the curves of a run with an objective of `PretrainOptions`."""
+    """Return the panels of ``curves.png`` for a value of ``PretrainOptions.objective``."""
     task = PAIR_TASKS.get(objective)
     if task is None:
         return {name: title for name, title in PANELS.items() if not name.startswith("nsp")}
@@ -132,14 +134,15 @@ def panels_of(objective: str) -> dict[str, str]:
 
 
 def plot_curves(rows: list[LogRow], path: Path, panels: Mapping[str, str] = PANELS) -> None:
-    """Draw figures of the log against the step.
+    """Draw the curves of a log: a panel for each figure, with the step on the horizontal axis.
 
     Args:
-        rows: The rows of the log. A row without the figure of a panel gives no point in it. The
-            last row whose entry ``best`` is True, and a row with the event ``"stop"``, are marked
-            by vertical lines.
+        rows: The rows of the log. A row without the figure of a panel gives no point in that panel.
+            The last row whose entry ``best`` is True, and a row with the event ``"stop"``, are
+            marked by vertical lines.
         path: The PNG file, which appears complete or not at all.
-        panels: The title of each panel by the name of its figure; their number is even.
+        panels: The title of each panel by the name of its figure. The number of panels must be
+            even.
     """
     lines = len(panels) // 2
     with picture(path, 11, 3.5 * lines) as figure:

@@ -95,10 +95,10 @@ class Run(ABC):
         self.first = accelerator.is_main_process
         self.step = self.saved = 0
         self.seconds = 0.0
-        # `started` is the time at which the steps since the last row of the log began. `before` is
-        # the duration, in seconds, of such steps that were made before the run was resumed.
+        # `started` is the time at which the steps since the last row of the log began. If some of
+        # these steps were made before the run was resumed, `before` is their duration in seconds.
         self.started = self.before = 0.0
-        # The time at which the last checkpoint was written, or at which the steps began.
+        # `saved_at` is the time at which the last checkpoint was written, or the steps began.
         self.saved_at = 0.0
         self.divergence = Divergence(device)
 
@@ -129,7 +129,7 @@ class Run(ABC):
 
     @abstractmethod
     def evaluate(self, record: Record) -> None:
-        """Evaluate the model after the current step, and record the figures."""
+        """Evaluate the model after the current step, and write the figures into the log."""
 
     def has_ended(self) -> bool:
         """Return whether no step is left to make."""
@@ -160,7 +160,7 @@ class Run(ABC):
         return bool(self.largest(time.monotonic() - self.saved_at >= 60 * minutes))
 
     def export(self, tensors: Mapping[str, Mapping[str, Tensor]]) -> Any:
-        """Return the model that the user receives.
+        """Return the model that is written into the folder of the run.
 
         Args:
             tensors: The tensors of the checkpoint of the same step.
@@ -219,7 +219,7 @@ class Run(ABC):
         torch.manual_seed((seed + own + (self.step << 20)) % 2**63)
 
     def lap(self) -> float:
-        """Return the seconds since the last row of the log, and add them to the duration."""
+        """Return the seconds since the last row of the log, and add them to `seconds`."""
         seconds = time.perf_counter() - self.started
         self.seconds += seconds
         return seconds
@@ -320,7 +320,7 @@ class Run(ABC):
 
     @contextlib.contextmanager
     def recorded(self, record: Record) -> Iterator[None]:
-        """Close the record at the end of the block, and tell the user about an interruption."""
+        """Close `record` at the end of the ``with`` block, and report an interruption."""
         try:
             yield
         except (KeyboardInterrupt, SystemExit):
@@ -364,7 +364,7 @@ def open_record(
         tracker: Receives the rows of the log too, if there is one.
 
     Returns:
-        The record.
+        The `Record`, which writes the log and shows the messages.
 
     Raises:
         OSError: If the folder or the log cannot be written.

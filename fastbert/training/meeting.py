@@ -20,7 +20,7 @@ OWN = secrets.token_hex(16)
 
 
 def start_processes(purpose: str, folder: Path, *, tracker: str | None = None) -> Accelerator:
-    """Return the processes of a run: this process, or all processes that a launcher has started.
+    """Return accelerate's object for this process, or for all processes of a launcher.
 
     Args:
         purpose: Name of the run in an error.
@@ -53,10 +53,10 @@ def join_processes() -> None:
     """Join the group of the processes that torchrun has started; without torchrun, do nothing.
 
     After a failure, torchrun starts the processes again, and the attempts of a job share a store
-    (torch 2.13). A process of the second attempt could find the address of a dead process of the
-    first attempt there, and wait for that process forever. The processes therefore agree on a
-    prefix of their keys, which no earlier attempt has used. The count of restarts cannot be this
-    prefix, because two machines can count differently.
+    (torch 2.13). A process of the second attempt could read the address of a dead process of the
+    first attempt in this store, and wait for that process forever. The processes therefore agree on
+    a prefix for their keys in the store, which no earlier attempt has used. The count of restarts
+    cannot be this prefix, because two machines can count differently.
     """
     if not distributed.is_available() or not distributed.is_torchelastic_launched():
         return
@@ -70,14 +70,14 @@ def join_processes() -> None:
 
 
 def begin(folder: Path) -> None:
-    """Let later attempts of this job of torchrun know that the run in `folder` has begun."""
+    """Note in the store of this torchrun job that the run in `folder` has begun."""
     store = _store_of_the_job()
     if store is not None:
         store.set(_begun(folder), OWN)
 
 
 def begun_before(folder: Path) -> bool:
-    """Return whether an earlier attempt of this job of torchrun has begun the run in `folder`."""
+    """Return whether an earlier attempt of this torchrun job has begun the run in `folder`."""
     store, key = _store_of_the_job(), _begun(folder)
     return store is not None and store.check([key]) and store.get(key).decode() != OWN
 

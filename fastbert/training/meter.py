@@ -32,7 +32,8 @@ class Meter:
         # float64 counts tokens exactly, but MPS does not have this dtype.
         dtype = torch.float32 if device.type == "mps" else torch.float64
         self._sums = torch.zeros(len(SUMS), dtype=dtype, device=device)
-        # Sums of numbers that the CPU knows; a copy to the device would wait for the device.
+        # These are sums of numbers that the CPU knows; a copy of each number to the device would
+        # wait for the device.
         self._known = dict.fromkeys(("batches", "pairs", "tokens"), 0)
 
     def count(self, batch: Batch) -> None:
@@ -88,7 +89,7 @@ class Meter:
             self._known[name] = 0
 
     def read(self, accelerator: Accelerator) -> dict[str, float]:
-        """Return the means of all processes since the last call, and reset the sums.
+        """Return the means over all processes since the last call, and reset the sums.
 
         Returns:
             ``mlm_loss`` and ``mlm_accuracy``; if there were pairs, ``nsp_loss`` and

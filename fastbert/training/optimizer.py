@@ -58,7 +58,8 @@ def make_optimizer(
     """
     graphed = graphed_on is not None
     groups = decay_groups(model, weight_decay)
-    # The schedule multiplies this number; reading the rate from a tensor would wait for the GPU.
+    # The schedule multiplies ``initial_lr``, which is a Python number because reading the rate from
+    # a tensor would wait for the GPU.
     groups = [{**group, "initial_lr": learning_rate} for group in groups]
     optimizer: torch.optim.Optimizer
     if kind == "lamb":

@@ -52,7 +52,7 @@ class PretrainOptions:
     Args:
         output: Folder that receives ``log.jsonl``, ``curves.png``, ``model/`` and ``checkpoints/``.
         corpus: A folder that ``fastbert prepare`` wrote, or a file or folder for
-            `fastbert.data.read_documents`; None if `pretrain` is given the documents.
+            `fastbert.data.read_documents`; None if the documents are passed to `pretrain`.
         overwrite: Whether the run starts from the first step and replaces an earlier run in
             `output`. With False, `pretrain` resumes the earlier run.
         preset: Preset of the model: ``"tiny"``, ``"mini"``, ``"base"`` or ``"large"``.
@@ -61,16 +61,16 @@ class PretrainOptions:
         vocab_size: Largest vocabulary of a tokenizer that is trained.
         lowercase: Whether a tokenizer that is trained converts texts to lower case.
         objective: The task beside masked language modelling: ``"nsp"`` (next sentence, as in BERT),
-            ``"sop"`` (order of two segments, as in ALBERT), or ``"none"`` (as in RoBERTa). The last
-            two need a prepared corpus.
+            ``"sop"`` (order of two segments, as in ALBERT), or ``"none"`` (as in RoBERTa).
+            ``"sop"`` and ``"none"`` need a prepared corpus.
         max_length: Largest number of tokens of an example, special tokens included.
         short_steps: Fraction of the steps, at the start, whose examples have at most `short_length`
             tokens; in [0, 1).
-        short_length: Largest number of tokens of an example in these steps.
+        short_length: Largest number of tokens of an example in the first `short_steps` of the run.
         tokens_per_batch: Largest number of tokens of a batch on one process.
         steps: Number of steps; None derives it from `epochs`.
         epochs: Number of epochs, if `steps` is None; None means one epoch. The number of steps is
-            this number times the steps of the first epoch.
+            `epochs` times the number of steps of the first epoch.
         accumulate: Number of batches of a step on one process. The gradients of these batches are
             averaged, like the gradients of several processes.
         optimizer: ``"adamw"``, or ``"lamb"`` for very large batches.
@@ -103,7 +103,7 @@ class PretrainOptions:
             end.
         save_minutes: Largest number of minutes between two checkpoints; None sets no limit.
         keep_checkpoints: Number of checkpoints that stay in the folder ``checkpoints``. If the last
-            checkpoint is damaged, the run resumes from an earlier one.
+            checkpoint is damaged, the run resumes from an earlier checkpoint.
         tracker: ``"tensorboard"`` or ``"wandb"``, which then receives the rows of the log too.
         workers: Number of processes that prepare batches during the training; 0 prepares batches
             in the training process.

@@ -24,7 +24,7 @@ def check_shards(accelerator: Accelerator) -> None:
 
 
 class Copies:
-    """Each process has the whole model; DDP averages the gradients."""
+    """Copies of the model: each process has the whole model, and DDP averages the gradients."""
 
     def __init__(self, accelerator: Accelerator, model: nn.Module) -> None:
         """Move the model to the device of this process; with several processes, wrap it in DDP."""
@@ -46,10 +46,10 @@ class Copies:
 
 
 class Shards:
-    """Each process has a part of each weight, gradient and moment (Rajbhandari et al. 2020).
+    """Shards of the model: each process has a part of each weight, gradient and moment.
 
     FSDP2 gathers the weights of the whole model for a step. Between the steps, each process holds
-    its part only.
+    only its own parts (Rajbhandari et al. 2020).
     """
 
     def __init__(self, accelerator: Accelerator, model: nn.Module) -> None:

@@ -24,7 +24,7 @@ from fastbert.training.evaluate import Batch
 from fastbert.training.options import PretrainOptions
 
 Documents = list[list[str]]
-# A random second half is from another document, so one document alone gives no pairs.
+# The second text of a random pair is from another document, so one document alone gives no pairs.
 FEWEST_DOCUMENTS = 2
 
 
@@ -63,7 +63,8 @@ def gather_documents(
     """Read or open the corpus of `options`, or return `documents` as a list.
 
     Raises:
-        ValueError: If there are no documents, or if both sources or neither source is given.
+        ValueError: If there are no documents, or if both or neither of ``options.corpus`` and
+            `documents` are None, or if the objective needs a prepared corpus.
     """
     if documents is None:
         if options.corpus is None:
@@ -96,7 +97,7 @@ def split_documents(
         documents: The documents.
         fraction: Fraction of the documents to hold out. A fraction above 0 holds out at least two
             documents.
-        seed: Seed of the choice.
+        seed: Seed of the random choice of held-out documents.
 
     Returns:
         The training documents and the held-out documents.

@@ -230,7 +230,8 @@ def _resumable(
         **options.decisive(),
     }
     content = checkpoint.content
-    # Older checkpoints name no task, and lack later options, whose defaults they have used.
+    # Checkpoints of older versions name no task. They also lack the options that were added later,
+    # and their runs behaved as with the defaults of these options.
     earlier = {
         "task": content.get("task", TASK),
         batches: content.get("processes", 1) * content.get("accumulate", 1),

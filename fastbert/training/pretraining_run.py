@@ -67,8 +67,8 @@ class PretrainingRun(Run):
             accelerator: The processes of the run.
 
         Raises:
-            ValueError: If there are too few batches for a step, or if the processes cannot use
-                CUDA graphs or shards that the options ask for.
+            ValueError: If there are too few batches for a step, or if the options ask for CUDA
+                graphs or shards that the processes cannot use.
         """
         super().__init__(options, accelerator)
         self.prepared, self.tokenizer, self.text = prepared, prepared.tokenizer, text
@@ -102,9 +102,10 @@ class PretrainingRun(Run):
         # `position` counts the batches of the epoch that this process has taken.
         self.epoch = self.position = self.tokens = 0
         self.meter = Meter(accelerator.device)
-        # The peak FLOP/s of the device, if known, and the FLOPs since the last row of the log.
+        # `peak` is the peak FLOP/s of the device, or None if not known. `flops` counts the FLOPs
+        # since the last row of the log.
         self.peak, self.flops = peak_flops(accelerator.device, options.precision), 0.0
-        # Counts correct predictions in the steps that are logged.
+        # `predictions` counts the correct predictions in the steps that are logged.
         self.predictions: MaskedPredictions | None = None
         self.graphed = self._graphed() if options.cuda_graphs else None
         self.evaluation: dict[str, float] | None = None
@@ -163,7 +164,10 @@ class PretrainingRun(Run):
             self.position = 0
 
     def phase(self) -> tuple[Source, int, int]:
-        """Return the batches of the current phase, its first step, and the step after its last."""
+        """Return the batches of the current phase, its first step, and the step after its last.
+
+        A run with `short_steps` has two phases: first the short examples, then the full examples.
+        """
         short, prepared = round(self.total * self.options.short_steps), self.prepared
         if prepared.short is not None and self.step < short:
             return prepared.short, 0, short
@@ -205,7 +209,8 @@ class PretrainingRun(Run):
         """Add the gradient of one of `share` batches of a step."""
         with self.autocast():
             output = self.parallel.model(**batch)
-        # FSDP2 holds whole weights only between the forward and the backward pass.
+        # FSDP2 holds whole weights only between the forward and the backward pass, and `observe`
+        # reads whole weights.
         self.observe(output, batch)
         loss = output.loss
         (loss if share == 1 else loss / share).backward()
@@ -234,7 +239,7 @@ class PretrainingRun(Run):
         return torch.autocast(kind, torch.bfloat16, enabled=self.options.precision == "bf16")
 
     def refuse_divergence(self) -> None:
-        """Raise RuntimeError if a gradient was not finite; later steps have changed no weight."""
+        """Raise RuntimeError if a gradient was not finite; no weight has changed since then."""
         place = self.divergence.place()
         if place is not None:
             epoch, batch = place
@@ -278,7 +283,7 @@ class PretrainingRun(Run):
         return bool(self.prepared.held_out) and self.is_due(self.options.eval_every)
 
     def evaluate(self, record: Record) -> None:
-        """Evaluate the model on the held-out documents, and record the figures."""
+        """Evaluate the model on the held-out documents, and write the figures into the log."""
         averaged = contextlib.nullcontext() if self.average is None else self.average.applied()
         with averaged, self.autocast():
             self.evaluation = evaluate(self.model, self.prepared.held_out)
@@ -289,7 +294,7 @@ class PretrainingRun(Run):
         )
 
     def content(self) -> dict[str, Any]:
-        """Return the position in the data, the figures, and the facts that must not change."""
+        """Return the position in the data, the figures, and the values that identify the run."""
         return {
             "epoch": self.epoch,
             "position": self.position,

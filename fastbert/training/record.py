@@ -21,7 +21,7 @@ class Record:
         folder: Folder of the run.
         log: The log; None in all processes but the first.
         progress: Shows the steps to the user.
-        attempt: Writes files.
+        attempt: Writes files, and stores the errors of failed writes.
         panels: The title of each panel of the curves by the name of its figure.
         tracker: Receives the rows of the log too, if there is one.
     """
@@ -53,7 +53,7 @@ class Record:
             self.attempt.draw(CURVES, lambda: plot_curves(log.rows, curves, self.panels))
 
     def kept(self, saved: int) -> str:
-        """Return the names of the files that the run leaves, for messages.
+        """Return the names of the files that were written, for messages.
 
         Args:
             saved: Step of the last checkpoint; 0 means that there is none.

@@ -21,7 +21,7 @@ PATIENCE = 60.0
 
 
 def starts_anew(output: Path, overwrite: bool, accelerator: Accelerator) -> bool:
-    """Return whether a run deletes the checkpoints of its folder.
+    """Return whether a run deletes the checkpoints of its folder and starts from the first step.
 
     After a failure, torchrun starts the same command again. The option `overwrite` applies to the
     first attempt of a job only, so that a later attempt resumes from the checkpoints of the job.
@@ -29,7 +29,7 @@ def starts_anew(output: Path, overwrite: bool, accelerator: Accelerator) -> bool
     Args:
         output: Folder of the run.
         overwrite: The option of the run.
-        accelerator: The processes of the run, all of which call this.
+        accelerator: The processes of the run, all of which must call this function.
     """
     anew = overwrite and not (accelerator.is_main_process and meeting.begun_before(output))
     return bool(_of_the_first(int(anew), accelerator))
@@ -37,7 +37,7 @@ def starts_anew(output: Path, overwrite: bool, accelerator: Accelerator) -> bool
 
 @contextlib.contextmanager
 def alone(output: Path, accelerator: Accelerator) -> Iterator[None]:
-    """Let the first process lock the folder of a run during the block.
+    """Let the first process lock the folder of a run during the ``with`` block.
 
     Args:
         output: Folder of the run, which is created for the block if it does not exist.
@@ -58,7 +58,7 @@ def alone(output: Path, accelerator: Accelerator) -> Iterator[None]:
 def find(
     output: Path, say: Callable[[str], None], accelerator: Accelerator
 ) -> checkpoints.Checkpoint | None:
-    """Return the newest sound checkpoint; the first process finds it, and all processes return it.
+    """Return, in all processes, the newest undamaged checkpoint that the first process reads.
 
     Args:
         output: Folder of the run, which all processes can read.
@@ -76,7 +76,7 @@ def find(
 
 
 def _of_the_first(number: int, accelerator: Accelerator) -> int:
-    """Return the number that the first process gives, in all processes."""
+    """Return, in all processes, the `number` of the first process."""
     if accelerator.num_processes == 1:
         return number
     from accelerate.utils import broadcast
@@ -89,8 +89,8 @@ def refuse_another_run(output: Path, given: Mapping[str, Any], earlier: Mapping[
 
     Args:
         output: Folder of the run.
-        given: The facts that identify a run, such as its options.
-        earlier: The same facts of the run that wrote the checkpoint.
+        given: The values that identify the new run by name, such as its options.
+        earlier: The same values of the run that wrote the checkpoint.
     """
     for name, value in json.loads(json.dumps(given)).items():
         if value != earlier.get(name):

@@ -24,11 +24,11 @@ from fastbert.ops.arguments import require_shape
 
 
 class Labels(NamedTuple):
-    """One argument with labels.
+    """The properties of one argument of a model that has labels.
 
     Attributes:
         per_token: Whether each token has a label; otherwise each sequence has a label.
-        classes: Number of classes, or the name of the field of the configuration that has it.
+        classes: Number of classes, or the name of the configuration field with this number.
     """
 
     per_token: bool
@@ -39,13 +39,13 @@ class Labels(NamedTuple):
 
         Args:
             name: Name of the argument, for messages.
-            labels: The labels that the caller gave.
+            labels: The labels from the caller.
             layout: Layout of the batch.
             config: Configuration of the model.
 
         Returns:
-            Labels of shape ``(T,)`` or ``(B, L)`` for tokens, as the caller gave them, and of shape
-            ``(B,)`` for sequences.
+            Labels of sequences have the shape ``(B,)``. Labels of tokens keep their shape, which is
+            ``(T,)`` for a packed batch and ``(B, L)`` for a padded batch.
 
         Raises:
             ValueError: If the shape or a label is not allowed.
@@ -121,7 +121,7 @@ class StepInput:
             self.batch.fill(tokens, mask)
         for name, given in labels.items():
             memory = self.labels[name]
-            # The labels of an earlier batch must not count.
+            # The labels of an earlier batch must not count in the loss.
             memory.fill_(IGNORED)
             memory[tuple(map(slice, given.shape))].copy_(given, non_blocking=True)
 
@@ -143,7 +143,7 @@ class StepInput:
         tokens, _ = self.batch.unpadded()
         indices = tokens.layout.indices
         assert indices is not None
-        # The padding of a batch may have labels, which must not count.
+        # The padding of a batch may have labels, which must not count in the loss.
         rows = {
             name: x.masked_fill(~self.batch.exists, IGNORED).flatten().index_select(0, indices)
             if x.dim() == 2

@@ -1,4 +1,4 @@
-"""Model FLOPs utilization: the share of a processor's peak that the products of a model reach."""
+"""Model FLOPs utilization: the share of a processor's peak that a model's matrix products reach."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from fastbert.config import BertConfig
 from fastbert.flops import flops_of_layers
 from fastbert.training.evaluate import IGNORED, Batch
 
-# The backward pass of a product is two products of the same size, so a step has three.
+# The backward pass of a matrix product computes two products of the same size, so a step has three
+# passes.
 PASSES = 3
 
 
@@ -27,7 +28,7 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
 
 
 def model_flops(config: BertConfig, batch: Batch) -> float:
-    """Return the FLOPs of the products of a training step, without the FLOPs of recomputation.
+    """Return the FLOPs of a training step's matrix products, without those of recomputation.
 
     The products are those of the layers on real tokens, of the masked-LM head at labelled
     positions, and of the pooler, in the forward and the backward pass (Chowdhery et al. 2022,

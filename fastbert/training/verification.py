@@ -20,7 +20,7 @@ def verify(corpus: PreparedCorpus, accelerator: Accelerator, console: Console) -
 
     Args:
         corpus: The corpus.
-        accelerator: The processes of the run, all of which call this.
+        accelerator: The processes of the run, all of which must call this function.
         console: Where the progress of this process is shown.
 
     Raises:

@@ -16,15 +16,15 @@ _ORDER, _MASKS = 4, 5
 
 
 class PreparedBatches:
-    """Batches of examples that hold at most a given number of tokens.
+    """Batches of examples, each with at most `tokens_per_batch` tokens.
 
-    A batch has the entries of `fastbert.data.PretrainingBatches`; without pairs, it has no
-    ``next_sentence_label``.
+    A batch has the entries of a batch of `fastbert.data.PretrainingBatches`. If the examples are
+    not pairs, a batch has no ``next_sentence_label``.
 
-    The number of batches of an epoch is a multiple of the number of batches of one step, over all
-    processes of the training. All steps of an epoch together take every example exactly once. The
-    packed batches of one step have similar numbers of tokens: they differ by less than the longest
-    example, except in the last step of an epoch.
+    One step of the training takes `batches_per_step` batches, over all processes. The number of
+    batches of an epoch is a multiple of `batches_per_step`, and all steps of an epoch together take
+    every example exactly once. The numbers of tokens of the packed batches of one step differ by
+    less than the length of the longest example, except in the last step of an epoch.
 
     The masks of an example depend only on the seed, the epoch and the number of the example. The
     masks are therefore the same for any number of processes that train or that prepare batches.
@@ -66,7 +66,8 @@ class PreparedBatches:
         self.examples, self.tokens_per_batch = examples, tokens_per_batch
         self.batches_per_step = batches_per_step
         self.whole_word, self.packed, self.probability = whole_word, packed, probability
-        # The index and the batches of the last epoch, so that its plan is made only once.
+        # `_last` stores the index and the batches of the last epoch, so that the epoch is planned
+        # only once.
         self._last: tuple[int, PreparedEpoch] | None = None
 
     def epoch(self, index: int) -> PreparedEpoch:
@@ -79,7 +80,7 @@ class PreparedBatches:
             The batches, whose number is a multiple of `batches_per_step`.
 
         Raises:
-            ValueError: If there are fewer examples than batches of a step.
+            ValueError: If there are fewer examples than `batches_per_step`.
         """
         if self._last is None or self._last[0] != index:
             self._last = None
@@ -119,8 +120,8 @@ class PreparedEpoch(Sequence[Batch]):
             source: The options of the batches.
             epoch: Number of the epoch.
             examples: The examples of the epoch.
-            order: Numbers of the examples, batch after batch, of shape ``(n,)``.
-            bounds: Start of each batch in `order`, followed by n.
+            order: Numbers of the n examples, batch after batch, of shape ``(n,)``.
+            bounds: Index in `order` of the first example of each batch, followed by n.
         """
         self._source, self._epoch, self._examples = source, epoch, examples
         self._order, self._bounds = order, bounds
@@ -130,7 +131,7 @@ class PreparedEpoch(Sequence[Batch]):
         return len(self._bounds) - 1
 
     def chosen(self, index: int) -> np.ndarray:
-        """Return the numbers of the examples of a batch."""
+        """Return the numbers of the examples in a batch."""
         return self._order[self._bounds[index] : self._bounds[index + 1]].astype(np.int64)
 
     def __getitem__(self, index: Any) -> Any:
@@ -160,7 +161,7 @@ class PreparedEpoch(Sequence[Batch]):
         return batch
 
     def _write(self, example: int, views: dict[str, np.ndarray]) -> None:
-        """Write one example and its masks into views of a batch."""
+        """Write one example and its labels into `views`, which are parts of a batch's arrays."""
         source, ids = self._source, views["input_ids"]
         self._examples.write(example, ids, views["token_type_ids"])
         rng = np.random.default_rng((_MASKS, source.examples.seed, self._epoch, example))
@@ -185,7 +186,7 @@ def _bounds(lengths: np.ndarray, budget: int) -> np.ndarray:
 
 
 def _divisible(bounds: np.ndarray, share: int) -> np.ndarray:
-    """Halve batches of the last, incomplete step until the step has `share` batches."""
+    """Halve batches of the last, incomplete step until that step has `share` batches."""
     if bounds[-1] < share:
         raise ValueError(
             f"corpus: {bounds[-1]} examples for {share} batches per step, allowed: at least one "

@@ -1,4 +1,4 @@
-"""Reading a prepared corpus, whose mapped files are in memory only where they are read."""
+"""Reading a prepared corpus from memory-mapped files, of which only the used parts are loaded."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def is_prepared(path: str | os.PathLike[str]) -> bool:
         path: Any path.
 
     Returns:
-        Whether ``manifest.json`` is there. Its content is not read.
+        Whether `path` has a ``manifest.json``. The content of this file is not read.
 
     Raises:
         ValueError: If the folder has a preparation that is not finished.
@@ -55,7 +55,7 @@ class PreparedCorpus:
     Attributes:
         folder: The folder.
         manifest: Content of ``manifest.json``.
-        tokenizer: The tokenizer of the ids.
+        tokenizer: The tokenizer that encoded the documents.
         shards: The shards, in the order of the documents.
         fingerprint: SHA-256 of the manifest, which has the checksums of all files.
     """
@@ -92,7 +92,7 @@ class PreparedCorpus:
         return int(self._starts[-1])
 
     def __getitem__(self, index: int) -> list[np.ndarray]:
-        """Return the sentences of a document, each the ids of its tokens."""
+        """Return the sentences of a document, each as an array of token ids."""
         index = range(len(self))[index]
         number = int(np.searchsorted(self._starts, index, side="right")) - 1
         shard, own = self.shards[number], index - int(self._starts[number])

@@ -12,9 +12,11 @@ from fastbert.data.prepared import plan
 from fastbert.data.prepared.corpus import PreparedCorpus
 from fastbert.data.prepared.shards import Shard
 
-# Next-sentence prediction (BERT), sentence-order prediction (ALBERT), and neither (RoBERTa).
+# The objectives are next-sentence prediction (BERT), sentence-order prediction (ALBERT), and
+# neither of them (RoBERTa).
 OBJECTIVES = ("nsp", "sop", "none")
-# The first number of each seed makes the examples and the masks of an epoch independent.
+# The seed of the examples begins with this number. The seeds of the order and of the masks begin
+# with other numbers, so that an epoch's examples, order and masks are drawn independently.
 _EXAMPLES = 3
 
 
@@ -22,8 +24,8 @@ class EpochExamples(Sequence[Instance]):
     """The examples of one epoch, each built on access from the mapped tokens.
 
     Attributes:
-        lengths: Number of tokens of each example, of shape ``(n,)`` in the smallest unsigned
-            integer dtype that holds ``max_length``.
+        lengths: Number of tokens of each of the n examples, of shape ``(n,)`` in the smallest
+            unsigned integer dtype that holds ``max_length``.
         label: Label of each pair, bool of shape ``(n,)``; False without pairs.
         pairs: Whether an example has two segments.
     """
@@ -34,10 +36,10 @@ class EpochExamples(Sequence[Instance]):
         """Join the plans of all shards.
 
         Args:
-            shards: For each plan, the shard of the plan, and the shard of the second segments of
-                NSP whose label is True.
+            shards: For each plan, the shard of the plan, and the shard from which random second
+                segments are drawn (objective ``"nsp"``).
             plans: The plan of each shard.
-            source: The `PreparedExamples`.
+            source: The `PreparedExamples` that made the plans.
         """
         self.pairs = source.objective != "none"
         self._shards = shards
@@ -49,7 +51,7 @@ class EpochExamples(Sequence[Instance]):
         special = 3 if self.pairs else 2
         sizes = spans[:, 1] - spans[:, 0] + spans[:, 3] - spans[:, 2] + special
         self.lengths = sizes.astype(np.min_scalar_type(source.max_length))
-        # A second segment of NSP whose label is True can be from another shard.
+        # With the objective "nsp", a random second segment can be from another shard.
         self._other = source.objective == "nsp"
 
     def __len__(self) -> int:
@@ -90,8 +92,8 @@ class PreparedExamples:
     Only a plan of about 19 bytes per example is in memory; the tokens stay in the mapped files.
 
     The documents are cut into runs of sentences as in `NextSentencePairs`. The runs of an epoch
-    cover all sentences, except documents of one sentence if the examples are pairs. The objective
-    determines how a run becomes an example.
+    cover all sentences; if the examples are pairs, documents of one sentence are left out. The
+    objective determines how a run becomes an example.
 
     - ``"nsp"``: ``[CLS] A [SEP] B [SEP]``, where B follows A (label 0) or is from another document
       (label 1), each with probability 1/2. The other document is from the same shard, unless the
@@ -137,7 +139,8 @@ class PreparedExamples:
         self.corpus, self.max_length, self.seed = corpus, max_length, seed
         self.objective, self.short = objective, short
         self._room = max_length - (2 if objective == "none" else 3)
-        # Each shard with chosen documents, their numbers in the shard, and how many they are.
+        # `_chosen` has, for each shard with chosen documents, the shard, the numbers of its chosen
+        # documents, and their count.
         self._chosen = _by_shard(corpus, documents)
         count = sum(number for _, _, number in self._chosen)
         if count < (2 if objective == "nsp" else 1):
@@ -168,7 +171,7 @@ class PreparedExamples:
         return EpochExamples(shards, plans, self)
 
     def _other(self, place: int) -> int:
-        """Return the place of the shard whose documents give random second segments."""
+        """Return the index of the shard from which shard `place` draws random second segments."""
         if self._chosen[place][2] > 1:
             return place
         return (place + 1) % len(self._chosen)
@@ -192,9 +195,9 @@ class PreparedExamples:
 def _by_shard(
     corpus: PreparedCorpus, documents: np.ndarray | None
 ) -> list[tuple[Shard, np.ndarray | None, int]]:
-    """Return each shard with chosen documents, their numbers in the shard, and how many they are.
+    """Return each shard that has chosen documents, with their numbers in the shard and their count.
 
-    The numbers are None if all documents are chosen.
+    Instead of the numbers, the result has None if all documents are chosen.
     """
     groups: list[tuple[Shard, np.ndarray | None, int]] = []
     start = 0

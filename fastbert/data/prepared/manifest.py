@@ -14,7 +14,8 @@ from fastbert.atomic_file import write_durably
 from fastbert.data.prepared.shards import ShardRecord, token_dtype
 
 MANIFEST, SHARDS, TOKENIZER = "manifest.json", "shards", "tokenizer"
-# The options of a preparation that is not finished; a finished corpus has no such file.
+# This file has the options of a preparation that is not finished; a finished corpus has no such
+# file.
 RUN = "run.json"
 FORMAT = "fastbert prepared corpus"
 # The layout of the files; a corpus of another layout is refused.
@@ -31,9 +32,10 @@ class Manifest:
         options: The options of the preparation that determine its result.
         source: Number of the text files, their size in bytes, and the SHA-256 of their names and
             sizes.
-        vocabulary: ``size``, and ``sha256`` of ``tokenizer/tokenizer.json``.
+        vocabulary: The entries ``size`` and ``sha256``, the SHA-256 of
+            ``tokenizer/tokenizer.json``.
         dtype: dtype of the ids in the shards.
-        shards: The entries of the shards.
+        shards: One `ShardRecord` for each shard.
     """
 
     options: dict[str, Any]

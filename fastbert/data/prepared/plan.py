@@ -18,9 +18,10 @@ class Text(NamedTuple):
     """Documents of a shard, in which no sentence is longer than an example.
 
     Attributes:
-        offsets: Index of the first token of each sentence, followed by the number of tokens; int64
-            of shape ``(S + 1,)``.
-        starts: Index of the first sentence of each chosen document, int64 of shape ``(D,)``.
+        offsets: Index of the first token of each of the S sentences, followed by the number of
+            tokens; int64 of shape ``(S + 1,)``.
+        starts: Index of the first sentence of each of the D chosen documents, int64 of shape
+            ``(D,)``.
         ends: Index after the last sentence of each chosen document, int64 of shape ``(D,)``.
     """
 
@@ -33,8 +34,9 @@ class Plan(NamedTuple):
     """The examples of a shard.
 
     Attributes:
-        spans: Start and end of the first and of the second segment in the tokens, uint32 of shape
-            ``(n, 4)``. Without pairs, the second segment is empty.
+        spans: For each of the n examples, the start and the end of the first segment in the tokens,
+            and the start and the end of the second segment; uint32 of shape ``(n, 4)``. If the
+            examples are not pairs, the second segment is empty.
         label: The label of each pair, bool of shape ``(n,)``: whether the second segment is from
             another document (NSP), or whether the segments are swapped (SOP).
     """
@@ -44,7 +46,7 @@ class Plan(NamedTuple):
 
 
 class _Runs(NamedTuple):
-    """Consecutive sentences ``start:end`` of a document, with their budget of tokens."""
+    """Runs, each of the consecutive sentences ``start:end`` of a document, with token budgets."""
 
     document: np.ndarray
     start: np.ndarray
@@ -106,7 +108,7 @@ def next_sentence(
         others: Documents of another shard, from which the random second segments are drawn; None
             draws them from other documents of `text`.
         rng: Source of randomness.
-        room: Largest number of tokens of both segments.
+        room: Largest number of tokens of both segments together.
         short: Share of the runs that have a random smaller budget, in [0, 1].
     """
     runs = _runs(text, rng, room, short, least=2)
@@ -164,7 +166,7 @@ def _elsewhere(
     counts = text.ends - text.starts
     before = np.concatenate([[0], np.cumsum(counts)])
     left_out = 0 if own is None else counts[own]
-    # The product is a random integer whose range differs for each draw.
+    # Each product, rounded down, is a random integer, whose range differs for each draw.
     drawn = (rng.random(len(budget)) * (before[-1] - left_out)).astype(np.int64)
     if own is not None:
         drawn += np.where(drawn >= before[own], left_out, 0)
@@ -177,9 +179,9 @@ def _elsewhere(
 def _cut(
     a_start: np.ndarray, a_end: np.ndarray, b_start: np.ndarray, b_end: np.ndarray, room: int
 ) -> np.ndarray:
-    """Cut pairs to `room` tokens, at the start of A and the end of B.
+    """Cut pairs to `room` tokens, at the start of the first segment and the end of the second.
 
-    The lengths are those of `truncate_pair`.
+    The segments get the lengths that `truncate_pair` returns.
     """
     a, b = a_end - a_start, b_end - b_start
     short = np.minimum(a, b)

@@ -1,8 +1,9 @@
 """One shard of a prepared corpus: three files of little-endian integers.
 
-``00000.tokens`` has the ids of all tokens. ``00000.sentences`` has the index of the first token of
-each sentence, followed by the number of tokens. ``00000.documents`` has the index of the first
-sentence of each document, followed by the number of sentences.
+For the shard ``00000``, the file ``00000.tokens`` has the ids of all tokens. ``00000.sentences``
+has the index of the first token of each sentence, followed by the number of tokens.
+``00000.documents`` has the index of the first sentence of each document, followed by the number of
+sentences.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class ShardRecord:
     sha256: dict[str, str]
 
     def bytes(self, part: str, dtype: str) -> int:
-        """Return the size of a file in bytes; `dtype` is the dtype of the ids."""
+        """Return the size of the file `part` in bytes; `dtype` is the dtype of the ids."""
         if part == "tokens":
             return self.tokens * np.dtype(dtype).itemsize
         count = self.sentences if part == "sentences" else self.documents
@@ -93,8 +94,8 @@ class ShardRecord:
 class ShardWriter:
     """Writes one shard; a context manager.
 
-    The files have temporary names until `finish` has flushed them. If the block ends before that,
-    the files are deleted.
+    The files have temporary names until `finish` has flushed them. If the ``with`` block ends
+    without a call of `finish`, the files are deleted.
     """
 
     def __init__(self, folder: Path, name: str, dtype: str) -> None:
@@ -148,7 +149,7 @@ class ShardWriter:
         self._documents += len(documents)
 
     def finish(self) -> ShardRecord:
-        """Flush the files, give them their names and return the entry of the shard."""
+        """Flush the files, give them their final names, and return the shard's manifest entry."""
         for part, file in self._files.items():
             self._named(part, lambda file=file: os.fsync(file.fileno()))
         for part in PARTS:
@@ -186,13 +187,13 @@ class Shard:
     def __init__(
         self, folder: Path, record: ShardRecord, dtype: str, vocab_size: int | None = None
     ) -> None:
-        """Map the files, and compare their sizes and their first and last offsets with the record.
+        """Map the files, and compare their sizes and first and last offsets with the manifest.
 
         Args:
             folder: Folder of the files.
             record: The entry of the shard in the manifest.
             dtype: dtype of the ids.
-            vocab_size: Size of the vocabulary, above all ids; None allows all ids.
+            vocab_size: Size of the vocabulary; every id must be below it. None allows all ids.
 
         Raises:
             OSError: If a file cannot be read.
@@ -222,12 +223,12 @@ class Shard:
 
     @property
     def sentences(self) -> np.ndarray:
-        """Index of the first token of each sentence, followed by T; of shape ``(S + 1,)``."""
+        """Index of the first token of each of S sentences, then the token count; (S + 1,)."""
         return self._map("sentences")
 
     @property
     def documents(self) -> np.ndarray:
-        """Index of the first sentence of each document, followed by S; of shape ``(D + 1,)``."""
+        """Index of the first sentence of each of D documents, then the sentence count; (D + 1,)."""
         return self._map("documents")
 
     def bytes(self) -> int:
@@ -235,7 +236,7 @@ class Shard:
         return sum(values.nbytes for values in self._maps.values())
 
     def verify(self, advance: Callable[[int], object] = lambda size: None) -> None:
-        """Compare the checksums of the files with the record, and check the numbers in the files.
+        """Compare the files' checksums with the manifest, and check the numbers in the files.
 
         Args:
             advance: Called with the number of bytes that were verified since its last call.
