@@ -149,7 +149,7 @@ def _bits(dtype: str) -> str:
 
 
 def lines(entries: Iterable[Point]) -> Iterator[str]:
-    """Yield the lines of the file, one for each point; times have four significant digits."""
+    """Yield the lines of ``gpu_times.json``; times have four significant digits."""
     yield "{"
     yield ' "note": "seconds; python -m fastbert.bench.choice writes this file from the records",'
     yield ' "points": ['

@@ -2,8 +2,8 @@
 
 An implementation is a backend of fastbert or a peer, such as PyTorch. ``benchmarks.cpu`` runs every
 implementation in its own process, and ``benchmarks.gpu`` runs all implementations in one process.
-Both modules use the settings, the rows, the ratios with their floors and goals, and the text and
-dict forms of a row in this module.
+Both of them use this module for the settings, for the rows, for the ratios with their floors and
+goals, and for the form of a row as text and as a dict.
 """
 
 from __future__ import annotations

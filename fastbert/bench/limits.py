@@ -39,8 +39,8 @@ class Limits:
 
 
 H200 = Limits("H200", 989e12, gpus.H200.memory, 790e12, 4.3e12, gpus.H200.exponentials)
-# No H100 was measured. It has the chip of the H200, and its copies are assumed to reach the same
-# share of the datasheet's memory bandwidth.
+# No H100 was measured. The H100 has the chip of the H200, and its copies are assumed to reach the
+# same share of the datasheet's memory bandwidth.
 H100 = Limits(
     "H100",
     989e12,

@@ -42,8 +42,8 @@ def plot_matches(path: Path, rows: Sequence[Mapping[str, Any]], machine: Machine
     """Draw the rows of a benchmark section: a panel per series, and two bars per row of fastbert.
 
     The rows come from ``contest.to_dict``. Rows without a time are left out. The first bar is
-    fastbert, with its ratio to the second bar. The second bar is the fastest peer that computes at
-    least as exactly. Dots are the other peers, and a dash marks the goal.
+    fastbert, with its ratio to the second bar. The second bar is the fastest peer in a dtype that
+    is at least as exact. Dots are the other peers, and a dash marks the goal.
 
     Raises:
         ImportError: If matplotlib is not installed.
@@ -65,7 +65,7 @@ def plot_matches(path: Path, rows: Sequence[Mapping[str, Any]], machine: Machine
 
 
 def _peers_of(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the peers of a row that compute at least as exactly, the fastest peer first."""
+    """Return the peers of a row whose dtype is at least as exact, the fastest peer first."""
     exact = row["dtype"] in ("fp32", "float32")
     peers = [
         peer

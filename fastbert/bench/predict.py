@@ -127,7 +127,7 @@ def cases() -> tuple[Case, ...]:
 
 
 def dtypes_of(case: Case) -> tuple[torch.dtype, ...]:
-    """Return the dtypes in which a case is predicted: fp32 too where two backends compute it.
+    """Return the dtypes in which a case is predicted: bf16, and fp32 if two backends compute it.
 
     In fp32, both backends use the library's matrix products, and only Triton computes attention.
     """

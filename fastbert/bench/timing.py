@@ -1,4 +1,4 @@
-"""Timing: candidates take turns in one run on rotated inputs, and the result is the median."""
+"""Timing of functions that take turns in one run on changing inputs; the result is the median."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def input_sets(bytes_per_set: int, *, at_most: int = MAX_INPUT_SETS) -> int:
 
 
 class Watch(Protocol):
-    """Measures the mean seconds of the calls ``first``, ``first + 1``, … of a candidate."""
+    """Measures the mean seconds of calls of a candidate with the indices ``first`` and above."""
 
     def measure(self, call: Any, first: int, calls: int) -> float: ...
 
 
 class Stopwatch:
-    """Measures the seconds of calls on ``device``; on a GPU, events in the stream mark the time."""
+    """Measures the seconds of calls on ``device``; on a GPU, CUDA events measure the time."""
 
     def __init__(self, device: str) -> None:
         self.on_gpu = device == "cuda"
@@ -89,8 +89,8 @@ def captured(call: Callable[[int], object], calls: int) -> Callable[[int], objec
     """Return a function that replays a CUDA graph of ``call(0)`` … ``call(calls - 1)``.
 
     A replay contains the kernels and the gaps between them, without the work of the CPU. The
-    current stream must not be the default stream. The forward pass of a captured backward pass must
-    have run on the same stream.
+    current stream must not be the default stream. If ``call`` is a backward pass, its forward pass
+    must have run on the current stream.
 
     Raises:
         RuntimeError: If the call synchronizes, or cannot be captured for another reason.

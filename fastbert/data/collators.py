@@ -133,7 +133,7 @@ class PackedCollatorForSequenceClassification(_PackedCollator):
 
         Returns:
             The packed batch. Its ``labels`` are int64 ``(B,)`` for integers, float32 ``(B,)`` for
-            floats, and float32 ``(B, C)`` for vectors of floats.
+            floats, and float32 ``(B, C)`` for vectors of C floats.
 
         Raises:
             ValueError: If a column is missing or has a shape, dtype or value that is not allowed.
@@ -371,7 +371,7 @@ class PackedCollatorForBiEncoder(_PackedCollator):
 
         Returns:
             The packed batch of ``N * B`` sequences. Its ``labels`` are int64 ``(B,)`` for integers,
-            float32 ``(B,)`` for floats, and float32 ``(B, C)`` for vectors of floats.
+            float32 ``(B,)`` for floats, and float32 ``(B, C)`` for vectors of C floats.
 
         Raises:
             ValueError: If a column is missing or has a shape, dtype or value that is not allowed.

@@ -195,9 +195,9 @@ def _read_all(source: Path, files: Iterable[Path], skipped: Counter[str]) -> Ite
 def read_documents(path: str | os.PathLike[str]) -> Iterator[Document]:
     r"""Read the documents of a file or folder; a document is a list of at least one sentence.
 
-    A folder is read recursively in sorted order. Its files that are not text, or have an unknown
-    suffix, are skipped, and one `CorpusWarning` counts them at the end. If `path` is a file, it may
-    have any suffix, but it must be text. Files may be in UTF-16, and .txt and .jsonl files may be
+    A folder is read recursively in sorted order. Files in a folder that are not text, or have an
+    unknown suffix, are skipped, and one `CorpusWarning` at the end gives their number. If `path` is
+    a file, it may have any suffix, but it must be text. Files may be in UTF-16, and .txt and .jsonl files may be
     compressed; see `fastbert.text_file.read_text`.
 
     - A ``.txt`` file has a blank line between documents.

@@ -146,7 +146,7 @@ def label_column(texts: list[Text], names: Sequence[str] = LABELS) -> str | None
 
 
 def sequence_labels(texts: list[Text], name: str) -> Tensor:
-    """Stack one label per sequence into int64 ``(B,)``, float32 ``(B,)`` or float32 ``(B, C)``."""
+    """Stack the labels of B sequences: int64 or float32 ``(B,)``, or float32 ``(B, C)``."""
     rows = [as_array(text, name) for text in texts]
     for text, row in zip(texts, rows, strict=True):
         if row.ndim > 1 or row.dtype.kind not in ("f" if row.ndim else "biuf"):

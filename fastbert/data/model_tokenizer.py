@@ -206,7 +206,7 @@ class ModelTokenizer:
         """Write the files of the tokenizer as they were loaded, and ``tokenizer_config.json``.
 
         Args:
-            folder: Folder, which exists.
+            folder: Folder, which must exist.
             max_length: Any number writes `limit` as ``model_max_length``, so that other programs
                 cut texts as the training did. None writes the value of the model folder.
         """

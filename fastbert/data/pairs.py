@@ -46,7 +46,7 @@ def write_segments(
 
     Args:
         ids: int64 of shape ``(n,)``, where n is the number of tokens, special tokens included.
-        token_types: int64 of shape ``(n,)``, filled with 0 by the caller.
+        token_types: int64 of shape ``(n,)``, which the caller must have filled with 0.
         tokenizer: Source of the ids of ``[CLS]`` and ``[SEP]``.
         first: Ids of the first segment A.
         second: Ids of the second segment B, or None.
@@ -95,7 +95,7 @@ class EpochPairs(Sequence[Instance]):
         Args:
             index: Number of the pair.
             ids: int64 of shape ``(n,)``, where n is the length of the pair.
-            token_types: int64 of shape ``(n,)``, filled with 0 by the caller.
+            token_types: int64 of shape ``(n,)``, which the caller must have filled with 0.
         """
         a_start, a_end, b_start, b_end, _ = self._spans[index].tolist()
         first, second = self._tokens[a_start:a_end], self._tokens[b_start:b_end]

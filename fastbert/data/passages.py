@@ -21,7 +21,7 @@ _UNDERLINE = re.compile(r"\s{0,3}(?:={3,}|-{3,}|~{3,})\s*$")
 _ITEM = re.compile(r"\s*(?:[-*+•‣◦▪·]|\(?\d{1,3}[.)]|\(?[a-z]\)|[*#:;]{2,})\s+\S")
 _ROW = re.compile(r"\s*(?:[|!]|\{\|)")
 _QUOTE = re.compile(r"\s*>+\s?")
-# A line without a mark at its end may be a heading if it is at most this long, in characters.
+# A line without a sentence-ending mark may be a heading if it has at most this many characters.
 _SHORT = 50
 
 Dropped = Counter[str]

@@ -37,7 +37,7 @@ class Question(NamedTuple):
         place: The file, and the line or the paragraph, for error messages.
         id: Identifier of the question in the file.
         text: The question.
-        context: The text in which the answer is.
+        context: The text that contains the answers, if there are any.
         answers: The answers; empty if the context has no answer.
     """
 

@@ -70,7 +70,7 @@ def lowercase_first(tokenizer: Tokenizer) -> None:
 
 
 def truncate_pair(length_a: int, length_b: int, budget: int) -> tuple[int, int]:
-    """Return the lengths of two segments after the longer segment is cut to fit into `budget`.
+    """Return the lengths of two segments that are cut, the longer first, to `budget` in total.
 
     If both segments are cut and `budget` is odd, the longer segment keeps one more token than the
     shorter segment, as in transformers.

@@ -84,7 +84,7 @@ class Lamb(torch.optim.Optimizer):
         state, gradient = self.state[weight], weight.grad
         assert gradient is not None
         if not state:
-            # When torch loads a checkpoint, it leaves a state named "step" on the CPU.
+            # The state "step" is on the CPU, where torch also leaves it when it loads a checkpoint.
             state["step"] = torch.zeros(())
             state["exp_avg"] = torch.zeros_like(weight)
             state["exp_avg_sq"] = torch.zeros_like(weight)

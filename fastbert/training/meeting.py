@@ -23,7 +23,7 @@ def start_processes(purpose: str, folder: Path, *, tracker: str | None = None) -
     """Return accelerate's object for this process, or for all processes of a launcher.
 
     Args:
-        purpose: Name of the run in an error.
+        purpose: Name of the kind of run, for error messages.
         folder: Folder of the run.
         tracker: Name of the tracker that accelerate opens, if there is one.
 

@@ -24,7 +24,8 @@ SHORTEST_PAIR = 8
 FREE = (
     "output", "corpus", "overwrite", "save_every", "save_minutes", "keep_checkpoints", "workers",
     "tracker",
-    # The number of batches of a step, of all processes together, is compared instead.
+    # Instead of `accumulate` and `shard`, the number of batches that all processes take in one step
+    # is compared.
     "accumulate", "shard",
 )  # fmt: skip
 
@@ -60,9 +61,9 @@ class PretrainOptions:
         tokenizer: Folder of a trained tokenizer; None trains a tokenizer on the corpus.
         vocab_size: Largest vocabulary of a tokenizer that is trained.
         lowercase: Whether a tokenizer that is trained converts texts to lower case.
-        objective: The task beside masked language modelling: ``"nsp"`` (next sentence, as in BERT),
-            ``"sop"`` (order of two segments, as in ALBERT), or ``"none"`` (as in RoBERTa).
-            ``"sop"`` and ``"none"`` need a prepared corpus.
+        objective: The task in addition to masked language modelling: ``"nsp"`` (next sentence, as
+            in BERT), ``"sop"`` (order of two segments, as in ALBERT), or ``"none"`` (as in
+            RoBERTa). ``"sop"`` and ``"none"`` need a prepared corpus.
         max_length: Largest number of tokens of an example, special tokens included.
         short_steps: Fraction of the steps, at the start, whose examples have at most `short_length`
             tokens; in [0, 1).

@@ -30,7 +30,7 @@ def describe(row: dict[str, Any]) -> str:
 
 
 def describe_evaluation(figures: dict[str, float]) -> str:
-    """Format the figures of `fastbert.training.evaluate` in one line."""
+    """Format the figures that `fastbert.training.evaluate` returns in one line."""
     return (
         f"mlm {figures['mlm_loss']:.3f} ({figures['mlm_accuracy']:.1%}, most frequent token "
         f"{figures['mlm_baseline_accuracy']:.1%})  {_pairs(figures)}"
@@ -67,7 +67,8 @@ class TrainingProgress:
         self._bar: Progress | None = None
         self._task = TaskID(0)
         if console.is_terminal:
-            # By default, a text that is too long ends in an ellipsis, which not every encoding has.
+            # By default, rich ends a text that is too long in an ellipsis. Not every encoding has
+            # this character, so the text is cut instead.
             cropped = Column(no_wrap=True, overflow="crop")
             self._bar = Progress(
                 TextColumn("training", table_column=cropped),

@@ -49,7 +49,8 @@ def alone(output: Path, accelerator: Accelerator) -> Iterator[None]:
     if not accelerator.is_main_process:
         yield
         return
-    # The processes of an earlier attempt of this job may be ending on another machine.
+    # The processes of an earlier attempt of this job may still be ending on another machine, so
+    # this attempt waits for their lock.
     patience = PATIENCE if meeting.begun_before(output) else 0.0
     with folder_lock.locked(output, "output", patience):
         yield

@@ -41,7 +41,7 @@ class Tracker:
 
         Args:
             name: Name of the tracker.
-            accelerator: The accelerator, which was made for the tracker.
+            accelerator: The accelerator, which was created with the name of the tracker.
             folder: Folder of the run. TensorBoard's files are in its folder ``tensorboard``.
             step: Number of steps that were made before the run was resumed; TensorBoard hides rows
                 of later steps, which an interrupted run has sent.

@@ -64,7 +64,7 @@ class EpochExamples(Sequence[Instance]):
         Args:
             index: Number of the example.
             ids: int64 of shape ``(n,)``, where n is the length of the example.
-            token_types: int64 of shape ``(n,)``, filled with 0 by the caller.
+            token_types: int64 of shape ``(n,)``, which the caller must have filled with 0.
         """
         own, other = self._shards[int(np.searchsorted(self._first, index, side="right")) - 1]
         a_start, a_end, b_start, b_end = self._spans[index].tolist()

@@ -46,7 +46,7 @@ class Plan(NamedTuple):
 
 
 class _Runs(NamedTuple):
-    """Runs, each of the consecutive sentences ``start:end`` of a document, with token budgets."""
+    """Runs of consecutive sentences ``start:end`` of a document, with their token budgets."""
 
     document: np.ndarray
     start: np.ndarray

@@ -83,8 +83,8 @@ class ShardRecord:
                 raise ValueError(
                     f"shard {name}: {part}: got {value!r:.100}, allowed: from 0 to {most}"
                 )
-            # A sentence has at least one token, and a document at least one sentence, so each count
-            # limits the next.
+            # A sentence has at least one token, and a document has at least one sentence. There are
+            # therefore at most as many sentences as tokens, and as many documents as sentences.
             most = value
         if not isinstance(sums, dict) or any(not isinstance(sums.get(p), str) for p in PARTS):
             raise ValueError(f"shard {name}: sha256: got {sums!r:.100}, allowed: one for each file")
