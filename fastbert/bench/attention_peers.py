@@ -74,7 +74,7 @@ def _dense_mask(inputs: Inputs) -> Tensor | None:
 
 
 def sdpa(kernel: SDPBackend, inputs: Inputs) -> Prepared:
-    """Prepare ``scaled_dot_product_attention`` with ``kernel``; a run raises if that cannot run."""
+    """Prepare ``scaled_dot_product_attention`` with one kernel; a run raises if it cannot run."""
     ready = leaves(inputs)
     q, k, v = ready.positional.values()
     mask, dropout_p = _dense_mask(ready), ready.keyword.get("dropout_p", 0.0)

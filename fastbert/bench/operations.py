@@ -214,7 +214,7 @@ def chosen_backend(case: Case, dtype: torch.dtype, device: str) -> str:
     table, last = TABLE_OF[case.op], case.shape[-1]
     request = backends.Request(device, dtype)
     if table == "attention":
-        # The shape begins with the lengths of packed sequences.
+        # The shape of attention_varlen begins with the lengths of the packed sequences.
         lengths = case.shape[0] if case.op == "attention_varlen" else case.shape[2:4]
         length = length_class(max(lengths, default=0))
         request = request._replace(head_dim=last, length=length)

@@ -197,8 +197,8 @@ def read_documents(path: str | os.PathLike[str]) -> Iterator[Document]:
 
     A folder is read recursively in sorted order. Files in a folder that are not text, or have an
     unknown suffix, are skipped, and one `CorpusWarning` at the end gives their number. If `path` is
-    a file, it may have any suffix, but it must be text. Files may be in UTF-16, and .txt and .jsonl files may be
-    compressed; see `fastbert.text_file.read_text`.
+    a file, it may have any suffix, but it must be text. Files may be in UTF-16, and .txt and .jsonl
+    files may be compressed; see `fastbert.text_file.read_text`.
 
     - A ``.txt`` file has a blank line between documents.
     - A ``.jsonl`` file has one object with the field ``text`` per line.

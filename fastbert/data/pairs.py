@@ -250,7 +250,7 @@ class NextSentencePairs:
         )
 
     def _elsewhere(self, rng: random.Random, document: int, budget: int) -> tuple[int, int]:
-        """Draw sentences of another document, from a random one up to `budget` tokens or its end.
+        """Draw a random sentence of another document, and the sentences after it within `budget`.
 
         Returns:
             Number of the first sentence, and number after the last sentence.

@@ -13,8 +13,8 @@ from fastbert.text_file import content_suffix, read_text
 FORMATS = (".json", ".jsonl", ".parquet")
 FIELDS = ("question", "context")
 # A large file may have at most one JSON value per this number of characters, on average; the
-# training set of SQuAD 1.1 has one per 15. A value needs more memory than its text, so denser data
-# could fill the memory.
+# training set of SQuAD 1.1 has one value per 15 characters. A value needs more memory than its
+# text, so a file with more values could fill the memory.
 BYTES_PER_VALUE = 8
 
 

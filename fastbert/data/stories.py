@@ -196,8 +196,8 @@ _CLOSING = (
         "the {thing} made {hero} and {friend} {feeling}.",
     ),
 )
-# Each beat of the opening and of the closing is missing in this share of the stories. Only the first
-# beat of the opening is in every story.
+# Each beat of the opening and of the closing is missing in this share of the stories, except the
+# first beat of the opening, which is in every story.
 _SKIPPED = 0.1
 
 

@@ -14,7 +14,7 @@ from fastbert.atomic_file import write_durably
 from fastbert.data.prepared.shards import ShardRecord, token_dtype
 
 MANIFEST, SHARDS, TOKENIZER = "manifest.json", "shards", "tokenizer"
-# This file has the options of a preparation that is not finished; a finished corpus has no such
+# ``run.json`` has the options of a preparation that is not finished; a finished corpus has no such
 # file.
 RUN = "run.json"
 FORMAT = "fastbert prepared corpus"

@@ -90,7 +90,7 @@ def ordered(text: Text, rng: np.random.Generator, room: int, short: float) -> Pl
     """Plan pairs of consecutive segments, of which half are swapped (Lan et al. 2020, 3.1)."""
     runs = _runs(text, rng, room, short, least=2)
     middle = rng.integers(runs.start + 1, runs.end)
-    # The segments are cut before the swap, so their lengths do not tell the label.
+    # The segments are cut before the swap, so that their lengths do not reveal the label.
     a, b, end = (text.offsets[sentence] for sentence in (runs.start, middle, runs.end))
     spans = _cut(a, b, b, end, room)
     label = rng.random(len(spans)) < 0.5
