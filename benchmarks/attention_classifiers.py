@@ -31,7 +31,7 @@ from fastbert.data.text_folders import read_text_folder
 from fastbert.finetuning import ClassifyOptions
 from fastbert.training import PretrainOptions, pretrain
 
-# Each word has an opposite, and "not" exchanges the two.
+# Each pair has a positive and a negative word; "not" before a word reverses its meaning.
 OPINIONS = (("good", "bad"), ("moving", "boring"), ("clever", "silly"), ("funny", "dull"))
 SUBJECTS = ("The film", "The plot", "The cast", "The ending", "The music")
 ADVERBS = ("not", "quite", "really", "truly", "very")

@@ -95,7 +95,7 @@ def table(results: Results) -> str:
 
 
 def draw(results: Results, path: Path, caption: str) -> None:
-    """Draw predictions against weights, and the accuracy of the token-wise classifiers."""
+    """Draw distances of predictions over distances of weights, and accuracies of classifiers."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

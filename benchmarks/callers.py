@@ -5,8 +5,9 @@
 Each caller sends a text, waits for the embedding and sends the next text. The contenders are an
 `Embedder` that all threads call, a `DynamicBatcher` in front of it, one process for each caller
 with one thread of torch each, and stock sentence-transformers in threads. The contenders take
-turns. Figures are the calls per second of all callers, and the median and the 99th percentile of
-the time of a call. The embeddings of the batcher must have the bits of single calls.
+turns. The results are the calls per second of all callers together, and the median and the 99th
+percentile of the time of a call. The program requires that the `DynamicBatcher` returns bitwise the
+same embeddings as single calls.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def drawn_texts(words: int, count: int = 256) -> list[str]:
 def times_of_a_caller(
     call: Callable[[str], Any], texts: Sequence[str], seconds: float
 ) -> list[float]:
-    """Return the seconds of each call that begins in this time."""
+    """Call in a loop for `seconds`, and return the duration of each call in seconds."""
     times: list[float] = []
     end = time.perf_counter() + seconds
     while (start := time.perf_counter()) < end:
@@ -71,7 +72,7 @@ def times_of_a_caller(
 def from_threads(
     call: Callable[[str], Any], texts: Sequence[str], callers: int, seconds: float
 ) -> list[float]:
-    """Return the seconds of all calls of several threads."""
+    """Return the duration in seconds of each call, over `callers` threads."""
     times: list[float] = []
     threads = [
         threading.Thread(target=lambda k=k: times.extend(
@@ -90,7 +91,7 @@ _OWN: dict[str, Embedder] = {}
 
 
 def in_a_process(form: str, texts: Sequence[str], seconds: float) -> list[float]:
-    """Return the seconds of the calls of this process, which has one thread of torch."""
+    """Return the duration in seconds of each call of this process, with one thread of torch."""
     torch.set_num_threads(1)
     if form not in _OWN:
         _OWN[form] = embedder(form)
@@ -99,7 +100,7 @@ def in_a_process(form: str, texts: Sequence[str], seconds: float) -> list[float]
 
 
 def from_processes(form: str, texts: Sequence[str], callers: int, seconds: float) -> list[float]:
-    """Return the seconds of all calls of several processes."""
+    """Return the duration in seconds of each call, over `callers` processes."""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(callers, mp_context=context) as pool:
         for length in (0.2, seconds):

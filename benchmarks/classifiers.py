@@ -79,7 +79,7 @@ HEADER = (
 
 
 def line(classifier: Classifier) -> str:
-    """Return the results as a line of a table under `HEADER`."""
+    """Return the results as a line of the Markdown table that begins with `HEADER`."""
     cells = [f"{classifier.accuracy[p]:.1%}" if p in classifier.accuracy else "" for p in PARTS]
     return f"| {classifier.name} | {classifier.options} | {' | '.join(cells)} |"
 

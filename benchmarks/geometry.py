@@ -36,7 +36,7 @@ from fastbert.machine import describe
 
 
 def probe(encoder: ContextEncoder, train: int, test: int, rank: int, epochs: int) -> dict[str, Any]:
-    """Return a probe's scores for each layer, and the baseline by distance in the sentence."""
+    """Return a probe's scores for each layer, and the scores of distances in the sentence."""
     trees = sentences(train + test, seed=0)
     texts = [encoder.split(" ".join(tree.words)) for tree in trees]
     for tree, pieces in zip(trees, texts, strict=True):
@@ -56,7 +56,7 @@ def probe(encoder: ContextEncoder, train: int, test: int, rank: int, epochs: int
 
 
 def table(senses: SenseAccuracy, layers: list[ProbeScore], linear: ProbeScore) -> str:
-    """Return the results as a table by layer."""
+    """Return the results as a Markdown table with a row for each layer."""
     lines = [
         "| layer | accuracy of senses | Spearman of tree distances | edges found (UUAS) |",
         "|---|---:|---:|---:|",

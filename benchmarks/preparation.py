@@ -71,7 +71,7 @@ class Measured(NamedTuple):
 
 
 def measured(*arguments: object) -> Measured:
-    """Run Python with these arguments; measure the time and the memory of its processes."""
+    """Run Python with `arguments`; measure the time and the memory of the started processes."""
     begun = time.perf_counter()
     command = [sys.executable, *map(str, arguments)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)

@@ -167,7 +167,7 @@ def contest(
 
 
 def line(row: dict[str, Any]) -> str:
-    """Return the figures of an evaluation as a line of a table."""
+    """Return the losses and accuracies of an evaluation as a line of a table."""
     return (
         f"| {row['step']} | {row['engine']} | {row['mlm_loss']:.4f} | {row['mlm_accuracy']:.2%} "
         f"| {row['nsp_loss']:.4f} | {row['nsp_accuracy']:.2%} |"
@@ -175,7 +175,7 @@ def line(row: dict[str, Any]) -> str:
 
 
 def draw(rows: list[dict[str, Any]], models: dict[str, Trainee], path: Path, caption: str) -> None:
-    """Draw the held-out figures of both engines in the same axes, and the losses of the steps."""
+    """Draw the held-out figures of both models in the same axes, and the losses of the steps."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

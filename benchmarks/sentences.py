@@ -33,13 +33,13 @@ from fastbert.bench.timing import alternate
 from fastbert.machine import describe
 
 PAUSE_S = 0.05
-# Largest accepted difference in an element of two embeddings of length 1; bf16 differs by a few
-# thousandths.
+# Largest accepted difference between two embeddings of length 1 in one element. The difference of
+# bf16 is a few thousandths.
 NEAR = 2e-2
 
 
 def spreads(count: int) -> dict[str, list[str]]:
-    """Return description → list of texts, for several distributions of text lengths."""
+    """Return lists of texts for several distributions of lengths, by a description of each."""
     sentences = real_sentences(count)
     generator = random.Random(0)
     shuffled = generator.sample(sentences, len(sentences))
@@ -68,7 +68,7 @@ def stock(**options: Any) -> Any:
 
 
 def with_engine(make: Callable[[nn.Module], Callable[[dict[str, Any]], Any]]) -> Any:
-    """Return the stock model with another engine in place of the encoder's forward."""
+    """Return the stock model with another implementation in place of the encoder's forward."""
     from transformers.modeling_outputs import BaseModelOutput
 
     model = stock(model_kwargs={"attn_implementation": "eager"})

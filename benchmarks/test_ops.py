@@ -1,7 +1,7 @@
 """Every operation on every backend and in stock PyTorch, grouped by case and direction.
 
-``fastbert bench`` times engines in turns and reports their ratios. This suite can compare a run
-with earlier runs (``--benchmark-autosave``, ``--benchmark-compare``).
+``fastbert bench`` times implementations in turns and reports ratios of their times. This suite can
+compare a run with earlier runs (``--benchmark-autosave``, ``--benchmark-compare``).
 """
 
 from __future__ import annotations

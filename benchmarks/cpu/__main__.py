@@ -2,11 +2,12 @@
 
     python -m benchmarks.cpu --out out/cpu                  # all sections
     python -m benchmarks.cpu bert-base training             # some sections
-    python -m benchmarks.cpu --quick                        # tiny shapes, to see that engines run
+    python -m benchmarks.cpu --quick                        # tiny shapes, only to try the programs
 
-The command first prints how long it will take. A peer that is not installed is named on the page
-with this reason. The exit status is 1 if an engine of fastbert is wrong or cannot run. A ratio
-below its floor is printed and does not change the exit status.
+A peer is another implementation of the model, such as transformers or ONNX Runtime. The command
+first prints how long it will take. The page names each peer that is not installed. The exit status
+is 1 if an implementation of fastbert is wrong or cannot run. A ratio of speeds below its floor is
+printed, but does not change the exit status.
 """
 
 from __future__ import annotations
@@ -27,13 +28,16 @@ from fastbert.bench.contest import to_dict
 from fastbert.machine import cpu_cores, describe
 
 SECTIONS = report.ORDER
-# Seconds of timing for one match, for one training contest, and for the breakdown of one shape.
+# Seconds of timing for one shape in inference, for the training step, and for the times of the
+# single operations at one shape.
 TURNS_S, STEPS_S, BREAKDOWN_S = 5.0, 10.0, 2.0
 # Seconds of timing for all schedules of one call on AMX tiles.
 TILES_S = 1.5
-# Seconds for the estimate: start and parity gate of a worker, a conversion, a compilation.
+# Seconds that the estimate assumes for the start and the parity check of a worker, for a conversion
+# to ONNX or OpenVINO, and for a compilation.
 START_S, CONVERT_S, COMPILE_S = 2.5, 25.0, 80.0
-# Mean calls of an engine at a shape: slow engines are called twice, the others four times.
+# Mean number of calls of an implementation at a shape: a slow implementation is called twice,
+# another four times.
 CALLS = 3.5
 
 
@@ -80,7 +84,7 @@ def run(
     quick: bool = False,
     notify: Callable[[str], None] = say,
 ) -> int:
-    """Run the sections and return the exit status: 1 if a row `is_fault`, else 0."""
+    """Run the sections and return the exit status: 1 if `is_fault` is true for a row, else 0."""
     folder.mkdir(parents=True, exist_ok=True)
     sizes = {"size": 64, "copied": 1 << 20} if quick else {}
     ceilings = measure(threads, **sizes)
@@ -121,7 +125,7 @@ def run(
 def measured(
     section: str, setting: Setting, threads: int, engines: Sequence[str], *, quick: bool
 ) -> tuple[dict[str, Any], list[CpuRow]]:
-    """Run a section; return its JSON content, and the rows of a contest (else an empty list)."""
+    """Run a section; return its JSON content, and the rows if it compares implementations."""
     if section in encoder.SCALES:
         scale = encoder.QUICK if quick else encoder.SCALES[section]
         rows = encoder.run(scale, setting, threads, engines)
@@ -144,12 +148,12 @@ def measured(
 
 
 def is_fault(row: CpuRow) -> bool:
-    """Whether fastbert was refused for any reason but a missing part (NotImplementedError)."""
+    """Whether fastbert was refused, except for a feature that is missing (NotImplementedError)."""
     return row.ours and row.refused is not None and "NotImplementedError" not in row.refused
 
 
 def estimate(section: str, ceilings: Ceilings) -> float:
-    """Estimate the seconds of a section on this machine from the rates of torch's matmul."""
+    """Estimate the duration of a section in seconds, from the rates of torch's matmul here."""
     fp32, bf16 = ceilings.torch_fp32, ceilings.torch_bf16
     if section in encoder.SCALES:
         scale = encoder.SCALES[section]
@@ -164,7 +168,7 @@ def estimate(section: str, ceilings: Ceilings) -> float:
                 slow = engine.form == BF16 and not engine.ours and engine.kind != "openvino"
                 flops = shape.flops if engine.ours else padded_flops(shape)
                 once = flops / (bf16 if slow else fp32)
-                # A much slower engine is called once, or not at all if the call is too long.
+                # A much slower implementation is called once, or never if a call takes too long.
                 is_behind = slow and bf16 < fp32 / 3
                 seconds += once * (
                     0 if is_behind and once > TOO_LONG_S else 1 if is_behind else CALLS

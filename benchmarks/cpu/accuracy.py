@@ -11,7 +11,7 @@ MOST = 256
 
 
 def run(notify: Notify, most: int = MOST) -> dict[str, Any]:
-    """Measure the errors, or return the reason why the checkpoint is missing."""
+    """Return the measured errors, or the reason if the checkpoint is missing."""
     try:
         sentences = real_sentences(most)
     except ModuleNotFoundError as error:
@@ -24,7 +24,7 @@ def run(notify: Notify, most: int = MOST) -> dict[str, Any]:
 
 
 def lines(result: dict[str, Any]) -> list[str]:
-    """Return the lines of the Markdown table."""
+    """Return the lines of a Markdown table of the errors that `run` returned."""
     text = []
     if "rows" in result:
         text += [

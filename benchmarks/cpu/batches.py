@@ -1,6 +1,6 @@
-"""The inputs of every engine: random ids, padded to the longest sequence, made without torch.
+"""The inputs of every implementation: random ids, padded to the longest, made without torch.
 
-Engines that do not need torch must not load it, because their memory is measured.
+Implementations that do not need torch must not load it, because their memory is measured.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-# Calls take this many batches in turn, so that no engine gets the same ids twice in a row.
+# Successive calls take this many batches in turn, so that no call repeats the ids of the last call.
 ROTATED = 4
-# At most this many elements of a result are compared between engines.
+# At most this many elements of a result are compared between implementations.
 SAMPLED = 2048
 
 Batch = dict[str, np.ndarray]

@@ -1,10 +1,10 @@
 """The time of each operation of fastbert's encoder, with its fraction of the roofline.
 
 The operations are timed one at a time. Successive calls use the weights of successive layers, as
-in a forward pass. The rest is the time of the whole forward pass minus the sum of the operations.
-The rest is negative where one call for a whole layer is faster than separate calls. The roofline
-time is the larger of FLOPs / product rate and bytes / copy rate of this machine. The bytes count
-every weight, input and result once.
+in a forward pass. The entry "rest" is the time of the whole forward pass minus the sum of the
+operations. It is negative if one call for a whole layer is faster than separate calls. The roofline
+time is the larger of two times on this machine: FLOPs over the rate of matrix products, and bytes
+over the rate of copies. The bytes count every weight, input and result once.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def operations(
 def _calls(
     model: nn.Module, tokens: EncoderInput, hidden: Tensor
 ) -> dict[str, Callable[[int], object]]:
-    """Return the operations of a layer as functions of the index of the layer with the weights."""
+    """Return the operations of a layer by name; the argument of each is the index of the layer."""
     import torch
 
     from fastbert import ops
@@ -142,9 +142,9 @@ def _projected(
 
 
 def work(config, lengths: Sequence[int], size: int) -> dict[str, tuple[int, Work]]:
-    """Return operation → number of calls in a forward pass, and the work of one call.
+    """Return for each operation the number of calls in a forward pass and the work of one call.
 
-    ``size`` is the size of an element in bytes.
+    The parameter ``size`` is the size of an element in bytes.
     """
     tokens, padded = sum(lengths), len(lengths) * max(lengths)
     hidden, inner, layers = (
@@ -176,7 +176,7 @@ def work(config, lengths: Sequence[int], size: int) -> dict[str, tuple[int, Work
 
 
 def run(scale: Scale, setting: Setting, threads: int) -> list[dict[str, Any]]:
-    """Return an entry per shape and format, with the operations and their rooflines."""
+    """Return an entry for each shape and number format, with the operations and their rooflines."""
     entries = []
     engines = [BY_NAME[name] for name in NAMES]
     with tempfile.TemporaryDirectory() as folder:
@@ -202,7 +202,7 @@ def run(scale: Scale, setting: Setting, threads: int) -> list[dict[str, Any]]:
 
 
 def with_roofline(operations: Sequence[Mapping[str, Any]], limits) -> list[dict[str, Any]]:
-    """Add to each operation its share of the whole and of the roofline; append the rest."""
+    """Add to each operation its share of the whole time and of the roofline; append the rest."""
     whole = next(o["seconds"] for o in operations if o["operation"] == WHOLE)
     named = sum(o["seconds"] for o in operations if o["operation"] != WHOLE)
     rows = []
@@ -222,7 +222,7 @@ def with_roofline(operations: Sequence[Mapping[str, Any]], limits) -> list[dict[
 
 
 def lines(entries: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return a Markdown table with a row per shape and format, and a column per operation."""
+    """Return a Markdown table with a row for each shape and format, and a column per operation."""
     text = []
     measured = [entry for entry in entries if "operations" in entry]
     if measured:

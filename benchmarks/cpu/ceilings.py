@@ -1,4 +1,4 @@
-"""The limits of this machine, measured in the run itself: product rates by format, memory rate.
+"""The limits of this machine, measured in each run: rates of products by format, and of memory.
 
 The products come from a loop in C on operands in registers or the L1 cache (``peak.c``), which is
 compiled for this processor. Without a C compiler, the limit is the best rate of torch's matmul, and
@@ -25,14 +25,14 @@ from fastbert.bench.timing import copy_rate, product_rate
 
 FORMATS = ("fp32", "bf16", "int8")
 COPY_BYTES = 256 << 20
-# Of many short samples, other programs did not disturb the fastest one.
+# Seconds of one sample. Of many short samples, the fastest was not disturbed by other programs.
 SAMPLE_S = 0.005
 SAMPLES = 20
 
 
 @dataclass(frozen=True)
 class Ceilings:
-    """Rates of all threads: operations/s by format, with the unit that computes it, and bytes/s.
+    """The rates of all threads together: operations/s and computing unit by format, and bytes/s.
 
     ``torch_*`` are the FLOP/s of torch's matmul, from which the duration of the run is estimated.
     """
@@ -62,7 +62,7 @@ class Ceilings:
 
 
 def measure(threads: int, *, size: int = 1024, copied: int = COPY_BYTES) -> Ceilings:
-    """Measure the ceilings as the best of a few short samples, because a limit is not a median."""
+    """Measure each ceiling as the best of a few short samples, because a median is not a limit."""
     torch.set_num_threads(threads)
     fp32 = product_rate(size, torch.float32, "cpu")
     bf16 = product_rate(size, torch.bfloat16, "cpu")

@@ -1,8 +1,8 @@
-"""One shape for all engines: a first and a warm call of each, then the fast engines take turns.
+"""Compare implementations at one shape: all have a first and a warm call, the fast ones take turns.
 
-A much slower engine has only its first call: on a processor without a unit for its dtype, one call
-can take longer than all turns of the other engines. An engine that is left out, refused or not
-installed stays among the rows with its reason.
+A much slower implementation has only its first call: on a processor without a unit for its dtype,
+one call can take longer than all turns of the other implementations. An implementation that is left
+out, refused or not installed has a row with the reason.
 """
 
 from __future__ import annotations
@@ -22,32 +22,34 @@ from fastbert.bench.encoder import EncoderShape, Notify
 from fastbert.bench.limits import INFERENCE, Target, Work
 from fastbert.bench.timing import Timing, alternate
 
-# A peer takes no turns if its warm call takes longer than SHORT_S and longer than this multiple of
-# the fastest call of its group. The time of its warm call is then its result.
+# A peer (an implementation that is not fastbert) takes no turns if its warm call takes longer than
+# SHORT_S and longer than this multiple of the fastest call of its group (`fastest_peers`). Its
+# result is then the time of the warm call.
 BEHIND = 1.5
 SHORT_S = 0.3
-# A peer that is this many times slower than the fastest has no warm call if its first call exceeds
-# LONG_S; the first call is then its result. It is left out of a shape if, by its rate at the last
-# shape, a call would take longer than TOO_LONG_S.
+# A peer that is FAR_BEHIND times slower than the fastest has no warm call if its first call exceeds
+# LONG_S; the result is then the time of the first call. The peer is left out of a shape if, by its
+# rate at the last shape, a call would take longer than TOO_LONG_S.
 FAR_BEHIND = 3.0
 LONG_S = 4.0
 TOO_LONG_S = 15.0
-# Seconds before each sample, because the threads of the last engine spin for a while after a call.
+# Seconds of waiting before each sample, because the last implementation's threads spin for a while
+# after a call.
 SETTLE_S = 0.02
 MIN_SAMPLES, MAX_SAMPLES = 3, 30
-# An engine is wrong if the RMS of its error exceeds this fraction of the RMS of the first fp32
-# engine's result. Rounding to bf16 in twelve layers causes a few hundredths.
+# An implementation is wrong if the RMS of its error exceeds this fraction of the RMS of the first
+# fp32 implementation's result. Rounding to bf16 in twelve layers causes a few hundredths.
 CLOSE = 0.25
 
 
 @dataclass
 class CpuRow(ContestRow):
-    """One engine of the CPU contest at one shape.
+    """One implementation of the CPU contest at one shape.
 
     Attributes:
-        best_ratio: Ratio to the fastest peer in any format.
-        difference: RMS of the difference to the first fp32 engine's result, over the RMS of that
-            result.
+        best_ratio: Time of the fastest peer in any format over the time of this implementation.
+        difference: RMS of the difference to the first fp32 implementation's result, over the RMS of
+            that result.
         peak_bytes: Peak resident memory of the process at this shape, after the first call.
     """
 
@@ -61,12 +63,13 @@ class Setting(contest.Setting):
     """The settings of a section on the CPU."""
 
     ceilings: Ceilings = field(kw_only=True)
-    # Engine → seconds per FLOP of a padded batch, at its last timed shape.
+    # For each implementation, seconds per FLOP of a padded batch at the implementation's last timed
+    # shape.
     rates: dict[str, float] = field(default_factory=dict)
 
 
 def padded_flops(shape: EncoderShape) -> float:
-    """Return the FLOPs of an engine that computes the padding, too."""
+    """Return the FLOPs of an implementation that computes the padding, too."""
     full = EncoderShape(shape.name, shape.config, (max(shape.lengths),) * len(shape.lengths))
     return full.flops
 
@@ -79,7 +82,7 @@ def play(
     notes: Mapping[str, str | None],
     setting: Setting,
 ) -> list[CpuRow]:
-    """Return a row for each engine of ``workers`` and ``refused``, in the order of the table."""
+    """Return a row for each key of ``workers`` and ``refused``, in the order of the table."""
     rows = {}
     for name, engine in BY_NAME.items():
         if name in workers or name in refused:
@@ -105,7 +108,7 @@ def play(
 
 
 def _too_slow(name: str, shape: EncoderShape, setting: Setting) -> str | None:
-    """Return the reason to leave an engine out: by its rate, a call would take too long."""
+    """Return the reason to leave out an implementation whose call would take too long, or None."""
     if name not in setting.rates or BY_NAME[name].ours:
         return None
     expected = setting.rates[name] * padded_flops(shape)
@@ -121,7 +124,7 @@ def first_calls(
     call: Callable[[str], dict[str, Any]],
     notify: Notify,
 ) -> dict[str, dict[str, Any]]:
-    """Return engine → answer to its first call, which compiles, packs and allocates."""
+    """Return the answer of each implementation to its first call, which compiles and allocates."""
     answers = {}
     for name, worker in workers.items():
         try:
@@ -136,7 +139,7 @@ def first_calls(
 
 
 def _compare(answers: Mapping[str, dict[str, Any]], rows: Mapping[str, CpuRow]) -> None:
-    """Refuse engines whose results are not finite or are far from the first fp32 engine's."""
+    """Refuse each implementation whose result is not finite or far from the first fp32 result."""
     numbers = {name: np.asarray(answer["sample"]) for name, answer in answers.items()}
     order = sorted(numbers, key=lambda name: (rows[name].dtype != FP32, rows[name].ours))
     right = numbers[order[0]] if order else None
@@ -156,10 +159,10 @@ def take_turns(
     rows: Mapping[str, CpuRow],
     seconds: float,
 ) -> None:
-    """Set the times and the memory of every engine that answered its first call.
+    """Set the times and the memory in the row of every implementation that answered its first call.
 
-    ``first`` maps each engine to the seconds of its first call. Engines of fastbert take turns even
-    if they are slow.
+    ``first`` maps each implementation to the seconds of its first call. Implementations of fastbert
+    take turns even if they are slow.
     """
     once: dict[str, float] = {}
     fastest = fastest_peers(first, rows)
@@ -197,7 +200,7 @@ def _alternate(
     rows: Mapping[str, CpuRow],
     seconds: float,
 ) -> dict[str, Timing]:
-    """Return the times of the engines that take turns, or nothing if one of them fails."""
+    """Return the times of the implementations that take turns, or an empty dict if one fails."""
     try:
         return alternate(
             {name: workers[name] for name in turns},
@@ -214,7 +217,8 @@ def _alternate(
         return {}
 
 
-# Format of fastbert → whether a row is a peer, with whose time fastbert's time is compared.
+# For each format of fastbert, a function that says whether a row is of a peer with whose time
+# fastbert's time is compared.
 PEERS: dict[str, Callable[[CpuRow], bool]] = {
     BF16: lambda row: not row.ours,
     FP32: lambda row: row.contender.startswith("transformers") and row.dtype == FP32,
@@ -223,7 +227,7 @@ PEERS: dict[str, Callable[[CpuRow], bool]] = {
 
 
 def fastest_peers(seconds: Mapping[str, float], rows: Mapping[str, CpuRow]) -> dict[str, float]:
-    """Return engine → the fewest seconds in its group of peers.
+    """Return for each implementation the shortest time in its group of peers, in seconds.
 
     The fp32 paths of transformers are a group, because only they are the peers of fastbert in fp32.
     """

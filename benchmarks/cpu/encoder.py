@@ -1,4 +1,4 @@
-"""Inference of the whole encoder in every engine, from padded ids to padded hidden states."""
+"""Inference of the encoder in each implementation, from padded ids to padded hidden states."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ EXPORT_LIMIT_S = 300
 
 @dataclass(frozen=True)
 class Scale:
-    """A model, its batches (B, L), each full and half padded, and lengths of single sequences."""
+    """A model, its batches (B, L) to run full and half padded, and lengths of single sequences."""
 
     name: str
     config: BertConfig
@@ -58,7 +58,10 @@ class Match:
 
 
 def matches(scale: Scale) -> list[Match]:
-    """Return the matches of a model; single sequences come first, to show slow engines early."""
+    """Return the shapes of a model to time.
+
+    Single sequences come first, because short calls show early which implementations are slow.
+    """
     listed = []
     for length in scale.single:
         shape = EncoderShape(f"{scale.name} 1×{length}", scale.config, (length,))
@@ -85,14 +88,14 @@ def flops_to_do(scale: Scale) -> float:
 
 
 def run(scale: Scale, setting: Setting, threads: int, names: Sequence[str] = ()) -> list[CpuRow]:
-    """Run all shapes of one model; an empty ``names`` means every engine."""
+    """Run all shapes of one model; an empty ``names`` means every implementation."""
     wanted = [e for e in RUNTIMES if not names or e.name in names]
     rows: list[CpuRow] = []
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         refused = prepare(Path(folder), scale.config, wanted, setting)
         runners = [engine for engine in wanted if engine.name not in refused]
         started = [stack.enter_context(Remote(e.name, Path(folder), threads)) for e in runners]
-        # Nothing is timed yet, so imports, gates and builds may share the cores.
+        # Nothing is timed yet, so imports, parity checks and builds may share the cores.
         with ThreadPoolExecutor(threads) as pool:
             admitted = list(pool.map(_admit, started, [engine.ours for engine in runners]))
         workers, notes = {}, {}
@@ -115,7 +118,7 @@ def run(scale: Scale, setting: Setting, threads: int, names: Sequence[str] = ())
 
 
 def _admit(worker: Remote, ours: bool) -> tuple[str | None, str | None]:
-    """Check and build an engine; return its note and None, or None and the reason for a refusal."""
+    """Check and build an implementation; return (note, None), or (None, reason for the refusal)."""
     try:
         if ours and (reason := worker.ask("gate")["refused"]):
             return None, reason
@@ -127,7 +130,7 @@ def _admit(worker: Remote, ours: bool) -> tuple[str | None, str | None]:
 def prepare(
     folder: Path, config: BertConfig, wanted: Sequence[Runtime], setting: Setting
 ) -> dict[str, str]:
-    """Write the model into ``folder``; return the engines that cannot run, with reasons."""
+    """Write the model to ``folder``; return the reason for each implementation that cannot run."""
     refused = {e.name: reason for e in wanted if (reason := e.missing() or left_out(e, setting))}
     (folder / "config.json").write_text(json.dumps(config.to_dict()), encoding="utf-8")
     torch.save(random_weights(config), folder / WEIGHTS)
@@ -143,7 +146,7 @@ def prepare(
 
 
 def left_out(engine: Runtime, setting: Setting) -> str | None:
-    """Return the reason to leave out an engine that compiles for minutes, or None to build it."""
+    """Return the reason to leave out an implementation that compiles for minutes, or None."""
     fp32, bf16 = setting.ceilings.torch_fp32, setting.ceilings.torch_bf16
     if engine.kind != "compiled":
         return None

@@ -3,7 +3,7 @@
     python -m benchmarks.cpu.export FOLDER KIND…
 
 FOLDER has config.json and weights.pt; KIND is onnx or openvino. The converter runs in its own
-process, so that its memory does not count as memory of an engine.
+process, so that its memory does not count as memory of an implementation.
 """
 
 from __future__ import annotations

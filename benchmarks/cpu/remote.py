@@ -22,7 +22,7 @@ class Failed(RuntimeError):
 
 
 class Remote:
-    """A worker process with one engine; leaving this context manager ends the process."""
+    """A worker process with one implementation; leaving this context manager ends the process."""
 
     def __init__(self, engine: str, folder: Path, threads: int) -> None:
         environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
@@ -74,7 +74,7 @@ class Remote:
         return self.ask("measure", first=first, calls=calls)["seconds"]
 
     def _tail(self) -> str:
-        self._process.kill()  # A process that has ended keeps its exit status.
+        self._process.kill()  # This call does not change the exit status of an ended process.
         self._process.wait()
         text = self.log.read_text("utf-8", errors="replace").split("\n")
         said = " ".join(line for line in text if line.strip())[-300:]
@@ -87,7 +87,7 @@ class Remote:
         process.wait()
         for stream in (process.stdin, process.stdout, self._log):
             if stream is not None:
-                # A request may be left in the pipe, which the worker no longer reads.
+                # Closing the pipe to an ended worker fails if a request is left in the buffer.
                 with contextlib.suppress(OSError):
                     stream.close()
 

@@ -32,7 +32,8 @@ def write(folder: Path, content: Mapping[str, Any], machine: Machine) -> None:
 def page(folder: Path) -> Iterator[str]:
     """Yield the lines of all sections in the folder.
 
-    The header of the first section comes first. A section with another header repeats its own.
+    The page begins with the header of the first section. A section has its own header only if it
+    differs.
     """
     yield "# fastbert and its peers on the CPU"
     paths = [path for section in ORDER if (path := folder / f"{section}.json").exists()]
@@ -62,10 +63,10 @@ def _header(content: Mapping[str, Any]) -> Iterator[str]:
 
 
 def contest_lines(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield the table of the floors and goals, then the table of every engine at every shape.
+    """Yield the table of floors and goals, then the table of all implementations at all shapes.
 
-    An engine that was refused at every shape for the same reason has one line below the tables
-    instead.
+    An implementation that was refused at every shape for the same reason is not in the tables. It
+    has one line below them.
     """
     claims = [row for row in rows if row["ours"] and "ratio_floor" in row]
     if claims:
@@ -96,7 +97,7 @@ def contest_lines(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def _absent(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Return the reason of each engine that was refused at every shape for the same reason."""
+    """Return the reason of each implementation that was refused at all shapes for one reason."""
     reasons: dict[str, set[str | None]] = {}
     for row in rows:
         reasons.setdefault(row["contender"], set()).add(row.get("refused"))

@@ -1,8 +1,8 @@
-"""The engines of the contest, and how each is built in its own process (``worker.py``).
+"""The implementations of the contest, and how each is built in its own process (``worker.py``).
 
-Each builder imports only the packages of its engine, because the memory of the process is measured.
-All engines read the same weights from the folder of the run: a state dict, or the files of ONNX or
-OpenVINO (``export.py``).
+Each builder imports only the packages of its implementation, because the memory of the process is
+measured. All implementations read the same weights from the folder of the run: a state dict, or the
+files of ONNX or OpenVINO (``export.py``).
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ BF16, FP32, INT8 = "bf16", "fp32", "int8"
 
 @dataclass(frozen=True)
 class Runtime:
-    """An engine of the contest.
+    """An implementation of the contest.
 
     Attributes:
         kind: Key of the builder in `build`.
         form: Number format of the matrix products.
         option: Attention implementation of transformers, or variant of fastbert.
-        needs: Packages without which the engine is reported as not installed.
+        needs: Packages without which the implementation is reported as not installed.
     """
 
     name: str
@@ -66,15 +66,15 @@ BY_NAME = {engine.name: engine for engine in RUNTIMES}
 
 @dataclass
 class Built:
-    """An engine as the functions that a worker calls.
+    """An implementation as the functions that a worker calls.
 
     Attributes:
-        call: Runs the engine on its inputs.
-        inputs: Turns a batch into the inputs of the engine.
+        call: Runs the implementation on its inputs.
+        inputs: Turns a batch into the inputs of the implementation.
         array: Turns the result into a numpy array.
         prepare: Called with the shape (B, L) before the first batch of that shape.
-        note: Remark about this engine for the table.
-        compiles: Whether the first call at a shape compiles, and is then not timed.
+        note: Remark about this implementation for the table.
+        compiles: Whether the first call at a shape compiles; such a call is not timed.
     """
 
     call: Callable[[Any], Any]
@@ -87,7 +87,7 @@ class Built:
 
 
 def build(name: str, config: dict[str, Any], folder: Path, threads: int) -> Built:
-    """Build an engine; the worker reports an error of the builder as the reason for a refusal."""
+    """Build an implementation; the worker reports an error of the builder as a refusal."""
     engine = BY_NAME[name]
     builders = {
         "fastbert": _fastbert,
@@ -100,7 +100,7 @@ def build(name: str, config: dict[str, Any], folder: Path, threads: int) -> Buil
 
 
 def refusal(name: str, config: dict[str, Any]) -> str | None:
-    """Return the reason why an engine of fastbert breaks the tolerance rule, or None.
+    """Return the reason why an implementation of fastbert breaks the tolerance rule, or None.
 
     The tolerance rule does not cover int8; the section ``int8`` reports the errors of int8.
     """
@@ -126,7 +126,7 @@ def _of_torch(model, threads: int, *, autocast: bool = False, freezing: bool = F
         return {name: torch.from_numpy(value) for name, value in batch.items()}
 
     def call(batch):
-        # Freezing the weights requires no_grad; other engines can use inference_mode.
+        # Freezing the weights requires no_grad; other implementations can use inference_mode.
         with (
             torch.no_grad() if freezing else torch.inference_mode(),
             torch.autocast("cpu", torch.bfloat16, enabled=autocast),

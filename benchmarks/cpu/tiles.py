@@ -20,7 +20,8 @@ NO_TILES = "the level in use has no AMX tiles"
 CHOICE = Path(__file__).parents[2] / "fastbert" / "ops" / "tile_schedule.json"
 # A schedule replaces the best earlier one in `SCHEDULES` only if it is faster by this factor.
 MARGIN = 1.01
-# Rows, inputs and outputs of products; batch, length, heads and head dim of attention.
+# PRODUCTS has the rows, inputs and outputs of matrix products. ATTENTION has the batch, length,
+# heads and head dim of attention.
 PRODUCTS = tuple(
     (rows, k, n)
     for width in (768, 384)
@@ -36,7 +37,7 @@ QUICK = ((40, 64, 96),), ((2, 40, 2, 32),)
 
 
 def run(seconds: float, notify: Callable[[str], None], *, quick: bool) -> dict[str, Any]:
-    """Time the schedules; return the rows and the fastest schedule, or why there is none."""
+    """Time the schedules; return the rows and the fastest schedule, or the reason for no result."""
     from fastbert.ops.backend import EXTENSION
 
     if EXTENSION is None or not (has_tiles() or quick):

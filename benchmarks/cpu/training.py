@@ -17,15 +17,15 @@ from fastbert.bench.contest import line
 from fastbert.bench.encoder import BASE, SMALL, STOCK, EncoderShape, half_padded
 from fastbert.bench.limits import CPU_TARGETS, TRAINING, Target, Work
 
-# The engines by format, with their names in inference; bf16 is autocast with fp32 weights.
+# The implementations by format, with their names in inference; bf16 is autocast with fp32 weights.
 NAMES = {
     BF16: ("fastbert bf16 autocast", "transformers eager bf16", "transformers sdpa bf16"),
     FP32: ("fastbert fp32", "transformers eager fp32", "transformers sdpa fp32"),
 }
 SHAPE = EncoderShape("BERT-base 8×128 half padded", BASE, half_padded(8, 128))
 QUICK = EncoderShape("tiny 2×16 half padded", SMALL, half_padded(2, 16))
-# Largest relative difference of first losses: two new models differ only by random weights and
-# dropout.
+# Largest relative difference of first losses that is accepted. Two new models differ only by random
+# weights and dropout.
 LOSSES_CLOSE = 0.1
 
 
@@ -99,7 +99,7 @@ def _begin(worker: Remote, shape: EncoderShape) -> dict[str, Any]:
 
 
 def _compare(answers: dict[str, dict[str, Any]], rows: dict[str, CpuRow]) -> None:
-    """Refuse a step whose first loss is not finite, or far from the median of all engines."""
+    """Refuse a step whose first loss is not finite or far from the median of the first losses."""
     losses = sorted(a["loss"] for a in answers.values() if math.isfinite(a["loss"]))
     for name, answer in answers.items():
         middle = losses[len(losses) // 2] if losses else math.nan

@@ -1,10 +1,10 @@
-"""One engine in its own process; a request and an answer are a line of JSON each.
+"""Run one implementation in its own process; each request and each answer is a line of JSON.
 
     python -m benchmarks.cpu.worker ENGINE FOLDER THREADS
 
-In separate processes, the thread pools of other engines do not spin on the cores of a timed engine,
-and the peak of the resident memory belongs to one engine. The worker measures the time, so that no
-time includes the pipe. The output of libraries goes to the log.
+In separate processes, the thread pools of other implementations do not spin on the cores of a timed
+implementation, and the peak of the resident memory belongs to one implementation. The worker
+measures the time, so that no time includes the pipe. The output of libraries goes to the log.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ class Server:
         self.seconds = float("inf")  # seconds of a call in the last measurement
 
     def load(self) -> dict[str, Any]:
-        """Build the engine."""
+        """Build the implementation."""
         self.built = build(self.engine, self.config, self.folder, self.threads)
         return {"note": self.built.note}
 
     def gate(self) -> dict[str, Any]:
-        """Return the reason why this engine of fastbert breaks the tolerance rule, or None."""
+        """Return the reason if this variant of fastbert breaks the tolerance rule, else None."""
         return {"refused": refusal(self.engine, self.config)}
 
     def shape(self, lengths: list[int]) -> dict[str, Any]:
-        """Use batches of these lengths from now on; return the first call's seconds and sample."""
+        """Use batches with `lengths` in later calls; return the first call's seconds and sample."""
         assert self.built is not None
         built, made = self.built, batches(self.config["vocab_size"], lengths)
         built.prepare(len(lengths), max(lengths))
@@ -59,7 +59,7 @@ class Server:
         return {"seconds": seconds, "sample": sample(built.array(result), made[0])}
 
     def imports(self) -> dict[str, Any]:
-        """Import the modules of the engine's training step; return the resident memory in bytes."""
+        """Import the modules of the training step, and return the resident memory in bytes."""
         from fastbert.bench.encoder import STOCK
         from fastbert.bench.training_step import trainee
         from fastbert.config import BertConfig
@@ -71,7 +71,7 @@ class Server:
         return {"resident": resident_peak()}
 
     def training(self, lengths: list[int]) -> dict[str, Any]:
-        """Train on batches of these lengths from now on; return the first step's time and loss."""
+        """Train on batches with `lengths` in later calls; return the first step's time and loss."""
         from benchmarks.cpu.training import stepper
 
         self.call = stepper(self.engine, self.config, lengths, self.threads)
@@ -82,8 +82,8 @@ class Server:
     def measure(self, first: int, calls: int) -> dict[str, Any]:
         """Return the mean seconds of a call.
 
-        Short calls are first repeated for WARM_S. Other engines have used the caches since the last
-        measurement, and some of their threads spin for longer than a short call takes.
+        Short calls are first repeated for WARM_S. Other implementations have used the caches since
+        the last measurement, and some of their threads spin for longer than a short call takes.
         """
         assert self.call is not None
         if self.seconds < SHORT_S:

@@ -6,10 +6,10 @@
     python -m benchmarks.gpu --dry-run                            # on any machine, without a GPU
 
 The command uses the machine's own Python and downloads nothing. A section is ended after nine
-minutes. A section that fails does not stop the next one. The exit status is 1 if a section failed,
-and 2 if the machine has no CUDA device, or if TORCH_CUDA_ARCH_LIST leaves out the kernels of its
-GPU. A dry run lists the commands, runs every benchmark on tiny shapes on the CPU, and compiles
-every shipped Triton launch for sm_90.
+minutes. If a section fails, the next section still runs. The exit status is 1 if a section failed.
+It is 2 if the machine has no CUDA device, or if TORCH_CUDA_ARCH_LIST leaves out the kernels for the
+machine's GPU. A dry run lists the commands, runs every benchmark on tiny shapes on the CPU, and
+compiles every shipped Triton launch for sm_90.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def main() -> int:
 
 
 def dry_run(wanted: list[Section]) -> int:
-    """List commands, run toy benchmarks and compile launches; return 1 if one has a fault."""
+    """List commands, run tiny benchmarks and compile launches; return 1 if one fails, else 0."""
     for section in wanted:
         print(f"[{section.name}] {section.about}")
         for command in section.commands:
@@ -120,7 +120,7 @@ def _echo(text: str) -> None:
 
 
 def _show(folder: Path, section: str) -> None:
-    """Print the engines that ran on the CPU and the refusals, or the table of compiled launches."""
+    """Print what ran on the CPU and what was refused, or the table of compiled launches."""
     log, figures = folder / f"{section}.log", folder / f"{section}.json"
     if section not in bench.SECTIONS and log.exists():
         print(log.read_text("utf-8"), end="")

@@ -28,7 +28,7 @@ FIRST_PEERS = ("sdpa FLASH", "sdpa CUDNN")
 
 @dataclass(frozen=True)
 class Scale:
-    """The size of the matches; the most important length comes first."""
+    """The sizes of the attention matches; the most important length comes first."""
 
     tokens: int
     lengths: tuple[int, ...]
@@ -66,7 +66,7 @@ def _dense(scale, device, length, head_dim, dtype, **options) -> Iterator[Match]
 
 
 def first(scale: Scale, device: str) -> Iterator[Match]:
-    """Yield two lengths at the first head dim, forward and backward: Triton against SDPA only."""
+    """Yield two lengths at the first head dim, forward and backward, for Triton and SDPA only."""
     return _first(scale, device, without="cuda")
 
 

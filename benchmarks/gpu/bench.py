@@ -32,7 +32,7 @@ from fastbert.bench.timing import copy_rate, product_rate
 from fastbert.machine import Machine, describe
 
 Build = Callable[[Any, str], Iterator[Match]]
-# Section → builder of its matches, full size, toy size, and seconds of timing for one match.
+# For each section: builder of its matches, full size, toy size, and seconds of timing for a match.
 SECTIONS: dict[str, tuple[Build, Any, Any, float]] = {
     "bench-attention": (attention.dense, attention.FULL, attention.TOY, 1.0),
     "bench-varlen": (attention.packed, attention.FULL, attention.TOY, 1.0),
@@ -48,7 +48,7 @@ FIRST: dict[str, tuple[Build, Any, Any, float]] = {
     "first-attention": (attention.first, attention.FULL, attention.TOY, 1.0),
     "first-attention-cuda": (attention.first_cuda, attention.FULL, attention.TOY, 1.0),
 }
-# These errors mean that the benchmark calls an engine wrongly; a refusal raises another error.
+# These errors mean that the benchmark calls an implementation wrongly. Other errors are refusals.
 MISTAKES = ("TypeError", "AttributeError", "NameError", "KeyError", "IndexError", "UnboundLocal")
 COPY_BYTES = 4 << 30
 PRODUCT = 8192
@@ -122,7 +122,7 @@ def print_row(row: GpuRow) -> None:
 
 
 def faults(played: Sequence[GpuRow]) -> list[str]:
-    """Return the faults: contenders of fastbert that were refused, and peers with a wrong call.
+    """Return a line for each refused contender of fastbert, and for each peer with a wrong call.
 
     A forced variant may refuse a shape that it does not support.
     """

@@ -32,7 +32,7 @@ def compiler(device: str, mode: str | None = None) -> Callable[..., Any]:
 
 
 def served(case: Case, dtype: torch.dtype, device: str) -> list[str]:
-    """Return the backends to time, which include the reference only if no other backend serves."""
+    """Return the backends that serve a case; the reference only if no other backend does."""
     names = operations.served(case, dtype, device)
     return [name for name in names if name != "reference"] or ["reference"]
 
@@ -51,7 +51,7 @@ def ours(case: Case, dtype: torch.dtype, device: str) -> list[Contender]:
 
 
 def backend_of(contender: str) -> str:
-    """Return the backend of a contender of fastbert by its name; forced paths are Triton's."""
+    """Return the backend of a contender of fastbert from its name; forced paths are of Triton."""
     name = contender.removeprefix(OURS).rstrip("*")
     return "triton" if name.startswith("path=") else name
 
@@ -77,7 +77,7 @@ def runs_triton(device: str) -> bool:
 
 
 def left_out(inputs: Inputs) -> Prepared:
-    """Refuse the inputs, in place of a peer whose compilations would take too long."""
+    """Raise the reason to leave out a peer whose compilations would take too long."""
     raise ValueError(
         "left out: it is compiled at the first head dimension only, to keep the section short"
     )
@@ -92,7 +92,7 @@ def _dense_twin(inputs: Inputs) -> Prepared:
     batch, length = len(inputs.positional["cu_seqlens_q"]) - 1, inputs.positional["max_seqlen_q"]
     names = ("q", "k", "v")
     dense = {
-        # (B, H, L, D): views of the packed rows
+        # These tensors of shape (B, H, L, D) are views of the packed rows.
         name: inputs.positional[name].unflatten(0, (batch, length)).transpose(1, 2)
         for name in names
     }
@@ -101,7 +101,7 @@ def _dense_twin(inputs: Inputs) -> Prepared:
 
 
 def attention_variants(device: str) -> list[Contender]:
-    """Return both paths of the Triton kernels, to find the faster path at each length."""
+    """Return a contender for each path of the Triton kernels, to find the faster at each length."""
     if not runs_triton(device):
         return []
     return [
@@ -138,7 +138,10 @@ def _attention_path(path: str, inputs: Inputs) -> Prepared:
 
 
 def gemm_variants(op: str, direction: str, device: str) -> list[Contender]:
-    """Return the fused kernel, and the library's product with a second pass, where Triton runs."""
+    """Return contenders for the fused kernel and for a library GEMM with a second pass.
+
+    Without Triton, or for another operation or direction, the result is empty.
+    """
     prepare = {
         ("linear_gelu", FORWARD): _linear_gelu_path,
         ("feed_forward", BACKWARD): _feed_forward_path,
@@ -159,7 +162,7 @@ def _linear_gelu_path(path: str, inputs: Inputs) -> Prepared:
 
 
 def _feed_forward_path(path: str, inputs: Inputs) -> Prepared:
-    """Prepare the backward pass of both layers; the library computes the other products."""
+    """Prepare the backward pass of both layers on a forced path of the product with GELU."""
     kernels = importlib.import_module("fastbert.kernels.feed_forward_backward")
     sum_rows = importlib.import_module("fastbert.kernels.reduction").sum_rows
     x, w1, b1, w2, b2 = (t.detach() for t in inputs.positional.values())

@@ -1,4 +1,4 @@
-"""One shape for all engines: each contender is checked first, then all take turns.
+"""Compare implementations at one shape: each contender is checked first, then all take turns.
 
 A ``Match`` is one case in one dtype and direction with its contenders. ``play`` prepares them on
 rotated inputs, compares their results with the float64 reference, and times them in turns. A
@@ -29,9 +29,9 @@ from fastbert.ops.backend import dtype_name
 from fastbert.testing.cases import Inputs
 from fastbert.testing.compare import Comparison
 
-# Most sets of inputs of a match; more sets would take much memory.
+# Largest number of sets of inputs of a match; more sets would take too much memory.
 MOST_SETS = 8
-# Number of calls without a CUDA graph whose mean time is ``host_seconds``.
+# ``host_seconds`` is the mean time of this many calls without a CUDA graph.
 HOST_CALLS = 10
 
 
@@ -43,10 +43,10 @@ class GpuRow(ContestRow):
         same_function: Whether the contender computes the function of the match.
         graphed: Whether ``seconds`` comes from replays of a CUDA graph.
         host_seconds: Mean seconds of consecutive calls without a graph, with Python and launches.
-        of_floor: Shortest time that the limits allow, over ``seconds``.
-        bound_by: The limit that determines the shortest time.
-        goal, of_goal: The rate to reach, and the reached fraction.
-        error_ratio: Largest error over that of the reference in the same dtype.
+        of_floor: Shortest time that the limits of the GPU allow, divided by ``seconds``.
+        bound_by: The limit of the GPU that determines the shortest time.
+        goal, of_goal: The rate to reach, and the reached fraction of this rate.
+        error_ratio: Largest error, divided by the largest error of the reference in the same dtype.
 
     ``ratio`` refers to the fastest peer that computes the same function.
     """
@@ -149,7 +149,7 @@ def new_row(match: Match, contender: Contender, setting: Setting) -> GpuRow:
 
 
 def reason_of(error: BaseException) -> str:
-    """Return in one line the reason why an engine did not run."""
+    """Return in one line the reason why an implementation did not run."""
     if isinstance(error, torch.OutOfMemoryError):
         torch.cuda.empty_cache()
         return "out of memory"
@@ -165,7 +165,7 @@ def _ready(
 ) -> tuple[Callable[[int], object], list[Comparison]]:
     """Return the call of the contender on rotated inputs, and its comparisons on the first set."""
     if match.direction != BACKWARD:
-        # Engines without a backward pass refuse inputs that need gradients.
+        # Implementations without a backward pass refuse inputs that need gradients.
         sets = [dataclasses.replace(inputs, gradients=()) for inputs in sets]
     prepared = [contender.prepare(inputs) for inputs in sets]
     if match.direction != BACKWARD:
@@ -203,7 +203,7 @@ def _backward(prepared: Prepared, judge: Judge) -> Callable[[], Sequence[Tensor]
 
 
 def _output_gradient(prepared: Prepared, out: Tensor, judge: Judge) -> Tensor:
-    """Return the judge's output gradient in the layout and strides of the engine's output."""
+    """Return the judge's output gradient in the layout and strides of the contender's output."""
     base = torch.zeros_like(out, requires_grad=True)
     restored = prepared.restore(base)
     given = judge.gradient(restored.shape, restored)
@@ -260,7 +260,7 @@ def _measure_memory(match: Match, sets: Sequence[Inputs], rows: Mapping[str, Gpu
 
 
 def finish(match: Match, rows: Sequence[GpuRow], setting: Setting) -> None:
-    """Set the rates, the fractions of the limits and the goal, and the ratio to the best peer."""
+    """Set in each row the rate, its fractions of limit and goal, and the ratio to the best peer."""
     for row in rows:
         row.set_rates(match.amount, match.work, setting.ceilings)
         if row.seconds is None or row.rate is None:

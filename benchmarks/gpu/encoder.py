@@ -1,7 +1,7 @@
 """The matches of the whole model: inference, a pre-training step, and the latency of one sequence.
 
-The parity of the encoder is checked once per model and dtype on two layers (``encoder.gate``). An
-engine that fails is refused. Rates count real tokens only.
+The function ``encoder.gate`` checks two layers of each model in each dtype by the tolerance rule.
+An implementation that fails is refused. Rates count real tokens only.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ STOCK = encoder.STOCK
 
 @dataclass(frozen=True)
 class Scale:
-    """Models by name, tokens of a padded batch, longest lengths, sequences of a training step."""
+    """Sizes of the matches: models, tokens of a padded batch, lengths, and training batch size."""
 
     models: dict[str, BertConfig]
     tokens: int
@@ -148,7 +148,7 @@ def _forward(
 
 @functools.lru_cache(maxsize=8)
 def model_of(engine: str, config: BertConfig, dtype: torch.dtype, device: str) -> nn.Module:
-    """Return the encoder of ``engine``; all engines have the same weights."""
+    """Return the encoder of ``engine``; all implementations have the same weights."""
     return encoder.encoder_of(engine, config, weights_of(config), dtype, device)
 
 
@@ -194,7 +194,7 @@ def _step(engine: str, shape: EncoderShape, device: str, inputs: Inputs) -> Prep
 
 
 def latency(scale: Scale, device: str) -> Iterator[Match]:
-    """Yield single sequences, without CUDA graphs and with the CUDA graphs of an engine."""
+    """Yield single sequences, without CUDA graphs and with the CUDA graphs of an implementation."""
     for name, config in scale.models.items():
         for length in scale.lengths:
             for dtype in (FP16, BF16):

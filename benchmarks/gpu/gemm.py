@@ -22,7 +22,7 @@ BF16, FP16 = torch.bfloat16, torch.float16
 
 @dataclass(frozen=True)
 class Scale:
-    """Tokens of a pass, hidden and inner widths of models, vocabulary, and tokens of a loss."""
+    """Sizes of the matches: tokens of a pass, widths of models, vocabulary, tokens of a loss."""
 
     tokens: tuple[int, ...]
     widths: tuple[tuple[int, int], ...]
@@ -65,7 +65,7 @@ def _product(op, tokens, hidden, inner, dtype, direction, device) -> Match:
 
 
 def other_functions() -> list[Contender]:
-    """Return the matrix product alone, and with the tanh GELU of the library's epilogue."""
+    """Return contenders for the product alone, and for cuBLAS's product with a tanh GELU."""
     return [
         Contender("product alone", functools.partial(of_function, F.linear), same_function=False),
         Contender("tanh epilogue", _tanh_epilogue, same_function=False),

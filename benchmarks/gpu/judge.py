@@ -1,4 +1,4 @@
-"""The comparison of an engine's results with the results of the reference."""
+"""The comparison of an implementation's results with the results of the reference."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Judge:
         self._expected: tuple[list[Tensor], list[Tensor]] | None = None
 
     def gradient(self, shape: torch.Size, like: Tensor) -> Tensor:
-        """Return one random output gradient, rounded to bf16 so that all dtypes get its values."""
+        """Return a random output gradient, drawn once in bf16 so that all dtypes get its values."""
         if self.dout is None:
             self.dout = torch.randn(shape, device=like.device).bfloat16()
         return self.dout.to(like.dtype)
@@ -57,7 +57,7 @@ class Judge:
         return [sample(gradient) for gradient in gradients]
 
     def compare(self, contender: Contender, results: Sequence[Tensor]) -> list[Comparison]:
-        """Return a comparison per tensor, or nothing if there is no reference."""
+        """Return a comparison for each tensor, or an empty list if there is no reference."""
         if self.match.case is None or not contender.same_function:
             return []
         if self.match.case.options.get("dropout_p") and not contender.ours:
@@ -71,7 +71,7 @@ class Judge:
         ]
 
     def forget(self) -> None:
-        """Free the memory of the oracle before the timing."""
+        """Free the memory of the reference's results before the timing."""
         self._expected = self.dout = None
         if torch.cuda.is_available():
             torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""A match: one shape in one dtype and direction, with the engines that are timed."""
+"""A match: one shape in one dtype and direction, with the implementations that are timed."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from fastbert.testing.cases import Case, Inputs
 
 @dataclass(frozen=True)
 class Contender:
-    """An engine: its preparation, whether it is fastbert's, and whether it computes the function.
+    """An implementation, with the function `prepare` that readies its calls on some inputs.
 
-    A contender with another function, such as a product without its GELU, is shown but never counts
-    as the best peer.
+    `ours` says whether the implementation is fastbert's, and `same_function` whether it computes
+    the function of the match. A contender with another function, such as a product without its
+    GELU, is shown but never counts as the best peer.
     """
 
     name: str
@@ -35,9 +36,9 @@ class Match:
     Attributes:
         series, label: Panel of the plot, and label of the match in the panel.
         amount: Work of one call; the rate is amount / seconds, in ``unit``.
-        case: Source of the inputs and of the reference. Without a case, ``prepare`` of a contender
+        case: Case that draws the inputs and has a reference. If None, ``prepare`` of a contender
             checks the result.
-        batches: Inputs without a case: each has the seed of a batch.
+        batches: The inputs if there is no case; each has the seed of a batch.
         ratio_goal: Goal for the best peer's time over the time of fastbert.
         graphs: Whether replays of a CUDA graph are timed.
         memory: Whether the peak memory of a forward and backward pass is measured, too.

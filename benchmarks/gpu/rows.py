@@ -19,7 +19,7 @@ BF16, FP16 = torch.bfloat16, torch.float16
 
 @dataclass(frozen=True)
 class Scale:
-    """Rows of a pass, columns of the models, and the vocabulary of the embedding."""
+    """Sizes of the matches: rows of a pass, columns (widths) of the models, and vocabulary."""
 
     rows: tuple[int, ...]
     columns: tuple[int, ...]
@@ -52,7 +52,7 @@ def matches(scale: Scale, device: str) -> Iterator[Match]:
 
 
 def has(op: str) -> bool:
-    """Whether this build has the operation, its cases and a peer."""
+    """Whether this build has the operation `op`, registered cases for it, and a peer."""
     return op in OPS and hasattr(ops, op) and op in peers.OPS
 
 

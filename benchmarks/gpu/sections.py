@@ -31,7 +31,8 @@ TEST_GROUPS = {
     "test-modules": ("tests/modules", "tests/inference"),
     "test-training": ("tests/integrations", "tests/training"),
 }
-# Tests that a machine without a GPU can run as well, and why they would waste the time of a GPU.
+# Tests that a machine without a GPU can also run, each with the reason why they are left out on a
+# machine with a GPU.
 NOT_ON_A_GPU = {
     "tests/kernels/test_aot.py": "the section compile compiles the launches on all cores",
     "tests/kernels/test_compiled_kernels.py": "the PTX machine is a program for the CPU",
@@ -162,7 +163,7 @@ def refused_architectures() -> str | None:
 def pytest(paths: tuple[str, ...]) -> tuple[str, ...]:
     """Return the command for pytest, with several processes if pytest-xdist is installed.
 
-    The tests compile for longer than they run.
+    Several processes save time, because most of the time of the tests is compilation on the CPU.
     """
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *paths]
     command += [f"--ignore={path}" for path in NOT_ON_A_GPU if path.startswith(paths)]
@@ -224,7 +225,7 @@ def run(
     if status:
         notify(tail)
     if status == 0 and (folder / f"{section.name}.json").exists():
-        log_path.unlink()  # The figures are in the JSON file.
+        log_path.unlink()  # The JSON file has all results, so the log is not needed.
     return {
         "section": section.name,
         "status": status,

@@ -15,7 +15,7 @@ from fastbert.bench.limits import CROSS_ENTROPY_MEMORY, VARLEN_OVERHEAD
 from fastbert.machine import describe
 
 NAME = "summary.json"
-# Series and label → the rows of one match.
+# The rows of each match, by the match's series and label.
 Matches = Mapping[tuple[str, str], Sequence[GpuRow]]
 
 
@@ -33,7 +33,7 @@ def write(folder: Path, results: Sequence[Mapping[str, object]]) -> None:
 
 
 def lines_of(folder: Path, section: str) -> Iterator[str]:
-    """Yield a line per shape of a benchmark section: fastbert, the best peer, ratio and goal.
+    """Yield a line for each shape of a section, with fastbert, the best peer, ratio and goal.
 
     The rows of a section that was ended early are read from the log of the section.
     """

@@ -1,9 +1,9 @@
 """Four tests of attention as an explanation (Wiegreffe and Pinter 2019), for a BERT classifier.
 
-Their classifier has one attention over the states of an LSTM. BERT has attention in every layer and
-head, so two measures replace it. "Read" is the attention of the first token in the last layer,
-whose state the classifier reads, averaged over the heads. "Every" is the mean of the divergences of
-all layers and tokens.
+Wiegreffe and Pinter's classifier has a single attention over the states of an LSTM. BERT has
+attention in every layer and head, so attention weights are compared in two ways. "read" compares
+the weights of the first token in the last layer, averaged over the heads, because the classifier
+reads the state of this token. "every" takes the mean divergence over all layers and tokens.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fastbert.analysis.token_classifier import TokenClassifier, inside, on_token
 from fastbert.modules import BertForSequenceClassification
 
 SCOPES = ("read", "every")
-# Training of the small token-wise classifier, which takes seconds.
+# Options of the training of the small token-wise classifier, which takes a few seconds.
 TOKEN_WISE = FitOptions(epochs=30, batch_size=32, learning_rate=2e-3)
 
 Start = Callable[[int], BertForSequenceClassification]
@@ -60,11 +60,11 @@ class Guided:
 
 @dataclass(frozen=True)
 class Adversary:
-    """A model that was trained to the predictions of the base model with other attention weights.
+    """A model that was trained to predict as the base model with different attention weights.
 
     Attributes:
         scope: The attention weights that had to differ: ``"read"`` or ``"every"``.
-        strength: The factor λ of the divergence of the attention weights in the loss.
+        strength: The factor λ by which the loss multiplies the divergence of attention weights.
         distance: Distance of the model's predictions from those of the base model.
     """
 
@@ -123,14 +123,15 @@ def uniform_weights(
 
     Args:
         base: The fine-tuned model.
-        start: Returns an untrained classifier for a seed.
-        texts: The texts.
+        start: Function that returns an untrained classifier for a seed.
+        texts: The texts of the training and of the test.
         options: Options of the training.
         seed: Seed of the models.
         progress: Receives a line after each epoch.
 
     Returns:
-        The distances of four models: the last layer or all layers, in inference or in training.
+        The distances of four models from `base`. Attention is uniform in the last layer or in all
+        layers, in inference only or also in the training.
     """
     seen = fitting.observe(base, texts.test)
     results = []
@@ -157,14 +158,14 @@ def seed_variance(
     seeds: Sequence[int],
     progress: Progress = silent,
 ) -> list[Distance]:
-    """Test 2: train the same model with other seeds, which decide head, order and dropout.
+    """Test 2: train with other seeds, which decide the head, the order of texts and dropout.
 
     The distances show how much attention weights differ between models of the same training.
 
     Args:
         base: The fine-tuned model.
-        start: Returns an untrained classifier for a seed.
-        texts: The texts.
+        start: Function that returns an untrained classifier for a seed.
+        texts: The texts of the training and of the test.
         options: Options of the training.
         seeds: The seeds, other than that of `base`.
         progress: Receives a line after each epoch.
@@ -199,7 +200,7 @@ def frozen_weights(
 
     Args:
         base: The fine-tuned model, whose word embeddings the classifiers use.
-        texts: The texts.
+        texts: The texts of the training and of the test.
         others: Other models, by the name of their attention weights.
         seeds: Seeds of the classifiers.
         options: Options of the training of the classifiers.
@@ -259,13 +260,14 @@ def adversarial_attention(
     """Test 4: train models to the same predictions with other attention weights.
 
     The loss is ``TVD(predictions) − λ JSD(weights)`` between the model and `base`, averaged over
-    the texts of the training. Labels are not used.
+    the texts of the training. TVD is the total variation distance, and JSD is the Jensen-Shannon
+    divergence. Labels are not used.
 
     Args:
         base: The fine-tuned model.
         start: Returns the classifier from which an adversary is trained, for a seed. A copy of
             `base` needs the fewest steps.
-        texts: The texts.
+        texts: The texts of the training and of the test.
         options: Options of the training.
         strengths: The factors λ. With 0, one model for all scopes imitates the predictions only.
         scopes: The weights that must differ: ``"read"``, ``"every"`` or both.
@@ -280,7 +282,7 @@ def adversarial_attention(
 
     Note:
         Wiegreffe and Pinter 2019, section 4, subtract the Kullback-Leibler divergence of the
-        weights. Here, the loss has the Jensen-Shannon divergence, their figure, which is bounded.
+        weights. Here, the loss subtracts the Jensen-Shannon divergence, which is bounded.
     """
     for scope in scopes:
         if scope not in SCOPES:

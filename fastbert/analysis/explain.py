@@ -21,7 +21,7 @@ METHODS = {
     "rollout": "the weights of that token through all layers and residual connections",
     "leave-one-out": "the fall of the logit when the token or the word is removed",
 }
-# With fewer words, a ranking has no meaning.
+# Smallest number of words of a rank correlation; with fewer words, a ranking has no meaning.
 FEWEST = 3
 
 
@@ -208,8 +208,8 @@ def integrated_gradients(
     Args:
         subject: The model.
         pieces: The tokens.
-        index: Index of the label.
-        steps: Number of steps.
+        index: Index of the label whose logit is explained.
+        steps: Number of interpolation steps from the baseline to the text.
 
     Returns:
         A value for each token, the logit of the baseline, and the completeness error.
@@ -244,7 +244,7 @@ def integrated_gradients(
 
 
 def _leave_one_out(subject: Subject, pieces: Pieces, index: int, logit: float) -> Attribution:
-    """Remove each token, and each word, and return the fall of the logit."""
+    """Return how much the logit falls if one token, or one word, is removed."""
     groups = [[i] for i in pieces.inside]
     groups += [pieces.of_word(word) for word in range(len(pieces.words))]
     without, types = (

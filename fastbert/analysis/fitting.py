@@ -98,7 +98,7 @@ def encode(
 
 
 class Starts:
-    """A function that makes classifiers from a pre-trained encoder and a head by a seed."""
+    """A function of a seed that returns a pre-trained encoder with a new head of this seed."""
 
     def __init__(self, folder: str | os.PathLike[str], num_labels: int) -> None:
         """Store the folder of a pre-trained BERT, and the number of labels."""
@@ -147,7 +147,7 @@ def fit(
         model: The model.
         examples: The texts.
         options: The options.
-        seed: Seed of the order and of the dropout.
+        seed: Seed of the order of the texts and of the dropout.
         name: Name of the run for `progress`.
         loss: Function of the model, a batch, and the indices of the examples of the batch.
         progress: Receives a line after each epoch.
@@ -236,7 +236,7 @@ def observe(model: nn.Module, examples: Examples, batch_size: int = 64) -> Obser
 def read(attentions: Sequence[Tensor]) -> Tensor:
     """Return the attention of the first token in the last layer, averaged over the heads.
 
-    Like the output of the model, the mean does not depend on the order of the heads.
+    A permutation of the heads changes neither the output of the model nor this mean.
 
     Args:
         attentions: Weights of each layer, ``(B, heads, L, L)``; only the last layer is used.

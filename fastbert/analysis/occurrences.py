@@ -107,10 +107,10 @@ def places(pieces: Pieces, word: str) -> list[int]:
     """Return the indices of a word among the words of a text, regardless of upper and lower case.
 
     Args:
-        pieces: The text.
-        word: The word.
+        pieces: The text, divided into words.
+        word: The word to find.
 
     Returns:
-        The indices.
+        The index of each occurrence in ``pieces.words``.
     """
     return [i for i, piece in enumerate(pieces.words) if piece.lower() == word.lower()]

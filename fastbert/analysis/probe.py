@@ -72,10 +72,10 @@ def edges(distances: Tensor) -> set[tuple[int, int]]:
 
 
 class DistanceProbe(nn.Module):
-    """The squared distance ``‖B (hᵢ − hⱼ)‖²`` of word vectors in a learned space.
+    """The squared distance ``‖B (hᵢ − hⱼ)‖²`` of word vectors hᵢ and hⱼ, with a learned matrix B.
 
     Args:
-        width: Width H of the vectors.
+        width: Width H of the vectors, which is the number of columns of B.
         rank: Number of rows of B.
 
     Note:
@@ -83,7 +83,7 @@ class DistanceProbe(nn.Module):
     """
 
     def __init__(self, width: int, rank: int) -> None:
-        """Create B with small random entries."""
+        """Create the matrix B with small random entries."""
         super().__init__()
         self.projection = nn.Parameter(torch.empty(rank, width).uniform_(-0.05, 0.05))
 
@@ -117,7 +117,7 @@ def fit_probe(
     Args:
         vectors: Vectors ``(n, H)`` of the words of each sentence.
         distances: Distances ``(n, n)`` in the tree of each sentence.
-        rank: Number of rows of B.
+        rank: Number of rows of the learned matrix B of `DistanceProbe`.
         epochs: Number of passes over the sentences.
         learning_rate: Learning rate of Adam, which falls to 0 along a cosine.
         seed: Seed of the weights and of the order.
@@ -126,7 +126,8 @@ def fit_probe(
         The probe.
 
     Raises:
-        ValueError: If there is no sentence, or if the numbers of words differ.
+        ValueError: If there is no sentence, or if `vectors` and `distances` differ in the number
+            of sentences or words.
     """
     shapes = [(len(v), tuple(d.shape)) for v, d in zip(vectors, distances, strict=True)]
     if not shapes or any(shape != (n, n) for n, shape in shapes):
@@ -174,7 +175,7 @@ def score(predicted: Sequence[Tensor], expected: Sequence[Tensor]) -> ProbeScore
     """Compare predicted distances with the distances in trees.
 
     Args:
-        predicted: Distances ``(n, n)`` of each sentence.
+        predicted: Predicted distances ``(n, n)`` between the n words of each sentence.
         expected: Distances ``(n, n)`` in the tree of each sentence.
 
     Returns:

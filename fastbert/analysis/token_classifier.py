@@ -1,4 +1,4 @@
-"""A classifier that encodes each token alone, and sums the tokens by given attention weights."""
+"""A classifier that encodes each token alone, and sums the results with attention weights."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ class TokenClassifier(nn.Module):
     """A token-wise MLP whose outputs are summed by attention weights.
 
     ``logits = W₂ Σᵢ αᵢ tanh(W₁ eᵢ + b₁) + b₂``, where ``eᵢ`` is the fixed word embedding of token
-    i. Only the weighted sum combines tokens. If the weights of another model give a better
-    classifier than uniform weights, these weights show which tokens matter without context.
+    i and ``αᵢ`` is its attention weight; W₁, b₁, W₂ and b₂ are trained. Only the weighted sum
+    combines tokens. If the attention weights of another model give a better classifier than
+    uniform weights, they show which tokens matter without context.
 
     Args:
         embeddings: The table of word embeddings ``(V, H)``, which is not trained.
         num_labels: Number of labels.
         width: Width of the MLP.
-        learned: Whether the model learns its own weights, ``softmax(v · tanh(W₁ eᵢ + b₁))``.
+        learned: Whether the model learns its own attention weights,
+            ``softmax(v · tanh(W₁ eᵢ + b₁))`` with a trained vector v.
 
     Note:
         The diagnostic of Wiegreffe and Pinter 2019, section 3.4.
@@ -41,8 +43,8 @@ class TokenClassifier(nn.Module):
 
         Args:
             ids: Token ids of shape ``(B, L)``.
-            weights: Weights of shape ``(B, L)``. A model that learns its own weights uses the
-                tokens whose weight here is above 0, and ignores the size of the weights.
+            weights: Attention weights of shape ``(B, L)``. A model that learns its own weights only
+                reads which tokens have a weight above 0, and attends to these tokens.
 
         Returns:
             Logits of shape ``(B, labels)``.

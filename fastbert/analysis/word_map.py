@@ -100,7 +100,7 @@ def word_map(
     Args:
         model: Folder or hub id of an encoder, or a loaded `ContextEncoder`.
         texts: A .txt file, or a folder whose .txt files are read, subfolders included.
-        word: The word; upper and lower case are equal.
+        word: The word, which is found in upper and lower case.
         layer: Number of the state whose vectors are projected; 0 is the embedding output, and a
             negative number counts from the last layer.
 

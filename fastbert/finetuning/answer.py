@@ -90,7 +90,7 @@ class _Span(NamedTuple):
         score: Sum of the logits of its start and its end.
         first: Index of its first token.
         last: Index of its last token.
-        none: Sum of the logits that mean that the window has no answer.
+        none: Score of no answer in this window: the sum of the two logits of ``[CLS]``.
     """
 
     score: float
@@ -100,12 +100,12 @@ class _Span(NamedTuple):
 
 
 class _Candidate(NamedTuple):
-    """The best answer that is not empty to a question, over all windows of its context.
+    """The best non-empty answer to a question, over all windows of the question's context.
 
     Attributes:
         text: The answer.
         score: Score of the answer; see `_Span`.
-        none: The smallest of the windows' scores of no answer.
+        none: The smallest score of no answer over all windows.
     """
 
     text: str
@@ -116,7 +116,8 @@ class _Candidate(NamedTuple):
 class AnswerQuestions(Task):
     """The task of `BertForQuestionAnswering` (Devlin et al. 2019, sections 4.2 and 4.3).
 
-    If a window does not contain the answer, the targets of start and end are the token ``[CLS]``.
+    If a window does not contain the answer, the start and end targets are the position of
+    ``[CLS]``.
 
     Attributes:
         unanswered: Whether a question may have no answer; `learn` reads this from the data.
@@ -148,8 +149,9 @@ class AnswerQuestions(Task):
 
         Args:
             config: The configuration, which may store the options of the training.
-            given: Options of `AnswerOptions` that replace the options of the training. None leaves
-                an option unchanged. A threshold allows questions without an answer.
+            given: Values of options by name, as in `AnswerOptions`. A value replaces the option
+                that `config` stores, and None leaves the stored option. If
+                ``no_answer_threshold`` is a number, questions may have no answer.
 
         Raises:
             ValueError: If an option is not allowed.
@@ -171,7 +173,7 @@ class AnswerQuestions(Task):
         return list(read_questions(path, answered=labelled))
 
     def unlabelled(self, path: Path) -> str | None:
-        """Return why no answer is known, or None; see `Task.unlabelled`."""
+        """Return a message if no question in `path` has an answer; see `Task.unlabelled`."""
         try:
             answered = any(question.answers for question in read_questions(path))
         except NoField as error:
@@ -182,7 +184,7 @@ class AnswerQuestions(Task):
         return None if answered or self.unanswered else f"{path}: no question has an answer"
 
     def learn(self, examples: Sequence[Question]) -> None:
-        """Record whether the training part has questions without an answer."""
+        """Store whether the training part has questions without an answer."""
         self.unanswered = any(not example.answers for example in examples)
 
     def group(self, example: Question) -> Hashable:
@@ -190,7 +192,7 @@ class AnswerQuestions(Task):
         return example.context
 
     def settings(self) -> dict[str, Any]:
-        """Return the number of labels, start and end, and the options of answering."""
+        """Return the keys of ``config.json``: two labels (start and end), and `AnswerOptions`."""
         options = {key: getattr(self, name) for name, key in KEYS.items()}
         return {"num_labels": 2, UNANSWERED: self.unanswered, **options}
 
@@ -244,9 +246,10 @@ class AnswerQuestions(Task):
     ) -> list[dict[str, Any]]:
         """Return the answer to each question; an empty text means that the question has no answer.
 
-        The score of an answer is the sum of the logits of its start and its end. ``no_answer`` is
-        the smallest sum over all windows of the two logits of ``[CLS]``. If questions may have no
-        answer and ``no_answer`` exceeds the score by more than the threshold, the answer is empty.
+        The score of an answer is the sum of the logits of its start and its end. In each window,
+        the score of no answer is the sum of the two logits of ``[CLS]``; ``no_answer`` is the
+        smallest of these scores. If questions may have no answer, and ``no_answer`` exceeds the
+        score of the answer by more than `no_answer_threshold`, the returned answer is empty.
         """
         return [
             {
@@ -261,7 +264,7 @@ class AnswerQuestions(Task):
         ]
 
     def _said(self, candidate: _Candidate) -> str:
-        """Return the text of the answer, which is empty if no answer is given."""
+        """Return the candidate's text, or an empty text if the scores decide for no answer."""
         difference = candidate.none - candidate.score
         return "" if self.unanswered and difference > self.no_answer_threshold else candidate.text
 
@@ -296,7 +299,7 @@ class AnswerQuestions(Task):
 
 
 def _tokens(window: Window, answer: Answer | None) -> tuple[int, int]:
-    """Return the first and last token of an answer; (0, 0) if the window lacks a part of it."""
+    """Return the first and last token of an answer; (0, 0) if it is not wholly in the window."""
     if answer is None:
         return 0, 0
     start, end = answer.start, answer.start + len(answer.text)

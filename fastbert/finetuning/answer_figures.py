@@ -18,7 +18,7 @@ def answer_figures(
 
     Args:
         answers: The model's answer to each question; an empty text means that it gives no answer.
-        candidates: The model's best answer to each question that is not empty.
+        candidates: The model's best non-empty answer to each question.
         differences: The score of no answer minus the score of the candidate, for each question.
         truths: The right answers to each question; an empty list means that the question has no
             answer.
@@ -28,15 +28,16 @@ def answer_figures(
         has no answer, there are more figures. ``NoAns_exact`` and ``NoAns_f1`` are for the
         ``NoAns_total`` questions without an answer. ``HasAns_exact`` and ``HasAns_f1`` are for the
         ``HasAns_total`` other questions, if there are any. ``best_exact`` and ``best_f1`` are the
-        best figures by a threshold, with the thresholds ``best_exact_thresh`` and
-        ``best_f1_thresh``. No answer is given if the difference is larger than the threshold.
+        largest figures that any threshold reaches, and ``best_exact_thresh`` and
+        ``best_f1_thresh`` are these thresholds. With a threshold, the answer to a question is the
+        candidate if the difference is at most the threshold, and empty otherwise.
     """
     scores = {"exact": exact_match, "f1": word_f1}
     kinds = {
         "HasAns": [i for i, truth in enumerate(truths) if truth],
         "NoAns": [i for i, truth in enumerate(truths) if not truth],
     }
-    # As in the script, right answers of articles and punctuation only are left out.
+    # As in the script, right answers that consist of articles and punctuation are left out.
     wanted = [[text for text in truth if normal_words(text)] for truth in truths]
     figures: Figures = {}
     grouped: Figures = {}
@@ -57,7 +58,7 @@ def answer_figures(
 def _best_threshold(
     answered: Sequence[float], differences: Sequence[float], empty: Sequence[bool]
 ) -> tuple[float, float]:
-    """Return the best mean score, and the smallest difference that gives it as the threshold.
+    """Return the best mean score, and the smallest difference that reaches it as the threshold.
 
     If it is best to give no answer at all, the threshold is just below the smallest difference. The
     script of SQuAD gives 0 in this case, because its differences are probabilities.
@@ -74,7 +75,7 @@ def _best_threshold(
     for place, index in enumerate(order):
         total += answered[index] - empty[index]
         following = order[place + 1] if place + 1 < len(order) else None
-        # Questions with the same difference are answered together.
+        # No threshold separates two questions with the same difference.
         together = following is not None and differences[following] == differences[index]
         if total > best and not together:
             best, threshold = total, differences[index]

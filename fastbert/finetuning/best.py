@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from fastbert.training import checkpoints
 
-# The model of a run that the user receives: of the best evaluation, or of the last step.
+# The values of the option `keep_epoch`: the user receives the model of the best evaluation, or the
+# model after the last step.
 KEPT = ("best", "last")
 
 
@@ -19,7 +20,7 @@ class Evaluation(NamedTuple):
     """An evaluation of the validation part.
 
     Attributes:
-        figure: Name of the figure that compares evaluations.
+        figure: Name of the figure by which evaluations are compared.
         value: The figure; larger is better.
         epoch: The epoch, from 1, in which the evaluation took place.
         step: Number of steps before the evaluation.
@@ -76,14 +77,15 @@ class BestEvaluation:
         return {**self.evaluation._asdict(), "misses": self.misses}
 
     def tensors(self) -> dict[str, Mapping[str, Tensor]]:
-        """Return the tensors that a checkpoint needs, by the stem of their file."""
+        """Return the tensors that a checkpoint stores, by the stem of the file's name."""
         return {} if self.weights is None else {"best": self.weights}
 
     def restore(self, checkpoint: checkpoints.Checkpoint) -> None:
         """Continue with the best evaluation of a checkpoint.
 
         Raises:
-            ValueError: If the checkpoint does not fit. The message names the file.
+            ValueError: If the stored evaluation is not valid, or if the stored weights do not fit
+                the model. The message names the file.
         """
         with checkpoint.reading(checkpoints.STATE):
             # Older checkpoints do not contain the best evaluation.

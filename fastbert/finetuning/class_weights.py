@@ -45,13 +45,13 @@ class ClassWeights:
     def learn(self, names: Sequence[str], labels: Iterable[int]) -> str | None:
         """Compute the weight of each label.
 
-        With ``"balanced"``, a label that appears n times among N labels of C names has the weight
-        N / (C n), as in scikit-learn (King and Zeng 2001). Labels without a number have the weight
-        1.
+        With ``"balanced"``, a label that appears n times in `labels` has the weight N / (C n), as
+        in scikit-learn (King and Zeng 2001), where N is the number of `labels` and C the number of
+        `names`. If the weights are numbers by name, a label without a number has the weight 1.
 
         Args:
             names: The names of the labels, by index.
-            labels: The labels of the training part.
+            labels: The indices of all labels of the training part.
 
         Returns:
             A line that shows the weights to the user; None without weights.
@@ -78,7 +78,7 @@ class ClassWeights:
         return f"class weights: {', '.join(shown[:MOST_SHOWN])}{more}"
 
     def total(self, labels: Iterable[int]) -> float:
-        """Return the sum of the weights of labels, the denominator of their mean loss."""
+        """Return the sum of the weights of `labels`, which divides the sum of their losses."""
         values = self.values
         return sum(1 if values is None else values[label] for label in labels)
 

@@ -43,7 +43,7 @@ class ClassifyOptions(FinetuneOptions):
         regression: Whether the labels are numbers that the model predicts.
         multi_label: Whether an example has any number of labels, including none. The labels are a
             list, or a text with a separator between two labels.
-        label_separator: The separator of `multi_label`.
+        label_separator: The separator between two labels of a text, for `multi_label`.
         class_weights: Weights of the labels in the loss: ``"balanced"`` for weights that make all
             labels count equally, or numbers > 0 by the names of labels, where a label without a
             number has the weight 1; None weighs all examples equally.
@@ -95,7 +95,7 @@ class Text(NamedTuple):
     """A text or a pair of texts with its label.
 
     Attributes:
-        place: The file and the line.
+        place: The file and the line of the example, for messages.
         texts: One text or two.
         label: The name or index of the label, a tuple of all labels of a multi-label task, the
             number of a regression, or None if it is unknown.
@@ -154,7 +154,7 @@ class Classify(Task):
         return [self._text(record, labelled) for record in records]
 
     def unlabelled(self, path: Path) -> str | None:
-        """Return why all labels are absent or -1, or None; see `Task.unlabelled`."""
+        """Return a message if all labels in `path` are absent or -1; see `Task.unlabelled`."""
         if path.is_dir():
             return None
         try:
@@ -195,7 +195,7 @@ class Classify(Task):
         return self.weights.learn(self.labels.names, map(self._target, examples))
 
     def settings(self) -> dict[str, Any]:
-        """Return the number and the names of the labels, and the kind of the loss."""
+        """Return the keys of ``config.json`` for the labels, and ``problem_type`` for the loss."""
         if self.regression:
             return {**label_settings(["LABEL_0"]), "problem_type": "regression"}
         assert self.labels is not None
@@ -229,7 +229,7 @@ class Classify(Task):
         return self.weights.output(model, batch)
 
     def labels_in(self, features: Sequence[Feature]) -> float:
-        """Return the number of sequences, or the sum of the weights of their labels."""
+        """Return the number of sequences, or with class weights the sum of the labels' weights."""
         if self.weights.values is None:
             return len(features)
         return self.weights.total(feature["labels"] for feature in features)
@@ -262,7 +262,7 @@ class Classify(Task):
     def answers(
         self, examples: Sequence[Text], features: Sequence[Feature], rows: Sequence[Tensor]
     ) -> list[dict[str, Any]]:
-        """Return the label with its scores, several labels, or the numbers of a regression."""
+        """Return for each example its label or labels with scores, or the predicted numbers."""
         if self.regression and self.labels is None:
             return [{"score": float(row)} for row in rows]
         assert self.labels is not None
@@ -294,7 +294,7 @@ class Classify(Task):
 
 
 def _labels_of(examples: Iterable[Text]) -> Iterable[Value]:
-    """Yield each label of examples, which have one or several labels."""
+    """Yield every label of every example; an example has one label or a tuple of labels."""
     for example in examples:
         label: Any = example.label
         yield from label if isinstance(label, tuple) else (label,)

@@ -71,7 +71,7 @@ def compute(
     if processes > 1:
         from accelerate.utils import gather_object
 
-        # Process p of P has computed the batches p, p + P, p + 2P and so on.
+        # With P processes, process p has computed the batches p, p + P, p + 2P and so on.
         parts = gather_object([computed])
         turns = range(len(batches))
         computed = [parts[turn % processes][turn // processes] for turn in turns]

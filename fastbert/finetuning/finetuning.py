@@ -56,7 +56,8 @@ class FinetuneResult:
         seconds: Duration of the steps in seconds, without evaluations.
         best: The best evaluation: the name of the ``figure``, its ``value``, the ``epoch`` (from 1)
             and the ``step``. None without a validation part.
-        kept: The ``epoch`` (from 1) and the ``step`` of the model in ``model``.
+        kept: The ``epoch`` (from 1) and the ``step`` after which the weights in the folder
+            ``model`` were current.
         stopped_early: Whether the run stopped because of ``options.patience``.
         figures: The figures of each part, ``"train"``, ``"validation"`` and ``"test"``, with
             ``examples``, the number of examples. A part that does not exist is absent.
@@ -189,7 +190,7 @@ def _finetune(
 
 
 def _remove_earlier(folder: Path, *, with_checkpoints: bool) -> None:
-    """Remove the figures of an earlier run, and its checkpoints if they are not continued."""
+    """Remove the figures of an earlier run, and also its checkpoints if `with_checkpoints`."""
     if with_checkpoints:
         checkpoints.forget(folder)
     for name in (METRICS, CONFUSION):

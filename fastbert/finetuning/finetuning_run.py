@@ -84,7 +84,7 @@ class FinetuningRun(Run):
         if accelerator.num_processes > 1:
             # All processes have the same weights, but each process draws its own dropout masks.
             torch.manual_seed(options.seed + accelerator.process_index)
-        # Sums since the last row of the log; the losses stay on the device.
+        # These sums restart at 0 after each row of the log. The sum of the losses is on the device.
         self.losses = torch.zeros((), dtype=torch.float64, device=self.device)
         self.counted = self.tokens = 0
 
@@ -99,7 +99,7 @@ class FinetuningRun(Run):
         return divmod(self.step, self.steps_per_epoch)
 
     def batches(self) -> Iterator[list[Feature]]:
-        """Yield the sequences of each batch of all processes from the current step on."""
+        """Yield the sequences of each batch, for all processes together, from this step on."""
         size = self.options.batch_size
         while self.step < self.total:
             epoch, batch = self.epoch()
@@ -127,7 +127,7 @@ class FinetuningRun(Run):
         loss.backward()
         mean = self.accelerator.reduce(loss.detach(), "mean")
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.options.clip_norm)
-        # A loss that is not finite may have a finite gradient.
+        # A loss that is not finite may have a finite gradient, so both numbers are watched.
         watched = torch.where(mean.isfinite(), norm, mean.to(norm.dtype))
         self.divergence.watch(watched, self.own_optimizer, self.epoch())
         self.own_optimizer.step()
@@ -156,7 +156,7 @@ class FinetuningRun(Run):
         return loss * (labels * processes / (self.judging.labels_in(features) or 1))
 
     def refuse_divergence(self) -> None:
-        """Raise RuntimeError if a loss was not finite; the weights are those before the update."""
+        """Raise RuntimeError if a loss or gradient was not finite and its update was left out."""
         place = self.divergence.place()
         if place is not None:
             epoch, batch = place
@@ -244,7 +244,7 @@ class FinetuningRun(Run):
         return self.ends_epoch() or self.stops_early() or super().saves()
 
     def export(self, tensors: Mapping[str, Mapping[str, Tensor]]) -> Any:
-        """Return the model that the user receives: of the best evaluation, or of this step."""
+        """Return the model that the user receives: that of the best evaluation or of this step."""
         return self.best.model()
 
     def kept(self) -> dict[str, int]:
@@ -255,7 +255,7 @@ class FinetuningRun(Run):
         return {"epoch": (self.step - 1) // self.steps_per_epoch + 1, "step": self.step}
 
     def content(self) -> dict[str, Any]:
-        """Return the sums that are Python numbers, and the facts that a resumed run compares."""
+        """Return the data for the JSON of a checkpoint: sums, hashes and the best evaluation."""
         return {
             "batches": self.counted,
             "tokens": self.tokens,
@@ -266,7 +266,7 @@ class FinetuningRun(Run):
         }
 
     def tensors(self) -> dict[str, Mapping[str, Tensor]]:
-        """Return the current and best weights, and the states of optimizer, generators and loss."""
+        """Return the tensors of a checkpoint: weights, moments, random states and best weights."""
         random = {**self.gathered(self.random_state()), "losses": self.losses.cpu()}
         return {
             "weights": checkpoints.weights_of(self.model),

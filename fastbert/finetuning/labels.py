@@ -24,10 +24,10 @@ class Labels:
         """Store the names.
 
         Args:
-            names: The names.
+            names: The names of the labels, in the order of their indices.
             by_index: Whether data may have the index of a label instead of its name, because the
                 user gave the order of the names. If any name is an integer, indices are refused.
-            least: Smallest number of names.
+            least: Smallest number of names that is allowed.
 
         Raises:
             ValueError: If there are fewer than `least` names, or if a name appears twice.
@@ -58,7 +58,7 @@ class Labels:
             The index.
 
         Raises:
-            ValueError: If there is no such label. The message names the place.
+            ValueError: If `value` is not a label. The message names the place.
         """
         name = str(value)
         if name in self._indices:

@@ -103,7 +103,7 @@ def regression(expected: NDArray[np.float64], predicted: NDArray[np.float64]) ->
 
     Returns:
         ``mean_squared_error``, and the correlations ``pearson`` and ``spearman``, which are 0 if
-        one of the two sides is constant.
+        `expected` or `predicted` is constant.
     """
     return {
         "mean_squared_error": float(np.mean((expected - predicted) ** 2)),
@@ -129,17 +129,17 @@ def _ranks(values: NDArray[np.float64]) -> NDArray[np.float64]:
 
 # A tag of one letter, such as B, marks entities of a type without a name.
 ENTITY = re.compile(r"([BIESLU])(?:-(.+))?$", re.DOTALL)
-# The name that figures give to the type of tags of one letter.
+# The figures use this name for the type of the entities that tags of one letter mark.
 UNNAMED = "entity"
 Entity = tuple[str, int, int]
 
 
 def have_entities(names: Sequence[str]) -> bool:
-    """Return whether tags mark entities: ``O``, and tags such as ``B-PER`` or ``B``."""
+    """Return whether all tags are of the kinds that mark entities: ``O``, ``B-PER`` or ``B``."""
     others = set(names) - {"O"}
     if not others or not all(map(ENTITY.match, others)):
         return False
-    # Without an ``O``, tags of one letter may be classes of words.
+    # Without ``O`` and ``B``, tags of one letter may be classes of words, not marks of entities.
     bare = any("-" not in name for name in others)
     return not bare or ("O" in names and "B" in others)
 
@@ -147,9 +147,9 @@ def have_entities(names: Sequence[str]) -> bool:
 def entities(tags: Sequence[str]) -> list[Entity]:
     """Return the entities that the tags of a sentence mark.
 
-    The script conlleval and the default mode of seqeval use the same rule. An entity ends before
-    another type, before ``O``, ``B``, ``S`` and ``U``, and after ``E``, ``L``, ``S`` and ``U``. An
-    ``I`` without a ``B`` begins an entity.
+    An entity ends before a tag of another type, before ``O``, ``B``, ``S`` and ``U``, and after
+    ``E``, ``L``, ``S`` and ``U``. An ``I`` without a ``B`` begins an entity. The script conlleval
+    and the default mode of seqeval find the same entities.
 
     Args:
         tags: The tags of the words.

@@ -16,7 +16,7 @@ from fastbert.io import checkpoint
 from fastbert.jobs.batch_job import digest_of_model
 from fastbert.modules import BertPreTrainedModel
 
-# These settings of a task are fields of BertConfig; its `extra` stores the other settings.
+# These settings of a task are fields of `BertConfig`; ``BertConfig.extra`` stores the others.
 FIELDS = ("num_labels", "problem_type")
 
 
@@ -24,7 +24,7 @@ class Source:
     """The weights and the configuration of a pre-trained model.
 
     Attributes:
-        folder: Folder of its files.
+        folder: Folder of the model's files.
         config: Configuration of the model.
     """
 
@@ -86,11 +86,11 @@ class Source:
         return tokenizer
 
     def classes(self) -> list[str]:
-        """Return the names of the classes in ``config.json``."""
+        """Return the names of model classes under ``architectures`` in ``config.json``."""
         return self._stored.architectures()
 
     def labels(self) -> list[str]:
-        """Return the names of the labels; raise ValueError naming ``config.json`` without them."""
+        """Return the names of the labels, or raise ValueError if ``config.json`` lacks names."""
         with checkpoint.naming_config(self.folder):
             return label_names(self.config)
 

@@ -27,7 +27,7 @@ class MultiLabel:
     """How a task with several labels per example parses labels and predicts labels.
 
     Attributes:
-        separator: The text between two labels of a value that is a text.
+        separator: The text between two labels, if an example has all its labels in one text.
         threshold: A label is predicted if its score, a sigmoid, is larger than this number.
     """
 
@@ -35,7 +35,7 @@ class MultiLabel:
     threshold: float = THRESHOLD
 
     def values(self, value: Any, place: str) -> tuple[Value, ...]:
-        """Return the labels of an example, of which there may be none.
+        """Return the labels of an example; an example may have no labels.
 
         Args:
             value: A list of names or indices, or a text with names or indices between separators.
@@ -96,7 +96,7 @@ def targets(labels: Labels, values: Sequence[Value], place: str) -> list[float]:
         place: File and line, for the message.
 
     Raises:
-        ValueError: If there is no such label. The message names the place.
+        ValueError: If one of `values` is not a label. The message names the place.
     """
     row = [0.0] * len(labels.names)
     for value in values:

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from fastbert.finetuning.task import Confusion
 from fastbert.picture import fonts_for, literal, picture, width_of
 
-# Rows of a matrix. With more labels, the numbers and the names would be too small to be read.
+# Largest number of rows of a matrix. With more rows, the numbers and the names would be too small
+# to be read, so the labels that are confused least often share the last row.
 MOST_ROWS = 30
 # Largest number of characters of a name; the middle of a longer name is left out.
 LONGEST_NAME = 32
@@ -106,7 +107,7 @@ def _merged(matrix: NDArray[np.int64], chosen: Sequence[int]) -> NDArray[np.int6
 
 
 def _shown(names: Sequence[str], numbers: Sequence[int], missing: set[str]) -> list[str]:
-    """Return the literal names, or the numbers of names that cannot be drawn or told apart."""
+    """Return the text for each label: its name, its number, or both if shortened names agree."""
     short = [name if len(name) <= LONGEST_NAME else _shortened(name) for name in names]
     uses = Counter(short)
     shown = []
@@ -131,7 +132,7 @@ def _side(labels: int, widest: float) -> tuple[float, bool]:
 
 
 def _draw(axes: Any, matrix: NDArray[np.int64], names: list[str], *, left_out: bool) -> None:
-    """Draw a matrix; with `left_out`, the cell of merged labels with merged labels is grey."""
+    """Draw a matrix; with `left_out`, the cell in the last row and column is grey."""
     from matplotlib import colormaps
 
     shares = np.ma.array(matrix / matrix.sum(1, keepdims=True).clip(min=1))

@@ -50,7 +50,7 @@ class Prediction:
         examples: Number of examples.
         sequences: Number of sequences of tokens, into which long examples are divided.
         resumed: Number of these sequences that an earlier run had computed.
-        truncated: Number of texts that were cut.
+        truncated: Number of texts that were cut to `max_length`.
         max_length: Largest number of tokens of a sequence.
     """
 
@@ -84,9 +84,10 @@ def predict(
 
     The class in ``config.json`` decides the task. The data have the format of the training, and
     their labels are not read. The file of the predictions has one JSON object per line, in the
-    order of the examples. The file appears when it is complete. Until then, the folder
-    ``OUT.partial`` stores the finished sequences, and the same call continues after them. The
-    objects have these entries:
+    order of the examples. The file appears when it is complete. Until then, a folder with the name
+    of `output` and the suffix ``.partial`` stores the results of the finished sequences. If the
+    call is interrupted, the same call continues after these sequences. The objects have these
+    entries:
 
     - ``label``, ``score`` and ``scores`` for a classification, whose scores are a softmax;
     - ``labels`` and ``scores`` for a classification by several labels, or by one label that is
@@ -102,7 +103,7 @@ def predict(
     Args:
         model: Folder or hub id of the fine-tuned model, such as ``out/model``.
         data: A file, or a folder of texts with a subfolder for each label.
-        output: A .jsonl file, or for questions a .json file.
+        output: A .jsonl file; for questions, a .jsonl or a .json file.
         text_field: As in `ClassifyOptions`.
         pair_field: As in `ClassifyOptions`.
         words_field: As in `TagOptions`.
@@ -111,9 +112,10 @@ def predict(
         threshold: A label of a multi-label classification is predicted if its score is larger; None
             means 0.5. For other models, only None is allowed.
         stride: As in `AnswerOptions`; None takes the value of the training, from ``config.json``.
-        longest_answer: As `stride`.
-        no_answer_threshold: As `stride`. A number allows empty answers, even if ``config.json``
-            does not say that questions may have no answer.
+        longest_answer: As in `AnswerOptions`; None takes the value of the training.
+        no_answer_threshold: As in `AnswerOptions`; None takes the value of the training. A number
+            allows empty answers, even if ``config.json`` does not say that questions may have no
+            answer.
         max_length: Largest number of tokens of a sequence; None takes the value of the training,
             from ``tokenizer_config.json``.
         backend: Backend of every operation; None lets each operation choose.
@@ -124,9 +126,9 @@ def predict(
 
     Raises:
         FileNotFoundError: If the model or the data do not exist.
-        ValueError: If the model has no such head, if `output` is the file of the data, if another
-            run is writing to `output`, or if the data are not usable. For data, the message names
-            the file and the line.
+        ValueError: If the model has no head for one of these tasks, if `output` is the file of the
+            data, if another run is writing to `output`, or if the data are not usable. For data,
+            the message names the file and the line.
     """
     output, data = Path(output), Path(data)
     if output.suffix.lower() not in (".jsonl", ".json"):
@@ -206,7 +208,7 @@ def _compute(
     partial: PartialOutput,
     reporter: Reporter,
 ) -> int:
-    """Append the logits of the sequences that an earlier run has not computed.
+    """Compute the logits of the sequences that `partial` lacks, and append them to `partial`.
 
     Returns:
         The number of sequences that an earlier run has computed.
@@ -275,7 +277,7 @@ def _set_threshold(task: Task, source: Source, threshold: float | None) -> None:
 
 
 def _refuse_repeated_ids(questions: Sequence[Question]) -> None:
-    """Raise ValueError if two questions have one id, because a .json file has one answer per id."""
+    """Raise ValueError if an id repeats, because a .json file has one answer for each id."""
     places: dict[str, str] = {}
     for question in questions:
         earlier = places.setdefault(str(question.id), question.place)

@@ -106,7 +106,7 @@ def hold_out(
         items: The examples.
         fraction: Fraction of the groups that is held out, in [0, 1). A fraction above 0 holds out
             at least one group.
-        seed: Seed of the choice.
+        seed: Seed of the random choice of groups.
         group: Function from an example to its group. Examples of one group stay together.
 
     Returns:

@@ -42,7 +42,7 @@ class TagOptions(FinetuneOptions):
     Args:
         words_field: Field of a .jsonl or .parquet file that has the words, or number of the column
             of a CoNLL file, from 1. With the default, the column of a CoNLL file is detected.
-        tags_field: Field or number of the column that has the tags, as `words_field`.
+        tags_field: Field or number of the column that has the tags, in the form of `words_field`.
         labels: Names of the tags in the order of their indices; if empty, the tags of the training
             part, sorted. The data may have indices instead of names only if names are given.
         class_weights: Weights of the tags in the loss, as in `ClassifyOptions`.
@@ -135,8 +135,8 @@ class Tag(Task):
     def read(self, path: Path, *, labelled: bool = True) -> list[Any]:
         """Read sentences; see `Task.read`.
 
-        Without labels, a .txt file may have an undivided sentence in each line, and a field of
-        words may have an undivided sentence. `split_words` divides such sentences into words.
+        If `labelled` is False, each line of a .txt file, or each field of words, may be a sentence
+        as one text. `split_words` then divides the sentence into words.
         """
         if not labelled and self._is_plain(path):
             return _plain_sentences(path)
@@ -152,7 +152,7 @@ class Tag(Task):
         raise ValueError(f"{path}: got the suffix {suffix!r}, allowed: {allowed}")
 
     def _columns(self) -> Columns | None:
-        """Return the columns of a CoNLL file if the names of the fields are numbers."""
+        """Return the columns of a CoNLL file; None if the fields are names, not numbers."""
         word, tag = self.fields
         if not word.isdecimal():
             return None
@@ -201,7 +201,7 @@ class Tag(Task):
         return Sentence(place, words, [check_label(tag, place) for tag in tags])
 
     def unlabelled(self, path: Path) -> str | None:
-        """Return why all tags are absent or -1, or None; see `Task.unlabelled`."""
+        """Return a message if all tags in `path` are absent or -1; see `Task.unlabelled`."""
         try:
             records = self._records(path, labelled=True)
             tags = {str(tag) for record in records for tag in record.values[1] or [None]}
@@ -260,7 +260,7 @@ class Tag(Task):
         return self.weights.output(model, batch)
 
     def labels_in(self, features: Sequence[Feature]) -> float:
-        """Return the number of words, or the sum of the weights of their tags."""
+        """Return the number of words, or with class weights the sum of the tags' weights."""
         if self.weights.values is None:
             return sum(len(feature["places"]) for feature in features)
         labels = (feature["labels"][place] for feature in features for place in feature["places"])

@@ -25,7 +25,7 @@ Example = Any
 
 
 class Confusion(NamedTuple):
-    """How often each label was predicted for each expected label.
+    """A confusion matrix, which counts how often each label was predicted for an expected label.
 
     Attributes:
         matrix: Counts, int64 of shape ``(C, C)``; a row is an expected label.
@@ -52,10 +52,10 @@ class Task(ABC):
     """A task, with the methods that read and encode its data and evaluate its models.
 
     Attributes:
-        name: Name of the subcommand.
+        name: Name of the subcommand of ``fastbert finetune``.
         formats: The suffixes of its data files.
         folders: Whether a part may be a folder.
-        kind: The class of its model.
+        kind: The class of the task's model, such as `BertForSequenceClassification`.
         head: Prefixes of the names of the weights that belong to the head.
         main: Name and title of the main figure, which decides the best evaluation.
         longest: Default of the largest number of tokens; None means the limit of the model.
@@ -149,7 +149,7 @@ class Task(ABC):
             lengths: Numbers of tokens of the sequences.
 
         Returns:
-            Tensors of shape ``(size, num_labels)``, where `size` gives the number of rows.
+            Tensors of shape ``(R, num_labels)``, where R is the number of rows that `size` returns.
         """
 
     @abstractmethod
@@ -164,7 +164,7 @@ class Task(ABC):
             rows: The logits of each sequence as `rows` returns them, in fp32 on the CPU.
 
         Returns:
-            The figures, without the loss.
+            The figures, which do not include the loss.
         """
 
     @abstractmethod

@@ -1,6 +1,7 @@
 """Parity of a user's own model: the stock code against the accelerated code, by the tolerance rule.
 
-The package uses ``integrations``, which accelerates models, and ``testing``, which has the rule.
+The package uses `fastbert.integrations`, which accelerates models, and `fastbert.testing.compare`,
+which contains the tolerance rule.
 """
 
 from fastbert.parity.report import LeftOut, Report, Row

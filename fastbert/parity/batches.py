@@ -13,10 +13,10 @@ from fastbert.integrations.packing import restarts
 from fastbert.io import families
 from fastbert.parity.subject import Subject
 
-# The longest generated sequence, in tokens. It is longer than the windows of ModernBERT, and no
-# multiple of a tile.
+# The longest generated sequence, in tokens. It is longer than the attention windows of ModernBERT,
+# and not a multiple of the size of a kernel's tiles.
 LENGTH = 157
-# Most texts of a batch.
+# Largest number of texts of a batch.
 TEXTS = 16
 PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens")
 
@@ -89,7 +89,7 @@ def of_texts(subject: Subject, texts: Any, encoders: Iterable[nn.Module]) -> Ite
 
 
 def generated(subject: Subject, encoders: Iterable[nn.Module], seed: int) -> Iterator[Batch]:
-    """Yield batches of random tokens: full, padded on either side, and of one token.
+    """Yield batches of random tokens: without padding, padded on either side, and of one token.
 
     A model with a known head also gets labels, so that its loss is compared.
 
@@ -203,7 +203,8 @@ def _of_choices(config: Any, values: dict[str, Tensor], generator: Any) -> dict[
     return choices | {"labels": torch.randint(2, (rows,), generator=generator)}
 
 
-# End of a class's name → the function that adds the labels of the head.
+# A key is the end of a class's name, and its value is the function that adds the labels of the
+# head.
 LABELS: dict[str, Callable[[Any, dict[str, Tensor], torch.Generator], dict[str, Tensor]]] = {
     "ForSequenceClassification": _of_sequences,
     "ForTokenClassification": lambda c, v, g: _of_tokens(c.num_labels, v, g),

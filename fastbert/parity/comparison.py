@@ -37,7 +37,8 @@ class Measured(NamedTuple):
         fast: The results of the accelerated copy.
         oracle: The results of the copy in float64.
         stock: Computes the results of the stock copy.
-        rows: Fields that one of the copies lacks, and fields that are left out.
+        rows: A failed row for each field that one of the copies lacks, and an entry for each field
+            that is left out.
     """
 
     fast: Tensors
@@ -68,7 +69,8 @@ class Pass:
         """Convert the batch to the tested dtype and to float64."""
         self.subject, self.sides, self.encoders = subject, sides, list(encoders)
         self.name, self.dtype = batch.name, dtype
-        # Whether all outputs are requested → which elements of each field are compared.
+        # The keys say whether all outputs are requested. The values are masks by field, which are
+        # True at the elements that are compared.
         self.comparable: dict[bool, Tensors] = {}
         self.values = moved(batch.values, subject.device, dtype)
         self.wide = moved(self.values, subject.device, torch.float64)
@@ -76,9 +78,9 @@ class Pass:
     def findings(self, mode: str, others: Callable[[], list[Pass]]) -> list[Row | LeftOut]:
         """Compare the copies in one mode.
 
-        A batch can be so small that the yardstick is exact by luck. A result that fails narrowly is
-        therefore judged again by the same rule, jointly with the results of other batches, as
-        `fastbert.testing.parity.check_case` does.
+        In a small batch, the stock copy, whose error sets the limit, can be exact by luck. A result
+        that fails narrowly is therefore judged again by the same rule, jointly with the results of
+        other batches, as `fastbert.testing.parity.check_case` does.
 
         Args:
             mode: ``INFERENCE``, ``ALL_OUTPUTS`` or ``GRADIENTS``.
@@ -177,10 +179,9 @@ class Pass:
                 yield self._failed(mode, name, f"{name}: the accelerated model gives {sizes}")
 
     def _reading_padding(self, mode: str, comparable: Tensors) -> Iterator[LeftOut]:
-        """Yield the fields that are compared only in part.
+        """Yield an entry for each field of which some elements at real tokens are not compared.
 
-        A field of which only the elements at padding are not compared is not among them, because
-        these elements have no meaning.
+        The elements at padding have no meaning, so a field without these elements gets no entry.
         """
         mask = self.values.get("attention_mask")
         real, positions = (1, 1) if mask is None else (int(mask.bool().sum()), mask.numel())
@@ -193,7 +194,7 @@ class Pass:
     # Running the copies
 
     def _exact(self, options: dict[str, Any]) -> tuple[Tensors, Tensors]:
-        """Return the oracle's fields, and which of their elements do not read padding."""
+        """Return the fields of the float64 copy, and which elements do not read padding."""
         side = self.sides.oracle
 
         def run() -> dict[str, Tensor]:
@@ -263,7 +264,7 @@ def _chosen(tensors: Tensors, comparable: Tensors) -> Tensors:
 
 
 def _only(measured: Measured, names: list[str]) -> Measured:
-    """Return only the results with the given names."""
+    """Return only the results whose names are in `names`."""
 
     def few(tensors: Tensors) -> Tensors:
         return {name: tensors[name] for name in names}

@@ -61,7 +61,7 @@ def directions(exact: Mapping[str, Tensor], comparable: Mapping[str, Tensor]) ->
 def gradients(
     side: nn.Module, out: Mapping[str, Tensor], drawn: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Return the gradients of a functional of the fields with respect to the parameters.
+    """Return the gradients of a linear functional of the fields with respect to the parameters.
 
     Args:
         side: The model.

@@ -30,7 +30,7 @@ def fields(output: Any, given: Mapping[str, Any]) -> dict[str, Tensor]:
 
     Args:
         output: A tensor, or mappings, dataclasses, tuples and lists of tensors.
-        given: The batch, whose tensors an output may repeat; these are left out.
+        given: The batch. If the output repeats a tensor of the batch, this tensor is left out.
 
     Returns:
         Tensors of one dimension. A tuple in a mapping, such as ``hidden_states``, is one field.
@@ -99,7 +99,7 @@ class ChangedPadding:
     Args:
         module: A stock module.
         encoders: Names of the encoders in `module`.
-        numbers: Makes the numbers from a tensor of the same shape.
+        numbers: Function that returns the other numbers, in the shape of the tensor that it gets.
     """
 
     def __init__(

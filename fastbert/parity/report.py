@@ -17,7 +17,8 @@ class Row(NamedTuple):
     Attributes:
         batch: Name of the batch, such as "padded left" or "texts 1-16".
         dtype: Dtype of the parameters, such as "bfloat16".
-        mode: "inference", "all outputs" or "gradients"; "serving" is whether fastbert runs at all.
+        mode: "inference", "all outputs" or "gradients"; or "serving", for an encoder that fastbert
+            does not run.
         field: Name of the field, such as "logits". In the mode "gradients", the name of the
             parameter, with ``*`` for the number of a layer. In the mode "serving", the name of the
             encoder.
@@ -60,7 +61,7 @@ class Report(NamedTuple):
 
     Attributes:
         model: Name of the class of the model.
-        rows: The comparisons.
+        rows: The comparisons, one for each field or kind of parameter.
         left_out: The results that were not compared.
     """
 
@@ -89,7 +90,7 @@ class Report(NamedTuple):
         return "\n".join([*lines, *self.remarks(), self.conclusion()])
 
     def remarks(self) -> list[str]:
-        """Return a line for each failure, and one for each mode, field and reason left out."""
+        """Return a line for each failure, and a line for each mode, field and reason left out."""
         failed = [f"{row.batch}, {row.mode}, {row.dtype}: {row.detail}" for row in self.failures]
         places: dict[tuple[str, str, str], list[str]] = {}
         for each in self.left_out:

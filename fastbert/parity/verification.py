@@ -154,7 +154,7 @@ def _in_one_dtype(
             told = f"{path} runs its own code, padded: {reason}"
             yield Row("all", name, "serving", path, math.nan, math.nan, False, told)
     if all(reason is not None for reason in serving.values()):
-        return  # Stock code would be compared with itself.
+        return  # No encoder is accelerated, so stock code would be compared with itself.
 
     def pass_of(batch: batches.Batch) -> Pass:
         return Pass(subject, sides, serving, batch, DTYPES[name])

@@ -1,1 +1,1 @@
-"""Cases, tolerances and reference models, with which tests and benchmarks judge results."""
+"""Cases, the tolerance rule and reference models, by which tests and benchmarks judge results."""

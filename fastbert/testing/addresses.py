@@ -11,9 +11,9 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-# An offset depends on the operands of the operation that makes it. The search through the operands
-# ends at these operations, because a quotient, a remainder or a loaded number is a new quantity, an
-# index and not an offset.
+# The search for products in an offset goes from the operation that makes the offset to its
+# operands, and on to their operands. It ends at these operations. The result of a division, a
+# remainder or a load is an index, and a product inside an index is no product inside the offset.
 BEGINNINGS = (
     "argument",
     "arith.cmpi",
@@ -27,7 +27,7 @@ BEGINNINGS = (
     "tt.load",
     "tt.make_range",
 )
-# The result of these operations is their operand with another width or shape.
+# These operations return their operand with another width or shape.
 UNCHANGED = (
     "arith.extsi",
     "arith.extui",
@@ -46,8 +46,8 @@ OPERATION = re.compile(rf"(?:({NAME})(?::(\d+))? = )?\"?([a-z_]+\.[\w.]+)\"?(.*)
 class Value(NamedTuple):
     """An SSA value: the operation that makes it, its operands, its type and its line of TTIR.
 
-    A value that a loop, a branch or a block passes on has the operation "join". Its operands are
-    all values that it may be.
+    If a loop, a branch or a block defines a value from one of several others, the operation of this
+    value is "join", and its operands are the others.
     """
 
     operation: str
@@ -78,7 +78,7 @@ class Graph:
         self._arguments = arguments
         self._blocks: dict[str, list[str]] = {}
         self._jumps: list[tuple[str, list[str]]] = []
-        # For each open region, the k-th list has the names that the k-th yielded value becomes.
+        # For each open region, the k-th list has the names that get the k-th yielded value.
         self._regions: list[list[list[str]]] = []
         for line in ttir.splitlines():
             self._read(LOCATION.sub("", line).strip(), line)
@@ -117,10 +117,10 @@ class Graph:
     def _read_operation(
         self, operation: str, results: list[str], rest: str, line: str
     ) -> list[list[str]]:
-        """Record an operation.
+        """Add the results of an operation to ``values``.
 
         Returns:
-            The names that each value yielded by the operation's region becomes.
+            For each value that the operation's region yields, the names that get this value.
         """
         operands = re.findall(NAME, rest.partition(" : ")[0])
         if operation == "scf.for":

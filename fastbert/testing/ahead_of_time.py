@@ -36,14 +36,14 @@ MATRIX_UNITS = {
 }
 # Instructions of 16 bytes per thread must load at least this share of a kernel's loaded bytes.
 WIDE_SHARE = 0.5
-# These kernels may have a smaller share, which is given with its reason.
+# These kernels need only the share in the first element, for the reason in the second element.
 NARROWER: dict[str, tuple[float, str]] = {
     "attention_dq": (0.2, "at head dim 32 a thread's part of a tile is 8 bytes"),
     "attention_dkv": (0.1, "as in attention_dq, and a statistic of a row is 4 bytes"),
     "attention_short_backward": (0.3, "as in attention_dkv"),
     "embedding_run_sums": (0.3, "the key of a row is loaded in two layouts"),
 }
-# For the given reason, no share is required of these kernels.
+# For these kernels, no share is required. The values are the reasons.
 NARROW_LOADS: dict[str, str] = {
     "embedding_keys": "each row has one index, at any stride",
     "cross_entropy_partition": "any number of rows runs the same binary, so each has its own mask",
@@ -114,7 +114,7 @@ class Compiled:
     def wide_share(self) -> float:
         """The share of the loaded bytes that instructions of 16 bytes load; 1.0 without loads.
 
-        Each load instruction is counted once.
+        Each load instruction is counted once, even if it is in a loop.
         """
         total = sum(width * count for width, count in self.loads.items())
         return 16 * self.loads.get(16, 0) / total if total else 1.0
@@ -196,7 +196,7 @@ def specialise(launch: Any) -> tuple[dict[str, str], dict[str, Any], dict[tuple[
 
 
 def _names(constant: Any) -> bool:
-    """Whether Triton's attributes contain a constant: in 3.9 each, in 3.6 only a string."""
+    """Whether the attributes contain a constant: each in Triton 3.9, only a string in 3.6."""
     import triton
 
     version = tuple(int(part) for part in triton.__version__.split(".")[:2])
@@ -322,8 +322,8 @@ def compile_launches(
         architectures: Architectures of GPUs, such as 90 for sm_90.
         processes: Number of processes that compile.
         cache: Folder of Triton's cache; None is Triton's default.
-        unlike: A launch is left out if it is the same on one of these architectures, with the same
-            tiles and options.
+        unlike: Architectures. A launch is left out if it has the same tiles and options on one of
+            them.
         one_of_each: Whether one launch of each kernel is compiled, with 16-bit inputs if the kernel
             has such a launch.
 
@@ -332,7 +332,8 @@ def compile_launches(
 
     Raises:
         ImportError: If Triton is not installed.
-        RuntimeError: If a kernel does not compile. The message is the end of the program's errors.
+        RuntimeError: If a kernel does not compile. The message is the end of the standard error of
+            the process.
     """
     from fastbert.ops.backend import HAS_TRITON, compiler_environment
 
@@ -386,7 +387,7 @@ def _jobs(nouns: tuple[str, ...], only: str, arch: int) -> list[tuple[str, Any]]
 
 
 def _one_of_each(nouns: tuple[str, ...], only: str, arch: int) -> set[int]:
-    """Return the index of the first launch of each name, with 16-bit inputs if there is one."""
+    """Return the index of one launch of each name: the first with 16-bit inputs, or the first."""
     first: dict[tuple[str, bool], int] = {}
     for number, (_, launch) in enumerate(_jobs(nouns, only, arch)):
         half = bool({"*fp16", "*bf16"} & set(specialise(launch)[0].values()))

@@ -176,9 +176,9 @@ def _dropout(draw: Draw, dropout_p: float) -> dict[str, Any]:
 
 
 def _broadcast(form: str, sizes: tuple[int, int, int, int]) -> tuple[int, ...]:
-    """Return the shape of a mask or bias that differs only along the dimensions in `form`.
+    """Return the shape of a mask or bias whose size is 1 in the dimensions that `form` leaves out.
 
-    For example, the form "bqk" gives ``(B, 1, Lq, Lk)``.
+    For example, the form "bqk" leaves out the heads and gives ``(B, 1, Lq, Lk)``.
     """
     return tuple(size if name in form else 1 for name, size in zip("bhqk", sizes, strict=True))
 
@@ -191,7 +191,7 @@ def _pairs(draw, sizes, mask, bias, dropout_p) -> dict[str, Any]:
         sizes: Sizes ``(B, H, Lq, Lk)`` of the logits.
         mask: None, "padding" for a mask of shape ``(B, Lk)``, "rows" for a mask whose first query
             attends no key, or a form of `_broadcast`.
-        bias: False, True for the form "hqk", or a form.
+        bias: False for no bias, True for the form "hqk", or another form of `_broadcast`.
         dropout_p: Probability of dropout.
     """
     keyword = _dropout(draw, dropout_p)
@@ -498,8 +498,8 @@ def _cases() -> Iterator[Case]:
     yield case("embedding", "words", 70, 211, 96, quick=True, **absent)
     yield case("embedding", "no_types", 65, 100, 111, types=False, dropout_p=0.1, padding_idx=0)
     yield case("embedding", "no_positions", 40, 59, 64, positions=False, bias=False)
-    # The case has so many labelled rows that the worst error of a logit is typical, both for the
-    # tested result and for the yardstick.
+    # The case has so many labelled rows that the largest error of a logit hardly depends on luck,
+    # both in the tested result and in the yardstick (the reference in the tested dtype).
     yield case("linear_cross_entropy", "mlm", 700, 48, 301, quick=True)
     yield case("linear_cross_entropy", "sum", 130, 32, 197, reduction="sum", labelled=0.9)
     yield case("linear_cross_entropy", "none", 130, 32, 197, reduction="none", labelled=0.8)

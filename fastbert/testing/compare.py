@@ -10,11 +10,11 @@ The factor is 2, or at most 3 for a gradient with a reason. The number a is the 
 alone can cause, a = 2 · max|oracle + 0.3 − 0.3 − oracle|, computed in the tested dtype. The second
 inequality finds a bias that the maximum misses. No other tolerance is used.
 
-The result does not depend on the processor. The products of torch are more exact on one processor
-than on another, so a yardstick from torch alone may be too exact by luck. A `Yardstick` can also
-run the reference with sums in several fixed orders, which are the same on every processor. A result
-that fails against the run of torch is judged again against the runs in fixed orders. The errors of
-the yardstick are then the largest of all runs.
+The result of the rule does not depend on the processor. Matrix products of torch are more exact on
+one processor than on another, so a yardstick by torch alone may be too exact. A `Yardstick` can
+also run the reference with sums in several fixed orders, which are the same on every processor. A
+result that fails against the run by torch is judged again. The yardstick's errors are then the
+largest errors of all runs: the run by torch and the runs in fixed orders.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from fastbert.testing.yardstick import Yardstick
 MAX_FACTOR = 2.0
 RMS_FACTOR = 1.5
 # With fewer elements than this number, an RMS or a sampled rounding error has no meaning, because
-# one lucky rounding would decide. The RMS rule then does not apply, and a is a bound of the
-# rounding errors instead of a sample.
+# one lucky rounding would decide. The inequality of the RMS errors then does not apply, and the
+# number a of the tolerance rule is a bound of the rounding errors instead of a sample.
 SAMPLE = 64
 # If an error exceeds its limit by this factor, no lucky order of terms can explain the error.
 HOPELESS = 10.0
@@ -41,7 +41,7 @@ HOPELESS = 10.0
 
 @dataclass(frozen=True)
 class Comparison:
-    """The errors of one tensor, the limits that the rule sets, and the result.
+    """The errors of one tensor, their limits by the tolerance rule, and the result.
 
     Args:
         name: Name of the tensor.
@@ -83,7 +83,7 @@ class Comparison:
 
     @property
     def is_close(self) -> bool:
-        """Whether both errors are within ``HOPELESS`` times their limits, so luck may decide."""
+        """Whether both errors are at most ``HOPELESS`` times their limits, as luck may cause."""
         within = self.error <= HOPELESS * self.allowed
         return within and self.rms_error <= HOPELESS * self.rms_allowed
 
@@ -98,7 +98,7 @@ class Comparison:
 
 
 def rounding(oracle: Tensor, dtype: torch.dtype) -> float:
-    """Return the number a of the rule: the error that rounding alone can cause.
+    """Return the number a in the tolerance rule: the error that rounding alone can cause.
 
     The number is twice the largest ``|x + 0.3 − 0.3 − x|`` over the elements of `oracle`, computed
     in `dtype`. For fewer than ``SAMPLE`` elements, the number is twice the bound of two roundings
@@ -109,7 +109,7 @@ def rounding(oracle: Tensor, dtype: torch.dtype) -> float:
         dtype: The tested dtype.
 
     Returns:
-        The number a; 0 for a tensor without elements.
+        The error, as a float; 0 for a tensor without elements.
     """
     x = oracle.to(dtype)
     if x.numel() == 0:
@@ -151,7 +151,8 @@ def compare(
         not finite, gives a comparison that names this problem.
 
     Raises:
-        ValueError: If `factor` or the dtype of `oracle` breaks the rule. A bad result never raises.
+        ValueError: If `factor` is larger than the tolerance rule allows, or if the dtype of
+            `oracle` is not float64. A bad `actual` raises no error.
 
     Examples:
         >>> import torch
@@ -186,9 +187,9 @@ def compare_all(
     """Judge several results of one computation by the rule of `compare`.
 
     The runs of the yardstick are visited once for all results, so that a `Yardstick` that stores no
-    results needs the memory of one run. After the first run in a fixed order, a result with an
-    error of more than ``HOPELESS`` times its limit is not judged again. The errors in other orders
-    of the terms have the same distribution.
+    results needs the memory of one run. After the first run in a fixed order, a result whose error
+    exceeds ``HOPELESS`` times its limit is not judged again, because the errors of the runs in
+    further orders have the same distribution.
 
     Args:
         actual: The results by name.
@@ -223,7 +224,7 @@ def compare_all(
 
 
 class _Judged:
-    """A result and its current comparison, whose limits can grow with runs of the yardstick."""
+    """A result and its current comparison; each run of the yardstick can raise the limits."""
 
     def __init__(
         self,
@@ -288,7 +289,7 @@ def _check(factor: float, reason: str | None, *oracles: Tensor) -> None:
 
 
 def _runs(yardstick: Tensor | Yardstick) -> Iterator[Tensor]:
-    """Yield the run of torch, and then the runs in fixed orders."""
+    """Yield the result of the run by torch, and then the results of the runs in fixed orders."""
     if isinstance(yardstick, Tensor):
         yield yardstick
         return
@@ -303,10 +304,11 @@ def _errors(x: Tensor, oracle: Tensor) -> tuple[float, float]:
 
 
 def _representation(oracle: Tensor, dtype: torch.dtype) -> float:
-    """Return the RMS error of the oracle rounded to `dtype`, the least RMS error of a yardstick.
+    """Return the RMS error of rounding the oracle to `dtype`.
 
-    A yardstick can be exact by luck, as for small integers or a copy. No result can be required to
-    be more exact than its rounding.
+    The rule replaces a smaller RMS error of the yardstick by this number. The yardstick can be
+    exact by luck, as for small integers or a copy, but a result in `dtype` need not be more exact
+    than its rounding.
     """
     return _rms(oracle.to(dtype).double() - oracle)
 

@@ -42,8 +42,8 @@ class Selection(NamedTuple):
     Args:
         arch: "sm_80" or "sm_90".
         backends: Some of "triton" and "cuda".
-        op: The only operation, or "bert" for the whole model. None is all operations and, with
-            Triton, the model.
+        op: The only operation, or "bert" for the whole model. None selects all operations and, if
+            "triton" is among `backends`, the whole model.
         case: Name of a case; None is all registered cases.
         dtype: Name of the only dtype; None is all.
         quick: Whether only the cases of the quick selection run.
@@ -80,8 +80,9 @@ class EmulatedRun:
         schedule: Seed of the PTX machine.
         approximate: Share of the documented error that approximate instructions made.
         launches: Number of launches by name.
-        seconds: Time of the run, with the oracle, without compilation.
-        compile_seconds: Time of the compilation, or of reading its cache.
+        seconds: Time of the run in seconds, including the oracle (the reference in float64) and
+            excluding compilation.
+        compile_seconds: Time in seconds of the compilation, or of reading its results from a cache.
         rows: The comparison of each tensor; empty after a fault.
         fault: The fault in words; "" if there is none.
         command: The command line that runs the case again.
@@ -112,7 +113,7 @@ class EmulatedRun:
 
     @property
     def ratio(self) -> float:
-        """The worst ratio of a tensor; 0 after a fault."""
+        """The largest ratio of a tensor's error to the yardstick's error; 0 after a fault."""
         return max((row.ratio for row in self.rows), default=0.0)
 
 
@@ -142,7 +143,7 @@ def emulate(
 
     Raises:
         ValueError: If a selection is unknown or contradictory, or if a backend cannot run here.
-        RuntimeError: If the program fails. The message is the end of its errors.
+        RuntimeError: If the program fails. The message is the end of its standard error.
     """
     for arch, chosen in ((selection.arch, selection.backends) for selection in selections):
         if arch not in ARCHITECTURES:
@@ -199,8 +200,9 @@ def summarize(runs: Sequence[EmulatedRun]) -> list[dict[str, Any]]:
         runs: The runs, in any order.
 
     Returns:
-        A record for each group, sorted by these four names: the numbers of cases and launches, the
-        worst ratio, the seconds of the runs and of compilation, and whether all runs pass.
+        A dict for each group, sorted by operation, backend, dtype and architecture. It has the
+        numbers of cases and launches, the worst ratio, the seconds of the runs and of compilation,
+        and whether all runs pass.
     """
     groups: dict[tuple[str, str, str, str], list[EmulatedRun]] = {}
     for run in runs:
@@ -327,7 +329,7 @@ def main() -> None:
     """Run the selections of the arguments, and print a JSON object for each run."""
     processes, threads = int(sys.argv[1]), int(sys.argv[2])
     selections = [Selection(**content) for content in json.loads(sys.argv[3])]
-    # Memory that no kernel wrote is full of NaN.
+    # With this setting, torch fills new memory with NaN, which shows elements that no kernel wrote.
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True
     try:

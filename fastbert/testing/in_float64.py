@@ -1,7 +1,8 @@
 """Make code that asks for fp32 compute in float64, so that a model in float64 is an exact oracle.
 
-Models compute a softmax, rotary positions or a loss in fp32, also if their parameters are wider.
-In a model in float64, such a step would still round to fp32, as it does in the tested model.
+An oracle is the model in float64 that serves as the exact result. Models compute a softmax, rotary
+positions or a loss in fp32, even if their parameters are float64. Without the context of this
+module, such a step of the oracle would round to fp32.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from torch.overrides import TorchFunctionMode
 class InFloat64(TorchFunctionMode):
     """A context in which every request for fp32 is a request for float64.
 
-    Requests are dtypes among the arguments of a function of torch, and ``Tensor.float``.
+    A request is the dtype fp32 among the arguments of a function of torch, or a call of
+    ``Tensor.float``.
 
     Examples:
         >>> import torch

@@ -44,14 +44,14 @@ class Launches:
         return sum(count.total() for count in (self.kernels, self.gemms, self.foreign))
 
     def __sub__(self, other: Launches) -> Launches:
-        """Return the numbers of launches minus the numbers of `other`, at least 0."""
+        """Subtract the numbers in `other`; a difference that is not above 0 is left out."""
         return Launches(
             self.kernels - other.kernels, self.gemms - other.gemms, self.foreign - other.foreign
         )
 
 
 class _Counting(TorchDispatchMode):
-    """A mode that counts each operator in ``launches``, also inside the operators of fastbert."""
+    """A mode that counts each operator of torch, also inside the operators of fastbert."""
 
     def __init__(self, launches: Launches) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ def _triton_counted(mode: _Counting) -> Iterator[None]:
     try:
         from fastbert.kernels.launch import CachedLaunch, Launch
     except ImportError:
-        # Without Triton there is no launch to count.
+        # Without Triton, there is no Triton launch to count.
         yield
         return
     run, run_cached = Launch.run, CachedLaunch.run

@@ -33,8 +33,8 @@ CONFIG = BertConfig(
     max_position_embeddings=48,
     initializer_range=0.1,
 )
-# The gradients of each kind of layer are judged as one long vector. In a vector of few elements,
-# luck would decide.
+# The gradients of each kind of layer are judged as one long vector. In a vector of few elements, a
+# lucky rounding would decide whether the tolerance rule holds.
 KINDS = ("embeddings", "attention.self", "attention.output", "intermediate", "pooler", "cls")
 
 
@@ -84,7 +84,8 @@ def check_step(
         dtype: Dtype of the parameters, or of autocast.
         device: Device of the model.
         seed: Seed of the weights, the batch and the dropout.
-        each: Whether the gradient of each parameter has a row, instead of each kind of layer.
+        each: Whether each parameter's gradient has a row. If False, the gradients of each kind of
+            layer have one row together.
         autocast: Whether the parameters are fp32 and the step runs under autocast. The yardstick
             then runs under autocast too.
         factor: As in `compare`.
@@ -118,9 +119,10 @@ def check_step(
     for name, members in groups.items():
         sides = _flat(actual, members), _flat(oracle, members)
         best = yardstick.map(functools.partial(_flat, names=members))
-        # A loss is a single number in fp32, computed from 16-bit states. If only the rounding of
-        # fp32 counted, PyTorch with its operations in another order would fail in 6 of 40 steps,
-        # with ratios up to 42. With the rounding of the 16-bit dtype, no step fails.
+        # A loss is a single number in fp32, computed from 16-bit states. The rule therefore counts
+        # the rounding of the 16-bit dtype, with which no step fails. With the rounding of fp32,
+        # PyTorch with its operations in another order would fail in 6 of 40 steps, with ratios of
+        # its error to the yardstick's error of up to 42.
         result = compare(name, *sides, best, factor=factor, reason=reason, tested=dtype)
         rows.append(parity_row(CASE, backend or "auto", dtype, result, seed))
     return rows
@@ -156,8 +158,8 @@ def batch_of(seed: int) -> dict[str, Tensor]:
 def _gradients(model: BertForPreTraining) -> dict[str, Tensor]:
     """Return the gradients of the parameters under the names of Hugging Face.
 
-    The gradients are copied into the parameters of a second model. The state-dict hooks of this
-    model then split the gradients as they split parameters.
+    The gradients are copied into the parameters of a second model. The state-dict hooks of the
+    second model then split the gradients as they split parameters.
     """
     gradients = BertForPreTraining(CONFIG).to(next(model.parameters()).dtype)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Run cases on backends and judge every output and gradient by the rule of `compare`."""
+"""Run cases on backends and judge every output and gradient by the tolerance rule of `compare`."""
 
 from __future__ import annotations
 
@@ -136,9 +136,10 @@ def check_case(
 ) -> list[Comparison]:
     """Run a case on a backend and compare the output and each gradient.
 
-    A random case can be so small that its yardstick is exact by luck. If such a case fails, it is
-    judged again by the same rule on the joint results of four seeds, of which `seed` is the first.
-    The larger sample removes the luck, but not a real error.
+    The limits come from the yardstick, the reference in `dtype`. A random case can be so small that
+    its yardstick is exact by luck. If such a case fails, it is judged again by the same rule on the
+    joint results of four seeds, of which `seed` is the first. In the larger sample, luck no longer
+    decides, and a real error still fails.
 
     Args:
         case: The case.
@@ -199,7 +200,7 @@ def refusal(case: Case, backend: str, dtype: torch.dtype, device: str) -> str | 
 
 
 def _attention_request(case: Case) -> dict[str, Any]:
-    """Return the fields of a request for a backend that an attention case determines."""
+    """Return the fields that an attention case determines in the request for a backend."""
     if TABLE_OF[case.op] != "attention":
         return {}
     given = case.options

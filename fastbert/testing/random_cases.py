@@ -20,20 +20,19 @@ from fastbert.testing.cases import OPS, Case
 EDGES = (1, 2, 3, 7, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65, 100, 127, 128, 129)
 HEAD_DIMS = (1, 8, 16, 32, 40, 59, 64, 80, 96, 111, 128, 192, 256)
 COLUMNS = (1, 59, 111, 128, 384, 768, 1023, 1024)
-# With these limits, a case takes a fraction of a second in the interpreter. The first limits the
-# elements of the tensors. The others limit the pairs of a query and a key, and the rows, in a case
-# with the small tiles of a GPU.
+# With these limits, a case takes a fraction of a second in the interpreter. LARGEST limits the
+# number of elements of the tensors. In a case with the small tiles of a GPU, LARGEST_PAIRS limits
+# the number of query-key pairs, and LARGEST_ROWS the number of rows.
 LARGEST = 2**15
 LARGEST_PAIRS = 2**12
 LARGEST_ROWS = 8
-# A case of attention has at least this many logits, over all heads, whose gradients can differ
-# from 0. The exception is a case without queries or keys. With fewer such logits, an error cannot
-# be distinguished from an unusually small error of the yardstick, even if the result has many
-# elements.
+# A case of attention with queries and keys has at least this many free logits over all heads (see
+# `free_logits`). With fewer free logits, the error of the yardstick (the reference in the tested
+# dtype) can be unusually small, and a right result would fail, even if it has many elements.
 FEWEST_LOGITS = 128
-# A case with labels has at least this expected number of rows with a label, or a label in every
-# row. All gradients of a row share the error of its log-sum-exp, so a single row is a sample of a
-# single number.
+# In a case with labels, either every row has a label, or the expected number of rows with a label
+# is at least this number. All gradients of a row share the error of its log-sum-exp, so a single
+# row is a sample of a single number.
 FEWEST_LABELLED = 4
 
 Options = tuple[tuple[Any, ...], dict[str, Any]]
@@ -71,11 +70,11 @@ class Pick:
         return tuple(0 if self.chance(0.15) else self.size(longest) for _ in range(sequences))
 
     def dropout(self) -> dict[str, float]:
-        """Return the option of a dropout probability, or nothing."""
+        """Return a dict with a dropout probability, or an empty dict."""
         return {"dropout_p": self.one((0.1, 0.1, 0.5, 0.9, 1.0))} if self.chance(0.35) else {}
 
     def only(self, p: float, **option: Any) -> dict[str, Any]:
-        """Return the option with probability `p`, or nothing."""
+        """Return a dict with the option with probability `p`, otherwise an empty dict."""
         return option if self.chance(p) else {}
 
 
@@ -83,9 +82,9 @@ def _pairs(pick: Pick, head_dim: int) -> dict[str, Any]:
     """Choose the options that every form of attention takes.
 
     Logits stay within a few units. With larger logits, the error of fp32 depends on the order in
-    which a product is summed. The interpreter sums in one chain and torch in several chains, which
-    makes the RMS error 1.3 times as large at head dim 64 and 1.6 times at 192. Huge logits have
-    tests of their own.
+    which a product is summed. The interpreter sums in one chain and torch in several chains, so the
+    interpreter's RMS error is 1.3 times that of torch at head dim 64 and 1.6 times at 192. Separate
+    tests cover huge logits.
     """
     options = {
         **pick.only(0.25, causal=True),
@@ -110,10 +109,9 @@ def _head_dim(pick: Pick) -> int:
 
 
 def free_logits(queries: int, keys: int, causal: bool = False, window: Any = None) -> int:
-    """Count the logits of one head whose gradients are free.
+    """Count the free logits of one head: the logits whose gradients determine the other gradients.
 
-    A row has one free logit fewer than it has visible logits, because the gradients of a row sum
-    to 0.
+    A row of n visible logits has n − 1 free logits, because the gradients of a row sum to 0.
 
     Args:
         queries: Number of queries.
@@ -140,9 +138,9 @@ def free_logits(queries: int, keys: int, causal: bool = False, window: Any = Non
 
 
 def _batch(pick: Pick) -> tuple[int, int, int, int]:
-    """Choose the numbers of sequences and heads and the head dim, and the longest length.
+    """Choose the numbers of sequences and heads and the head dim, and return the longest length.
 
-    The chosen sizes and the limits give the longest length.
+    The chosen sizes and the limits determine the longest length.
     """
     sequences, heads = pick.one(((1, 1), (1, 2), (1, 3), (2, 1), (2, 2), (3, 1), (4, 1)))
     head_dim = _head_dim(pick)
@@ -155,9 +153,9 @@ def _batch(pick: Pick) -> tuple[int, int, int, int]:
 
 
 def _until_free(draw: Callable[[], tuple[Any, int]]) -> Any:
-    """Draw until at least ``FEWEST_LOGITS`` logits are free, and return the draw.
+    """Call `draw` until its choice has at least ``FEWEST_LOGITS`` free logits; return the choice.
 
-    `draw` returns a draw and the number of its free logits.
+    `draw` returns a choice and the number of its free logits (see `free_logits`).
     """
     while True:
         drawn, free = draw()
@@ -342,7 +340,7 @@ def random_cases(n: int, seed: int = 0, op: str | None = None) -> list[Case]:
 
 
 def named(name: str, op: str | None) -> Case:
-    """Return the random case of a name.
+    """Return the random case that has the name `name`.
 
     Args:
         name: The name, ``random-SEED-INDEX``.

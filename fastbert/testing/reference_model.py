@@ -1,8 +1,8 @@
 """The whole BERT model in unfused PyTorch, on padded batches, in any dtype.
 
-The model is the oracle of `fastbert.modules`. It takes the weights as a state dict under the names
-of Hugging Face. It therefore shares no code with the modules that it judges, and uses only the
-formulas of `fastbert.reference`.
+Tests compare `fastbert.modules` with this model, whose result in float64 counts as exact. The model
+takes the weights as a state dict under the names of Hugging Face. It therefore shares no code with
+the modules that it judges, and uses only the formulas of `fastbert.reference`.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def encode(
 
 
 class _Dropout:
-    """The dropouts of one step, whose rows are counted without padding, as in the modules."""
+    """The dropout masks of one step; rows are numbered without padding, as in the modules."""
 
     def __init__(self, config: BertConfig, seeds: Tensor | None, exists: Tensor) -> None:
         self.seeds, self.exists = seeds, exists

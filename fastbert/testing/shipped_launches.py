@@ -38,7 +38,8 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 BATCH, HEADS = 8, 12
 VOCABULARY = 30522
 
-# dtype, head dim, whether packed, and options; each kind of option occurs at least once.
+# The columns are dtype, head dim, whether packed, and options. Each kind of option occurs at least
+# once.
 ATTENTION: tuple[tuple[torch.dtype, int, bool, dict[str, Any]], ...] = (
     (BF16, 64, True, {}),
     (BF16, 64, False, {}),
@@ -58,7 +59,7 @@ ATTENTION: tuple[tuple[torch.dtype, int, bool, dict[str, Any]], ...] = (
     (FP32, 256, False, {"bias": True, "causal": True}),
 )
 
-# dtype, head dim, longest sequence, whether packed, and options
+# The columns are dtype, head dim, longest sequence, whether packed, and options.
 ATTENTION_SHORT: tuple[tuple[torch.dtype, int, int, bool, dict[str, Any]], ...] = (
     (BF16, 64, 64, True, {}),
     (FP16, 64, 128, True, {}),
@@ -76,7 +77,7 @@ ATTENTION_SHORT: tuple[tuple[torch.dtype, int, int, bool, dict[str, Any]], ...] 
     (BF16, 64, 512, True, {}),
 )
 
-# rows, dtype and activation
+# The columns are number of rows, dtype and activation.
 FEED_FORWARD = (
     (4096, BF16, "gelu"),
     (4096, BF16, "geglu"),
@@ -154,7 +155,7 @@ def _attention_short() -> Iterator[Launch]:
 
 
 def _projection(dtype: torch.dtype, depth: int) -> tuple[tuple[Tensor, ...], Tensor, Tensor]:
-    """Return (hidden, weight, bias, labels) of a cross entropy, the row order and statistics."""
+    """Return (hidden, weight, bias, labels) of a cross entropy, the row order, and statistics."""
     given = (
         _empty(dtype, 4096, depth),
         _empty(dtype, VOCABULARY, depth),
@@ -293,7 +294,8 @@ def _rotary() -> Iterator[Launch]:
             yield rotary.rotary_launch(x, angles, angles, x, name, 24)
 
 
-# Stem of the kernel file → its launches, for the architecture `kernels.tiles.compiled_target`.
+# A key is the stem of a kernel file. Its value is a function that yields the file's launches, for
+# the architecture `kernels.tiles.compiled_target`.
 LAUNCHES: dict[str, Callable[[], Iterator[Launch]]] = {
     "attention": _attention,
     "attention_short": _attention_short,

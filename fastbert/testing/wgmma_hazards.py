@@ -16,19 +16,20 @@ from fastbert.testing.machine_code import Instruction, read
 
 PREDICATE = re.compile(r"!?U?P(?:\d+|T)$")
 REGISTER = re.compile(r"R(\d+)(?:\.\w+)*$")
-# The registers that these instructions name first are read, not written.
+# The first operand of these instructions is a register that they read, not a register they write.
 READERS = re.compile(r"(?:\w*SETP\w*|FCHK|PLOP3|RET|BRX|JMX|CALL|BAR|NANOSLEEP|WARPSYNC|R2P)$")
-# Registers of operand A of one product, for every dtype.
+# Number of registers of operand A of one product, which is equal for every dtype.
 OPERAND_REGISTERS = 4
-# The age of a product whose group has not ended.
+# The age (see `_Flight`) of a product whose group has not ended.
 OPEN = -1
 
 
 def overwritten_operands(sass: str) -> list[str]:
     """Return the instructions that write operand A of a product that may still run.
 
-    Every path through the branches is followed. On a path, a product runs until a wait that leaves
-    fewer groups pending than have ended since the product.
+    Every path through the branches is followed. A ``WARPGROUP.DEPBAR`` waits until at most n groups
+    are pending. On a path, a product counts as running until such a wait comes after its own group
+    and at least n further groups.
 
     Args:
         sass: Output of ``cuobjdump --dump-sass`` for one binary.
@@ -53,8 +54,9 @@ def overwritten_operands(sass: str) -> list[str]:
     return [faults[key] for key in sorted(faults)]
 
 
-# The products in flight: (register of operand A, address of the product) → age. The age is the
-# number of groups that have ended after the group of the product; where paths join, the lowest age.
+# The products in flight. A key has a register of operand A and the address of the product, and its
+# value is the product's age. The age is the number of groups that have ended after the group of the
+# product; where paths join, it is the lowest age.
 _Flight = dict[tuple[int, int], int]
 
 
@@ -78,7 +80,7 @@ def _merge(one: _Flight, other: _Flight) -> _Flight:
 
 
 def _step(instruction: Instruction, flight: _Flight, faults: dict[tuple[int, int], str]) -> _Flight:
-    """Return the products in flight after an instruction; add the operands it writes to faults."""
+    """Return the products in flight after an instruction; add overwritten operands to `faults`."""
     written = set(_written(instruction))
     for register, product in flight:
         if register in written and product != instruction.address:
@@ -148,7 +150,7 @@ def _following(code: dict[int, Instruction]) -> dict[int, list[int]]:
         if instruction.name in ("BRA", "JMP", "CALL"):
             following += _targets(instruction, code)
             if not following and address in next_of:
-                # The target is a name in another section.
+                # The branch target is a name in another section, so the next instruction follows.
                 following.append(next_of[address])
         elif instruction.name == "RET":
             following += returns
@@ -156,15 +158,16 @@ def _following(code: dict[int, Instruction]) -> dict[int, list[int]]:
     return next_addresses
 
 
-# Convergence barrier → the addresses at which its threads may meet.
+# A key is a convergence barrier. Its value has the addresses at which the barrier's threads may
+# meet.
 _Joins = dict[str, frozenset[int]]
 
 
 def _join(code: dict[int, Instruction], following: dict[int, list[int]]) -> None:
-    """Add the successors of each BSYNC: targets of its barrier's BSSY on all paths to the BSYNC."""
+    """Add to `following`, for each BSYNC, the targets of BSSY of its barrier on any path to it."""
     every: frozenset[int] = frozenset()
     if any(instruction.name == "BMOV" for instruction in code.values()):
-        # A barrier that BMOV moved between registers may be any barrier.
+        # BMOV moves barriers between registers, so a BSYNC may wait at any barrier.
         joins = [_targets(x, code) for x in code.values() if x.name == "BSSY"]
         every = frozenset(itertools.chain.from_iterable(joins))
     before: dict[int, _Joins] = {min(code): {}}

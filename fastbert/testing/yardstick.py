@@ -31,12 +31,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 # A chain has this many terms. BLAS libraries keep a sum in a register for 128 to 512 terms.
 CHAIN = 128
-# The number of fixed orders.
+# Number of fixed orders of summation in which a `Yardstick` runs the reference.
 ORDERS = 16
 
 
 class Yardstick:
-    """The result of a reference in the tested dtype, by torch and, on demand, in fixed orders.
+    """The result of the reference in the tested dtype, by torch and, on demand, in fixed orders.
 
     ``yardstick[key]`` is the yardstick of a part of the result, and ``yardstick.map(function)`` is
     the yardstick of a function of the result. The attribute ``library`` is the result by torch.
@@ -96,13 +96,13 @@ def each(function: Callable[[Any], Any], *sides: Any) -> list[Any]:
 
 
 def run_sides(function: Callable[[Any], Any], actual: Any, oracle: Any, stock: Any) -> list[Any]:
-    """Apply a function to a tested model, to its oracle and to the model that is its yardstick.
+    """Apply a function to a tested model, to its float64 oracle and to the stock model.
 
     Args:
         function: Computes a result from a model.
         actual: The tested model.
         oracle: The model in float64.
-        stock: The model whose result is the yardstick.
+        stock: The model in the tested dtype, whose result is the yardstick.
 
     Returns:
         The result of `actual`, the result of `oracle`, and the `Yardstick` of `stock`.
@@ -142,7 +142,8 @@ def fixed_order_product(a: Tensor, b: Tensor, order: int = 0) -> Tensor:
     sums = a.new_zeros((*a.shape[:-1], b.shape[-1]))
     terms = torch.zeros_like(sums)
     for k in range(min(depth, CHAIN)):
-        # The product and the sum are two operations, so that no processor rounds only once.
+        # The multiplication and the addition are separate operations, so that every processor
+        # rounds twice; a fused multiply-add would round once.
         sums += torch.mul(a[..., k, None], b[..., k, None, :], out=terms)
     return functools.reduce(torch.add, sums)
 

@@ -1,15 +1,15 @@
-"""The first contact with a GPU: within eight minutes, what runs, what is right and how fast it is.
+"""Find out within eight minutes on a new GPU which kernels run, are right, and how fast they are.
 
     python -m benchmarks.gpu.first --out out/gpu-first    # or: make gpu-first
     python -m benchmarks.gpu.first --rehearse             # the same plan on a machine without a GPU
-    python -m benchmarks.gpu.first --rehearse --faults    # and the stand-in for CUDA C++ is faulty
+    python -m benchmarks.gpu.first --rehearse --faults    # a rehearsal with inserted mistakes
 
-Each step has its own limit and runs in processes of its own. A step that fails, or that runs out of
-time, does not stop the next one. Each row of a result is added to ``rows.jsonl`` as soon as it is
-known, and the screen of results is printed last. The exit status is 1 if a step is not ok, and 2 if
-the machine has no CUDA device. A rehearsal runs every step on tiny shapes: Triton's kernels on the
-PTX machine, all else on the CPU. With ``--faults``, the CPU's kernels that stand in for CUDA C++
-hang, refuse a launch or compute wrong results.
+Each step has its own time limit and runs in separate processes. If a step fails or runs out of
+time, the next step still runs. Each row of a result is added to ``rows.jsonl`` as soon as it is
+known, and a summary of one screen is printed last. The exit status is 1 if a step is not ok, and 2
+if the machine has no CUDA device. A rehearsal runs every step on tiny shapes: Triton's kernels run
+on the PTX machine, and the backend "cpu" replaces CUDA C++. With ``--faults``, some calls of this
+backend hang, refuse a launch or compute wrong results.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     python -m benchmarks.gpu.first.canary --family attention
 
-The first quick case of the family runs. The program prints a JSON object before the run, and
-another one with the result after it. The exit status is 0 if the case ran, 1 if it failed, and
-``HUNG`` if it took longer than the limit; the steps after the canary then skip the family.
+The first quick case of the family runs. The program prints one JSON object before the run, and one
+with the result after the run. The exit status is 0 if the case ran, and 1 if it failed. If the case
+took longer than the limit, the exit status is ``HUNG``, and later steps skip the family.
 """
 
 from __future__ import annotations

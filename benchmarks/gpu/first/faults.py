@@ -1,12 +1,12 @@
-"""Put faults into the backend that stands in for CUDA C++ in a rehearsal, and run a program.
+"""Insert mistakes into the backend that replaces CUDA C++ in a rehearsal, and run a program.
 
     python -m benchmarks.gpu.first.faults benchmarks.gpu.first.smoke --backend cpu ...
 
 - attention: every call hangs, like a kernel that waits for ever, and the canary detects the hang.
   The call advances the clock of its case, so that the rehearsal need not wait for the limit.
 - layer_norm: the case with 29 rows hangs; the canary does not run this case.
-- linear_gelu and feed_forward, which share their kernels: a launch with 33 rows, as in a case of
-  linear_gelu, is refused, and the result for 65 rows, as in the case of feed_forward, is wrong.
+- linear_gelu and feed_forward, which share their kernels: a launch with 33 rows, which a case of
+  linear_gelu has, is refused. The result for 65 rows, which the case of feed_forward has, is wrong.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ FAULTS: dict[str, Callable[[Tensor, Callable[[], Any]], Any]] = {
 
 
 def install() -> None:
-    """Put each fault into the forward pass of the stand-in."""
+    """Insert each mistake into the forward pass of the backend that replaces CUDA C++."""
     for name, fault in FAULTS.items():
         row = backends.TABLES[name][STAND_IN]
         backends.TABLES[name][STAND_IN] = dataclasses.replace(
@@ -68,7 +68,7 @@ def _faulty(honest: Callable[..., Any], fault: Callable[..., Any]) -> Callable[.
 
 
 def main() -> None:
-    """Install the faults and run the module that the first argument names."""
+    """Insert the mistakes and run the module that the first argument names."""
     import fastbert.ops  # noqa: F401  # registers the operations
 
     install()

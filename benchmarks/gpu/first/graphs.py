@@ -1,9 +1,9 @@
-"""Replay CUDA graphs of inference and of training steps, and compare them with the plain calls.
+"""Compare replays of CUDA graphs of inference and training steps with calls without graphs.
 
     python -m benchmarks.gpu.first.graphs
 
-The program prints a JSON object for each comparison, with its faults. With ``--rehearse``, it runs
-on the CPU, where a recording calls its function again.
+The program prints a JSON object for each comparison, with the differences that are too large. With
+``--rehearse``, it runs on the CPU, where a replay calls the recorded function again.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ BUCKETS = Buckets(max_tokens=512, max_batch=8, max_seqlen=128)
 # All batches have the same bucket, so that all of them but the first are replays.
 LENGTHS = ((100, 60, 30), (90, 80, 20), (70, 70, 50), (96, 95, 1))
 CLIP = 1.0
-# Largest relative and absolute difference: in a graph, a product may use another algorithm.
+# Largest relative and absolute difference that is accepted, because a matrix product in a graph may
+# use another algorithm.
 TOLERANCE = 2e-2
 
 
@@ -48,7 +49,7 @@ class Again:
         return contextlib.nullcontext()
 
     def finish(self) -> None:
-        """Wait for nothing, because every call has ended."""
+        """Return at once, because every call on the CPU has already ended."""
 
 
 class Latest:

@@ -29,7 +29,8 @@ UNCACHED = ("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
 CHECKED = (*OPS, "bert")
 # Seconds for one case under compute-sanitizer, which slows kernels down.
 SANITIZED_CASE_LIMIT_S = 20
-# A rehearsal runs on processors that are slower than a GPU and may be busy: its limits are longer.
+# The time limits of a rehearsal are longer by this factor, because its processors are slower than a
+# GPU and may be busy.
 PATIENCE = 20
 REHEARSED_CASE_LIMIT_S = 240
 PATIENT = ("--limit", str(REHEARSED_CASE_LIMIT_S))
@@ -46,8 +47,8 @@ class Step:
         about: The question that the step answers.
         commands: The commands, each as its words.
         limit_s: Seconds after which the commands are ended.
-        after: Name of a step that must succeed before; empty if there is none. If that step has
-            families, each command waits for the command of its family alone.
+        after: Name of a step that must succeed before this step starts; empty if there is none. If
+            the named step has families, each command depends only on the command of its family.
         background: Whether the next step starts at once.
         environment: Variables of the commands.
         families: Family of CUDA C++ kernels of each command; empty if the step has none.
@@ -69,8 +70,8 @@ def steps(folder: Path, *, rehearsal: bool = False, faults: bool = False) -> lis
     Args:
         folder: Folder for the files that the steps write.
         rehearsal: Whether the steps run tiny shapes on a machine without a GPU.
-        faults: Whether the backend that stands in for CUDA C++ in a rehearsal has the faults of
-            ``faults.py``.
+        faults: Whether the backend that replaces CUDA C++ in a rehearsal has the mistakes that
+            ``faults.py`` inserts.
 
     Returns:
         The steps in the order of their start. The limits of the foreground steps add up to at most
@@ -202,8 +203,8 @@ class _Cuda:
     """The commands of a family of CUDA C++ kernels.
 
     Args:
-        rehearsal: Whether the backend "cpu" stands in for CUDA C++.
-        faults: Whether the stand-in has the faults of ``faults.py``.
+        rehearsal: Whether the backend "cpu" replaces CUDA C++.
+        faults: Whether this backend has the mistakes that ``faults.py`` inserts.
     """
 
     def __init__(self, rehearsal: bool, faults: bool) -> None:

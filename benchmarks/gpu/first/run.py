@@ -1,4 +1,4 @@
-"""Run a plan: each step in its own processes, within its own time limit and that of the plan.
+"""Run the steps of a plan in separate processes, with a time limit for each step and the plan.
 
 Commands print rows, one JSON object per line. Each row is passed on as soon as it is printed.
 """
@@ -154,7 +154,7 @@ def last_line(outcome: Outcome, number: int) -> str:
 
 
 def without_hung_families(step: Step, before: Outcome) -> tuple[Step, dict[str, str]]:
-    """Return a step without the commands of families that hang, and family → reason for these.
+    """Return a step without the commands of families that hang, and the reason for each family.
 
     Args:
         step: The step.

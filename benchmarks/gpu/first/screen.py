@@ -16,7 +16,7 @@ from benchmarks.gpu.summary import lines_of_rows, row_of, rows_of
 
 # The log has at most this many characters of a command's output, from its end.
 TAIL = 20_000
-# Most lines of details per step on the screen; the files have all lines.
+# Largest number of lines of details for each step on the screen; the files have all lines.
 SHOWN = 6
 
 
@@ -41,7 +41,7 @@ class Rows:
 
 
 def smoke_lines(outcome: Outcome) -> Iterator[str]:
-    """Yield the number of cases without a fault, then the faults and the cases that never ended."""
+    """Yield the number of cases that passed, then the errors and the cases that never ended."""
     said = [record for record in records(outcome) if MARK in record]
     done = [record for record in said if record[MARK] == "done"]
     names = {(r["op"], r["case"]) for r in done}
@@ -109,7 +109,7 @@ def canary_lines(outcome: Outcome) -> Iterator[str]:
 
 
 def attention_lines(outcome: Outcome) -> Iterator[str]:
-    """Yield a line per shape that was timed, also if the step did not end."""
+    """Yield a line for each shape that was timed, even if the step was ended early."""
     yield from lines_of_rows(rows_of(records(outcome)))
 
 
@@ -162,7 +162,7 @@ def _lines(outcome: Outcome) -> list[str]:
 
 
 def settle(outcome: Outcome) -> None:
-    """Mark a step as failed if it exited with 0 but ran nothing, or if a case has a fault."""
+    """Mark a step as failed if it exited with 0 but ran no case, or if one of its cases failed."""
     name = outcome.step.name
     if outcome.result != OK:
         return
@@ -175,7 +175,7 @@ def settle(outcome: Outcome) -> None:
 
 
 def screen(outcomes: Sequence[Outcome], missed: Sequence[str]) -> list[str]:
-    """Return the lines of the screen: a block per step, its result first."""
+    """Return the lines of the screen: a block for each step, which begins with its result."""
     text = []
     for outcome in outcomes:
         lines = of(outcome)

@@ -1,11 +1,11 @@
-"""Run cases forward and backward again and again, and demand finite results with equal bits.
+"""Run cases forward and backward several times, and check that results are finite and equal.
 
     python -m benchmarks.gpu.first.smoke --backend triton --shard 0/16 --reruns 20
 
 The program prints a JSON object for each case: before its runs, and again after them with the
-result and the kernels that were launched. A fault of the device or a case that hangs would spoil
-the cases after it, so the program then starts itself again with the next case. A case hangs if it
-takes longer than ``--limit`` without the compilation of its kernels.
+result and the kernels that were launched. After an error of the device or a case that hangs, later
+cases in the process would fail too, so the program then starts itself again with the next case. A
+case counts as hung if it takes longer than ``--limit``, not counting the compilation of kernels.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def tried(case: Case, options: argparse.Namespace, device: str) -> dict[str, Any]:
-    """Return the result of `smoke`, or an error of the case as its only fault."""
+    """Return the result of `smoke`; if the case raises, the error is the only entry of faults."""
     try:
         return smoke(case, options, device)
     except Exception as error:
@@ -125,7 +125,7 @@ def smoke(case: Case, options: argparse.Namespace, device: str) -> dict[str, Any
 
     with counted() as launches:
         first = once()
-    # A fully masked query gives 0, so every result must be finite.
+    # The output for a query without visible keys is 0, so every result must be finite.
     faults = [f"{name} is not finite" for name, x in first.items() if not x.isfinite().all()]
     for number in range(options.reruns):
         again = once()

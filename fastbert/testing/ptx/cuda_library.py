@@ -94,7 +94,7 @@ class CudaLibrary:
             limits.THREADS, *limits.BLOCK, *limits.GRID, limits.most_cluster(target),
             limits.MAP_BOX, limits.MAP_STRIDE_END,
         )  # fmt: skip
-        # The numbers have the order of the fields of `Device` in cuda_runtime.cpp.
+        # The order of the numbers is the order of the fields of `Device` in cuda_runtime.cpp.
         self.functions.fastbert_ptx_set_device((ctypes.c_uint64 * len(device))(*device))
 
     def call(self, name: str, *args: Any, memory: Sequence[Tensor], **options: Any) -> int:

@@ -194,7 +194,7 @@ class Operators(AttentionOperators):
         self, dy: Tensor, h: Tensor, bias: Tensor | None, activation: str, sum_rows: bool,
         recompute: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """Return dh, its sum over the rows, and the activation; the last two may be empty."""
+        """Return dh, the sum of dh over the rows, and activation(h); the last two may be empty."""
         rows, columns = h.shape
         kind = torch.float32 if bias is None else _wide(bias.dtype)
         dh = new(rows, columns, dtype=h.dtype)

@@ -19,7 +19,7 @@ using Bounds = void (*)(const char* kernel, size_t* static_shared, size_t* most_
 OnLaunch on_launch = nullptr;
 Bounds bounds_of = nullptr;
 
-// A kernel, with the limits that its PTX sets for launches, which are requested once.
+// A kernel, with the limits that its PTX sets for launches. The limits are requested once.
 struct Kernel {
   std::string name;
   bool has_bounds = false;
@@ -34,7 +34,7 @@ std::map<const void*, Kernel>& kernels() {
   return found;
 }
 
-// The kernel of a host function with its bounds, or null.
+// Returns the kernel of a host function, with the limits from its PTX, or null.
 Kernel* find(const void* function) {
   const auto found = kernels().find(function);
   if (found == kernels().end()) return nullptr;
@@ -63,10 +63,10 @@ struct Device {
   uint64_t box, stride_end;              // of a tensor map
 } device;
 
-// Whether a context is current in the calling thread. The driver's functions need one.
+// Whether a context is current in the calling thread. The driver's functions need a context.
 thread_local bool has_context = false;
 
-// The error of a launch that a GPU cannot run, or cudaSuccess.
+// Returns the error of a launch that a GPU cannot run, or cudaSuccess.
 cudaError_t refusal(const Kernel& kernel, dim3 grid, dim3 cluster, dim3 block, size_t shared) {
   const uint64_t threads = uint64_t{block.x} * block.y * block.z;
   const unsigned blocks[] = {grid.x, grid.y, grid.z}, sizes[] = {block.x, block.y, block.z};
@@ -113,7 +113,8 @@ CUresult encode(CUtensorMap* to, CUtensorMapDataType type, cuuint32_t rank, void
                 const cuuint32_t* element_strides, CUtensorMapInterleave interleave,
                 CUtensorMapSwizzle swizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill fill) {
   if (!has_context) return CUDA_ERROR_INVALID_CONTEXT;
-  // The driver's number of a type → its number in .elemtype of tensormap.replace, and its bytes.
+  // For each number of a type in the driver: its number in .elemtype of tensormap.replace, and its
+  // size in bytes.
   static const uint8_t types[][2] = {{0, 1}, {1, 2}, {2, 4},  {3, 4}, {4, 8},  {5, 8}, {6, 2},
                                      {7, 4}, {9, 8}, {10, 2}, {8, 4}, {11, 4}, {12, 4}};
   if (rank < 1 || rank > 5 || type > 12 || interleave != CU_TENSOR_MAP_INTERLEAVE_NONE ||

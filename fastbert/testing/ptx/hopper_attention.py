@@ -30,8 +30,9 @@ int64_t attention_forward_pair_words(AttentionForward* p) { return attention_pai
 int64_t attention_backward_pair_words(AttentionBackward* p) { return attention_pair_words(*p); }
 }
 """
-# A block of code with more than MANY instructions of one name in RARE is skipped in a tile without
-# hidden keys (masked, or after the end of the sequence) in which no row maximum grows.
+# Code that hides keys (masked keys, or keys after the end of a sequence) has many FSEL, and code
+# that rescales sums has many FMUL. A block of code with more than MANY of either is skipped in a
+# tile without hidden keys in which no row maximum grows.
 RARE, MANY = ("FSEL", "FMUL"), 20
 
 
@@ -75,7 +76,8 @@ def machine_code(
         direction: "forward", "backward" or "backward_wide".
 
     Returns:
-        The machine code by dtype, head dim, and whether the kernel has a mask of pairs and dropout.
+        The machine code by dtype, head dim, whether the kernel has a mask of query-key pairs, and
+        whether it has dropout.
 
     Raises:
         RuntimeError: If ptxas makes the products of a kernel wait for each other.
@@ -97,7 +99,8 @@ def machine_code(
 def loop_over_tiles(code: str) -> list[Instruction]:
     """Return the instructions of the loop over tiles.
 
-    The loop is the shortest that has products with and without a transposed right operand.
+    The result is the shortest loop that has matrix products with a transposed right operand and
+    matrix products without.
     """
     found = []
     for body in loops(read(code)):
@@ -110,8 +113,8 @@ def loop_over_tiles(code: str) -> list[Instruction]:
 def path_of_a_tile(code: str) -> list[Instruction]:
     """Return the instructions that a warp executes for a tile without hidden keys.
 
-    The path leaves out the code that masks hidden scores and the code that rescales sums. If two
-    groups of warps take turns with some products, the path has the instructions for two tiles.
+    The result leaves out the code that masks hidden scores and the code that rescales sums. If two
+    groups of warps take turns with some products, the result has the instructions for two tiles.
     """
     body = loop_over_tiles(code)
     places = {x.address: i for i, x in enumerate(body)}
@@ -140,5 +143,6 @@ def _skips(block: Sequence[Instruction], turns: Collection[str], skipped: bool) 
         return True
     if block[0].guard in turns:
         return skipped
-    # The code for hidden keys is skipped: masked keys, and keys after the end of the sequence.
+    # An unguarded branch always skips its block. A long block is the code for hidden keys, which
+    # are masked or after the end of the sequence.
     return not block[0].guard or len(block) > 2 * MANY

@@ -113,8 +113,8 @@ def _finished(command: Sequence[str | Path]) -> subprocess.CompletedProcess[str]
 
 def _command(arch: str, flags: Sequence[str]) -> list[str]:
     code = f"arch=compute_{arch},code=compute_{arch}"
-    # Several libraries with these objects run in one process and must not share the variables of
-    # inline functions.
+    # One process loads several libraries with these objects. Without -fno-gnu-unique, the libraries
+    # would share the variables of inline functions.
     host = ["-Xcompiler", "-fPIC,-fno-gnu-unique"]
     return ["-O3", "-std=c++17", "-lineinfo", "-gencode", code, *host, *flags]
 
@@ -137,7 +137,7 @@ def _provide(entry: Path, target: Path, make: Callable[[Path], None]) -> None:
 
 
 def _make(entry: Path, make: Callable[[Path], None]) -> None:
-    """Fill a cache entry under a lock; other processes wait, and never see half an entry."""
+    """Fill a cache entry under a lock; other processes wait, and never see an incomplete entry."""
     import fcntl
 
     entry.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Count the instructions of an operation's launches at their true shapes, from some of the blocks.
+"""Count the instructions of an operation's launches at real shapes, from a sample of the blocks.
 
 The PTX machine executes only some blocks of each grid, spread over the grid. Every other block is
 assumed to have the mean counts of the executed blocks. If the blocks do unequal work, more blocks
@@ -75,8 +75,8 @@ class Launched:
         counts: Counts of the PTX machine for all blocks, such as instructions by pipe; and
             ``sass_fma``, ``sass_alu``, ``sass_lsu`` and ``sass_issue``, from
             `fastbert.testing.ptx.sass`.
-        bytes: Bytes of the tensors of the launch, each counted once, or of the sectors that it
-            accesses if these are fewer.
+        bytes: Number of bytes of the launch's tensors, each counted once; or of the memory sectors
+            that the launch accesses, if they have fewer bytes.
     """
 
     name: str
@@ -206,7 +206,7 @@ def count(
 
 @contextmanager
 def _sampled(arch: int, multiprocessors: int, note: Callable[[Launched], None]) -> Iterator[None]:
-    """Run some blocks of each Triton launch on the PTX machine, and note the counts for all."""
+    """Run some blocks of each Triton launch on the PTX machine; pass scaled counts to `note`."""
     known: dict[tuple[str, tuple[int, ...]], Counted] = {}
 
     def counted(launch: Any, on: Tensor | None) -> Counted:
@@ -243,7 +243,7 @@ def _sampled(arch: int, multiprocessors: int, note: Callable[[Launched], None]) 
 
 @contextmanager
 def _sampled_cuda(arch: int, note: Callable[[Launched], None]) -> Iterator[None]:
-    """Run some blocks of each CUDA C++ launch on the PTX machine, and note the counts for all.
+    """Run some blocks of each CUDA C++ launch on the PTX machine; pass scaled counts to `note`.
 
     The bytes of a launch are the bytes of the sectors that it accesses.
     """
@@ -294,7 +294,7 @@ def _compiled_cuda(arch: int) -> tuple[CompiledOperators, dict[str, str]]:
 
 @functools.cache
 def _mixes(ptx: str, cubin: bytes) -> tuple[int, dict[str, int]]:
-    """Return the number of instructions in the PTX of a kernel, and the mix in its machine code."""
+    """Return the number of a kernel's PTX instructions, and the `mix` of its machine code."""
     [kernel] = parse(ptx).kernels.values()
     return len(kernel.code), sass.mix(sass.disassemble(cubin))
 

@@ -1,10 +1,10 @@
 """The instructions in the machine code of a kernel, by which counts of PTX are corrected.
 
 The PTX machine counts PTX instructions as they run. ptxas merges some of them, removes others and
-adds its own. The count is therefore multiplied by the ratio of the number of instructions in the
-machine code to the number in the PTX. The product is divided among the units by their shares in the
-machine code. The result is exact for code without loops and branches, and nearly right if one loop
-is most of the code.
+adds its own. The count is therefore multiplied by a ratio: the number of instructions in the
+machine code over the number in the PTX. The corrected count is divided among the units by their
+shares in the machine code. The result is exact for code without loops and branches, and nearly
+right if one loop is most of the code.
 """
 
 from __future__ import annotations

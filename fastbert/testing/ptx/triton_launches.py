@@ -22,7 +22,7 @@ class Binary(NamedTuple):
     """A compiled launch.
 
     Args:
-        ptx: The PTX text, which has one kernel.
+        ptx: The text of the PTX, which contains one kernel.
         names: Names of the arguments that are parameters of the kernel, in order.
         warps: Warps of a block.
         shared: Bytes of dynamic shared memory of a block.
