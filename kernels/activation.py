@@ -1,7 +1,7 @@
 """Helpers of the feed-forward kernels: activations with their derivatives, bias and store.
 
-The functions, computed in fp32, are GELU (Hendrycks and Gimpel 2016) by erf or by tanh, ReLU and
-SiLU.
+The activations are GELU (Hendrycks and Gimpel 2016) by erf or by tanh, ReLU and SiLU. They are
+computed in fp32.
 """
 
 from __future__ import annotations
@@ -14,16 +14,17 @@ from fastbert.kernels.common import LOG2E, exponential, narrow
 from fastbert.kernels.tiles import gemm_path
 
 INVERSE_SQRT_2PI = tl.constexpr(0.3989422804014327)
-# sqrt(2 / pi) and the cubic coefficient of the tanh form
+# sqrt(2 / pi) and the cubic coefficient of the tanh form of GELU
 TANH_LINEAR = tl.constexpr(0.7978845608028654)
 TANH_CUBIC = tl.constexpr(0.044715)
-# An epilogue works on this many columns of a tile at once; more columns would spill registers.
+# An epilogue works on at most this many columns of a tile at once, so that it does not spill
+# registers.
 LARGEST_PART = tl.constexpr(32)
 
 
 @triton.jit
 def _power(x, factor: tl.constexpr, dtype: tl.constexpr):
-    """Return exp(factor x) for a result of at most 1, with the accuracy that `dtype` can hold."""
+    """Return exp(factor · x), which must be at most 1, with the accuracy that `dtype` can hold."""
     if dtype == tl.float32:
         return exponential(x * factor)
     else:
@@ -34,8 +35,8 @@ def _power(x, factor: tl.constexpr, dtype: tl.constexpr):
 def _reciprocal(x, dtype: tl.constexpr):
     """Return 1 / x for x >= 1, with the accuracy that `dtype` can hold."""
     if dtype == tl.float32:
-        # One step of Newton's method corrects the error of 2 ulp. At infinity, the step would give
-        # NaN.
+        # One step of Newton's method corrects the error of 2 ulp. x is limited, because the step
+        # would give NaN at infinity.
         x = tl.minimum(x, 1e38)
         r = 1.0 / x
         return tl.fma(r, tl.fma(-x, r, 1.0), r)
@@ -82,9 +83,10 @@ def value_and_slope(x, FUNCTION: tl.constexpr, dtype: tl.constexpr):
         value = x * share
         slope = share + x * (INVERSE_SQRT_2PI * bell)
     else:
-        # f(x) = x s with the sigmoid s = 1 / (1 + exp(-z)). With e = exp(-|z|), the product s (1 -
-        # s) is e / (1 + e)², which has no cancellation in the tails. dz is x dz/dx. Where e = 0, dz
-        # must be finite, because 0 * inf would be NaN.
+        # f(x) = x s with the sigmoid s = 1 / (1 + exp(-z)), and f'(x) = s + dz s (1 - s), where dz
+        # is x times the derivative of z. With e = exp(-|z|), the product s (1 - s) is e / (1 + e)²,
+        # which has no cancellation in the tails. dz is bounded, because 0 * inf would be NaN if e
+        # is 0.
         bounded = tl.where(tl.abs(x) < 128.0, x, 0.0)
         if FUNCTION == "gelu_tanh":
             # (1 + tanh(u)) / 2 is the sigmoid of 2 u.
@@ -108,7 +110,7 @@ def activate(x, FUNCTION: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def biased(h, bias_ptr, cols, inside, HAS_BIAS: tl.constexpr):
-    """Return h + bias; a column outside `inside` reads no bias."""
+    """Return h + bias; the bias is read only at columns where `inside` is true."""
     if HAS_BIAS:
         h += tl.load(bias_ptr + cols, mask=inside, other=0.0).to(tl.float32)[None, :]
     return h

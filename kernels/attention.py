@@ -1,9 +1,9 @@
 """Forward of attention, softmax(q kᵀ scale + bias) v, dense and packed.
 
-One program computes a block of queries of one head in a loop over the keys with the running softmax
-(Milakov and Gimelshein 2018; Dao 2023, algorithm 1). Only the first and the last tiles of keys
-check the window and the length. In the tiles between, every query of the block may attend to every
-key. The backward reads out and lse.
+One program computes a block of queries of one head in a loop over tiles of keys, with the running
+softmax (Milakov and Gimelshein 2018; Dao 2023, algorithm 1). Only the first and the last tiles of
+keys check the window and the length. In the tiles between, every query of the block may attend to
+every key. The backward reads out and lse, the log-sum-exp of each query's logits.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _forward_kernel(
     HAS_DROPOUT: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     SCALING: tl.constexpr,
 ):  # fmt: skip
-    """Write out and lse of one block of queries."""
+    """Write out and the log-sum-exp lse for one block of queries."""
     block, head, batch = program_item(q_blocks, heads)
     q_start, q_len = sequence_bounds(batch, cu_seqlens_q_ptr, q_length, IS_VARLEN)
     k_start, k_len = sequence_bounds(batch, cu_seqlens_k_ptr, k_length, IS_VARLEN)
@@ -107,8 +107,8 @@ def _forward_kernel(
     maximum = tl.full([BLOCK_M], -INFINITY, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     out = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    # Without a left limit of the window, no tile before the full tiles needs a mask, so phase 0 is
-    # not compiled.
+    # Phase 0 is the masked tiles before the full tiles. Without a left limit of the window there
+    # are no such tiles, so phase 0 is not compiled.
     for phase in tl.static_range(0 if HAS_LEFT else 1, 3):
         phase_start, phase_stop = phase_range(phase, start, full_start, full_stop, high)
         for first_key in range(phase_start, phase_stop, BLOCK_N):
@@ -161,7 +161,7 @@ def _forward_kernel(
 
 
 def general_forward_launch(problem: Problem, out: Tensor, lse: Tensor) -> Launch:
-    """Return the launch of the general path of `attention_forward`."""
+    """Return the launch of `attention_forward` on its general path, for any number of keys."""
     tile = problem.tile("forward")
     return problem.launch(
         "attention_forward",
@@ -208,26 +208,30 @@ def attention_forward(
         q: Queries (B, H, Lq, D) at any strides, or packed (Tq, H, D); fp32, fp16 or bf16.
         k: Keys (B, H, Lk, D) at any strides, or packed (Tk, H, D), in the dtype of `q`.
         v: Values, as `k`.
-        mask: Bool, True where a query attends a key; expanded to (B, H, Lq, Lk). For packed input,
-            Lq and Lk are the longest lengths, and positions count inside the sequence.
+        mask: Bool, True where a query attends to a key; expanded to (B, H, Lq, Lk). For packed
+            input, Lq and Lk are the largest lengths, and positions are counted inside each
+            sequence.
         bias: Floating tensor added to the logits; shape as for `mask`.
         cu_seqlens_q: Cumulative lengths of packed queries, int32 (B + 1,); None for dense input.
         cu_seqlens_k: Cumulative lengths of packed keys; `cu_seqlens_q` by default.
-        max_seqlen_q: Longest length of packed queries; None reads it from the device.
-        max_seqlen_k: Longest length of packed keys; None reads it from the device.
+        max_seqlen_q: Largest length of the packed query sequences; None reads it from the device.
+        max_seqlen_k: Largest length of the packed key sequences; None reads it from the device.
         seed: Seed of dropout, int64 (1,) on the device of `q`.
         dropout_p: Probability with which a weight is dropped.
         scale: Factor of the logits.
         causal: Whether a query attends only to keys at its own position or earlier.
-        window: Numbers of keys before and after the query's position that the query attends to;
-            -1 means no limit.
+        window: Numbers of keys before and after its own position that a query attends to; -1 means
+            no limit.
         path: "short", "general", or None for the choice of `attention_path`.
-        into: Results to fill, out at any strides and a contiguous lse; None allocates them.
+        into: Tensors for the results: out at any strides, and a contiguous lse. None allocates
+            them.
 
     Returns:
-        out: (B, H, Lq, D) in the memory order (B, Lq, H, D), or contiguous (Tq, H, D), in the dtype
-            of `q`. It is 0 in a row that may attend to no key, and beyond ``cu_seqlens_q[-1]``.
-        lse: fp32 (B, H, Lq) or (H, Tq); -inf in rows without a key and beyond ``cu_seqlens_q[-1]``.
+        out: (B, H, Lq, D), stored in the order of (B, Lq, H, D), or contiguous (Tq, H, D), in the
+            dtype of `q`. It is 0 for a query that attends to no key, and in rows beyond the last
+            sequence.
+        lse: fp32 (B, H, Lq) or (H, Tq); -inf for a query that attends to no key, and in rows beyond
+            the last sequence.
 
     Raises:
         ValueError: If D is outside 1..256, if dropout has no seed, or if `path` is unknown or
@@ -242,7 +246,7 @@ def attention_forward(
     is_varlen = cu_seqlens_q is not None
     out, lse = allocate_results(q, is_varlen) if into is None else into
     if is_varlen and cu_seqlens_q.shape[0] == 1:
-        # Without a sequence, no program runs, and all rows are beyond cu_seqlens[-1].
+        # Without a sequence, no program runs, and no row belongs to a sequence.
         out.zero_()
         lse.fill_(-math.inf)
     run(_forward_launch, tensors, (out, lse), numbers, path)

@@ -1,8 +1,9 @@
-"""Backward of attention, which recomputes the weights (Dao 2023, algorithm 2), without atomics.
+"""Backward of attention, which recomputes the softmax weights (Dao 2023, algorithm 2).
 
 The launches compute the statistics of each row, then dq with one program per block of queries, and
-then dk and dv with one program per block of keys. The last launches compute the gradient of the
-bias on request. Each gradient is summed in a fixed order, so reruns agree bitwise.
+then dk and dv with one program per block of keys. If the gradient of the bias is wanted, the last
+launches compute it. Each gradient is summed in a fixed order without atomics, so reruns agree
+bitwise.
 """
 
 from __future__ import annotations
@@ -113,7 +114,8 @@ def _dkv_kernel(
         seed = tl.load(seed_ptr)
     offset = k_len - q_len
     last_key = tl.minimum(first_key + BLOCK_N, k_len) - 1
-    # From the side of a key, left and right of the window are exchanged, and the offset is negated.
+    # `visible_range` gives the queries that a block of keys sees if left and right of the window
+    # are exchanged and the offset is negated.
     low, high, start, full_start, full_stop = visible_range(
         first_key, last_key, -offset, q_len, window_right, window_left, HAS_RIGHT, HAS_LEFT, BLOCK_M
     )
@@ -332,19 +334,19 @@ def backward_launches(
     dbias: Tensor | None = None,
     sums: Tensor | None = None,
 ) -> Iterator[Launch]:
-    """Yield the launches of the general backward in order.
+    """Yield the launches of the general path of the backward, in order.
 
     Args:
         problem: The attention problem.
         dout: Gradient of out, at any strides.
         out: Output of the forward.
         lse: Log-sum-exp of the forward.
-        dq: Result in the shape of q, at any strides.
-        dk: Result in the shape of k, at any strides.
-        dv: Result in the shape of v, at the strides of `dk`.
+        dq: Gradient of q to fill, in the shape of q, at any strides.
+        dk: Gradient of k to fill, in the shape of k, at any strides.
+        dv: Gradient of v to fill, in the shape of v, at the strides of `dk`.
         statistics: Row statistics from `allocate_statistics`.
         numbers: The numbers of the problem.
-        dbias: Result as in `attention_backward`, or None.
+        dbias: Gradient of the bias to fill, as in `attention_backward`, or None.
         sums: Partial sums of dbias from `allocate_bias_sums`, or None.
     """
     is_varlen = problem.arguments["IS_VARLEN"]
@@ -356,7 +358,8 @@ def backward_launches(
         "attention_dq", _dq_kernel, tile, dq_ptr=dq, **shared, **strides("dq", dq, is_varlen)
     )
     tile = problem.tile("dkv")
-    # With more than 128 columns, the sums of dk and of dv do not fit the registers together.
+    # In 16 bits with a head dim above 128, the sums of dk and of dv do not fit into the registers
+    # together, so two launches compute them.
     is_split = problem.head_dim > 128 and dk.dtype != torch.float32
     for has_dk, has_dv in ((True, False), (False, True)) if is_split else ((True, True),):
         yield problem.launch(
@@ -414,20 +417,20 @@ def attention_backward(
     dbias: Tensor | None = None,
     path: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the gradients of `attention_forward`, which describes the other arguments.
+    """Compute the gradients of `attention_forward`, which describes the arguments not listed here.
 
     Args:
-        dout: Gradient of out, in its shape and dtype, at any strides.
+        dout: Gradient of out, in the shape and dtype of out, at any strides.
         out: Output of the forward.
         lse: Log-sum-exp of the forward.
-        into: Results dq, dk and dv to fill, at any strides, which dk and dv share. None allocates
-            them in the memory order of out.
-        dbias: Gradient of the bias to fill: contiguous, in the dtype of the bias and the shape that
-            the bias had before it was expanded. None computes no such gradient.
+        into: Tensors for dq, dk and dv at any strides, where dk and dv must have the same strides.
+            None allocates tensors that are stored in the order of out.
+        dbias: Tensor for the gradient of the bias: contiguous, in the dtype of the bias and in the
+            shape that the bias had before it was expanded. None computes no gradient of the bias.
 
     Returns:
-        dq, dk and dv in the shapes and the dtype of q, k and v. They are 0 beyond
-        ``cu_seqlens[-1]``, and a query that may attend no key adds 0 to all of them.
+        dq, dk and dv in the shapes and the dtype of q, k and v. They are 0 in rows beyond the last
+        sequence. A query that attends to no key adds 0 to all of them.
 
     Raises:
         ValueError: As in `attention_forward`.

@@ -2,9 +2,10 @@
 
 A program computes a tile of the gradient in a loop over the combinations of sequence, head, query
 block and key block that add to the tile. For each combination, two products and the row statistics
-give dS = P * (dP - delta) again; the other gradients take seven products. Only the gradient itself
-has Lq Lk elements. The sum stays in registers and has a fixed order, so there are no atomic
-additions and reruns agree bitwise. Blocks outside the window or the sequence are skipped.
+give dS = P * (dP - delta) again, where P are the softmax weights, dP is their gradient, and delta =
+rowsum(P * dP). The other gradients take seven products in all. Only the gradient itself has Lq Lk
+elements. The sum stays in registers and has a fixed order, so there are no atomic additions and
+reruns agree bitwise. Blocks outside the window or the sequence are skipped.
 
 If many combinations add to few tiles, as for a bias (1, H, 1, Lk), several programs divide the
 combinations of a tile. A second launch then adds their partial sums.
@@ -32,7 +33,7 @@ from fastbert.kernels.reduction import sum_partials_launch
 from fastbert.kernels.tiles import Tile, attention_tile, ceil_div, target_of
 
 # The combinations are divided among at most this many programs. The number is the same for every
-# GPU, so that the order of the sums and therefore the last bits agree on every GPU.
+# GPU, so that the sums have the same order and the results have the same bits.
 PROGRAMS = 512
 
 
@@ -69,7 +70,7 @@ def _bias_gradient_kernel(
     SCALING: tl.constexpr, SUMS_ROWS: tl.constexpr, SUMS_KEYS: tl.constexpr,
 ):  # fmt: skip
     """Write one tile of the gradient of the bias, or one partial sum of the tile."""
-    # A program computes a tile of the gradient over its share of the tile's combinations.
+    # A program sums a tile of the gradient over its share of the combinations that add to the tile.
     row_tiles = q_blocks
     key_tiles = k_blocks
     if SUMS_ROWS:
@@ -89,8 +90,8 @@ def _bias_gradient_kernel(
     share = tl.cdiv(combinations, partials)
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for combination in range(partial * share, tl.minimum((partial + 1) * share, combinations)):
-        # In each dimension, either the index of the tile or the index of the combination is always
-        # 0.
+        # In each dimension, the block index comes from the tile or from the combination. The other
+        # index is 0.
         rest = combination
         key_block = key_tile
         row_block = row_tile
@@ -174,7 +175,7 @@ def _bias_gradient_kernel(
             # A masked V may hold NaN, and 0 * NaN is NaN.
             total += tl.where(allowed, weights * (dweights - delta[:, None]), 0.0)
 
-    # The gradient is a contiguous (B, H, Lq, Lk) with size 1 where the bias has size 1.
+    # The gradient is contiguous, of shape (B, H, Lq, Lk) with size 1 where the bias has size 1.
     rows = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
     keys = key_tile * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     bias_rows = q_length
@@ -203,7 +204,7 @@ def _tiles(dbias: Tensor, numbers: Numbers, tile: Tile) -> int:
 
 
 def _combinations(bias: Tensor, dbias: Tensor, numbers: Numbers, tile: Tile) -> int:
-    """Return the number of combinations that share a tile; bias is (B, H, Lq, Lk), expanded."""
+    """Return the number of combinations that add to a tile; `bias` is the expanded bias."""
     blocks = ceil_div(numbers.max_q, tile.block_m) * ceil_div(numbers.max_k, tile.block_n)
     every = bias.shape[0] * bias.shape[1] * blocks
     return every // max(_tiles(dbias, numbers, tile), 1)
@@ -243,7 +244,8 @@ def bias_gradient_launches(
     Args:
         problem: The attention problem.
         numbers: The numbers of the problem.
-        dbias: Result, contiguous (B or 1, H or 1, Lq or 1, Lk or 1), in the dtype of the bias.
+        dbias: Gradient to fill, contiguous (B or 1, H or 1, Lq or 1, Lk or 1), in the dtype of the
+            bias.
         sums: Partial sums from `allocate_bias_sums`, or None.
         arguments: Kernel arguments of dout and of the row statistics, by name.
     """

@@ -1,7 +1,7 @@
-"""The pairs of a query and a key that may attend.
+"""Functions that decide which queries may attend to which keys.
 
-Query i sees key j iff i + offset - left <= j <= i + offset + right, where offset is Lk - Lq of the
-sequence.
+Query i sees key j if and only if i + offset - left <= j <= i + offset + right. The offset of a
+sequence is its Lk - Lq, and left and right are the limits of the window.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ def visible_range(
     first, last, offset, length, left, right,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Return the range that the positions first..last of a block see on the other side.
+    """Return the range that a block of queries sees in the keys, or a block of keys in the queries.
 
-    The other side is the keys for a block of queries, and the queries for a block of keys.
+    The block has the positions first..last.
 
     Returns:
-        low, high: The range [low, high) that at least one of the positions first..last sees.
+        low, high: The range [low, high) that at least one position of the block sees.
         start, full_start, full_stop: The tiles in [start, full_start) and [full_stop, high) need
-            masks, and the tiles in [full_start, full_stop) do not.
+            masks. Every position of the block sees all of the tiles in [full_start, full_stop).
     """
     low = length * 0
     high = length
@@ -44,7 +44,7 @@ def visible_range(
 
 @triton.jit
 def phase_range(phase: tl.constexpr, start, full_start, full_stop, high):
-    """Return the range of a phase: masked tiles (0), full tiles (1), and masked tiles again (2)."""
+    """Return the range of phase 0 (masked tiles), 1 (full tiles) or 2 (masked tiles again)."""
     if phase == 0:
         return start, full_start
     elif phase == 1:
@@ -59,10 +59,10 @@ def allowed_pairs(
     HAS_MASK: tl.constexpr, MASK_ROW: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     IS_BOUNDARY: tl.constexpr,
 ):  # fmt: skip
-    """Return the pairs that may attend, bool and broadcastable to the tile of rows and cols.
+    """Return where a query may attend to a key: bool, broadcastable to the tile of rows and cols.
 
-    Either of rows and cols may be the column vector. In a full tile (not IS_BOUNDARY) every pair is
-    inside the window. A mask that is the same for every query (MASK_ROW) is loaded as one row.
+    Either rows or cols may be the column vector. In a full tile (not IS_BOUNDARY), the window hides
+    no key. A mask that is the same for every query (MASK_ROW) is loaded as one row.
     """
     allowed = cols < k_len
     if IS_BOUNDARY:
@@ -85,10 +85,10 @@ def attended_keys(
     cols, allowed, mask_ptr, low, high, stride_mask_key,
     HAS_MASK: tl.constexpr, MASK_ROW: tl.constexpr,
 ):  # fmt: skip
-    """Return the keys that some row of the tile may attend, bool [BLOCK_N].
+    """Return the keys that at least one query of the tile may attend to, bool [BLOCK_N].
 
-    Other keys and values are loaded as 0, because they may hold NaN, and 0 * NaN is NaN. allowed is
-    [BLOCK_M, BLOCK_N]; [low, high) is the range that the tile sees through the window.
+    The caller loads other keys and values as 0, because they may hold NaN, and 0 * NaN is NaN.
+    allowed is [BLOCK_M, BLOCK_N]; [low, high) is the range that the tile sees through the window.
     """
     attended = (cols >= low) & (cols < high)
     if HAS_MASK:

@@ -16,7 +16,7 @@ from fastbert.kernels.tiles import (
     target_of,
 )
 
-# These arguments change from call to call. Triton must not compile another binary when a value is 1
+# These arguments change from call to call. Triton must not compile a further kernel if a value is 1
 # or divisible by 16.
 UNSPECIALISED = [
     "heads",
@@ -62,27 +62,27 @@ class Problem(NamedTuple):
         return arguments["HAS_BIAS"] or (arguments["HAS_MASK"] and not arguments["MASK_ROW"])
 
     def tile(self, pass_name: str) -> Tile:
-        """Return the tile of a pass, by its name in `attention_tile`."""
+        """Return the tile of a pass, for a `pass_name` of `attention_tile`."""
         q = self.arguments["q_ptr"]
         return attention_tile(pass_name, self.head_dim, q.dtype, self.has_pairs, target_of(q))
 
     def launch(
         self, name: str, kernel: Any, tile: Tile, over_keys: bool = False, **own: Any
     ) -> Launch:
-        """Return a launch with one program for each block of queries, head and sequence.
+        """Return a launch with one program for each block of queries of each head of each sequence.
 
         Args:
             name: Name of the launch.
-            kernel: The kernel, which gets the arguments that it declares.
+            kernel: The kernel. It gets those of the arguments whose names it declares.
             tile: Block sizes and launch options.
-            over_keys: Whether the blocks are blocks of keys.
-            own: Arguments of this kernel alone, by name.
+            over_keys: Whether there is one program for each block of keys instead.
+            own: Further arguments of the kernel, by name.
         """
         q_blocks = ceil_div(self.max_q, tile.block_m)
         k_blocks = ceil_div(self.max_k, tile.block_n)
         if self.arguments["IS_VARLEN"]:
-            # Each sequence has at least one block, because the last sequence zeros the rows beyond
-            # cu_seqlens[-1].
+            # Each sequence has at least one block, because the blocks of the last sequence set the
+            # rows beyond it to 0.
             q_blocks, k_blocks = max(q_blocks, 1), max(k_blocks, 1)
         available = {
             **self.arguments,
@@ -98,7 +98,7 @@ class Problem(NamedTuple):
 
 
 def strides(name: str, x: Tensor | None, is_varlen: bool = False) -> dict[str, int]:
-    """Return the stride arguments of q, k, v, out or a gradient, all 0 for None.
+    """Return the stride arguments of q, k, v, out or a gradient; all are 0 if `x` is None.
 
     Args:
         name: Name of the tensor.
@@ -120,7 +120,7 @@ def strides(name: str, x: Tensor | None, is_varlen: bool = False) -> dict[str, i
 
 
 def pair_strides(name: str, x: Tensor | None) -> dict[str, int]:
-    """Return the stride arguments of a mask or bias expanded to (B, H, Lq, Lk), all 0 for None."""
+    """Return the stride arguments of a mask or bias of shape (B, H, Lq, Lk); all are 0 for None."""
     batch, head, row, key = (0, 0, 0, 0) if x is None else x.stride()
     return {
         f"stride_{name}_batch": batch,
@@ -131,12 +131,12 @@ def pair_strides(name: str, x: Tensor | None) -> dict[str, int]:
 
 
 def scaling(dtype: torch.dtype, has_bias: bool, scale: float) -> int:
-    """Return the constant SCALING: the form of the logits and of their exponential.
+    """Return the constant SCALING, the form in which kernels compute logits and exponentials.
 
-    0: exp2 applies the scale to raw products, which is fastest. No bias can be added, and the
-        maximum of raw products is right only for a scale above 0.
-    1: The logits are scaled and biased before the softmax.
-    2: The logits are scaled and biased as in 1, and exp has the full precision of fp32.
+    0: exp2 applies the scale to the products q kᵀ, which is fastest. No bias can be added, and the
+        maximum of the products is the right one only for a scale above 0.
+    1: The products are scaled, and the bias is added, before the softmax.
+    2: As 1, and exp has the full precision of fp32.
     """
     if dtype == torch.float32:
         return 2
@@ -144,7 +144,7 @@ def scaling(dtype: torch.dtype, has_bias: bool, scale: float) -> int:
 
 
 def longest(cu_seqlens: Tensor) -> int:
-    """Return the length of the longest sequence; reading it waits for the GPU."""
+    """Return the length of the longest sequence; the read waits for the GPU."""
     return int(cu_seqlens.diff().max()) if cu_seqlens.numel() > 1 else 0
 
 
@@ -156,8 +156,8 @@ class Numbers(NamedTuple):
         max_k: Length of the longest sequence of keys, or more.
         dropout_p: Probability with which a weight is dropped.
         scale: Factor of the logits.
-        left: Number of keys before the query's position that it attends to; -1 means no limit.
-        right: Number of keys after the query's position that it attends to; -1 means no limit.
+        left: Number of keys before its own position that a query attends to; -1 means no limit.
+        right: Number of keys after its own position that a query attends to; -1 means no limit.
     """
 
     max_q: int
@@ -206,14 +206,14 @@ def describe(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Problem:
     """Return the problem that the arguments of `attention_forward` describe.
 
     Raises:
-        ValueError: As in `attention_forward`, except for its path.
+        ValueError: As in `attention_forward`, except that there is no `path`.
     """
     tensors, numbers = canonical(q, k, v, **options)
     return problem_of(*tensors, numbers)
 
 
 def problem_of(q, k, v, mask, bias, cu_seqlens_q, cu_seqlens_k, seed, numbers: Numbers) -> Problem:
-    """Return the problem of tensors and numbers in the form of `canonical`.
+    """Return the problem for the tensors and numbers that `canonical` returns.
 
     Raises:
         ValueError: As `describe`.
@@ -270,14 +270,15 @@ def problem_of(q, k, v, mask, bias, cu_seqlens_q, cu_seqlens_k, seed, numbers: N
 
 
 def allocate_rows(like: Tensor, is_varlen: bool) -> Tensor:
-    """Allocate out or a gradient.
+    """Allocate the tensor for out or for a gradient.
 
     Args:
         like: q, k or v, which gives the shape, dtype and device.
         is_varlen: Whether `like` is packed.
 
     Returns:
-        Tensor of shape (B, H, L, D) in the memory order (B, L, H, D), or packed (T, H, D).
+        Uninitialised tensor of shape (B, H, L, D), stored in the order of (B, L, H, D), or packed
+        (T, H, D).
     """
     if is_varlen:
         return torch.empty(like.shape, dtype=like.dtype, device=like.device)

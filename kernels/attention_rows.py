@@ -1,7 +1,7 @@
 """Addresses, loads and stores of the rows of an attention tile.
 
-The same kernels take dense and packed input. A packed sequence begins at its row of ``cu_seqlens``
-in batch 0, and a dense sequence begins at row 0 of its own batch.
+The same kernels take dense and packed input. Sequence i of a packed tensor begins at row
+``cu_seqlens[i]`` of batch 0, and a dense sequence begins at row 0 of its own batch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from fastbert.kernels.common import INFINITY
 
 @triton.jit
 def program_item(blocks, heads):
-    """Return the block, head and sequence of this program; each head of a sequence has `blocks`."""
+    """Return the block, head and sequence of this program, if a head has `blocks` blocks."""
     program = tl.program_id(0)
     return program % blocks, program // blocks % heads, program // blocks // heads
 
@@ -31,7 +31,7 @@ def sequence_bounds(batch, cu_seqlens_ptr, length, IS_VARLEN: tl.constexpr):
 
 @triton.jit
 def head_pointer(ptr, batch, head, start, stride_batch, stride_head, stride_row):
-    """Return the pointer to row 0 of the sequence in this head."""
+    """Return the pointer to the row `start`, where the sequence begins, in the head `head`."""
     # A tensor may have more than 2**31 elements, so the indices become int64 before the product.
     offset = batch.to(tl.int64) * stride_batch + head.to(tl.int64) * stride_head
     return ptr + offset + start.to(tl.int64) * stride_row
@@ -39,7 +39,7 @@ def head_pointer(ptr, batch, head, start, stride_batch, stride_head, stride_row)
 
 @triton.jit
 def pair_pointer(ptr, batch, head, stride_batch, stride_head, IS_GIVEN: tl.constexpr):
-    """Return the pointer to this head's elements of a mask or bias, or 0 if there is none."""
+    """Return the pointer to the elements of a mask or bias for `head`, or 0 if there is none."""
     if IS_GIVEN:
         return head_pointer(ptr, batch, head, head * 0, stride_batch, stride_head, 0)
     else:
@@ -49,7 +49,7 @@ def pair_pointer(ptr, batch, head, stride_batch, stride_head, IS_GIVEN: tl.const
 
 @triton.jit
 def tile_offsets(rows, stride_row, stride_dim, BLOCK_D: tl.constexpr):
-    """Return the offsets of whole rows, int64 [rows, BLOCK_D]."""
+    """Return the offsets of the elements of `rows`, int64 [rows, BLOCK_D]."""
     dims = tl.arange(0, BLOCK_D).to(tl.int64)
     return rows.to(tl.int64)[:, None] * stride_row + dims[None, :] * stride_dim
 
@@ -59,7 +59,7 @@ def load_rows(
     ptr, rows, inside, stride_row, stride_dim,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, IS_CHECKED: tl.constexpr,
 ):  # fmt: skip
-    """Load a tile [rows, BLOCK_D], with 0 beyond HEAD_DIM.
+    """Load a tile [rows, BLOCK_D], with 0 in the columns from HEAD_DIM on.
 
     With IS_CHECKED, only the rows where `inside` [rows] is true are read; the other rows are 0.
     """
@@ -93,7 +93,7 @@ def zero_slack(
     stride_head, stride_row, stride_dim,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Zero this head's rows beyond cu_seqlens[-1]; the last sequence's blocks share the work."""
+    """Set the rows of `head` beyond cu_seqlens[-1] to 0, in the blocks of the last sequence."""
     if batch == batches - 1:
         used = tl.load(cu_seqlens_ptr + batches)
         base = head_pointer(ptr, head * 0, head, head * 0, 0, stride_head, stride_row)
@@ -109,8 +109,7 @@ def empty_slack(
     lse_ptr, batch, head, block, blocks, cu_seqlens_ptr, batches, rows_total, stride_head,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Set lse to -inf in this head's rows beyond cu_seqlens[-1]; as `zero_slack`, blocks share
-    them."""
+    """Set lse of `head` to -inf beyond cu_seqlens[-1], in the blocks of the last sequence."""
     if batch == batches - 1:
         used = tl.load(cu_seqlens_ptr + batches)
         base = lse_ptr + head.to(tl.int64) * stride_head

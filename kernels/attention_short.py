@@ -1,23 +1,24 @@
-"""Attention over so few keys that one program holds all of them: the path for BERT's lengths.
+"""Attention over few keys, all of which one program holds: the kernels for BERT's lengths.
 
 The forward takes up to 512 keys of head dim 64. A program takes a work item (sequence, head, group
 of query tiles), loads all keys and values of the head into shared memory once, and loops over the
-item's query tiles. The grid is persistent: the number of programs is the number that runs on the
-GPU at once, and these programs share the work items. Scores are computed in chunks of keys, so that
-few registers are in use and several programs fit one multiprocessor. A dense batch whose keys fill
+query tiles of the item. The grid is persistent: it has as many programs as the GPU runs at once,
+and these programs share the work items. Scores are computed in chunks of keys, so that few
+registers are in use and several programs fit on one multiprocessor. A dense batch whose keys fill
 the chunks exactly needs no masks. Otherwise every chunk is masked, with one comparison for two
 scores.
 
 The backward is one kernel. Each score is computed once for dq, dk and dv, which takes 5 products;
-the general path needs 7. The loop also computes delta = rowsum(dout * out). The form rowsum(P * dP)
-would not read out, but its sum is a reduction across warps: 96 shuffles and a dozen barriers for
-each query tile. One program computes a whole head and sums dk and dv over the query tiles in a
-fixed order, so there are no atomic additions and reruns agree bitwise. Rows of the backward's tiles
-are keys, so that a mask takes one predicate per row; the backward always masks.
+the general path needs 7. The loop also computes delta = rowsum(dout * out). The equal sum rowsum(P
+* dP) would not read out, but would be a reduction across warps, with 96 shuffles and a dozen
+barriers for each query tile. One program computes a whole head and sums dk and dv over the query
+tiles in a fixed order, so there are no atomic additions and reruns agree bitwise. The rows of the
+tiles of the backward are keys, so that a mask takes one predicate per row; the backward always
+masks.
 
-The forward's result for a row depends on its sequence alone, not on the rest of the batch or on the
-longest sequence. Keys and values that no query of a work item attends to are not read, because they
-may hold NaN.
+The result of the forward for a row depends on its sequence alone, not on the rest of the batch or
+on the longest sequence. Keys and values that no query of a work item attends to are not read,
+because they may hold NaN.
 """
 
 from __future__ import annotations
@@ -63,11 +64,11 @@ from fastbert.kernels.tiles import (
 
 @triton.jit
 def opaque_zero(counter):
-    """Return 0 for a counter >= 0 in a form that the compiler cannot simplify.
+    """Return 0 for a loop counter >= 0, in a form that the compiler cannot simplify.
 
-    The compiler does not move values that depend on this 0 out of the counter's loop. Computing
-    offsets and predicates of a whole tile again costs little, but keeping them takes many
-    registers.
+    The compiler does not move values that depend on this 0 out of the loop of the counter.
+    Computing the offsets and predicates of a tile again in each step costs little, but keeping them
+    takes many registers.
     """
     return tl.minimum(counter, 0)
 
@@ -77,7 +78,7 @@ def _zero_slack_of_heads(
     ptr, heads, cu_seqlens_ptr, batches, rows_total, stride_head, stride_row, stride_dim,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Zero the rows of every head beyond cu_seqlens[-1]; all programs share the work."""
+    """Set the rows of every head beyond cu_seqlens[-1] to 0; all programs share the work."""
     blocks = (tl.num_programs(0) + heads - 1) // heads
     for share in range(tl.program_id(0), heads * blocks, tl.num_programs(0)):
         zero_slack(
@@ -93,7 +94,7 @@ def _seen_keys(
     HAS_MASK: tl.constexpr, MASK_ROW: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Return the keys that any row of the tiles at first_row, first_row + step, … may attend to.
+    """Return the keys to which a row of the tiles at first_row, first_row + step, … may attend.
 
     The result is bool [BLOCK_N].
     """
@@ -146,7 +147,7 @@ def _short_forward_kernel(
     HAS_DROPOUT: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     SCALING: tl.constexpr, IS_FULL: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """Write out and lse of the program's share of the work items."""
+    """Write out and the log-sum-exp lse for the program's share of the work items."""
     IS_MASKED: tl.constexpr = HAS_MASK or HAS_LEFT or HAS_RIGHT or not IS_FULL
     if HAS_DROPOUT:
         seed = tl.load(seed_ptr)
@@ -303,8 +304,8 @@ def _short_backward_kernel(
         none = opaque_zero(item)
         keys = tl.arange(0, BLOCK_N)
         if BLOCK_N <= 64 or HAS_DROPOUT or IS_VARLEN:
-            # Without this addition, these variants spill registers on sm_80; with it, other
-            # variants spill on sm_100.
+            # Without this addition, these variants spill registers on sm_80. With the addition,
+            # other variants spill registers on sm_100.
             keys += none
         q_start, q_len = sequence_bounds(batch, cu_seqlens_q_ptr, q_length, IS_VARLEN)
         k_start, k_len = sequence_bounds(batch, cu_seqlens_k_ptr, k_length, IS_VARLEN)
@@ -363,12 +364,14 @@ def _short_backward_kernel(
                 out_base, rows, inside, stride_out_row, stride_out_dim, HEAD_DIM, BLOCK_D, True
             )
             delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), axis=1)
-            # With +inf, a row that attends no key or is beyond q_len has weights of exactly 0.
+            # A row that attends to no key or is beyond q_len gets an lse of +inf, so that its
+            # weights are exactly 0.
             lse = tl.load(lse_base + rows, mask=inside, other=INFINITY)
             lse = tl.where(lse == -INFINITY, INFINITY, lse)
             if not SCALING:
                 lse = lse * LOG2E
-            # Tiles are [BLOCK_N, BLOCK_M], so their products with dout and q need no transposition.
+            # Tiles of scores are [BLOCK_N, BLOCK_M], so their products with dout and q need no
+            # transposition.
             allowed = seen[:, None]
             if HAS_LEFT or HAS_RIGHT or (HAS_MASK and not MASK_ROW):
                 allowed = allowed & allowed_pairs(
@@ -407,7 +410,7 @@ def _short_backward_kernel(
 
 
 def serves(problem: Problem, pass_name: str, path: str | None) -> bool:
-    """Return whether the kernels of this file compute a pass of attention.
+    """Return whether the kernels of this file compute a pass, the forward or the backward.
 
     Args:
         problem: The attention problem.
@@ -438,9 +441,9 @@ def serves(problem: Problem, pass_name: str, path: str | None) -> bool:
 def _query_groups(q_blocks: int, heads: int, programs: int, chunks: int) -> int:
     """Return the number of groups into which the query tiles of a head are divided.
 
-    Groups allow few heads to fill the GPU. The slowest program takes ceil(heads * groups /
-    programs) items. The cost of an item is the number of its query tiles plus about half a tile for
-    the keys of each chunk that it loads.
+    With several groups, few heads can fill the GPU. The slowest program takes ceil(heads * groups /
+    programs) work items. The assumed cost of an item is the number of its query tiles plus half a
+    tile for each chunk of keys that it loads.
     """
     candidates = [2**i for i in range(q_blocks.bit_length())] if q_blocks else [1]
     return min(
@@ -452,12 +455,12 @@ def _query_groups(q_blocks: int, heads: int, programs: int, chunks: int) -> int:
 
 
 def short_forward_launch(problem: Problem, out: Tensor, lse: Tensor) -> Launch:
-    """Return the one launch of the forward.
+    """Return the launch of the short forward.
 
     Args:
         problem: The attention problem.
-        out: Result in the shape and dtype of q, at any strides.
-        lse: Result, fp32 (B, H, Lq) or packed (H, Tq).
+        out: Output to fill, in the shape and dtype of q, at any strides.
+        lse: Log-sum-exp to fill, fp32 (B, H, Lq) or packed (H, Tq).
     """
     tile, chunks, resident = short_attention_tile(
         "forward", problem.max_k, problem.head_dim, target_of(out)
@@ -484,16 +487,16 @@ def short_forward_launch(problem: Problem, out: Tensor, lse: Tensor) -> Launch:
 def short_backward_launch(
     problem: Problem, dout: Tensor, out: Tensor, lse: Tensor, dq: Tensor, dk: Tensor, dv: Tensor
 ) -> Launch:
-    """Return the one launch of the backward; all tensors but lse may have any strides.
+    """Return the launch of the short backward; all tensors but lse may have any strides.
 
     Args:
         problem: The attention problem.
         dout: Gradient of out.
         out: Output of the forward.
         lse: Log-sum-exp of the forward.
-        dq: Result in the shape and dtype of q.
-        dk: Result in the shape and dtype of k.
-        dv: Result in the shape and dtype of v.
+        dq: Gradient of q to fill, in the shape and dtype of q.
+        dk: Gradient of k to fill, in the shape and dtype of k.
+        dv: Gradient of v to fill, in the shape and dtype of v.
     """
     has_dropout = problem.arguments["HAS_DROPOUT"]
     tile, _, resident = short_attention_tile(

@@ -13,7 +13,7 @@ def logits(
     products, rows, cols, allowed, bias_ptr, scale, q_len, k_len, stride_bias_row, stride_bias_key,
     HAS_BIAS: tl.constexpr, SCALING: tl.constexpr, IS_MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Return the logits of products q kᵀ: raw for SCALING 0, otherwise scaled and biased."""
+    """Return the logits from `products` q kᵀ: unscaled if SCALING is 0, else scaled and biased."""
     if SCALING:
         products = products * scale
     if HAS_BIAS:
@@ -27,11 +27,11 @@ def logits(
 
 @triton.jit
 def transposed_product(a, b):
-    """Return (a bᵀ)ᵀ, [rows of b, rows of a], with the rounding of a bᵀ.
+    """Return (a bᵀ)ᵀ, of shape [rows of b, rows of a], with the same rounding as a bᵀ.
 
-    In fp32, the weights must equal the weights from which the row statistics were computed. A GPU
-    sums in the same order for a bᵀ and b aᵀ. The interpreter's library does not, so the interpreter
-    transposes a bᵀ.
+    In fp32, the softmax weights must equal the weights from which the row statistics were computed.
+    A GPU sums in the same order for a bᵀ and b aᵀ. The matrix product of Triton's interpreter does
+    not, so a bᵀ is computed and transposed there.
     """
     if INTERPRETED:
         return tl.trans(dot(a, tl.trans(b), tl.zeros([a.shape[0], b.shape[0]], tl.float32)))
@@ -41,18 +41,19 @@ def transposed_product(a, b):
 
 @triton.jit
 def exponentials(scores, maximum, scale, SCALING: tl.constexpr):
-    """Return exp(scores - maximum); maximum broadcasts and may be the log-sum-exp.
+    """Return exp(scores - maximum); `maximum` broadcasts and may be the log-sum-exp of a row.
 
-    For raw scores (SCALING 0), scale and log2(e) are one factor, and maximum is in base 2. For
-    scaled scores, maximum is subtracted first, because a bias of finfo.min times log2(e) would
-    overflow.
+    For unscaled scores (SCALING 0), scale and log2(e) are multiplied to one factor, and maximum is
+    in base 2. For scaled scores, maximum is subtracted first, because a bias of finfo.min times
+    log2(e) would overflow.
     """
     if SCALING == 0:
         return tl.exp2(scores * (scale * LOG2E) - maximum)
     elif SCALING == 1:
         return tl.exp2((scores - maximum) * LOG2E)
     else:
-        # The product with log2(e) has an error of up to |x| 2**-24, which is too large in fp32.
+        # The product of x = scores - maximum with log2(e) has an error of up to |x| 2**-24, which
+        # is too large for fp32.
         return exponential(scores - maximum)
 
 
@@ -60,10 +61,12 @@ def exponentials(scores, maximum, scale, SCALING: tl.constexpr):
 def online_softmax(scores, maximum, scale, SCALING: tl.constexpr, IS_GUARDED: tl.constexpr):
     """Take one step of the running softmax over a tile of scores [M, N].
 
-    A row without an allowed key so far has the maximum -inf. IS_GUARDED avoids -inf - -inf there.
+    A row that has had no allowed key so far has the maximum -inf. For such rows, IS_GUARDED avoids
+    -inf - -inf, which is NaN.
 
     Returns:
-        The weights [M, N], the new maximum [M], and the factor [M] for the sums of earlier tiles.
+        The weights [M, N], the new maximum [M], and the factor [M] by which sums over earlier tiles
+        are multiplied.
     """
     tile_maximum = tl.max(scores, axis=1)
     if SCALING == 0:
@@ -82,7 +85,7 @@ def online_softmax(scores, maximum, scale, SCALING: tl.constexpr, IS_GUARDED: tl
 
 @triton.jit
 def divided(x, total, SCALING: tl.constexpr):
-    """Return x / total, correctly rounded in fp32, or x in a row whose sum `total` is 0."""
+    """Return x / total, correctly rounded if SCALING is 2 (fp32); x in rows where `total` is 0."""
     total = tl.where(total == 0.0, 1.0, total)
     if SCALING == 2:
         return tl.div_rn(tl.zeros_like(total) + x, total)

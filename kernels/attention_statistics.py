@@ -1,7 +1,8 @@
 """Statistics of each query row, which the backward of attention computes before the gradients.
 
-The gradient of the logits is dS = P * (dP - delta), with P = exp(S - shift) * inverse, dP = dout vᵀ
-after dropout, and delta = rowsum(P * dP). There are two kernels:
+The gradient of the logits S is dS = P * (dP - delta), with the softmax weights P = exp(S - shift) *
+inverse, their gradient dP = dout vᵀ after dropout, and delta = rowsum(P * dP). The constant SCALING
+(attention_problem.scaling) selects one of two kernels:
 
 - Delta, for SCALING 0 (16 bit, no bias): shift is the saved log-sum-exp, inverse is 1, and delta =
   rowsum(dout * out) needs no product (Dao et al. 2022, appendix B.2).
@@ -38,10 +39,10 @@ from fastbert.kernels.philox import dropout_keep
 
 @triton.jit
 def row_statistics(shift_ptr, inverse_ptr, delta_ptr, rows, q_len, SCALING: tl.constexpr):
-    """Load shift, inverse and delta, each fp32 [rows].
+    """Load the row statistics shift, inverse and delta, each fp32 [rows].
 
-    shift has the unit that `exponentials` takes. shift is +inf for a row without any key and for a
-    row beyond q_len, so that the weights of such rows are exactly 0.
+    shift is in the form that `exponentials` takes as maximum. It is +inf for a row without any key
+    and for a row beyond q_len, so that the weights of such rows are exactly 0.
     """
     inside = rows < q_len
     shift = tl.load(shift_ptr + rows, mask=inside, other=INFINITY)
@@ -115,7 +116,7 @@ def _statistics_kernel(
     HAS_DROPOUT: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     SCALING: tl.constexpr,
 ):  # fmt: skip
-    """Write the maximum, the inverse of the sum, and delta of one block of queries."""
+    """Write the softmax maximum, the inverse of the sum, and delta for one block of queries."""
     block, head, batch = program_item(q_blocks, heads)
     q_start, q_len = sequence_bounds(batch, cu_seqlens_q_ptr, q_length, IS_VARLEN)
     k_start, k_len = sequence_bounds(batch, cu_seqlens_k_ptr, k_length, IS_VARLEN)
@@ -197,7 +198,7 @@ def allocate_statistics(scaling: int, lse: Tensor) -> tuple[Tensor | None, ...]:
     """Allocate the row statistics of a backward: delta, maximum and inverse.
 
     Args:
-        scaling: The constant SCALING; with 0, maximum and inverse are None.
+        scaling: The constant SCALING. If it is 0, maximum and inverse are None.
         lse: Log-sum-exp of the forward, which gives the shape of the statistics.
     """
     delta = torch.empty_like(lse)
@@ -217,14 +218,14 @@ def statistics_launch(
 
     Args:
         problem: The attention problem.
-        dout: Gradient of out, in its shape and dtype, at any strides.
+        dout: Gradient of out, in the shape and dtype of out, at any strides.
         out: Output of the forward, (B, H, Lq, D) or packed (Tq, H, D).
         lse: Log-sum-exp of the forward, fp32 (B, H, Lq) or packed (H, Tq).
-        allocated: Results, from `allocate_statistics`.
+        allocated: Tensors to fill, from `allocate_statistics`.
 
     Returns:
-        The launch, and the kernel arguments shift_ptr, inverse_ptr and delta_ptr by name: fp32 in
-        the shape of `lse`. inverse_ptr is None for SCALING 0.
+        The launch, and a dictionary of the kernel arguments shift_ptr, inverse_ptr and delta_ptr,
+        which are fp32 in the shape of `lse`. inverse_ptr is None for SCALING 0.
     """
     is_varlen = problem.arguments["IS_VARLEN"]
     dout_arguments = {"dout_ptr": dout, **strides("dout", dout, is_varlen)}

@@ -1,9 +1,9 @@
-"""Softmax weights of chosen heads and query rows, which attention itself never writes.
+"""Softmax weights of chosen heads and query rows; attention itself never stores the weights.
 
 One program computes a block of the chosen rows of one head. With the log-sum-exp of the forward and
-SCALING 0, it writes exp(S - lse) in one pass over the keys, with one product. Otherwise a first
-pass computes the maximum and the sum of each row, because the rounding error of lse is too large in
-fp32, and also with a bias of finfo.min.
+SCALING 0 (16 bits, no bias), it writes exp(S - lse), with the logits S, in one pass over the keys,
+with one product. Otherwise a first pass computes the maximum and the sum of each row, because the
+rounding error of lse is too large in fp32 and with a bias of finfo.min.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _weights_kernel(
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SCALING: tl.constexpr,
     HAS_LSE: tl.constexpr, HAS_HEADS: tl.constexpr, HAS_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Write the weights of one block of the chosen rows of one head."""
+    """Write the softmax weights for one block of the chosen rows of one head."""
     block, place, batch = program_item(row_blocks, chosen_heads)
     places = block * BLOCK_M + tl.arange(0, BLOCK_M)
     weights_ptr += batch.to(tl.int64) * stride_weights_batch
@@ -78,13 +78,14 @@ def _weights_kernel(
     total = tl.zeros([BLOCK_M], tl.float32)
     if HAS_LSE:
         lse_ptr = head_pointer(lse_ptr, batch, head, q_start, stride_lse_batch, stride_lse_head, 1)
-        # `exponentials` takes base 2 here, because HAS_LSE implies SCALING 0.
+        # `exponentials` takes the maximum in base 2 here, because HAS_LSE implies SCALING 0.
         shift = tl.load(lse_ptr + rows, mask=rows < q_len, other=-INFINITY) * LOG2E
         total += 1.0
-    # Pass 0 computes the maximum and the sum of each row, and pass 1 writes the weights, so that a
-    # row may be longer than a tile.
+    # Pass 0 computes the maximum and the sum of each row, and pass 1 writes the weights. With two
+    # passes, a row may be longer than a tile.
     for weights_pass in tl.static_range(1 if HAS_LSE else 0, 2):
-        # Pass 1 goes to the end of the longest sequence and writes 0 beyond the end of this one.
+        # Pass 1 goes to the end of the longest sequence, and writes 0 beyond the end of its own
+        # sequence.
         for first_key in range(0, k_len if weights_pass == 0 else k_length, BLOCK_N):
             keys = first_key + tl.arange(0, BLOCK_N)
             # [BLOCK_M, BLOCK_N], or a shape that broadcasts
@@ -128,7 +129,7 @@ def weights_launch(
     Args:
         problem: The attention problem.
         lse: Log-sum-exp of the forward, or None.
-        weights: Result (B, heads, rows, Lk), contiguous in its last dimension.
+        weights: Tensor to fill, (B, heads, rows, Lk), contiguous in its last dimension.
         heads: As in `attention_weights`.
         rows: As in `attention_weights`.
     """
@@ -169,17 +170,19 @@ def attention_weights(
     scale: float,
     **options: object,
 ) -> Tensor:
-    """Compute softmax weights before dropout; q, k, mask, bias and scale: see `attention_forward`.
+    """Compute softmax weights before dropout; `attention_forward` describes the other arguments.
 
     Args:
-        lse: Log-sum-exp of `attention_forward`, which can make the first pass unnecessary; or None.
-        heads: Indices of the heads, int64 (n,) on the device of `q`, within bounds; None for all.
-        rows: Positions of the queries, in the form of `heads`; None for all.
-        options: Further arguments of `attention_forward`, except for its path.
+        lse: Log-sum-exp that `attention_forward` returned, which can save a pass over the keys; or
+            None.
+        heads: Indices of the heads, int64 (n,) on the device of `q`. The kernel does not check
+            them. None takes all heads.
+        rows: Positions of the queries, int64 (n,), unchecked like `heads`. None takes all queries.
+        options: Further arguments of `attention_forward`, but not its `path`.
 
     Returns:
-        Weights (B, heads, rows, Lk) in the dtype of `q`; 0 in rows and keys beyond the end of a
-        packed sequence.
+        Weights (B, heads, rows, Lk) in the dtype of `q`, which are 0 for queries and keys beyond
+        the end of a packed sequence.
 
     Raises:
         ValueError: As in `attention_forward`.

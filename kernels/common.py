@@ -1,11 +1,12 @@
-"""Constants, and products and rounding that agree between a GPU and Triton's interpreter."""
+"""Constants, and functions whose rounding agrees between a GPU and Triton's interpreter."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-# Triton decides at import whether @jit interprets. The workarounds below depend on this flag.
+# Triton decides at import whether @jit runs kernels in the interpreter. The workarounds below
+# depend on this flag.
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -21,13 +22,13 @@ ROUNDER = tl.constexpr(12582912.0)
 
 @triton.jit
 def exponential(x):
-    """Return exp(x) in fp32 for x <= 88, with an error of 1 ulp; below -87.7 it is 0.
+    """Return exp(x) in fp32 for x <= 88, with an error of 1 ulp; the result is 0 below -87.7.
 
     ``tl.exp`` and ``tl.exp2`` compile to an instruction whose error of 2 ulp may have the same sign
     for all elements of a row. Here, x is reduced by a multiple of ln 2, the polynomial of Cephes
-    (Moshier 1989) approximates the rest, and the power of two is added to the exponent bits. The
-    operations are written as FMAs, so that every kernel gets the same bits. -inf gives 0, and NaN
-    gives NaN.
+    (Moshier 1989) approximates the exponential of the rest, and the power of two is added to the
+    exponent bits. The operations are written as FMAs, so that every kernel gets the same bits.
+    exp(-inf) is 0, and exp(NaN) is NaN.
     """
     # Below this bound, the exponent would overflow into the sign bit.
     x = tl.where(x < -88.0, -88.0, x)
@@ -46,7 +47,8 @@ def exponential(x):
     return p * bits.to(tl.float32, bitcast=True)
 
 
-# Up to 3.8, Triton leaves out the fence between cp.async and the wgmma that reads the copied tile.
+# Up to version 3.8, Triton leaves out the fence between cp.async and the wgmma that reads the
+# copied tile.
 LACKS_FENCE = tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 9)
 
 
@@ -54,9 +56,9 @@ LACKS_FENCE = tuple(int(part) for part in triton.__version__.split(".")[:2]) < (
 def proxy_fence(_semantic=None):
     """Make writes to shared memory visible to the matrix units of sm_90 and newer.
 
-    The fence is needed with the Triton versions that leave it out (LACKS_FENCE).
+    The PTX manual requires ``fence.proxy.async`` between generic writes and asynchronous reads.
 
-    The PTX manual demands ``fence.proxy.async`` between generic writes and asynchronous reads.
+    The fence is emitted only with the versions of Triton that leave it out (LACKS_FENCE).
     """
     if LACKS_FENCE and int(_semantic.builder.options.arch.removeprefix("sm")) >= 90:
         tl.inline_asm_elementwise(
@@ -69,7 +71,7 @@ def proxy_fence(_semantic=None):
 def dot(a, b, acc):
     """Return acc + a b in fp32; fp32 operands are multiplied in IEEE fp32, never in tf32."""
     if INTERPRETED:
-        # The interpreter would multiply the bit patterns of bf16 operands.
+        # The interpreter would multiply bf16 operands as the integers of their bit patterns.
         a = a.to(tl.float32)
         b = b.to(tl.float32)
     else:
@@ -79,9 +81,10 @@ def dot(a, b, acc):
 
 @triton.jit
 def narrow(x, dtype: tl.constexpr):
-    """Round x from fp32 to dtype, to nearest even."""
+    """Round x from fp32 to the nearest value of `dtype`, with ties to even."""
     if INTERPRETED and dtype == tl.bfloat16:
-        # The interpreter truncates to bf16. Its cast is exact after the bits are rounded here.
+        # The interpreter truncates to bf16. After the bits are rounded here, the truncation is
+        # exact.
         bits = x.to(tl.uint32, bitcast=True)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
         x = tl.where(x == x, rounded.to(tl.float32, bitcast=True), x)

@@ -4,13 +4,13 @@ The host never reads the number of labelled rows. A first kernel writes a list o
 labelled rows first and their count after the last row. Grids have the largest size that may be
 needed, and programs beyond the count end at once. The call therefore needs no synchronisation, a
 CUDA graph can capture it, and no product is computed for a row without a label. The products gather
-the rows of hidden by this list. A row's index in the list is called its place.
+the rows of hidden through this list. The index of a row in the list is called its place.
 
-The forward keeps the maximum and the sum of exponentials of each row's logits (Milakov and
-Gimelshein 2018), and combines parts of the vocabulary in a fixed order. Both numbers are kept
-because their log-sum-exp is rounded as coarsely as a logit. At a logit of 1e4, this rounding
-changes a probability by 0.05 %. Parts and tiles depend on the vocabulary alone, so a row's loss has
-the same bits in every batch.
+The forward returns the maximum and the sum of exponentials of each row's logits (Milakov and
+Gimelshein 2018), and combines parts of the vocabulary in a fixed order. It returns both numbers,
+because their log-sum-exp would be rounded as coarsely as a logit. At a logit of 1e4, this rounding
+would change a probability by 0.05 %. Parts and tiles depend on the vocabulary alone, so the loss of
+a row has the same bits in every batch.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from fastbert.kernels.tiles import Tile, ceil_div, cross_entropy_tile
 REDUCTIONS = ("mean", "sum", "none")
 # The forward divides a vocabulary into at most this many parts.
 MOST_SPLITS = 128
-# The number of elements of a block in kernels with a single program, and the rows of a block in
-# _combine_kernel.
+# The number of elements that a kernel with a single program reads at once, and the number of rows
+# of a block in _combine_kernel.
 LIST_BLOCK = 4096
 COMBINED_ROWS = 32
 # The initial value of a running maximum. Its product with log2(e) is finite, so that a logit of
@@ -41,7 +41,7 @@ LOWEST = tl.constexpr(-2.0e38)
 
 @triton.jit
 def labelled_rows(order_ptr, places, count):
-    """Return the rows at these places of the list; a place beyond the count gives its first row."""
+    """Return the rows at `places` in the list; a place beyond `count` gives its first row."""
     return tl.load(order_ptr + tl.where(places < count, places, 0))
 
 
@@ -54,7 +54,7 @@ def logits_tile(
 ):  # fmt: skip
     """Return the logits, fp32 [BLOCK_M, BLOCK_N], which are -inf beyond the vocabulary.
 
-    The forward and the backward compute the same bits.
+    The logits have the same bits in the forward and in the backward.
     """
     logits = product_tile(
         hidden_ptr, weight_ptr, rows, cols, rows_total, columns, depth,
@@ -75,7 +75,7 @@ def _partition_kernel(
     order_ptr,
     stride_labels, rows_total, ignore_index, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write order: the labelled rows first to last, the other rows last to first, and the count."""
+    """Write order: the labelled rows, then the other rows in reverse order, then the count."""
     count = 0
     for first in range(0, rows_total, BLOCK):
         rows = first + tl.arange(0, BLOCK)
@@ -108,7 +108,7 @@ def _partials_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCKS_PER_SPLIT: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr,
 ):  # fmt: skip
-    """Write maximum and sum of exponentials of a part of the vocabulary, and the label's logit."""
+    """Write the maximum and the sum of exponentials of a vocabulary part, and the label's logit."""
     splits = tl.cdiv(columns, BLOCK_N * BLOCKS_PER_SPLIT)
     count = tl.load(order_ptr + rows_total)
     row_blocks = tl.cdiv(count, BLOCK_M)
@@ -160,7 +160,7 @@ def _combine_kernel(
     stride_labels, rows_total, capacity, columns, splits,
     BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """Combine the parts into statistics and losses, which are 0 for rows without a label."""
+    """Combine the parts into statistics and losses; both are 0 for rows without a label."""
     count = tl.load(order_ptr + rows_total)
     places = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     inside = places < rows_total
@@ -179,7 +179,7 @@ def _combine_kernel(
     rows = tl.load(order_ptr + places, mask=inside, other=0).to(tl.int64)
     labels = tl.load(labels_ptr + rows * stride_labels, mask=inside, other=0)
     own = tl.load(own_ptr + places, mask=places < count, other=0.0)
-    # A label outside the vocabulary makes the loss NaN, and later the gradients.
+    # A label outside the vocabulary makes the loss NaN, and in the backward the gradients.
     total = tl.where((labels >= 0) & (labels < columns), total, float("nan"))
     labelled = places < count
     loss = tl.log(tl.where(labelled, total, 1.0)) - (own - highest)
@@ -211,7 +211,7 @@ def _reduce_kernel(
 
 
 class Projection(NamedTuple):
-    """The inputs of both passes, and the sizes that follow from them.
+    """The inputs of the forward and the backward, and the sizes that follow from them.
 
     Args:
         hidden: Rows (T, K); fp32, fp16 or bf16.
@@ -247,7 +247,7 @@ class Projection(NamedTuple):
 
     @property
     def blocks_per_split(self) -> int:
-        """The column blocks of a part: at least two, because starting a program takes time."""
+        """The column blocks of a part: at least two, because the start of a program takes time."""
         blocks = ceil_div(self.columns, self.tile[0].block_n)
         return max(2, ceil_div(blocks, MOST_SPLITS))
 
@@ -383,12 +383,12 @@ def linear_cross_entropy_forward(
         reduction: "mean", "sum" or "none".
 
     Returns:
-        loss: fp32 (), or (T,) for the reduction "none". It is 0 without a label, and NaN for a
-            label outside [0, V) that is not `ignore_index`.
-        statistics: fp32 (2, T), the maximum and the sum of exponentials of the logits, by place in
-            order.
-        order: int32 (T + 1,), the rows with a label, the rows without one, and the number of rows
-            with a label.
+        loss: fp32 (), or (T,) for the reduction "none". The loss is 0 if no row has a label, and
+            NaN for a label outside [0, V) that is not `ignore_index`.
+        statistics: fp32 (2, T), the maximum and the sum of exponentials of the logits of each row.
+            The rows are in the order of `order`.
+        order: int32 (T + 1,), the indices of the rows with a label, the indices of the rows without
+            a label, and the number of rows with a label.
 
     Raises:
         ValueError: If `reduction` is unknown.

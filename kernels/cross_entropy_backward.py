@@ -1,10 +1,11 @@
-"""Backward of linear_cross_entropy, from the statistics that its forward keeps (cross_entropy.py).
+"""Backward of linear_cross_entropy, from the statistics that its forward returns.
 
 The backward divides the vocabulary into chunks of columns. For each chunk, a first kernel
 recomputes the logits and writes their gradient. Three kernels then compute the gradients of weight
-and bias, which are complete for the chunk, and the gradient of hidden, which is summed over the
-chunks in fp32. Triton kernels compute all products, because a library GEMM would need the number
-of labelled rows on the host.
+and bias, which are complete for the columns of the chunk, and the gradient of hidden, which is
+summed over the chunks in fp32. Triton kernels compute all products, because a library GEMM would
+need the number of labelled rows on the host. As in cross_entropy.py, the place of a row is its
+index in the list `order`.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ FEWEST_COLUMNS = 2048
 
 @triton.jit
 def _column_sums(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return the sums of the columns of x [ROWS, COLUMNS], added in a tree as on a GPU."""
+    """Return the sum of each column of x [ROWS, COLUMNS], added in a tree as on a GPU."""
     if INTERPRETED:
-        # NumPy would add the rows of a column one after another.
+        # NumPy, which the interpreter calls, would add the rows of a column one after another.
         half: tl.constexpr = ROWS // 2
         while half > 0:
             x = tl.sum(tl.reshape(x, [2, half, COLUMNS]), axis=0)
@@ -70,9 +71,9 @@ def _dlogits_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     HAS_BIAS: tl.constexpr, IS_MEAN: tl.constexpr, EVEN_K: tl.constexpr,
 ):  # fmt: skip
-    """Write (softmax - one hot) dloss of the chunk's columns by place, 0 where there is no logit.
+    """Write (softmax - one hot) dloss for the chunk's columns by place, 0 beyond the labelled rows.
 
-    With a bias, also write the sums of the columns over each block of rows.
+    With a bias, also write the sum of each column over each block of rows.
     """
     column_blocks = tl.cdiv(chunk_columns, BLOCK_N)
     count = tl.load(order_ptr + rows_total)
@@ -98,7 +99,8 @@ def _dlogits_kernel(
     if IS_MEAN:
         dloss = tl.div_rn(dloss, count.to(tl.float32))
     exponentials = tl.exp2((logits - highest[:, None]) * LOG2E)
-    # p g - g instead of (p - 1) g has one rounding where p is small.
+    # The gradient of the label's logit is (p - 1) g, with its probability p and g = dloss. If p is
+    # small, the form p g - g has one rounding instead of two.
     own = tl.where(cols[None, :] == labels[:, None], dloss[:, None], 0.0)
     dlogits = exponentials * tl.div_rn(dloss, total)[:, None] - own
     # A row beyond the count is a copy of another row, which may hold NaN.
@@ -124,7 +126,7 @@ def _dbias_kernel(
     """Write the gradient of the bias for the chunk's columns."""
     row_blocks = tl.cdiv(tl.load(order_ptr + rows_total), ROWS_PER_PARTIAL)
     chunk_cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    # The sum is fp64, as in reduction.py.
+    # The sum is computed in fp64, as in reduction.py.
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float64)
     for first in range(0, row_blocks, BLOCK_M):
         blocks = first + tl.arange(0, BLOCK_M)
@@ -148,7 +150,7 @@ def _dweight_kernel(
     rows_total, depth, first_column, chunk_columns,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
-    """Write dlogitsᵀ hidden for the chunk's columns; the products sum over the labelled rows."""
+    """Write dlogitsᵀ hidden for the chunk's columns, summed over the labelled rows."""
     row_blocks, column_blocks = tl.cdiv(chunk_columns, BLOCK_M), tl.cdiv(depth, BLOCK_N)
     row_block, column_block = tile_position(tl.program_id(0), row_blocks, column_blocks, GROUP_M)
     chunk_cols = row_block * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -158,7 +160,7 @@ def _dweight_kernel(
     for first in range(0, count, BLOCK_K):
         places = first + tl.arange(0, BLOCK_K)
         rows = labelled_rows(order_ptr, places, count)
-        # dlogits is 0 at the places beyond the count. [BLOCK_M, BLOCK_K]
+        # dlogits is 0 at the places beyond the count. Its tile is [BLOCK_M, BLOCK_K].
         dlogits = tl.load(
             dlogits_ptr + places.to(tl.int64)[None, :] * stride_dlogits_row + chunk_cols[:, None]
         )
@@ -189,7 +191,7 @@ def _dhidden_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     IS_FIRST: tl.constexpr, IS_LAST: tl.constexpr,
 ):  # fmt: skip
-    """Add dlogits W to the fp32 sums by place; in the last chunk, write dhidden of every row."""
+    """Add dlogits W to the fp32 sums; in the last chunk, write dhidden of every row instead."""
     row_blocks, column_blocks = tl.cdiv(rows_total, BLOCK_M), tl.cdiv(depth, BLOCK_N)
     row_block, column_block = tile_position(tl.program_id(0), row_blocks, column_blocks, GROUP_M)
     places = row_block * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -227,7 +229,7 @@ def _dhidden_kernel(
 
 
 class Chunk(NamedTuple):
-    """The columns [first, first + count) of the vocabulary, and whether they begin or end it."""
+    """The chunk [first, first + count) of the columns, which may be the first or the last chunk."""
 
     first: int
     count: int
@@ -236,7 +238,7 @@ class Chunk(NamedTuple):
 
 
 def chunk_columns(given: Projection) -> int:
-    """Return the number of columns of the largest chunk, in whole blocks."""
+    """Return the number of columns of the largest chunk, a multiple of the tile's width."""
     tile, _ = given.tile
     rows = max(1, given.row_blocks * tile.block_m)
     most = GRADIENT_BYTES // (rows * given.hidden.dtype.itemsize)
@@ -245,7 +247,7 @@ def chunk_columns(given: Projection) -> int:
 
 
 def _chunks(given: Projection) -> Iterator[Chunk]:
-    """Yield the chunks in order, at least one, so that every gradient is written."""
+    """Yield the chunks in order; there is at least one, so that every gradient is written."""
     step, end = chunk_columns(given), given.columns
     for first in range(0, max(end, 1), step):
         yield Chunk(first, min(step, end - first), first == 0, first + step >= end)
@@ -299,7 +301,7 @@ def _dbias_launch(given: Projection, chunk: Chunk, order, partials, dbias) -> La
 def _product_launch(
     name: str, kernel, rows: int, stages: int, given: Projection, chunk: Chunk, **own
 ) -> Launch:
-    """Return the launch of a product with the chunk's dlogits, whose result has shape (rows, K)."""
+    """Return the launch of a product with the chunk's dlogits; the result has shape (rows, K)."""
     tile, block_k = given.tile
     arguments = {
         "rows_total": given.rows,
@@ -322,7 +324,8 @@ def _dweight_launch(given: Projection, chunk: Chunk, order, dlogits, dweight) ->
         "cross_entropy_dweight",
         _dweight_kernel,
         chunk.count,
-        # Half of the pipeline stages load the list of rows, in advance of the rows that it names.
+        # Half of the pipeline stages load the list of rows, before other stages load the rows
+        # themselves.
         given.tile[0].num_stages + 2,
         given,
         chunk,
@@ -397,13 +400,14 @@ def linear_cross_entropy_backward(
         weight: As in the forward.
         bias: As in the forward.
         labels: As in the forward.
-        statistics: Result of the forward.
-        order: Result of the forward.
+        statistics: Statistics that the forward returned.
+        order: List of rows that the forward returned.
         reduction: As in the forward.
 
     Returns:
         dhidden (T, K), which is 0 in rows without a label; dweight (V, K); and dbias (V,), or None
-        without a bias. All are contiguous, each in the dtype of its tensor.
+        without a bias. Each gradient is contiguous and has the dtype of the tensor to which it
+        belongs.
 
     Raises:
         ValueError: If `reduction` is unknown.

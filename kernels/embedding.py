@@ -2,11 +2,11 @@
 
 The forward gathers and sums the rows of the tables and applies layer norm and dropout in one pass
 (Devlin et al. 2019, figure 2). The backward first computes dsum, the gradient of each token's sum,
-in one pass. dsum is then summed for each table row, without atomic additions. Each index becomes a
+in one pass. It then sums dsum for each table row, without atomic additions. Each index becomes a
 key; the keys number the rows of all tables together. After a sort, equal keys form a run, and the
-sum of dsum over a run is the gradient of one table row. Programs sum the runs in fixed chunks of
-the sorted keys, and a second launch adds the parts of runs that extend over several chunks (token
-types, [CLS]). Every sum has a fixed order, so reruns agree bitwise.
+sum of dsum over a run is the gradient of one table row. Programs sum the runs in chunks of the
+sorted keys of a fixed size, and a second launch adds the parts of runs that extend over several
+chunks (token types, [CLS]). Every sum has a fixed order, so reruns agree bitwise.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from fastbert.kernels.tiles import ceil_div, row_programs, row_tile, run_sum_til
 # A program computes the keys of this many tokens.
 KEYS_PER_PROGRAM = 1024
 
-# Ids, token types and positions, and the three tables. A table is absent together with its indices.
+# The indices (ids, token types and positions) and the three tables. A table and its indices are
+# absent together.
 Indices = tuple[Tensor, Tensor | None, Tensor | None]
 Tables = tuple[Tensor, Tensor | None, Tensor | None]
 
@@ -43,7 +44,7 @@ def _gather(
     index_ptr, table_ptr, rows, cols, inside,
     stride_index, stride_table, rows_total, table_rows,
 ):  # fmt: skip
-    """Return table rows in fp32 [BLOCK_M, BLOCK_N]; a row with an index out of range is NaN."""
+    """Return the table rows of tokens, fp32 [BLOCK_M, BLOCK_N]; NaN for an index out of range."""
     pointers = index_ptr + rows.to(tl.int64) * stride_index
     index = tl.load(pointers, mask=rows < rows_total, other=0).to(tl.int64)
     in_table = ((index >= 0) & (index < table_rows))[:, None]
@@ -60,7 +61,7 @@ def _gathered_sum(
     rows_total, words, types, positions,
     HAS_TYPES: tl.constexpr, HAS_POSITIONS: tl.constexpr,
 ):  # fmt: skip
-    """Return word + type + position in fp32 [BLOCK_M, BLOCK_N], 0 outside the rows."""
+    """Return word + type + position in fp32 [BLOCK_M, BLOCK_N], 0 where `inside` is false."""
     total = _gather(
         ids_ptr, word_table_ptr, rows, cols, inside, stride_ids, stride_word, rows_total, words
     )
@@ -175,9 +176,9 @@ def _store_keys(
     keys_ptr, index_ptr, rows, stride_index, rows_total, limit,
     first_key, table_rows, skipped, no_key,
 ):  # fmt: skip
-    """Store first_key + index of each token, and no_key up to `limit`.
+    """Store the key first_key + index of each token, and no_key beyond the tokens up to `limit`.
 
-    A skipped index and an index out of range also give no_key.
+    An index that equals `skipped` and an index out of range also give no_key.
     """
     pointers = index_ptr + rows.to(tl.int64) * stride_index
     index = tl.load(pointers, mask=rows < rows_total, other=-1).to(tl.int64)
@@ -196,7 +197,7 @@ def _keys_kernel(
     rows_total, entries, words, types, positions, padding_idx,
     HAS_TYPES: tl.constexpr, HAS_POSITIONS: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Store the keys of the types, the positions and the words, and no_key after them."""
+    """Store the keys of the token types, the positions and the words, and then no_key."""
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     no_key = words + types + positions
     if HAS_TYPES:
@@ -224,7 +225,7 @@ def _store_gradients(
     keys, gradients, chosen, cols, dword_ptr, dtype_ptr, dposition_ptr, columns, words, types,
     HAS_TYPES: tl.constexpr, HAS_POSITIONS: tl.constexpr,
 ):  # fmt: skip
-    """Store chosen rows of fp32 gradients [BLOCK_M, BLOCK_N] in the table rows of their keys."""
+    """Store the `chosen` rows of fp32 gradients [BLOCK_M, BLOCK_N] in the table rows of `keys`."""
     gradients = narrow(gradients, dword_ptr.dtype.element_ty)
     rows = keys.to(tl.int64)[:, None]
     offsets = rows * columns + cols[None, :]
@@ -255,9 +256,9 @@ def _run_sums_kernel(
 ):  # fmt: skip
     """Sum the runs of equal keys inside one chunk of BLOCK_M entries.
 
-    The sum of a run inside the chunk is stored in its table row. The part of a run that
-    began in an earlier chunk is stored in partials[0, chunk]. The part of a run that begins in this
-    chunk and continues in the next chunk is stored in partials[1, chunk].
+    The sum of a run that is wholly inside the chunk is stored in its table row. The part of a run
+    that began in an earlier chunk is stored in partials[0, chunk]. The part of a run that begins in
+    this chunk and continues in the next chunk is stored in partials[1, chunk].
     """
     column_blocks = tl.cdiv(columns, BLOCK_N)
     chunk = tl.program_id(0) // column_blocks
@@ -275,8 +276,8 @@ def _run_sums_kernel(
     offsets = row.to(tl.int64)[:, None] * columns + cols[None, :]
     inside = is_key[:, None] & (cols < columns)[None, :]
     dsum = tl.load(dsum_ptr + offsets, mask=inside, other=0.0)
-    # Row i of the product is the sum over all entries with the key of entry i. 0 and 1 are exact in
-    # any dtype.
+    # Row i of the product is the sum of dsum over all entries of the chunk that have the key of
+    # entry i. 0 and 1 are exact in any dtype.
     same = (keys[:, None] == keys[None, :]).to(tl.float32)
     sums = dot(narrow(same, dsum.dtype), dsum, tl.zeros([BLOCK_M, BLOCK_N], tl.float32))
     is_first = entries == chunk * BLOCK_M
@@ -305,7 +306,7 @@ def _crossing_runs_kernel(
     HAS_TYPES: tl.constexpr, HAS_POSITIONS: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Add the parts of the run, if any, that begins in this chunk and continues in the next."""
+    """Add the parts of a run, if one begins in this chunk and continues in the next chunk."""
     column_blocks = tl.cdiv(columns, BLOCK_N)
     chunk = tl.program_id(0) // column_blocks
     chunks = tl.num_programs(0) // column_blocks
@@ -424,24 +425,25 @@ def embedding_forward(
     dropout_p: float = 0.0,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute dropout(LN(word + type + position)) and the statistics of its rows.
+    """Compute dropout(LN(word + type + position)), and the mean and reciprocal std of each row.
 
     A row with an index out of range is NaN, and no memory outside the tables is read.
 
     Args:
-        indices: Ids, token types and positions, int32 or int64 (T,) at any stride. Token types and
-            positions may be None.
-        tables: Words (V, N), types (types, N) and positions (P, N) in one dtype, fp32, fp16 or
-            bf16. Rows have any stride, and the last stride is 1. A table without indices is None.
+        indices: Word ids, token types and positions, int32 or int64 (T,) at any stride. Token types
+            and positions may be None.
+        tables: Tables of the words (V, N), the token types (types, N) and the positions (P, N) in
+            one dtype, fp32, fp16 or bf16. Rows have any stride, and the last stride is 1. A table
+            is None if its indices are None.
         weight: Scale (N,) in any floating dtype.
         bias: Shift (N,) in any floating dtype, or None.
         seed: Seed of the dropout, int64 (1,).
-        dropout_p: Probability of dropout.
-        eps: Added to the variance.
+        dropout_p: Probability with which an element is dropped.
+        eps: Term that is added to the variance.
 
     Returns:
-        y (T, N), contiguous in the dtype of the tables; mean and reciprocal standard deviation,
-        fp32 (T,).
+        y (T, N), contiguous, in the dtype of the tables; and the mean and the reciprocal standard
+        deviation of each row, fp32 (T,).
 
     Raises:
         ValueError: If N is above 8192, a last stride is not 1, or there is dropout without a seed.
@@ -459,7 +461,7 @@ def backward_launch(
     dy, ids, type_ids, positions, word_table, type_table, position_table, weight, mean, rstd, seed,
     dsum, partials, has_bias, dropout_p,
 ) -> Launch:  # fmt: skip
-    """Return the launch of `embedding_backward` that computes dsum, for all tables."""
+    """Return the launch of `embedding_backward` that computes dsum."""
     indices, tables = (ids, type_ids, positions), (word_table, type_table, position_table)
     arguments = {
         **_shared_arguments(indices, tables, weight, mean, rstd, seed, dropout_p),
@@ -494,7 +496,7 @@ def keys_launch(
 
 
 def table_launches(dsum, keys, order, partials, *gradients) -> list[Launch]:
-    """Return the two launches that store sums of runs in the gradients of the tables."""
+    """Return the two launches that sum the runs and store the gradients of the tables."""
     columns = dsum.shape[1]
     tile = run_sum_tile(columns, dsum.dtype)
     names = ("dword_ptr", "dtype_ptr", "dposition_ptr")
@@ -524,7 +526,7 @@ def _present(tensors) -> int:
 def table_gradients(
     dsum: Tensor, indices: Indices, tables: Tables, padding_idx: int = -1
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Compute the gradients of the tables from `dsum`, contiguous (T, N).
+    """Compute the gradients of the tables from `dsum`, which is contiguous (T, N).
 
     A row of `dsum` that is not finite may make the other rows in its chunk of sorted keys NaN.
     """
@@ -543,7 +545,7 @@ def table_gradients(
     chunks = ceil_div(_present(indices) * rows, chunk)
     keys = torch.empty(chunks * chunk, dtype=key_dtype, device=dsum.device)
     run(keys_launch, (*indices, *tables), (keys,), padding_idx)
-    # This step is torch's radix sort. The sort is stable, so the order is always the same.
+    # torch sorts with a radix sort here. The sort is stable, so the order is always the same.
     keys, order = torch.sort(keys, stable=True)
     partials = torch.empty((2, chunks, columns), dtype=torch.float32, device=dsum.device)
     run(table_launches, (dsum, keys, order), (partials, *gradients))
@@ -572,12 +574,13 @@ def embedding_backward(
         dy: Gradient of y, (T, N) at any strides.
         mean: Mean that the forward returned.
         rstd: Reciprocal standard deviation that the forward returned.
-        has_bias: Whether the forward had a bias.
-        padding_idx: Row of the words whose gradient is exactly 0; -1 means no row.
+        has_bias: Whether `embedding_forward` was called with a bias.
+        padding_idx: Row of the word table whose gradient is exactly 0; -1 means no row.
 
     Returns:
         The gradients of the three tables, of the weight, and of the bias in the dtype of `weight`.
-        The gradient of an absent parameter is None. A table row without an index is exactly 0.
+        The gradient of an absent parameter is None. The gradient of a table row to which no index
+        points is exactly 0.
     """
     rows, columns = dy.shape
     dsum = torch.empty((rows, columns), dtype=tables[0].dtype, device=dy.device)

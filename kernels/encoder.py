@@ -1,8 +1,8 @@
-"""All layers of a BERT encoder in inference: the launches of its kernels, one layer after another.
+"""Inference of all layers of a BERT encoder: kernel launches for one layer after another.
 
 A layer takes four kernels and three library GEMMs, and computes the same bits as the separate
 modules. If all kernels are Triton kernels, the layers share the memory of their intermediate
-results, so that a layer allocates only the results of its GEMMs. CUDA C++ kernels allocate their
+results, and a layer allocates only the results of its GEMMs. CUDA C++ kernels allocate their own
 results.
 """
 
@@ -36,22 +36,23 @@ def encoder_forward(
 
     Args:
         hidden: Rows (T, N), contiguous; fp32, fp16 or bf16.
-        layers: The twelve parameters of each layer, in the order of ``fastbert.ops.encoder``;
-            weights of products are in the dtype of `hidden`.
+        layers: The twelve parameters of each layer, in the order of ``fastbert.ops.encoder``. The
+            weights of products have the dtype of `hidden`.
         cu_seqlens: Cumulative lengths of the sequences, int32 (B + 1,), or None if T is
             `batch` · `max_seqlen`.
-        mask: Bool, expanded to (B, heads, L, L), or None.
-        bias: In the dtype of `hidden`, expanded to (B, heads, L, L), or None.
+        mask: Bool mask, expanded to (B, heads, L, L), or None.
+        bias: Additive bias in the dtype of `hidden`, expanded to (B, heads, L, L), or None.
         batch: Number of sequences.
         max_seqlen: Length of the longest sequence.
         heads: Number of heads.
-        eps: Added to the variance in layer norms.
+        eps: Term that is added to the variance in layer norms.
         activation: Name of the activation.
-        all_states: Whether the rows after every layer are returned.
+        all_states: Whether the rows after every layer are returned, not only after the last layer.
         launchers: The launchers of attention, feed-forward and layer norm.
 
     Returns:
-        The rows (T, N) after each layer with `all_states`, otherwise those after the last layer.
+        The rows (T, N) after each layer with `all_states`, and otherwise the rows after the last
+        layer.
     """
     attention, feed_forward, layer_norm = launchers
     width = hidden.shape[1]
@@ -60,7 +61,7 @@ def encoder_forward(
     shape = (hidden.shape[0], *shape) if is_packed else (batch, max_seqlen, *shape)
     scale = (width // heads) ** -0.5
     results = None
-    # The result of a layer's first norm is not needed after the layer, so all layers share this
+    # The result of a layer's first norm is not needed after the layer, so all layers share its
     # memory.
     first_results = layer_norm.allocate(hidden)
     statistics = None if first_results is None else first_results[1:]
@@ -88,8 +89,8 @@ def encoder_forward(
         )
         last_results = None
         if statistics is not None:
-            # No later step reads the input of the layer, but the first layer's input belongs to the
-            # caller.
+            # No later step reads the input of the layer, so the result overwrites it, except if the
+            # input belongs to the caller (in the first layer) or is returned (with all_states).
             if all_states or number == 0:
                 hidden = torch.empty_like(hidden)
             last_results = (hidden, *statistics)

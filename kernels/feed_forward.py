@@ -40,10 +40,10 @@ def _store_activation(
     h, linear, bias_ptr, y_ptr, h_ptr, rows, first_col, rows_total, columns,
     FUNCTION: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr, SAVES_H: tl.constexpr,
 ):  # fmt: skip
-    """Add the bias to a tile of the product and store y and, if it is saved, the pre-activation.
+    """Add the bias to a tile of the product; store y and, if SAVES_H, the pre-activation h.
 
-    If gated, h is the gate of the tile and `linear` is the factor that the gate multiplies. The
-    saved pre-activation then has twice the `columns` columns of y.
+    If GATED, h is the gate of the tile and `linear` is the factor that the gate multiplies. The
+    saved pre-activation then has 2 · `columns` columns, and y has `columns` columns.
     """
     cols = first_col + tl.arange(0, h.shape[1])
     inside_columns = cols < columns
@@ -68,7 +68,7 @@ def _store_activations(
     h, linear, bias_ptr, y_ptr, h_ptr, rows, first_col, rows_total, columns,
     FUNCTION: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr, SAVES_H: tl.constexpr,
 ):  # fmt: skip
-    """Call _store_activation for each half of a wide tile; both halves at once would spill."""
+    """Call _store_activation for each half of a wide tile, so that registers do not spill."""
     if h.shape[1] > LARGEST_PART:
         left, right = halves(h)
         linear_left, linear_right = halves(linear)
@@ -96,7 +96,8 @@ def _linear_activation_kernel(
     FUNCTION: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr, SAVES_H: tl.constexpr,
     EVEN_K: tl.constexpr,
 ):  # fmt: skip
-    # y has `columns` columns, WIDTH of them in a tile; the product is twice as wide if gated.
+    # y has `columns` columns, and a tile of y has WIDTH columns. If GATED, the product is twice as
+    # wide.
     WIDTH: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
     row_blocks = tl.cdiv(rows_total, BLOCK_M)
     column_blocks = tl.cdiv(columns, WIDTH)
@@ -105,7 +106,8 @@ def _linear_activation_kernel(
         block_row, block_column = tile_position(tile, row_blocks, column_blocks, GROUP_M)
         rows = block_row * BLOCK_M + tl.arange(0, BLOCK_M)
         first_col = block_column * WIDTH
-        # A gated tile has WIDTH columns of the gate, then the WIDTH columns of its factor.
+        # If GATED, a tile of the product has WIDTH columns of the gate, and then WIDTH columns of
+        # the factor.
         wide = tl.arange(0, BLOCK_N)
         h = product_tile(
             x_ptr, weight_ptr, rows, first_col + wide % WIDTH + wide // WIDTH * columns,
@@ -156,7 +158,7 @@ def _activation_kernel(
 
 
 def linear_activation_launch(x, weight, bias, y, h, activation: Activation) -> Launch:
-    """Return the launch of the product with an activation in its epilogue."""
+    """Return the launch of the product that has an activation in its epilogue."""
     (rows, depth), (product_columns, columns) = x.shape, (weight.shape[0], y.shape[1])
     tile = gemm_tile(rows, product_columns, x.dtype, target=target_of(x))
     block_k = gemm_depth(x.dtype)
@@ -214,10 +216,11 @@ def activation_launch(h, y, activation: Activation) -> Launch:
 
 
 def activation_forward(h: Tensor, *, activation: str, into: Tensor | None = None) -> Tensor:
-    """Return act(h) (M, N), contiguous in the dtype of h (M, N), or (M, 2N) if gated.
+    """Return y = act(h), contiguous in the dtype of h.
 
-    h has any strides. `activation` is a name in ``fastbert.activations``; another name raises
-    ValueError. `into` is the result to fill; None allocates it.
+    h is (M, N) and y is (M, N), or h is (M, 2N) for a gated activation. h has any strides.
+    `activation` is a name in ``fastbert.activations``; another name raises ValueError. `into` is
+    the tensor to fill with y; None allocates it.
     """
     chosen = of_name(activation)
     columns = h.shape[1] // 2 if chosen.gated else h.shape[1]
@@ -240,11 +243,11 @@ def linear_gelu_forward(
 ) -> tuple[Tensor, Tensor | None]:
     """Return y = act(h) and, with `save`, h = x Wᵀ + bias.
 
-    x (M, K) and weight (N, K) have one dtype and any strides; bias is (N,) or None. h (M, N) and
-    y (M, N), or (M, N / 2) if gated, are contiguous in the dtype of x. `activation` is a name in
-    ``fastbert.activations``; `path` is "fused", "library", or None for the choice of
-    ``gemm_path``. Another value of either raises ValueError. `into` is the y to fill; None
-    allocates it.
+    x (M, K) and weight (N, K) have one dtype and any strides; bias is (N,) or None. h (M, N) and y
+    (M, N), or y (M, N / 2) for a gated activation, are contiguous in the dtype of x. `activation`
+    is a name in ``fastbert.activations``. `path` is "fused", "library", or None for the choice of
+    ``gemm_path``. Another value of `activation` or `path` raises ValueError. `into` is the tensor
+    to fill with y; None allocates it.
     """
     chosen = of_name(activation)
     rows, depth = x.shape

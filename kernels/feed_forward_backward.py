@@ -2,8 +2,8 @@
 
 From the saved pre-activation h, the epilogue computes dh = da act'(h) and the sum of dh over the
 rows, which is the gradient of the bias. It also computes a = act(h) again, because the gradient of
-W2 needs a and saving a would cost memory. A second kernel does the same for a given da, without a
-product.
+W2 needs a and saving a would cost memory. A second kernel computes the same results from a da that
+exists in memory, without a product.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ def _store_gradient(
     stride_h_row, stride_h_col, rows_total, columns,
     FUNCTION: tl.constexpr, GATED: tl.constexpr, SUMS_ROWS: tl.constexpr, STORES_A: tl.constexpr,
 ):  # fmt: skip
-    """Store dh, the sums of its columns and a = act(h) for a tile of da, 0 beyond the rows.
+    """Store dh, the sum of each of its columns, and a = act(h), for a tile of da.
 
-    a has `columns` columns; h and dh have twice as many if gated.
+    da is 0 beyond the rows. a has `columns` columns; h and dh have twice as many if GATED.
     """
     cols = first_col + tl.arange(0, da.shape[1])
     inside = (rows < rows_total)[:, None] & (cols < columns)[None, :]
@@ -78,7 +78,7 @@ def _store_gradients(
     stride_h_row, stride_h_col, rows_total, columns,
     FUNCTION: tl.constexpr, GATED: tl.constexpr, SUMS_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Call _store_gradient for each half of a wide tile."""
+    """Call _store_gradient for each half of a wide tile, so that registers do not spill."""
     if da.shape[1] > LARGEST_PART:
         left, right = halves(da)
         _store_gradient(
@@ -128,7 +128,7 @@ def _linear_activation_gradient_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     FUNCTION: tl.constexpr, GATED: tl.constexpr, SUMS_ROWS: tl.constexpr, EVEN_K: tl.constexpr,
 ):  # fmt: skip
-    # weight is the weight of the second layer, (depth, columns).
+    # weight is the weight of the second product, (depth, columns).
     row_blocks = tl.cdiv(rows_total, BLOCK_M)
     column_blocks = tl.cdiv(columns, BLOCK_N)
     tiles = row_blocks * column_blocks
@@ -161,7 +161,7 @@ def _linear_activation_gradient_kernel(
 
 
 def activation_gradient_launch(da, h, dh, a, partials, activation: Activation) -> Launch:
-    """Return the launch of the gradient of an activation, for a given da."""
+    """Return the launch that computes the gradient of an activation from da."""
     rows, columns = da.shape
     tile = elementwise_tile()
     arguments = {
@@ -209,12 +209,12 @@ def activation_backward(
     sum_rows: bool = True,
     activated: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return dh of a = act(h), its sum over the rows with `sum_rows`, and a with `activated`.
+    """Return the gradient dh of h in a = act(h), the sum of dh over the rows, and a.
 
-    da (M, N) and h (M, N), or (M, 2N) if gated, have any strides. The results are contiguous in the
-    dtype of h. The sum, which is the gradient of a bias, adds fixed partial sums, so that reruns
-    agree bitwise. `activation` is a name in ``fastbert.activations``; another name raises
-    ValueError.
+    The sum, which is the gradient of a bias, is None without `sum_rows`, and a is None without
+    `activated`. da (M, N) and h (M, N), or h (M, 2N) for a gated activation, have any strides. The
+    results are contiguous in the dtype of h. The sum has fixed partial sums, so reruns agree
+    bitwise. `activation` is a name in ``fastbert.activations``; another name raises ValueError.
     """
     chosen = of_name(activation)
     dh = torch.empty(h.shape, dtype=h.dtype, device=h.device)
@@ -227,7 +227,7 @@ def activation_backward(
 def linear_activation_gradient_launch(
     dy, weight, h, dh, a, partials, activation: Activation
 ) -> Launch:
-    """Return the launch of the product with the gradient of an activation in its epilogue."""
+    """Return the launch of the product that has the gradient of an activation in its epilogue."""
     (rows, depth), columns = dy.shape, weight.shape[1]
     tile, block_k = _gradient_tile(dy, weight, activation), gemm_depth(dy.dtype)
     arguments = {
@@ -280,10 +280,11 @@ def feed_forward_backward(
     sum_rows: bool = True,
     path: str | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Return the results of ``activation_backward``, a included, for da = dy W of the second layer.
+    """Return the results of ``activation_backward``, with a, for da = dy W2.
 
-    dy (M, O) and weight (O, N) have one dtype; h is (M, N), or (M, 2N) if gated. All have any
-    strides. `path` and the errors are as in ``linear_gelu_forward``.
+    dy (M, O) and `weight`, the second weight W2 (O, N), have one dtype; h is (M, N), or (M, 2N) for
+    a gated activation. All have any strides. `path` and the errors are as in
+    ``linear_gelu_forward``.
     """
     chosen = of_name(activation)
     (rows, depth), columns = dy.shape, weight.shape[1]

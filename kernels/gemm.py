@@ -7,8 +7,8 @@ import triton.language as tl
 
 from fastbert.kernels.common import dot
 
-# This many row blocks form a group. Programs of a group read the same columns of one operand from
-# the L2 cache.
+# The number of row blocks that form a group. The programs of a group read the same columns of one
+# operand from the L2 cache.
 GROUP_M = 8
 
 
@@ -27,15 +27,16 @@ def product_tile(
     stride_a_row, stride_a_k, stride_b_col, stride_b_k,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
 ):  # fmt: skip
-    """Return the tile of a b at `rows` and `cols`, fp32 [BLOCK_M, BLOCK_N].
+    """Return the tile of the product a b at `rows` and `cols`, fp32 [BLOCK_M, BLOCK_N].
 
-    a is (M, K) and b is (K, N), at any strides. A weight (N, K) of a linear layer is b with
-    stride_b_col = weight.stride(0). Rows and columns beyond the end wrap around to the start,
-    so that no mask is needed; their results have no meaning and must not be stored.
+    a is (M, K) and b is (K, N), at any strides. To pass the weight (N, K) of a linear layer as b,
+    set stride_b_col to weight.stride(0) and stride_b_k to weight.stride(1). Rows and columns beyond
+    the end wrap around to the start, so that no mask is needed; their results have no meaning, and
+    the caller must not store them.
     """
     ks = tl.arange(0, BLOCK_K)
-    # A remainder keeps consecutive indices consecutive, so that loads have 16 bytes; a select would
-    # not.
+    # With a remainder, the compiler still sees consecutive indices and loads 16 bytes at once; with
+    # a select, it would not.
     a_rows = (rows % rows_total).to(tl.int64)
     b_cols = (cols % columns).to(tl.int64)
     a_rows_ptr = a_ptr + a_rows[:, None] * stride_a_row

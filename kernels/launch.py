@@ -1,7 +1,7 @@
 """A kernel launch as data, a cache of launches, and the arguments of dropout.
 
-A launch is a function of shapes, strides, dtypes and numbers, except for the addresses of its
-tensors. `run` therefore builds the launch of a call once, caches it, and inserts the addresses of
+Except for the addresses of its tensors, a launch depends only on shapes, strides, dtypes and
+numbers. `run` therefore builds the launch of a call once, caches it, and inserts the addresses of
 later calls. A cached launch takes a tenth of the time of Triton's own call, which inspects each of
 up to 70 arguments and builds a string from them to find the compiled kernel.
 """
@@ -17,10 +17,11 @@ import torch
 import triton
 from torch import Tensor
 
-# Triton compiles for addresses that are divisible by this number, or for addresses of any kind.
+# Triton compiles one kernel for addresses that are divisible by this number, and another for other
+# addresses.
 ALIGNMENT = 16
-# Each length of a batch has its own launches. When the cache would exceed this number, it is
-# cleared.
+# Each length of a batch has its own launches. The cache is cleared when it would hold the launches
+# of more than this number of calls.
 MAX_CACHED = 4096
 
 
@@ -28,8 +29,8 @@ class Dropout(NamedTuple):
     """Kernel arguments of one dropout probability.
 
     Args:
-        threshold: A 24-bit draw below this number drops its element.
-        scale: Factor of the elements that are kept.
+        threshold: An element is dropped if its random number of 24 bits is below this threshold.
+        scale: Factor of the elements that are not dropped.
         enabled: Whether the probability is above 0.
     """
 
@@ -59,7 +60,7 @@ def dropout_arguments(p: float, seed: Tensor | None) -> Dropout:
 
 
 def dense(*vectors: Tensor | None) -> list[Tensor | None]:
-    """Return the vectors with contiguous elements, for kernels that take no stride of them.
+    """Return the vectors with contiguous elements, for kernels that take no strides of vectors.
 
     Only a vector that is not contiguous is copied.
     """
@@ -67,22 +68,22 @@ def dense(*vectors: Tensor | None) -> list[Tensor | None]:
 
 
 def device_of(x: Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Make the device of x current, because Triton launches on the current device."""
+    """Make the device of `x` current in a with block, because Triton uses the current device."""
     return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
 
 
 class Launch(NamedTuple):
-    """One complete kernel launch, which can run now or be compiled ahead of time.
+    """One kernel launch with all its arguments, which can run or be compiled ahead of time.
 
     Args:
         name: Name of the launch.
         kernel: The kernel.
-        grid: Numbers of programs.
+        grid: Numbers of programs by axis.
         arguments: Arguments of the kernel by name.
-        num_warps: Warps of a program.
-        num_stages: Stages of the pipelines of its loops.
+        num_warps: Number of warps of a program.
+        num_stages: Number of pipeline stages of the kernel's loops.
         fp_fusion: Whether the compiler may contract ``a * b + c`` to one operation with one
-            rounding. A contracted ``a * b - c`` is not 0 where c is the rounded product.
+            rounding. A contracted ``a * b - c`` is not 0 if c is the rounded product a * b.
     """
 
     name: str
@@ -95,7 +96,7 @@ class Launch(NamedTuple):
 
     def options(self) -> dict[str, Any]:
         """Return the options with which Triton compiles the kernel."""
-        # The last option is always given, because the default of Triton 3.10 changes.
+        # enable_fp_fusion is always passed, because Triton 3.10 changes its default.
         return {
             "num_warps": self.num_warps,
             "num_stages": self.num_stages,
@@ -109,7 +110,8 @@ class Launch(NamedTuple):
             The compiled kernel, or None if nothing ran.
 
         Raises:
-            ValueError: If a vector has a stride that the kernel does not get.
+            ValueError: If a vector argument is not contiguous and the kernel takes no stride for
+                it.
         """
         self._check_vectors()
         if min(self.grid) == 0:
@@ -118,7 +120,7 @@ class Launch(NamedTuple):
             return self.kernel[self.grid](**self.arguments, **self.options())
 
     def _check_vectors(self) -> None:
-        # A kernel that takes no stride of x_ptr would read the memory between the elements.
+        # A kernel that takes no stride for a vector would read the memory between its elements.
         for name, value in self.arguments.items():
             if isinstance(value, Tensor) and value.dim() == 1 and not value.is_contiguous():
                 short = name.removesuffix("_ptr")
@@ -132,9 +134,11 @@ class CachedLaunch(NamedTuple):
     Args:
         name: Name of the launch.
         device: Index of the device.
-        runner: Triton's function that launches the compiled kernel with all arguments in order.
-        others: The arguments that are not tensors of the call.
-        arrange: Puts addresses and others, one after another, into the order of the arguments.
+        runner: Triton's function that launches the compiled kernel; it takes all arguments in
+            order.
+        others: The arguments other than the tensors of the call.
+        arrange: Function that puts the tuple of addresses, followed by `others`, into the order of
+            the arguments.
     """
 
     name: str
@@ -161,7 +165,7 @@ _cache: dict[Hashable, list[CachedLaunch]] = {}
 
 
 def forget() -> None:
-    """Drop all cached launches; this is needed after a change of a tile in ``kernels.tiles``."""
+    """Clear the cache of launches, as is needed after a change of a tile in ``kernels.tiles``."""
     _cache.clear()
 
 
@@ -174,12 +178,12 @@ def run(
     """Run the launches ``build(*inputs, *results, *constants)`` and cache them on a GPU.
 
     Args:
-        build: Returns a launch, or launches in order. A launch depends on the shapes, strides,
-            dtypes and device of its tensors and on the constants. The tensors are arguments of the
-            kernel as they are given.
-        inputs: Tensors of the call. The first tensor is on the device of the launch.
-        results: Tensors whose shapes and dtypes follow from the inputs and the constants; None
-            where a result is not wanted.
+        build: Function that returns a launch, or launches in order. The launches must depend only
+            on the shapes, strides, dtypes and device of the tensors and on the constants, and must
+            pass the tensors to the kernel unchanged.
+        inputs: Tensors of the call. The launches run on the device of the first tensor.
+        results: Tensors to fill, whose shapes and dtypes follow from the inputs and the constants;
+            None for a result that is not wanted.
         constants: Further arguments of `build`.
     """
     first = inputs[0]
@@ -201,13 +205,15 @@ def run(
             key += (tensor.shape, tensor.stride(), tensor.dtype)
             addresses.append(address)
     for tensor in results:
-        # The caller chooses which results it needs, and their memory layout.
+        # The key contains the strides of the results, because the caller chooses which results it
+        # needs and their memory layout.
         key.append(None if tensor is None else tensor.stride())
         address = None if tensor is None else tensor.data_ptr()
         together |= address or 0
         addresses.append(address)
     if together % ALIGNMENT:
-        # Triton compiles a separate kernel for unaligned addresses, and detects them itself.
+        # Triton compiles a separate kernel for unaligned addresses. Its own call detects such
+        # addresses.
         for launch in _launches(build(*inputs, *results, *constants)):
             launch.run(on=first)
         return
@@ -230,7 +236,8 @@ def _run_and_cache(
     tensors: tuple[Tensor | None, ...],
     constants: tuple[Hashable, ...],
 ) -> None:
-    # Each tensor needs an identity of its own, because a call may pass one tensor twice.
+    # `_run_one` finds the place of a tensor by its identity. A call may pass one tensor twice, so
+    # `detach` gives each argument an identity of its own.
     tensors = tuple([None if t is None else t.detach() for t in tensors])
     cached = [_run_one(launch, tensors) for launch in _launches(build(*tensors, *constants))]
     if all(cached):
@@ -240,7 +247,7 @@ def _run_and_cache(
 
 
 def _run_one(launch: Launch, tensors: tuple[Tensor | None, ...]) -> CachedLaunch | None:
-    """Run a launch, and return it without addresses; or None if Triton must see every call."""
+    """Run a launch and return it without addresses, or return None if it must not be cached."""
     on = tensors[0]
     assert on is not None
     compiled = launch.run(on=on)

@@ -1,9 +1,9 @@
 """One layer of a BERT encoder in training: its forward, and its backward from the saved tensors.
 
 In 16 bits, the forward takes four kernels and three library GEMMs; the backward takes nine kernels
-and seven GEMMs. The launches, and therefore the bits, are the same as if the layer's operations
-were called one by one. One call takes less time on the host, because nothing is checked, wrapped or
-registered again between two launches.
+and seven GEMMs. The launches, and therefore the bits, are the same as if the operations of the
+layer were called one by one. One call for the layer takes less time on the host, because nothing is
+checked, wrapped or registered again between two launches.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from fastbert.kernels.reduction import sum_rows
 
 
 class LayerShape(NamedTuple):
-    """The numbers and names of a layer.
+    """The sizes and the options of a layer.
 
     Attributes:
         batch: Number of sequences.
         max_seqlen: Length of the longest sequence.
         heads: Number of heads.
-        eps: Added to the variance in layer norms.
+        eps: Term that is added to the variance in layer norms.
         activation: Name of the activation.
         dtype: Dtype of the products; the rows may be fp32 instead.
         attention_p: Dropout probability of the attention weights.
@@ -50,8 +50,8 @@ class Inputs(NamedTuple):
 
     Attributes:
         cu_seqlens: Cumulative lengths of packed sequences, int32 (B + 1,), or None.
-        mask: Bool, expanded to (B, heads, L, L), or None.
-        bias: In the dtype of the products, expanded to (B, heads, L, L), or None.
+        mask: Bool mask, expanded to (B, heads, L, L), or None.
+        bias: Additive bias in the dtype of the products, expanded to (B, heads, L, L), or None.
         attention_seed: Seed of the dropout of the attention weights, int64 (1,), or None.
         attention_output_seed: Seed of the dropout before the first layer norm, or None.
         output_seed: Seed of the dropout before the last layer norm, or None.
@@ -66,10 +66,10 @@ class Inputs(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """The tensors that the backward of a layer reads, besides its parameters and inputs.
+    """The tensors that the backward of a layer reads, besides the parameters and `Inputs`.
 
-    ``rows`` and ``inner_rows`` are the inputs of products, in the dtype of the products. They are
-    None if ``hidden`` and ``first`` have this dtype.
+    ``rows`` and ``inner_rows`` are copies of ``hidden`` and ``first`` in the dtype of the products.
+    They are None if ``hidden`` and ``first`` have this dtype.
     """
 
     hidden: Tensor
@@ -99,14 +99,15 @@ def layer_forward(
 
     Args:
         hidden: Rows (T, N), contiguous; in the dtype of the products, or fp32.
-        parameters: The twelve parameters, in the order of ``fastbert.ops.encoder``; those of the
-            products in the dtype of the products.
-        inputs: The other tensors.
-        shape: The numbers and names.
+        parameters: The twelve parameters, in the order of ``fastbert.ops.encoder``. The parameters
+            of products have the dtype of the products.
+        inputs: The tensors that are neither rows nor parameters.
+        shape: The sizes and the options of the layer.
         launchers: The launchers of attention, feed-forward and layer norm.
 
     Returns:
-        The rows (T, N) after the layer in the dtype of `hidden`, and what the backward reads.
+        The rows (T, N) after the layer, in the dtype of `hidden`, and the tensors that the backward
+        reads.
     """
     attention, feed_forward, layer_norm = launchers
     wqkv, bqkv, wo, bo, weight1, bias1, w1, b1, w2, b2, weight2, bias2 = parameters
@@ -150,14 +151,14 @@ def layer_backward(
         dy: Gradient of the result (T, N), at any strides.
         parameters: As in `layer_forward`.
         inputs: As in `layer_forward`.
-        saved: As `layer_forward` returned it.
+        saved: The tensors that `layer_forward` returned for the backward.
         shape: As in `layer_forward`.
         needs: Whether the gradients of `hidden` and of each parameter are wanted.
         launchers: As in `layer_forward`.
 
     Returns:
-        The gradients of `hidden` and of the parameters, in their dtypes. A gradient that is not
-        wanted may be a tensor or None.
+        The gradients of `hidden` and of the parameters, each in the dtype of its tensor. A gradient
+        that is not wanted may be a tensor or None.
     """
     attention, feed_forward, layer_norm = launchers
     wqkv, bqkv, wo, bo, weight1, _, w1, _, w2, b2, weight2, _ = parameters
@@ -200,9 +201,9 @@ def layer_backward(
 
 
 def _heads(rows: Tensor, parts: int, inputs: Inputs, shape: LayerShape) -> tuple[Tensor, ...]:
-    """Return the parts of rows (T, parts · N) in the shape that attention takes.
+    """Split `rows`, of shape (T, parts · N), into views of the shape that attention takes.
 
-    The parts are (B, heads, L, D) views, or (T, heads, D) with ``cu_seqlens``.
+    The views are (B, heads, L, D), or (T, heads, D) with ``cu_seqlens``.
     """
     sizes = (parts, shape.heads, rows.shape[1] // (parts * shape.heads))
     if inputs.cu_seqlens is not None:
@@ -234,8 +235,8 @@ def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _add_product(dresidual: Tensor, dy: Tensor, weight: Tensor) -> Tensor:
-    """Return dresidual + dy W in the dtype of dresidual, which may be fp32 instead."""
+    """Return dresidual + dy W in the dtype of dresidual, which may differ from the dtype of dy."""
     if dresidual.dtype == dy.dtype:
         return torch.addmm(dresidual, dy, weight)
-    # torch.addmm adds a tensor of the same dtype only.
+    # torch.addmm requires operands of one dtype.
     return dresidual + dy @ weight

@@ -1,6 +1,6 @@
 """Layer norm of residual + dropout(x + x_bias), forward and backward (Ba et al. 2016).
 
-Both passes are bound by memory. A program reads each row once and keeps it in registers.
+Memory bandwidth limits both passes. A program reads each row once and keeps it in registers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fastbert.kernels.norm_rows import (
 from fastbert.kernels.reduction import sum_planes, sum_rows
 from fastbert.kernels.tiles import Tile, ceil_div, row_programs, row_tile
 
-# Wider rows leave too few registers for a third sum over the rows.
+# Rows with more columns leave too few registers for the sum of the gradient of x_bias.
 WIDEST_WITH_X_BIAS = 4096
 
 
@@ -87,7 +87,7 @@ def _backward_kernel(
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     cols = tl.arange(0, BLOCK_N)
-    # Every row is spread over all warps, so that a thread sums over BLOCK_M by itself.
+    # All warps share each row, so that a thread sums over BLOCK_M without the other threads.
     dweight = tl.zeros([BLOCK_N], tl.float32)
     dbias = tl.zeros([BLOCK_N], tl.float32)
     dx_bias = tl.zeros([BLOCK_N], tl.float32)
@@ -104,8 +104,8 @@ def _backward_kernel(
         dy = tl.load(dy_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
         mean = tl.load(mean_ptr + rows, mask=rows < rows_total, other=0.0)
         rstd = tl.load(rstd_ptr + rows, mask=rows < rows_total, other=0.0)
-        # The weight is loaded for each tile, from the cache. Keeping the weight of a wide
-        # row in registers would spill.
+        # The weight is loaded from the cache for each tile. If it stayed in registers, wide rows
+        # would spill.
         weight = load_parameter(weight_ptr, cols, columns)
         dsum, normalised = layer_norm_gradient(dy, total, mean, rstd, weight, inside, columns)
         dweight += tl.sum(dy * normalised, axis=0)
@@ -182,7 +182,7 @@ def layer_norm_forward(
     eps: float,
     into: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute LN(residual + dropout(x + x_bias)) and the statistics of its rows.
+    """Compute LN(residual + dropout(x + x_bias)), and the mean and reciprocal std of each row.
 
     Args:
         x: Rows (R, N) at any stride, with a last stride of 1; fp32, fp16 or bf16.
@@ -191,12 +191,13 @@ def layer_norm_forward(
         residual: Rows (R, N) in the dtype of `x` and with a last stride of 1, or None.
         x_bias: Bias of `x` (N,) in any floating dtype, or None.
         seed: Seed of the dropout, int64 (1,).
-        dropout_p: Probability of dropout.
-        eps: Added to the variance.
-        into: Contiguous results to fill; None allocates them.
+        dropout_p: Probability with which an element is dropped.
+        eps: Term that is added to the variance.
+        into: Contiguous tensors for the results; None allocates them.
 
     Returns:
-        y (R, N), contiguous in the dtype of `x`; mean and reciprocal standard deviation, fp32 (R,).
+        y (R, N), contiguous, in the dtype of `x`; and the mean and the reciprocal standard
+        deviation of each row, fp32 (R,).
 
     Raises:
         ValueError: If N is above 8192, a last stride is not 1, or there is dropout without a seed.
@@ -216,14 +217,14 @@ def allocate_results(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _sums_x_bias(x: Tensor, x_bias: Tensor | None) -> bool:
-    """Return whether the backward kernel sums the gradient of x_bias."""
+    """Return whether the kernel of the backward also sums the gradient of x_bias."""
     return x_bias is not None and x.shape[1] <= WIDEST_WITH_X_BIAS
 
 
 def backward_launch(
     dy, x, weight, mean, rstd, residual, x_bias, seed, dsum, dx, partials, has_bias, dropout_p
 ) -> Launch:
-    """Return the launch of `layer_norm_backward`, without the sums over partials."""
+    """Return the first launch of `layer_norm_backward`, which writes partial sums."""
     tile = row_tile(x.shape[1])
     arguments = {
         **_shared_arguments(x, residual, x_bias, seed, dropout_p, tile),
@@ -256,16 +257,16 @@ def layer_norm_backward(
     has_bias: bool = True,
     dropout_p: float = 0.0,
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None, Tensor | None]:
-    """Compute the gradients of `layer_norm_forward`; the sum is computed again.
+    """Compute the gradients of `layer_norm_forward`, which describes the arguments not listed here.
 
-    The arguments that are not listed are those of `layer_norm_forward`. The number of partial sums
-    of a parameter's gradient is fixed, so reruns agree bitwise.
+    The sum residual + dropout(x + x_bias) is computed again. The number of partial sums of a
+    parameter's gradient is fixed, so reruns agree bitwise.
 
     Args:
         dy: Gradient of y, (R, N) at any strides.
         mean: Mean that the forward returned.
         rstd: Reciprocal standard deviation that the forward returned.
-        has_bias: Whether the forward had a bias.
+        has_bias: Whether `layer_norm_forward` was called with a bias.
 
     Returns:
         dsum: Gradient (R, N) of the sum, and therefore of `residual`.

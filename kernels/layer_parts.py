@@ -1,7 +1,8 @@
 """The Triton launchers of attention, feed-forward and layer norm that a layer uses by default.
 
-A caller may replace these launchers. The launchers of the CUDA C++ kernels have the same form and
-are in ``fastbert.ops.layer_parts``, because this package does not import the extension.
+A launcher is a function that launches the kernels of one operation. A caller may replace the Triton
+launchers by those of the CUDA C++ kernels, which take the same arguments. They are in
+``fastbert.ops.layer_parts``, because this package does not import the extension.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from fastbert.kernels import (
 
 
 class Attention(NamedTuple):
-    """The launchers of attention, with the arguments of those in ``fastbert.kernels.attention``.
+    """The launchers of attention, with the arguments that ``kernels.attention`` documents.
 
     Attributes:
         forward: Returns out and the log-sum-exp.
-        backward: Writes the gradients of q, k and v into tensors.
+        backward: Writes the gradients of q, k and v into the tensors of ``into``.
         allocate: Returns results that ``forward`` fills, or None if it allocates its own.
     """
 
@@ -52,7 +53,7 @@ class FeedForward(NamedTuple):
 
 
 class LayerNorm(NamedTuple):
-    """The launchers of layer norm, with the arguments of those in ``fastbert.kernels.layer_norm``.
+    """The launchers of layer norm, with the arguments that ``kernels.layer_norm`` documents.
 
     Attributes:
         forward: Returns y, mean and rstd.
@@ -66,7 +67,7 @@ class LayerNorm(NamedTuple):
 
 
 class Launchers(NamedTuple):
-    """The launchers of the three operations of a layer."""
+    """The launchers of attention, feed-forward and layer norm in a layer."""
 
     attention: Attention
     feed_forward: FeedForward

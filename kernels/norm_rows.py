@@ -18,7 +18,7 @@ def row_offsets(
     first_row, stride_row, stride_col, rows_total, columns,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Return the rows, columns, offsets and bounds of a tile [BLOCK_M, BLOCK_N]."""
+    """Return the rows, columns, offsets and the mask `inside` of a tile [BLOCK_M, BLOCK_N]."""
     rows = first_row + tl.arange(0, BLOCK_M)
     cols = tl.arange(0, BLOCK_N)
     offsets = rows.to(tl.int64)[:, None] * stride_row + cols.to(tl.int64)[None, :] * stride_col
@@ -28,7 +28,7 @@ def row_offsets(
 
 @triton.jit
 def load_parameter(pointer, cols, columns):
-    """Return a weight or a bias in fp32 [1, BLOCK_N], 0 outside."""
+    """Return a weight or a bias in fp32 [1, BLOCK_N], with 0 beyond `columns`."""
     return tl.load(pointer + cols, mask=cols < columns, other=0.0).to(tl.float32)[None, :]
 
 
@@ -52,9 +52,9 @@ def load_sum(
     HAS_RESIDUAL: tl.constexpr, HAS_X_BIAS: tl.constexpr, HAS_DROPOUT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Return residual + dropout(x + x_bias) in fp32, 0 outside the rows, and the kept elements.
+    """Return residual + dropout(x + x_bias) in fp32, and the elements that dropout keeps.
 
-    Both results are [BLOCK_M, BLOCK_N].
+    Both results are [BLOCK_M, BLOCK_N]. The sum is 0 outside the matrix.
     """
     rows, cols, offsets, inside = row_offsets(
         first_row, stride_x_row, 1, rows_total, columns, BLOCK_M, BLOCK_N
@@ -76,16 +76,18 @@ def load_sum(
 
 @triton.jit
 def row_mean(x, columns):
-    """Return the mean of each row of x [BLOCK_M, BLOCK_N], which is 0 outside the rows.
+    """Return the mean of each row of x [BLOCK_M, BLOCK_N], which must be 0 outside the matrix.
 
-    The plain operator ``/`` has an error of 2 ulp, which one step of Newton's method corrects.
-    ``tl.div_rn`` calls a subroutine, for which the widest rows leave no registers.
+    The operator ``/`` has an error of 2 ulp, which one step of Newton's method corrects.
+    ``tl.div_rn`` rounds correctly, but calls a subroutine, for which the widest rows leave no
+    registers.
     """
     total = tl.sum(x, axis=1)
     count = tl.full(total.shape, columns, tl.float32)
     inverse = 1.0 / count
     mean = total * inverse
-    # The mean of squares may be infinite; the step of Newton's method would then give NaN.
+    # The mean may be infinite, if the squares overflow. The step of Newton's method would then give
+    # NaN.
     return tl.where(
         tl.abs(mean) < INFINITY, tl.fma(tl.fma(-mean, count, total), inverse, mean), mean
     )
@@ -93,15 +95,15 @@ def row_mean(x, columns):
 
 @triton.jit
 def reciprocal_root(x):
-    """Return 1 / sqrt(x), rounding both operations to nearest, unlike ``tl.sqrt`` and ``/``."""
+    """Return 1 / sqrt(x) with both operations rounded to nearest, unlike ``tl.sqrt`` and ``/``."""
     return tl.div_rn(tl.full(x.shape, 1.0, tl.float32), tl.sqrt_rn(x))
 
 
 @triton.jit
 def layer_norm_statistics(total, inside, columns, eps):
-    """Return total - mean, mean and 1 / sqrt(variance + eps); total is 0 outside the rows."""
-    # The mean of a long row far from 0 has a rounding error, which the mean of the differences
-    # corrects.
+    """Return total - mean, mean and 1 / sqrt(variance + eps); `total` must be 0 if not `inside`."""
+    # The mean of a long row whose values are far from 0 has a rounding error. The mean of the
+    # differences from the mean corrects this error.
     mean = row_mean(total, columns)
     centred = tl.where(inside, total - mean[:, None], 0.0)
     correction = row_mean(centred, columns)
@@ -112,12 +114,13 @@ def layer_norm_statistics(total, inside, columns, eps):
 
 @triton.jit
 def layer_norm_gradient(dy, total, mean, rstd, weight, inside, columns):
-    """Return the gradient of the sum and the normalised sum; dy and weight are 0 outside.
+    """Return the gradient of the sum `total`, and the normalised sum.
 
-    Both results are [BLOCK_M, BLOCK_N] and 0 outside.
+    Both results are [BLOCK_M, BLOCK_N]. dy and weight must be 0 outside the matrix, where the
+    results are 0 too.
     """
-    # As in the forward, the mean of the differences is subtracted too, to correct the rounding of
-    # the mean.
+    # As in the forward, the mean of the differences from the mean is subtracted too, which corrects
+    # the rounding error of the mean.
     centred = tl.where(inside, total - mean[:, None], 0.0)
     correction = row_mean(centred, columns)
     normalised = tl.where(inside, (centred - correction[:, None]) * rstd[:, None], 0.0)
@@ -131,11 +134,12 @@ def layer_norm_gradient(dy, total, mean, rstd, weight, inside, columns):
 def row_launch(
     name: str, kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any], num_warps: int
 ) -> Launch:
-    """Return the launch of a kernel on whole rows, in which no product is fused with a sum.
+    """Return the launch of a kernel on whole rows, compiled without fusing products with sums.
 
-    The gradient of one column is ``dy * weight - average``, which is exactly 0 only if the product
-    is rounded first. In a sum across lanes, a fused product would also give two lanes two sums of
-    the same elements. The kernels are bound by memory, so the additional instructions are hidden.
+    The gradient of a row with one column is ``dy * weight - average``, which is exactly 0 only if
+    the product is rounded first. In a sum across lanes, a fused product would also give different
+    lanes different sums of the same elements. Memory bandwidth limits the kernels, so the
+    additional instructions take no additional time.
     """
     return Launch(name, kernel, grid, arguments, num_warps, num_stages=1, fp_fusion=False)
 

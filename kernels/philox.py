@@ -1,6 +1,6 @@
-"""Random numbers computed from a seed and coordinates, and the dropout masks made from them.
+"""Random numbers computed from a seed and coordinates, and dropout masks from these numbers.
 
-The generator is Philox4x32 with 7 rounds (Salmon et al. 2011). The C++ and CUDA kernels draw the
+The generator is Philox4x32 with 7 rounds (Salmon et al. 2011). The C++ and CUDA kernels compute the
 same words.
 """
 
@@ -21,7 +21,7 @@ def philox_product(factor: tl.constexpr, counter):
 
 @triton.jit
 def philox(seed, c0, c1, c2, c3):
-    """Return the four words of Philox4x32-7; the seed is the key, low word first."""
+    """Return the four words of Philox4x32-7; `seed` is the key, with the low word first."""
     key_0 = (seed & 0xFFFFFFFF).to(tl.uint32)
     key_1 = ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)
     for _ in tl.static_range(PHILOX_ROUNDS):
@@ -37,8 +37,8 @@ def philox(seed, c0, c1, c2, c3):
 def dropout_keep(seed, rows, c2, c3, first_column, threshold, COLUMNS: tl.constexpr):
     """Return the elements of a tile that dropout keeps, int1 [rows, COLUMNS].
 
-    Element (row, n) takes word n % 4 of counter (n // 4, row, c2, c3), so first_column must be a
-    multiple of 4. The element is kept iff word >> 8 >= threshold.
+    Element (row, n) takes word n % 4 of the counter (n // 4, row, c2, c3), so first_column must be
+    a multiple of 4. Dropout keeps the element if and only if word >> 8 >= threshold.
     """
     groups = first_column // 4 + tl.arange(0, COLUMNS // 4)
     # [1, COLUMNS / 4]
@@ -52,6 +52,7 @@ def dropout_keep(seed, rows, c2, c3, first_column, threshold, COLUMNS: tl.conste
     keep_1 = (word_1 >> 8).to(tl.int32) >= threshold
     keep_2 = (word_2 >> 8).to(tl.int32) >= threshold
     keep_3 = (word_3 >> 8).to(tl.int32) >= threshold
-    # [rows, COLUMNS / 4, 2, 2]: the last axis is bit 0 of n, the axis before it is bit 1.
+    # keep is [rows, COLUMNS / 4, 2, 2]. The last axis is bit 0 of n, and the axis before it is bit
+    # 1.
     keep = tl.join(tl.join(keep_0, keep_2), tl.join(keep_1, keep_3))
     return keep.reshape(rows.shape[0], COLUMNS)

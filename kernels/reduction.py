@@ -1,4 +1,4 @@
-"""Sums over rows, for the gradients of biases and norms: deterministic, without atomics.
+"""Deterministic sums over rows without atomics, for the gradients of biases and norms.
 
 A matrix of many rows is summed in two launches. Each program of the first launch adds a fixed
 number of rows into one partial sum in fp32, and the second launch adds the partial sums in fp64.
@@ -55,7 +55,8 @@ def _sum_partials_kernel(
     plane = tl.program_id(0) // column_blocks
     cols = tl.program_id(0) % column_blocks * BLOCK_N + tl.arange(0, BLOCK_N)
     partials_ptr += plane.to(tl.int64) * rows_total * columns
-    # Hundreds of additions in fp32 would have a larger error than the partial sums themselves.
+    # The sum is in fp64, because hundreds of additions in fp32 would have a larger error than the
+    # partial sums themselves.
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float64)
     for first_row in range(0, rows_total, BLOCK_M):
         rows = first_row + tl.arange(0, BLOCK_M)
@@ -63,7 +64,7 @@ def _sum_partials_kernel(
         inside = (rows < rows_total)[:, None] & (cols < columns)[None, :]
         total += tl.load(partials_ptr + offsets, mask=inside, other=0.0).to(tl.float64)
     result = tl.sum(total, axis=0).to(tl.float32)
-    # Each plane has its own tensor, because outputs of one operator may not share memory.
+    # Each plane is stored in its own tensor, because outputs of one operator may not share memory.
     if plane == 0:
         _store_sum(out_ptr, result, cols, columns)
     elif plane == 1:
@@ -73,9 +74,9 @@ def _sum_partials_kernel(
 
 
 def sum_partials_launch(partials: Tensor, *outs: Tensor) -> Launch:
-    """Return the launch that sums contiguous fp32 partials (planes, P, N) over P.
+    """Return the launch that sums P partial sums, contiguous fp32 (planes, P, N), in each plane.
 
-    There are one to three planes, and for each plane a contiguous `out` of N elements.
+    There are one to three planes. `outs` has a contiguous tensor of N elements for each plane.
     """
     planes, rows, columns = partials.shape
     tile = sum_partials_tile()
@@ -96,7 +97,7 @@ def sum_partials_launch(partials: Tensor, *outs: Tensor) -> Launch:
 
 
 def sum_planes(partials: Tensor, *dtypes: torch.dtype) -> list[Tensor]:
-    """Sum one to three contiguous fp32 planes (P, N) over P, each to (N,) in its own dtype."""
+    """Sum one to three planes of partials, contiguous fp32 (P, N), to (N,) in a dtype for each."""
     columns = partials.shape[2]
     outs = [torch.empty(columns, dtype=dtype, device=partials.device) for dtype in dtypes]
     run(sum_partials_launch, (partials,), outs)
@@ -104,12 +105,12 @@ def sum_planes(partials: Tensor, *dtypes: torch.dtype) -> list[Tensor]:
 
 
 def sum_partials(partials: Tensor, dtype: torch.dtype) -> Tensor:
-    """Sum contiguous fp32 partials (P, N) over P to (N,) in dtype."""
+    """Sum P partial sums, contiguous fp32 (P, N), to (N,) in `dtype`."""
     return sum_planes(partials[None], dtype)[0]
 
 
 def partial_sums_launch(x: Tensor, partials: Tensor) -> Launch:
-    """Return the launch that sums each `ROWS_PER_PARTIAL` rows of x (M, N) to a row of partials."""
+    """Return the launch that sums `ROWS_PER_PARTIAL` rows of `x` into each row of `partials`."""
     rows, columns = x.shape
     tile = partial_sums_tile()
     arguments = {
@@ -128,7 +129,7 @@ def partial_sums_launch(x: Tensor, partials: Tensor) -> Launch:
 
 
 def sum_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Sum x (M, N), at any strides, over its rows to (N,) in dtype, the gradient of a bias."""
+    """Sum the rows of `x` (M, N), at any strides, to (N,) in `dtype`: the gradient of a bias."""
     rows, columns = x.shape
     shape = (ceil_div(rows, ROWS_PER_PARTIAL), columns)
     partials = torch.empty(shape, dtype=torch.float32, device=x.device)

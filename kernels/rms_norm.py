@@ -1,6 +1,6 @@
 """RMS norm of x + residual, forward and backward (Zhang and Sennrich 2019).
 
-Both passes are bound by memory. A program reads each row once and keeps it in registers.
+Memory bandwidth limits both passes. A program reads each row once and keeps it in registers.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _backward_kernel(
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     cols = tl.arange(0, BLOCK_N)
-    # Every row is spread over all warps, so that a thread sums over BLOCK_M by itself.
+    # All warps share each row, so that a thread sums over BLOCK_M without the other threads.
     dweight = tl.zeros([BLOCK_N], tl.float32)
     for first_row in range(program * BLOCK_M, rows_total, programs * BLOCK_M):
         total, _ = load_sum(
@@ -130,10 +130,10 @@ def rms_norm_forward(
         x: Rows (R, N) at any stride, with a last stride of 1; fp32, fp16 or bf16.
         weight: Scale (N,) in any floating dtype.
         residual: Rows (R, N) in the dtype of `x` and with a last stride of 1, or None.
-        eps: Added to the mean of the squares.
+        eps: Term that is added to the mean of the squares.
 
     Returns:
-        The product (R, N), contiguous in the dtype of `x`, and rstd, fp32 (R,).
+        weight · s · rstd (R, N), contiguous, in the dtype of `x`; and rstd, fp32 (R,).
 
     Raises:
         ValueError: If N is above 8192, or a last stride is not 1.
@@ -147,7 +147,7 @@ def rms_norm_forward(
 
 
 def backward_launch(dy, x, weight, rstd, residual, dsum, partials) -> Launch:
-    """Return the launch of `rms_norm_backward`, without the sum over partials."""
+    """Return the first launch of `rms_norm_backward`, which writes partial sums."""
     arguments = {
         **_shared_arguments(x, weight, rstd, residual),
         "dy_ptr": dy,
@@ -164,10 +164,10 @@ def backward_launch(dy, x, weight, rstd, residual, dsum, partials) -> Launch:
 def rms_norm_backward(
     dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, *, residual: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Compute the gradients of `rms_norm_forward`; the sum is computed again.
+    """Compute the gradients of `rms_norm_forward`; x + residual is computed again.
 
-    `dy` (R, N) may have any strides. dweight has a fixed number of partial sums, so reruns agree
-    bitwise.
+    `dy` (R, N) may have any strides. The gradient dweight of the weight has a fixed number of
+    partial sums, so reruns agree bitwise.
 
     Returns:
         dsum, the gradient (R, N) of `x` and of `residual`, and dweight (N,).

@@ -1,6 +1,6 @@
 """Rotary embeddings of heads, forward and backward (Su et al. 2021).
 
-The kernel is bound by memory. A program reads the angles of one token once, for all heads.
+Memory bandwidth limits the kernel. A program reads the angles of one token once, for all heads.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fastbert.kernels.tiles import ceil_div, rotary_tile
 
 @triton.jit
 def _offsets(row, heads, cols, stride_row, stride_head, stride_col):
-    """Return the offsets [BLOCK_M, BLOCK_N] of columns of heads of one token."""
+    """Return the offsets [BLOCK_M, BLOCK_N] of `cols` in `heads` of the token `row`."""
     across = heads.to(tl.int64)[:, None] * stride_head
     return row * stride_row + across + cols.to(tl.int64)[None, :] * stride_col
 
@@ -93,8 +93,8 @@ def _run(name, x, cos, sin, heads) -> Tensor:
 def rotary_forward(x: Tensor, cos: Tensor, sin: Tensor, *, heads: int) -> Tensor:
     """Rotate the first `heads` heads of each token and copy the other heads.
 
-    Elements i and i + D / 2 of a head are a pair (a, b), which becomes (a cos − b sin, b cos +
-    a sin).
+    Elements i and i + D / 2 of a head are a pair (a, b). The pair becomes (a cos − b sin, b cos + a
+    sin).
 
     Args:
         x: Heads (T, N, D) at any strides, with an even D; fp32, fp16 or bf16.
@@ -109,5 +109,5 @@ def rotary_forward(x: Tensor, cos: Tensor, sin: Tensor, *, heads: int) -> Tensor
 
 
 def rotary_backward(dy: Tensor, cos: Tensor, sin: Tensor, *, heads: int) -> Tensor:
-    """Rotate `dy` (T, N, D), at any strides, backward: the gradient of x of `rotary_forward`."""
+    """Return the gradient of x: `dy` (T, N, D), at any strides, rotated by the negative angles."""
     return _run("rotary_backward", dy, cos, sin, heads)

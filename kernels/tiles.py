@@ -1,6 +1,6 @@
 """Block sizes, numbers of programs, and the choice between kernels that compute the same result.
 
-These choices were not measured on a GPU. They follow from the reasons given here and from the
+These choices were not measured on a GPU. They follow from the reasons in this file and from the
 forecasts in benchmarks/NOTES.md. No shipped launch spills registers with the ptxas of Triton 3.9
 (tests/kernels/test_aot.py). With the ptxas of Triton 3.6, eight fp32 launches for sm_90 spill
 registers and are therefore slower.
@@ -20,8 +20,9 @@ from fastbert.kernels.common import INTERPRETED
 # Whether tiles are chosen for the interpreter. Tests set this flag to False to get the tiles of a
 # GPU.
 IS_INTERPRETED = INTERPRETED.value
-# Rows of a tile in the interpreter. Large tiles need fewer NumPy calls and are fast, but NumPy adds
-# the rows of a column one after another, whereas a GPU adds them in a tree.
+# Rows of a row tile in the interpreter. Larger tiles need fewer NumPy calls and are faster. But
+# NumPy adds the rows of a tile one after another, whereas a GPU adds them in a tree, so this number
+# is small.
 INTERPRETED_ROWS = 8
 LARGEST_HEAD_DIM = 256
 LARGEST_ROW = 8192
@@ -41,8 +42,8 @@ class Tile(NamedTuple):
     num_stages: int
 
 
-# The interpreter's time depends on the number of tiles, so this tile is large. tests/kernels uses
-# the tiles of a GPU.
+# The interpreter's time depends on the number of tiles, so this tile is large. The tests in
+# tests/kernels use the tiles of a GPU instead.
 INTERPRETED_TILE = Tile(128, 128, num_warps=4, num_stages=1)
 
 
@@ -66,15 +67,15 @@ def attention_tile(
 ) -> Tile:
     """Return the tile of an attention kernel: block_m queries and block_n keys.
 
-    For sm_120, ptxas gives some tiles fewer registers than the hardware allows, and spills a few
-    bytes. Other numbers of warps or stages avoid the spills.
+    For sm_120, ptxas gives some tiles fewer registers than the hardware allows, so that a few bytes
+    spill. The tiles for sm_120 therefore have other numbers of warps or stages, which do not spill.
 
     Args:
         pass_name: "forward", "weights", "delta", "statistics", "dkv", "dq" or "bias".
         head_dim: Head dim D, 1 to 256.
         dtype: Dtype of q, k and v.
         has_pairs: Whether the kernel reads a bias, or a mask that differs between queries.
-        target: Architecture of the GPU, as 90 for sm_90.
+        target: Architecture of the GPU, such as 90 for sm_90.
 
     Raises:
         ValueError: If `head_dim` is not allowed.
@@ -128,12 +129,13 @@ def shared_memory(target: int) -> int:
     """Return the bytes of shared memory that a program may use; 99 KiB on an unknown GPU.
 
     Args:
-        target: Architecture of the GPU, as 90 for sm_90.
+        target: Architecture of the GPU, such as 90 for sm_90.
     """
     return SHARED_MEMORY.get(target, min(SHARED_MEMORY.values()))
 
 
-# With more keys, dk and dv would not fit the registers together with the tiles of scores.
+# The largest number of keys of the short backward. With more keys, dk and dv would not fit into the
+# registers together with the tiles of scores.
 LARGEST_SHORT_BACKWARD = 128
 
 
@@ -143,13 +145,17 @@ def multiplies_in_registers(target: int) -> bool:
     sm_90 reads operands from shared memory, and sm_100 has a separate tensor memory.
 
     Args:
-        target: Architecture of the GPU, as 90 for sm_90.
+        target: Architecture of the GPU, such as 90 for sm_90.
     """
     return target < 90 or target >= 120
 
 
 class ShortTile(NamedTuple):
-    """Tile of a short attention kernel, chunks of block_n keys, and programs per multiprocessor."""
+    """The tile of a short attention kernel, and its numbers of chunks and of programs.
+
+    All keys are in `chunks` chunks of block_n keys each. A multiprocessor runs `programs` programs
+    at once.
+    """
 
     tile: Tile
     chunks: int
@@ -161,26 +167,29 @@ def short_attention_tile(
 ) -> ShortTile:
     """Return the tile of a kernel in attention_short.py.
 
-    ptxas reports the registers and the shared memory of each kernel for sm_90. This GPU has 65,536
-    registers and 227 KiB of shared memory per multiprocessor. Both limit the number of programs.
+    ptxas reports the registers and the shared memory of each kernel for sm_90. A multiprocessor of
+    sm_90 has 65,536 registers and 227 KiB of shared memory. Both limit the programs that it runs at
+    once.
 
-    - Forward: 64 keys at a time, with scores [64, 64] on 4 warps. Other tile shapes need more
-      registers and are not faster by as much. All lengths use one chunk size, so that a row has the
-      same bits for any longest sequence of its batch. K and V take 32 KiB per 128 keys at D = 64.
-      With up to 128 keys, the next query tile is loaded in advance. With more keys, the 16 KiB of
-      that tile would leave no shared memory for a third program.
-    - Backward: dk and dv [128, 64] take 64 registers per thread on 8 warps, and the tiles [128, 32]
-      of P and dP take 32. With addresses and dropout, a thread takes 242 registers, so only one
-      program fits. With up to 64 keys, 4 warps are enough, and two programs fit. On sm_80 and
-      sm_120, copies go through registers, and the kernels use tiles of 16 queries. On sm_100 the
-      products are in tensor memory; with dropout, the kernel spills on 8 warps and not on 4.
+    - Forward: Scores are computed for 64 keys at a time, as [64, 64] on 4 warps. Other tile shapes
+      need more registers, which costs more time than the shapes save. All lengths use one chunk
+      size, so that a row has the same bits for any longest sequence of its batch. At D = 64, K and
+      V take 32 KiB of shared memory for every 128 keys. With up to 128 keys, the next query tile is
+      loaded in advance. With more keys, the 16 KiB of the next query tile would leave no shared
+      memory for a third program.
+    - Backward: dk and dv [128, 64] take 64 registers per thread on 8 warps. The tiles [128, 32] of
+      the softmax weights and of their gradient take 32 registers. With addresses and dropout, a
+      thread takes 242 registers, so only one program fits on a multiprocessor. With up to 64 keys,
+      4 warps are enough, and two programs fit. On sm_80 and sm_120, copies go through registers,
+      and the kernels use tiles of 16 queries. On sm_100, the products are in tensor memory; with
+      dropout, the kernel spills registers on 8 warps and not on 4.
 
     Args:
         pass_name: "forward" or "backward".
         max_keys: Length of the longest sequence of keys.
         head_dim: Head dim D.
-        target: Architecture of the GPU, as 90 for sm_90.
-        has_dropout: Whether the pass drops weights.
+        target: Architecture of the GPU, such as 90 for sm_90.
+        has_dropout: Whether the pass applies dropout to the softmax weights.
     """
     if pass_name == "forward":
         block = 128 if IS_INTERPRETED else 64
@@ -225,28 +234,30 @@ def attention_path(
     has_pairs: bool = False,
     has_window: bool = False,
 ) -> str:
-    """Choose the kernels of a pass of attention: "short" or "general".
+    """Choose the kernels for the forward or the backward of attention: "short" or "general".
 
     - The forward up to 256 keys and D = 64 is bound by memory. The short kernel reads K and V once
       and has three programs of 4 warps on a multiprocessor, so that one program loads while the
       others compute. From 257 to 512 keys, K and V fill the shared memory, so only one program
-      fits. Its products and exponentials wait for each other; the general kernel has two programs.
-    - If D is not a power of two, or with `has_pairs`, loads have only 2 bytes and need too many
+      fits. Its products and exponentials then wait for each other, while the general kernel has two
+      programs.
+    - If D is not a power of two, or with `has_pairs`, each load has only 2 bytes, and so many loads
+      need too many registers.
+    - Above D = 64, K, V and the accumulator are twice as large, and the short forward spills
       registers.
-    - Wider heads double K, V and the accumulator. Above D = 64, the short forward spills registers.
-    - With dropout, the Philox words of several chunks need the registers of a third program.
+    - With dropout, the random numbers of several chunks take the registers of a third program.
     - Beyond 128 keys, a window hides most keys, and only the general kernels skip hidden keys.
     - The backward up to 128 keys takes one launch instead of three and 5 products instead of 7, and
       reads q, k, v and dout once instead of twice.
-    - With a key mask, the kernels spill on sm_80 beyond 64 keys (beyond 128 in the forward). The
-      model packs its sequences and needs no mask.
+    - With a key mask, the kernels spill registers on sm_80: the backward beyond 64 keys, and the
+      forward beyond 128 keys. Models pack their sequences and need no key mask.
 
     Args:
         pass_name: "forward" or "backward".
         max_keys: Length of the longest sequence of keys.
         head_dim: Head dim D.
         dtype: Dtype of q, k and v.
-        has_dropout: Whether the pass drops weights.
+        has_dropout: Whether the pass applies dropout to the softmax weights.
         has_key_mask: Whether there is a mask that is the same for every query.
         has_pairs: Whether there is a bias, or a mask that differs between queries.
         has_window: Whether the window has a limit on a side.
@@ -261,7 +272,7 @@ def attention_path(
     return "short" if max_keys <= most else "general"
 
 
-# The tile of a GEMM is made smaller until there are at least this many tiles, about one per
+# The tile of a GEMM is made smaller until the GEMM has at least this many tiles, about one per
 # multiprocessor.
 GEMM_TILES = 96
 
@@ -284,9 +295,9 @@ def gemm_tile(
         rows: Rows of the result.
         columns: Columns of the result.
         dtype: Dtype of the operands.
-        epilogue: "forward", "backward" or "gated_backward"; each needs more registers than the one
-            before.
-        target: Architecture of the GPU, as 90 for sm_90.
+        epilogue: "forward", "backward" or "gated_backward"; each needs more registers than the
+            previous one.
+        target: Architecture of the GPU, such as 90 for sm_90.
     """
     if IS_INTERPRETED:
         return INTERPRETED_TILE
@@ -330,16 +341,18 @@ class GemmPath(NamedTuple):
 
 
 def gemm_path(rows: int, columns: int, depth: int, dtype: torch.dtype) -> GemmPath:
-    """Choose the path of a product with an activation.
+    """Choose the path of a product with an activation, as in `GemmPath`.
 
-    - fp32 products are IEEE, without matrix units. cuBLAS is assumed to be much faster than Triton
-      for these products, and the separate pass takes little time compared with the GEMM.
+    - Products in fp32 are computed in IEEE fp32, without matrix units. cuBLAS is assumed to be much
+      faster than Triton for these products, and the separate pass takes little time compared with
+      the GEMM.
     - The epilogue of cuBLASLt has only the tanh form of GELU. A separate pass is assumed to cost
       38 % of the first GEMM of BERT-base (depth 768) and 19 % at twice the depth. A Triton GEMM is
       assumed to be 20 % slower than the library's GEMM. Both paths then take the same time at a
-      depth of about 1,400. If the pre-activation is saved, the depth is smaller, because the
-      library's GEMM writes it anyway.
-    - With few rows, both paths take the time to read the weight, and "fused" saves a launch.
+      depth of about 1,400. If the pre-activation is saved, this depth is smaller, because the
+      library's GEMM writes the pre-activation in any case.
+    - With few rows, both paths take as long as reading the weight takes, and "fused" saves a
+      launch.
 
     Args:
         rows: Rows of the result.
@@ -375,8 +388,8 @@ def cross_entropy_tile(dtype: torch.dtype) -> tuple[Tile, int]:
 def row_tile(columns: int) -> Tile:
     """Return the tile of a kernel that keeps block_m whole rows in registers; block_n >= columns.
 
-    All warps share a row. Up to 1024 columns a thread holds 8 elements, which are one load of 16
-    bytes in 16 bit; with 16 elements the backward spills on sm_80.
+    All warps share a row. Up to 1024 columns, a thread holds 8 elements, which in 16 bits are one
+    load of 16 bytes. With 16 elements, the backward would spill registers on sm_80.
 
     Raises:
         ValueError: If a row has more than 8192 columns.
@@ -399,7 +412,7 @@ def rotary_tile(head_dim: int) -> Tile:
 
 
 def row_programs(x: Tensor) -> int:
-    """Return the number of programs that share the rows of x (R, N) in a backward.
+    """Return the number of programs that share the rows of x (R, N) in the backward of a norm.
 
     Each program computes one partial sum. The number of programs is the number that the registers
     allow to run at once.
@@ -411,10 +424,10 @@ def row_programs(x: Tensor) -> int:
 
 
 def run_sum_tile(columns: int, dtype: torch.dtype) -> Tile:
-    """Return the tile of a kernel that sums runs of equal keys among block_m sorted rows.
+    """Return the tile of the kernel in embedding.py that sums runs of equal keys.
 
-    The kernel multiplies the rows by a matrix of 0 and 1. In 16 bit the product runs on the
-    matrix units. In fp32 the product is slow, so block_m is small.
+    The kernel multiplies block_m sorted rows by a matrix of 0 and 1. In 16 bits, the product runs
+    on the matrix units. In fp32, the product is slow, so block_m is small.
     """
     if IS_INTERPRETED:
         return Tile(64, max(16, min(1024, triton.next_power_of_2(columns))), 4, num_stages=1)
@@ -427,7 +440,7 @@ def partial_sums_tile() -> Tile:
 
 
 def sum_partials_tile() -> Tile:
-    """Return the tile of the sum over a few hundred partial sums, mostly bound by latency."""
+    """Return the tile of the sum over a few hundred partial sums, whose time is mostly latency."""
     return Tile(32, 64, 4, 1) if IS_INTERPRETED else Tile(128, 32, 8, 1)
 
 
@@ -446,12 +459,13 @@ def multiprocessors(x: Tensor) -> int:
     return _multiprocessors(x.device.index) if x.is_cuda else 4
 
 
-# Architecture for launches on meta tensors, such as 90 for sm_90; the ahead-of-time check sets it.
+# The architecture for launches on meta tensors, such as 90 for sm_90. The ahead-of-time check sets
+# it.
 compiled_target = 90
 
 
 def target_of(x: Tensor) -> int:
-    """Return the architecture of x's GPU, as 80 for sm_80, or `compiled_target` without a GPU."""
+    """Return the architecture of x's GPU, such as 80 for sm_80; `compiled_target` without a GPU."""
     return _capability(x.device.index) if x.is_cuda else compiled_target
 
 

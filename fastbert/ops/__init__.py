@@ -1,7 +1,8 @@
 """The operations: public functions that check their arguments and run on a chosen backend.
 
-Each docstring states shapes, dtypes and errors. ``fastbert.reference`` has the same names in plain
-PyTorch. ``fastbert.ops.backend`` chooses the implementation and gives the reason.
+Each docstring states shapes, dtypes and errors. ``fastbert.reference`` has functions of the same
+names that use PyTorch alone. ``fastbert.ops.backend`` chooses the backend of each call and gives
+the reason for the choice.
 """
 
 from fastbert.ops.attention import (

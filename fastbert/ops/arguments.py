@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 
 
 def require(condition: bool, name: str, got: Any, allowed: str) -> None:
-    """Raise ValueError with the name, the value and what is allowed, unless `condition` holds."""
+    """Raise ValueError unless `condition` holds; the message has `name`, `got` and `allowed`."""
     if not condition:
         raise ValueError(f"{name}: got {got}, allowed: {allowed}")
 
@@ -43,7 +43,7 @@ def require_integer(name: str, tensor: Tensor) -> None:
 
 
 def require_same_device(first: str, device: torch.device, **tensors: Tensor | None) -> None:
-    """Raise ValueError unless all `tensors` are on `device`, the device of the argument `first`."""
+    """Raise ValueError unless `tensors` are on `device`, as the argument that `first` names."""
     for name, tensor in tensors.items():
         if tensor is not None and tensor.device != device:
             raise ValueError(f"{name}: got device {tensor.device}, allowed: {device}, as {first}")
@@ -59,8 +59,9 @@ def check_cu_seqlens(
         cu_seqlens: Cumulative lengths, which must be int32 of shape ``(B + 1,)`` on `device`.
         first: Name of the argument whose device is `device`, for messages.
         device: Device of the tensors of the call.
-        rows: Number of rows of the packed tensor; with it, the values are checked too. A read from
-            a GPU would synchronise, so values are checked on the CPU only, and not while tracing.
+        rows: Number of rows of the packed tensor, or None. With `rows`, the values of `cu_seqlens`
+            are checked too, but only on the CPU and outside torch.compile, because a read from a
+            GPU would synchronise.
 
     Raises:
         TypeError: If the dtype is not int32.
@@ -80,23 +81,30 @@ def check_cu_seqlens(
 
 
 def as_matrix(x: Tensor) -> Tensor:
-    """Return `x` (..., N) as (R, N), a view where that is possible; N may be 0."""
+    """Return `x` of shape (..., N) as a matrix of N columns, as a view if the strides allow one.
+
+    N may be 0, for which ``x.reshape(-1, 0)`` would fail.
+    """
     if x.dim() == 2:
         return x
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 def flatten_rows(x: Tensor) -> Tensor:
-    """Return `x` as (R, N) with any stride between rows; copied if elements are not adjacent."""
+    """Return `x` of shape (..., N) as a matrix of N columns whose rows are contiguous.
+
+    The stride between rows is arbitrary. `x` is copied only if its strides do not allow this.
+    """
     rows = as_matrix(x)
     return rows if rows.stride(-1) == 1 else rows.contiguous()
 
 
 def dropout_seed(p: float, seed: Tensor | None, device: torch.device) -> Tensor | None:
-    """Return the seed of one dropout mask: the given seed, a drawn seed, or None without dropout.
+    """Return the seed of a dropout mask: `seed`, or a drawn seed, or None if `p` is 0.
 
-    The seed is a tensor, so that a draw never synchronises. A replayed CUDA graph draws a new seed.
-    Activation checkpointing restores the generator and so draws the same seed again.
+    The seed is a tensor on `device`, so that drawing it never synchronises. Each replay of a CUDA
+    graph draws a new seed. Activation checkpointing restores torch's generator before it computes a
+    segment again, and therefore draws the same seed.
     """
     if p == 0.0:
         return None
@@ -116,13 +124,13 @@ def dropout_seeds(count: int, device: torch.device) -> tuple[Tensor, ...]:
     Like `dropout_seed`, the function draws from torch's generator of `device`.
     """
     seeds = torch.randint(-(2**63), 2**63 - 1, (count,), dtype=torch.int64, device=device)
-    # Triton compiles kernels for addresses that are multiples of 16 bytes, and each of two seeds
-    # needs such an address.
+    # Triton compiles a kernel for addresses that are multiples of 16 bytes. An int64 seed has 8
+    # bytes, so each seed is stored twice, and every seed then has such an address.
     return torch.stack((seeds, seeds), dim=1)[:, 0].split(1)
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """Return the dtype in which autocast computes products of `x`, or None without autocast."""
+    """Return autocast's dtype for matrix products of `x`, or None without autocast and for fp64."""
     if not torch._C._is_any_autocast_enabled():
         return None
     device = x.device.type
@@ -143,7 +151,7 @@ def autocast(*tensors: Tensor | None) -> list[Tensor | None]:
 
 
 def transformed() -> bool:
-    """Tell whether torch.func or forward-mode AD transforms the call, outside a compiled graph."""
+    """Tell whether torch.func or forward-mode AD transforms the call; False in torch.compile."""
     if torch.compiler.is_compiling():
         return False
     # The level of forward-mode AD has no public name. It is -1 outside forward-mode AD.

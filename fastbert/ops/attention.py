@@ -45,23 +45,23 @@ def attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute scaled dot-product attention, ``softmax(q kᵀ scale + bias) v``.
 
-    A query whose keys are all hidden has an output of exactly 0 and gradients of exactly 0. Keys
-    and values that no query attends do not change a result, even if they are NaN.
+    A query that attends to no key has an output of exactly 0 and gradients of exactly 0. Keys and
+    values that no query attends to do not change a result, even if they are NaN.
 
     Args:
-        q: Queries of shape ``(B, H, Lq, D)`` with any strides, D up to 256; fp32, fp16, bf16, or
-            fp64 on the reference.
+        q: Queries of shape ``(B, H, Lq, D)`` with any strides, D up to 256; fp32, fp16 or bf16, and
+            fp64 with the backend ``"reference"``.
         k: Keys of shape ``(B, H, Lk, D)`` in the dtype of `q`.
         v: Values of shape ``(B, H, Lk, D)`` in the dtype of `q`.
-        mask: Bool mask, True where a query attends a key; of shape ``(B, Lk)``, or broadcastable to
-            ``(B, H, Lq, Lk)``.
+        mask: Bool mask, True where a query attends to a key; of shape ``(B, Lk)``, or broadcastable
+            to ``(B, H, Lq, Lk)``.
         bias: Floating tensor that is added to the logits; broadcastable to ``(B, H, Lq, Lk)``.
         dropout_p: Probability with which an attention weight is dropped.
         scale: Factor of the logits; ``D ** -0.5`` by default.
         causal: Whether a query attends only to keys at its own position or earlier. Query ``i`` has
             the position of key ``i + Lk - Lq``.
-        window: How many keys before and after its position a query attends: ``(left, right)``, or
-            one number for both sides; -1 leaves a side open.
+        window: How many keys before and after its position a query attends to: ``(left, right)``,
+            or one number for both sides; -1 leaves a side open.
         return_weights: Whether the softmax weights are returned too.
         backend: ``"reference"``, ``"triton"``, ``"cuda"`` or ``"cpu"``; None lets
             ``fastbert.ops.backend.resolve`` choose.
@@ -69,9 +69,9 @@ def attention(
             generator of the device. The same seed gives the same mask on every backend.
 
     Returns:
-        Tensor of shape ``(B, H, Lq, D)`` in the dtype of `q` (autocast's under autocast) and in the
-        memory order of ``(B, Lq, H, D)``. With `return_weights` also the weights before dropout, of
-        shape ``(B, H, Lq, Lk)``.
+        Tensor of shape ``(B, H, Lq, D)``, stored in memory in the order of ``(B, Lq, H, D)``. Its
+        dtype is the dtype of `q`, or autocast's dtype under autocast. With `return_weights`, also
+        the softmax weights before dropout, of shape ``(B, H, Lq, Lk)``.
 
     Raises:
         ValueError: If a shape, a device or a value is not allowed, or if `backend` cannot serve the
@@ -119,33 +119,33 @@ def attention_varlen(
     backend: str | None = None,
     dropout_seed: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Compute attention inside each sequence of a packed batch, as ``flash_attn_varlen_func``.
+    """Compute attention inside each sequence of a packed batch, like ``flash_attn_varlen_func``.
 
     Args:
-        q: Queries of shape ``(Tq, H, D)``, the sequences one after another.
+        q: Queries of shape ``(Tq, H, D)``, with the sequences one after another.
         k: Keys of shape ``(Tk, H, D)``.
         v: Values of shape ``(Tk, H, D)``.
-        cu_seqlens_q: Cumulative lengths of the queries' sequences from 0, int32 of shape
+        cu_seqlens_q: Cumulative lengths of the query sequences, starting with 0, int32 of shape
             ``(B + 1,)``.
-        cu_seqlens_k: Cumulative lengths of the keys' sequences; `cu_seqlens_q` by default.
-        max_seqlen_q: Length of the longest sequence of queries, or more. None reads it from
-            `cu_seqlens_q`, which synchronises with a GPU.
-        max_seqlen_k: As `max_seqlen_q`, for the keys.
+        cu_seqlens_k: Cumulative lengths of the key sequences; `cu_seqlens_q` by default.
+        max_seqlen_q: Upper bound of the lengths of the query sequences. None reads the largest
+            length from `cu_seqlens_q`, which synchronises with a GPU.
+        max_seqlen_k: As `max_seqlen_q`, for the key sequences.
         mask: As in `attention`, broadcastable to ``(B, H, max_seqlen_q, max_seqlen_k)`` and indexed
             by positions inside the sequences.
-        bias: As `mask`, floating.
+        bias: Floating tensor that is added to the logits; shape and indices as for `mask`.
         dropout_p: As in `attention`.
         scale: As in `attention`.
-        causal: As in `attention`, in each sequence.
-        window: As in `attention`, in each sequence.
+        causal: As in `attention`, within each sequence.
+        window: As in `attention`, within each sequence.
         return_weights: As in `attention`.
         backend: As in `attention`.
         dropout_seed: As in `attention`.
 
     Returns:
-        Tensor of shape ``(Tq, H, D)``. Rows beyond ``cu_seqlens_q[-1]`` are 0, and rows of the
-        inputs there are not read. With `return_weights` also the weights of shape ``(B, H,
-        max_seqlen_q, max_seqlen_k)``, 0 at padding.
+        Tensor of shape ``(Tq, H, D)``. Rows from ``cu_seqlens_q[-1]`` on belong to no sequence: the
+        inputs are not read there, and the result is 0. With `return_weights`, also the softmax
+        weights of shape ``(B, H, max_seqlen_q, max_seqlen_k)``, which are 0 at padding.
 
     Raises:
         ValueError: As in `attention`.
@@ -181,14 +181,14 @@ def attention_qkvpacked(
     """Compute self-attention on the output of one fused projection of q, k and v.
 
     The queries, keys and values are read in place, and the backward writes their gradients into one
-    tensor of the shape of `qkv`, so that nothing is split or joined.
+    tensor of the shape of `qkv`, so that no tensor is split or concatenated.
 
     Args:
-        qkv: Tensor of shape ``(B, L, 3, H, D)``; or ``(T, 3, H, D)``, packed, with `cu_seqlens`.
+        qkv: Tensor of shape ``(B, L, 3, H, D)``, or packed ``(T, 3, H, D)`` with `cu_seqlens`.
         cu_seqlens: Cumulative lengths of the packed sequences, int32 of shape ``(B + 1,)``.
         max_seqlen: Length of the longest packed sequence, as in `attention_varlen`.
-        mask: As in `attention`, or `attention_varlen` with `cu_seqlens`.
-        bias: As `mask`, floating.
+        mask: As in `attention`, or as in `attention_varlen` if `cu_seqlens` is given.
+        bias: Floating tensor that is added to the logits; shape and indices as for `mask`.
         dropout_p: As in `attention`.
         scale: As in `attention`.
         causal: As in `attention`.
@@ -198,8 +198,8 @@ def attention_qkvpacked(
         dropout_seed: As in `attention`.
 
     Returns:
-        Contiguous tensor of shape ``(B, L, H, D)`` or ``(T, H, D)``. With `return_weights` also the
-        weights of shape ``(B, H, L, L)``.
+        Contiguous tensor of shape ``(B, L, H, D)`` or ``(T, H, D)``. With `return_weights`, also
+        the softmax weights of shape ``(B, H, L, L)``, where L is `max_seqlen` for packed sequences.
 
     Raises:
         ValueError: As in `attention`.
@@ -248,10 +248,11 @@ def attention_weights(
     The weights are before dropout. They are differentiable in `q`, `k` and `bias`.
 
     Args:
-        q: Queries of shape ``(B, H, Lq, D)``; or ``(Tq, H, D)``, packed, with `cu_seqlens_q`.
-        k: Keys of shape ``(B, H, Lk, D)``; or ``(Tk, H, D)``.
-        lse: Natural log-sum-exp of the logits, fp32 of shape ``(B, H, Lq)`` or ``(H, Tq)``, which
-            saves some kernels a pass. None computes the log-sum-exp.
+        q: Queries of shape ``(B, H, Lq, D)``, or packed ``(Tq, H, D)`` with `cu_seqlens_q`.
+        k: Keys of shape ``(B, H, Lk, D)``, or packed ``(Tk, H, D)`` with `cu_seqlens_q`.
+        lse: Natural log-sum-exp of each query's logits, fp32 of shape ``(B, H, Lq)``, or of shape
+            ``(H, Tq)`` for packed queries. With `lse`, some kernels read the keys once instead of
+            twice. None computes the log-sum-exp.
         cu_seqlens_q: As in `attention_varlen`.
         cu_seqlens_k: As in `attention_varlen`.
         max_seqlen_q: As in `attention_varlen`.
@@ -267,8 +268,8 @@ def attention_weights(
         backend: As in `attention`.
 
     Returns:
-        Tensor of shape ``(B, len(heads), len(rows), Lk)`` in the dtype of `q`, 0 in the rows and
-        keys beyond the end of a packed sequence.
+        Tensor of shape ``(B, len(heads), len(rows), Lk)`` in the dtype of `q`. The weights are 0
+        for queries and keys beyond the end of a packed sequence.
 
     Raises:
         ValueError: As in `attention`, or if an index is out of range.
@@ -311,7 +312,7 @@ def _row(backend: str) -> backends.Implementation:
 
 
 def _of(a: Any) -> AttentionOptions:
-    """Return the options among an operator's arguments."""
+    """Return the `AttentionOptions` from the arguments `a` of an operator."""
     return AttentionOptions(*(getattr(a, name) for name in AttentionOptions._fields))
 
 
@@ -321,7 +322,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Te
 
 
 def _lse_fake(q: Tensor, backend: str) -> Tensor:
-    """Return an empty log-sum-exp for q in the operator's form; the reference's has no elements."""
+    """Return an uninitialised log-sum-exp for `q`, without elements for the backend "reference"."""
     if backend == "reference":
         return q.new_empty(0, dtype=torch.float32)
     shape = (q.shape[1], q.shape[0]) if q.dim() == 3 else q.shape[:3]
@@ -356,11 +357,12 @@ def _backward_fake(a: Any) -> tuple[Tensor, ...]:
 
 
 def _dbias_like(q: Tensor, bias: Tensor | None, has_dbias: bool) -> Tensor:
-    """Return an empty gradient of bias, without elements if autograd needs no such gradient."""
+    """Return an uninitialised gradient of `bias`, without elements if `has_dbias` is False."""
     return bias.new_empty(bias.shape) if bias is not None and has_dbias else q.new_empty(0)
 
 
-# The fields of AttentionOptions in order, and the backend.
+# The schema of the options of an operator: the fields of AttentionOptions in order, and the
+# backend.
 _OPTIONS = (
     "Tensor? mask, Tensor? bias, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seed, "
     "SymInt max_seqlen_q, SymInt max_seqlen_k, float dropout_p, float scale, int left, int right, "
@@ -379,7 +381,8 @@ _attention_backward = operator(
 )
 
 
-# The options before this index are tensors; autograd saves tensors separately from numbers.
+# The first TENSORS fields of AttentionOptions are tensors, which autograd saves separately from the
+# numbers.
 TENSORS = AttentionOptions._fields.index("seed") + 1
 
 
@@ -415,11 +418,11 @@ differentiable("attention", _gradient, _setup_context)
 once_differentiable("attention_backward")
 
 
-# The operator on one tensor
+# The operator on one tensor `qkv` that contains q, k and v
 
 
 def _unpacked(qkv: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q, k and v as views of qkv (B, L, 3, H, D) or (T, 3, H, D), in the operator's form."""
+    """Return q, k and v as views of `qkv`: (B, H, L, D), or (T, H, D) with `cu_seqlens`."""
     q, k, v = qkv.unbind(-3)
     if cu_seqlens is None:
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
@@ -427,7 +430,7 @@ def _unpacked(qkv: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor, T
 
 
 def _swapped(out: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """Swap (B, L, H, D) and (B, H, L, D); packed rows stay as they are."""
+    """Swap the dimensions L and H of a dense `out`; return packed rows without a change."""
     return out.transpose(1, 2) if cu_seqlens is None else out
 
 
@@ -488,7 +491,7 @@ differentiable("attention_qkvpacked", _qkvpacked_gradient, _qkvpacked_setup_cont
 once_differentiable("attention_qkvpacked_backward")
 
 
-# The weights by themselves
+# The operator that returns the softmax weights alone
 
 
 def _weights_forward(
@@ -549,8 +552,8 @@ def _weights_gradient(ctx: Any, dweights: Tensor) -> dict[str, Tensor]:
     if cu_q is not None:
         (q,), pack_q = padded([q], cu_q, ctx.max_q)
         (k,), pack_k = padded([k], cu_k, ctx.max_k)
-    # A key that no query attends to may be NaN, and so may a query that attends to no key. The
-    # product of 0 and NaN would be NaN.
+    # A key that no query attends to may be NaN, and so may a query that attends to no key. Both are
+    # replaced by 0, because the product of their gradient 0 and NaN would be NaN.
     idle = dscores == 0.0
     q, k = (x.masked_fill(idle.all(dim).unsqueeze(-1), 0.0) for x, dim in ((q, -1), (k, -2)))
     dq, dk = dscores @ k * ctx.scale, dscores.transpose(-2, -1) @ q * ctx.scale
@@ -566,7 +569,7 @@ def _spread(
     chosen_heads: list[int] | None,
     chosen_rows: list[int] | None,
 ) -> Tensor:
-    """Return the gradient of all heads and rows, which is 0 except at the chosen ones."""
+    """Return the gradient of the scores of all heads and rows, 0 except at the chosen ones."""
     device, (batch, *_, keys) = dscores.device, dscores.shape
     places = (
         torch.arange(batch, device=device)[:, None, None],

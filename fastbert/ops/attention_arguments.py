@@ -76,14 +76,14 @@ def options_of(
 def backend_for(
     q: Tensor, requested: str | None, o: AttentionOptions, weights: bool = False
 ) -> str:
-    """Return the backend that serves attention on `q`; `weights` are wanted as a result."""
+    """Return the backend for attention on `q`; with `weights`, it must return the weights too."""
     on_gpu = q.device.type == "cuda"
     request = backends.Request(
         q.device.type,
         q.dtype,
         head_dim=q.shape[-1],
         options=named_options(o.bias is not None, o.left, o.right, o.scale, weights),
-        # Only a GPU has a table of times.
+        # The table of measured times (gpu_times.json) is for GPUs only.
         length=length_class(o.max_seqlen_k) if on_gpu else 0,
         trained=on_gpu and needs_gradient(q),
     )
@@ -93,7 +93,7 @@ def backend_for(
 def named_options(
     bias: bool, left: int, right: int, scale: float, weights: bool
 ) -> tuple[str, ...]:
-    """Return the names of the options that not every backend serves, for a request."""
+    """Return, for a `Request`, the names of the options in use that some backend refuses."""
     given = {
         "bias": bias, "window": left >= 0 or right >= 0, "scale": scale <= 0.0, "weights": weights,
     }  # fmt: skip
@@ -131,7 +131,7 @@ def varlen_shape(
     max_seqlen_q: int | None,
     max_seqlen_k: int | None,
 ) -> tuple[int, ...]:
-    """Check packed q (Tq, H, D), and k and v (Tk, H, D); return (B, H, Lq, Lk)."""
+    """Check packed q (Tq, H, D), k and v (Tk, H, D); return (B, H, max_seqlen_q, max_seqlen_k)."""
     _check_inputs(q, k, v, 3, "(T, H, D)")
     require_shape("k", k, (k.shape[0], q.shape[1], q.shape[2]))
     check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, "q", q.device)
@@ -199,7 +199,7 @@ def check_lse(lse: Tensor | None, q: Tensor) -> None:
 
 
 def chosen(name: str, indices: Sequence[int] | None, size: int) -> list[int] | None:
-    """Check indices of heads or rows and return them as a list; None means all `size`."""
+    """Return the list of `indices`, each of which must be below `size`; None stays None."""
     if indices is None:
         return None
     indices = [int(i) for i in indices]

@@ -1,6 +1,6 @@
-"""The backend tables of attention and of its weights.
+"""The tables of the backends of attention and of its softmax weights.
 
-q, k, v and the gradients are (B, H, L, D), or packed (T, H, D).
+q, k, v and their gradients have the shape (B, H, L, D), or (T, H, D) for packed sequences.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from fastbert.ops.attention_arguments import AttentionOptions
 
 
 def out_like(q: Tensor) -> Tensor:
-    """Return an empty (B, H, L, D) with the memory of (B, L, H, D), so that merging heads is free.
+    """Return an uninitialised tensor of the shape of `q`, in which merging heads needs no copy.
 
-    A packed (T, H, D) gives a contiguous tensor of its shape.
+    A dense (B, H, L, D) is stored in memory in the order of (B, L, H, D). A packed (T, H, D) is
+    contiguous.
     """
     if q.dim() == 3:
         return q.new_empty(q.shape)
@@ -31,7 +32,7 @@ def out_like(q: Tensor) -> Tensor:
 def padded(
     tensors: Sequence[Tensor], cu_seqlens: Tensor | None, max_seqlen: int
 ) -> tuple[list[Tensor], Callable[[Tensor], Tensor]]:
-    """Return packed (T, H, D) tensors as (B, H, L, D), and the function that packs the result."""
+    """Return packed tensors (T, H, D) as (B, H, L, D), and a function that packs such a tensor."""
     assert cu_seqlens is not None
     rows = [reference.pad_rows(x, cu_seqlens, max_seqlen) for x in tensors]
     _, slot, used = rows[0]
@@ -43,7 +44,7 @@ def padded(
 
 
 def _lengths(o: AttentionOptions) -> tuple[Tensor, Tensor] | None:
-    """Return the lengths of packed queries and keys, or None for dense tensors."""
+    """Return the lengths of the packed query and key sequences, or None for dense tensors."""
     if o.cu_seqlens_q is None or o.cu_seqlens_k is None:
         return None
     return o.cu_seqlens_q.diff(), o.cu_seqlens_k.diff()
@@ -182,7 +183,8 @@ def _cpu_backward(
     lse: Tensor,
     o: AttentionOptions,
 ) -> None:
-    # The kernel computes the statistics of each row again, because out and lse are rounded.
+    # The kernel computes the softmax statistics of each row again, because the out and lse of the
+    # forward are rounded.
     torch.ops.fastbert_C.attention_backward(*into, dout, q, k, v, *o)
 
 
@@ -238,7 +240,8 @@ def _cuda_refuses(request: backends.Request) -> str | None:
     return None
 
 
-# A backward writes its results into the tensors (dq, dk, dv, dbias or None) of its first argument.
+# The first argument of a backward is a list of the tensors that it fills: dq, dk, dv, and dbias or
+# None.
 backends.TABLES["attention"] = {
     "reference": backends.Implementation(
         _reference_forward, _reference_backward, backends.ALL_DTYPES

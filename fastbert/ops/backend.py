@@ -1,9 +1,10 @@
-"""The choice of the implementation of an operation, with its reason, and environment variables.
+"""The choice of a backend for each call, the reason for the choice, and environment variables.
 
-No other Python file reads the environment. ``FASTBERT_BACKEND`` is the preferred backend of calls
-that name none. Triton's own ``TRITON_INTERPRET=1`` lets Triton kernels run on CPU tensors. The
-extension reads ``FASTBERT_CPU_ISA``. torchrun sets ``TORCHELASTIC_RUN_ID``, ``WORLD_SIZE``, the
-number of its processes, and ``LOCAL_WORLD_SIZE``, the number of those on this machine.
+No other Python file reads the environment. ``FASTBERT_BACKEND`` names the preferred backend of
+calls with ``backend=None``. ``TRITON_INTERPRET=1``, a variable of Triton, lets Triton kernels run
+on CPU tensors. The C++ extension reads ``FASTBERT_CPU_ISA``, the instruction set of its kernels.
+torchrun sets ``TORCHELASTIC_RUN_ID``, ``WORLD_SIZE`` (the number of all its processes) and
+``LOCAL_WORLD_SIZE`` (the number of its processes on this machine).
 
 A stand-in runs the kernels of a GPU backend on CPU tensors. There are two stand-ins. Triton's
 interpreter runs the Python source of Triton kernels. The PTX machine (fastbert/testing/ptx) runs
@@ -31,17 +32,17 @@ from fastbert.ops import gpu_times
 BACKENDS = ("reference", "triton", "cuda", "cpu")
 LOW_PRECISION = (torch.float32, torch.float16, torch.bfloat16)
 ALL_DTYPES = (*LOW_PRECISION, torch.float64)
-# The backends of each device type, in the order in which ``backend=None`` tries them. On a GPU, the
-# measured times (fastbert/ops/gpu_times.py) are compared first.
+# The backends of each device type, in the order in which ``backend=None`` tries them. On a GPU,
+# measured times (fastbert/ops/gpu_times.py) take precedence over this order.
 ORDER = {"cuda": ("triton", "cuda", "reference"), "cpu": ("cpu", "reference")}
 OTHER_DEVICE = ("reference",)
 OLDEST_CAPABILITY = (8, 0)
-# Equal to kernels.tiles.LARGEST_ROW, which cannot be imported without Triton.
+# This number equals LARGEST_ROW of kernels.tiles. That module cannot be imported without Triton.
 LARGEST_TRITON_ROW = 8192
 
 
 class Choice(NamedTuple):
-    """A resolved backend and the reason in words."""
+    """The backend that was chosen for a call, and the reason in words."""
 
     backend: str
     reason: str
@@ -54,14 +55,15 @@ class Request(NamedTuple):
         device: Device type, such as "cpu" or "cuda".
         dtype: Dtype of the inputs.
         head_dim: Head dim of attention.
-        options: Options of attention that not every backend serves: "bias", "window", "weights" (as
-            a result), "scale" (of 0 or less).
+        options: Options of attention that some backends refuse: "bias", "window", "weights" (the
+            softmax weights are returned) and "scale" (the scale is 0 or less).
         activation: Name of the activation of a feed-forward.
-        columns: Number of columns of a row operation, or of the left operand of a product.
+        columns: Number of columns of the rows of a norm or an embedding, or of the left operand of
+            a product.
         transformed: Whether a transform of torch.func or forward-mode AD is active.
-        length: Class of the longest sequence of keys in attention on a GPU
-            (`gpu_times.length_class`).
-        rows: Class of the rows of a product on a GPU (`gpu_times.rows_class`).
+        length: Length of the longest key sequence in attention on a GPU, rounded by
+            `gpu_times.length_class`.
+        rows: Number of rows of a product on a GPU, rounded by `gpu_times.rows_class`.
         trained: Whether a gradient is wanted, so that the time of the backward pass counts.
     """
 
@@ -78,7 +80,7 @@ class Request(NamedTuple):
 
 
 def serves_all(request: Request) -> str | None:
-    """Refuse nothing."""
+    """Return None, because the implementation refuses no request."""
     return None
 
 
@@ -91,15 +93,15 @@ def refuse_wide_rows(request: Request) -> str | None:
 
 @dataclass(frozen=True)
 class Implementation:
-    """One row of an operation's backend table.
+    """The implementation of an operation by one backend: an entry of `TABLES`.
 
     Args:
         forward: Takes the arguments of the operator, without its backend.
         backward: Takes the arguments of the backward operator, without its backend.
         dtypes: Allowed dtypes of the inputs.
         refuses: Function that returns the reason why a request cannot be served, or None.
-        is_partial: Whether the backend serves only some calls. A model that asks for a partial
-            backend lets each operation choose.
+        is_partial: Whether the backend serves only some calls. If a model requests a partial
+            backend, each operation chooses its backend itself (see `prefer`).
     """
 
     forward: Callable[..., Any]
@@ -126,7 +128,7 @@ def _load_extension() -> tuple[Any, str]:
             f"the extension fastbert._C was built for torch {built}, this is torch "
             f"{torch.__version__}: reinstall fastbert with --no-build-isolation"
         )
-    # `python -m benchmarks.cpu tiles` writes the file on a processor with AMX.
+    # The command `python -m benchmarks.cpu tiles` writes this file on a processor with AMX.
     recorded = json.loads(Path(__file__).with_name("tile_schedule.json").read_text("utf-8"))
     extension.set_tile_schedule(recorded["schedule"])
     return extension, "built"
@@ -145,12 +147,12 @@ WITHOUT_CUDA = "" if EXTENSION is None else EXTENSION.build_info().get("without_
 HAS_TRITON = _has_triton()
 DEFAULT_REQUEST = os.environ.get("FASTBERT_BACKEND") or None
 INTERPRETER = "Triton's interpreter"
-# The stand-in that runs the kernels of each GPU backend on CPU tensors.
+# The name of the stand-in that runs the kernels of a GPU backend on CPU tensors, by backend.
 _stand_ins = {"triton": INTERPRETER} if os.environ.get("TRITON_INTERPRET") == "1" else {}
 
 
 def enable_interpreter() -> None:
-    """Let Triton kernels run on CPU tensors, slowly.
+    """Let Triton kernels run on CPU tensors, in Triton's interpreter, which is slow.
 
     Raises:
         RuntimeError: If Triton kernels are already loaded for a GPU.
@@ -171,17 +173,17 @@ def interpreted() -> bool:
 
 @contextmanager
 def standing_in(name: str, backend: str) -> Iterator[None]:
-    """Let `backend` serve CPU tensors inside the block, in which a stand-in runs its kernels.
+    """Let `backend` serve CPU tensors inside a with block, where a stand-in runs its kernels.
 
-    The caller makes the kernels of the backend run on the stand-in.
+    The caller must make the kernels of the backend run on the stand-in.
 
     Args:
         name: The stand-in, such as "the PTX machine".
         backend: "triton" or "cuda".
 
     Raises:
-        RuntimeError: If the kernels of the backend are loaded for Triton's interpreter, because
-            they cannot be compiled then.
+        RuntimeError: If the Triton kernels were loaded for Triton's interpreter, because such
+            kernels cannot be compiled.
     """
     if _stand_ins.get(backend) == INTERPRETER:
         raise RuntimeError(
@@ -210,7 +212,8 @@ def compiler_environment(cache: Path | None = None) -> dict[str, str]:
     Args:
         cache: Folder of Triton's cache; None is Triton's default.
     """
-    # Without the last variable, the new default of Triton 3.10 would change the last bits.
+    # Triton 3.10 has another default of TRITON_DEFAULT_FP_FUSION, which would change the last bits
+    # of results.
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_DEFAULT_FP_FUSION": "1"}
     return environment if cache is None else {**environment, "TRITON_CACHE_DIR": str(cache)}
 
@@ -235,8 +238,9 @@ def refuse_old_gpu() -> str | None:
 def refuse_missing_code() -> str | None:
     """Return the reason why the extension's CUDA code does not run on the current GPU, or None.
 
-    Machine code runs on later GPUs of the same major number. Code of an architecture with a letter
-    runs on that architecture only. PTX ("+PTX") runs on every later GPU.
+    Machine code runs on later GPUs with the same major compute capability. Machine code for an
+    architecture whose name ends in a letter, such as 9.0a, runs on that architecture only. PTX,
+    marked by "+PTX", runs on every later GPU.
     """
     arch = capability()
     if arch is None:
@@ -299,7 +303,7 @@ def refusal(op: str, backend: str, request: Request) -> str | None:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name of a dtype as commands and records spell it, such as "bfloat16"."""
+    """Return the name of a dtype as in commands and result files, such as "bfloat16"."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -315,21 +319,23 @@ def resolve(op: str, requested: str | None, request: Request) -> Choice:
 
     Args:
         op: Name of the operation.
-        requested: The only backend allowed. None takes FASTBERT_BACKEND if that backend implements
-            `op`, and otherwise the first backend that can serve the call, in the order of the
-            measured times on a GPU, and of ``ORDER`` without such times.
+        requested: The backend to use. None takes the backend that FASTBERT_BACKEND names, if that
+            backend serves every call of `op`. Otherwise None takes the first backend that can serve
+            the call. The order is that of the measured times if the GPU has any, and otherwise that
+            of ``ORDER``.
         request: Properties of the call.
 
     Returns:
-        The choice. The reason names the backends that were tried first with their refusals, and on
-        a GPU the times of the backends.
+        The backend and the reason. The reason names the backends that refused the call and why they
+        refused it, and on a GPU the times of the backends.
 
     Raises:
         ValueError: If `requested` is unknown or cannot serve the call, or if no backend can.
     """
     if torch.compiler.is_compiling():
         return _resolve(op, requested, request)
-    # All facts on which a choice depends; backends may be added to a table or removed from it.
+    # The key contains all facts on which a choice depends. The entries of the table are among them,
+    # because a backend may be added to a table or removed from it.
     rows = tuple(map(id, TABLES[op].values()))
     installed = (EXTENSION is None, EXTENSION_STATE, EXTENSION_HAS_CUDA, HAS_TRITON)
     key = (op, requested, request, DEFAULT_REQUEST, rows, installed, tuple(_stand_ins.items()))
@@ -339,7 +345,8 @@ def resolve(op: str, requested: str | None, request: Request) -> Choice:
     return choice
 
 
-# The choices that `resolve` has made. Their number is limited by the number of kinds of calls.
+# The choices that `resolve` has made, by key. There are few different keys, because lengths and
+# numbers of rows are rounded to classes.
 _choices: dict[tuple[Any, ...], Choice] = {}
 
 
@@ -371,7 +378,7 @@ def _resolve(op: str, requested: str | None, request: Request) -> Choice:
 def _order_on_gpu(
     op: str, dtype: str, width: int, size: int, trained: bool
 ) -> tuple[tuple[str, ...], str]:
-    """Return the backends, the first choice first, and their times as text; "" without times."""
+    """Return the backends in order of preference, and their times as text, "" without times."""
     arch = capability()
     if arch is None:
         return ORDER["cuda"], ""
@@ -380,18 +387,18 @@ def _order_on_gpu(
     return gpu_times.order(point, trained, ORDER["cuda"]), times
 
 
-# torch.compile calls this function while it traces. The mark has the effect of
-# torch.compiler.assume_constant_result, which would import torch._dynamo, and that import takes
-# seconds.
+# torch.compile calls this function while it traces, and takes the result as a constant. The
+# attribute has the effect of the decorator torch.compiler.assume_constant_result. The decorator
+# itself would import torch._dynamo, which takes seconds.
 _order_on_gpu._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def prefer(op: str, requested: str | None) -> str | None:
     """Return `requested` if that backend serves every call of `op`, or None otherwise.
 
-    A model requests its backend with this function for each of its operations. An operation without
-    that backend chooses as if `requested` were None. ``fastbert info`` and ``model.backends()``
-    show the result.
+    A model calls this function to request its backend for each of its operations. If the result is
+    None, the operation chooses its backend itself. ``fastbert info`` and ``model.backends()`` show
+    the resulting backends.
     """
     row = None if requested is None else TABLES[op].get(validate(requested) or "")
     return None if row is None or row.is_partial else requested

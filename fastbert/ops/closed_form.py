@@ -1,8 +1,8 @@
 """Forward and backward of the ``reference`` backend, with the derivatives in closed form.
 
-An operator's implementation runs below autograd, so it cannot differentiate ``fastbert.reference``.
-The functions here compute the same formulas and their derivatives. Tests compare them with autograd
-through ``fastbert.reference`` in float64.
+An operator's implementation runs below autograd, where ``fastbert.reference`` cannot be
+differentiated. The functions here compute the same formulas and their derivatives. Tests compare
+them with autograd through ``fastbert.reference`` in float64.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fastbert.activations import ACTIVATIONS
 
 
 def sum_to(x: Tensor, shape: torch.Size) -> Tensor:
-    """Sum `x` over the dimensions that were broadcast from `shape`, which is as long as x.shape."""
+    """Sum `x` over the dimensions in which `shape`, of the same rank, has another size than `x`."""
     axes = [i for i, (got, want) in enumerate(zip(x.shape, shape, strict=True)) if got != want]
     return x.sum(dim=axes, keepdim=True) if axes else x
 
@@ -32,8 +32,8 @@ def _allowed(q, k, mask, left, right, lengths):
 def _weights(q, k, allowed, bias, scale):
     """Compute ``reference.softmax_weights`` in place.
 
-    The scores are the largest tensor of the operation, and no other function reads the scores below
-    autograd.
+    The scores are the largest tensor of the operation. They can be overwritten, because below
+    autograd no other function reads them.
     """
     if bias is not None:
         return reference.softmax_weights(q, k, allowed, bias, scale)
@@ -42,13 +42,13 @@ def _weights(q, k, allowed, bias, scale):
         return torch.softmax(scores, dim=-1)
     empty = ~allowed.any(dim=-1, keepdim=True)
     weights = torch.softmax(scores.masked_fill_(~allowed & ~empty, -math.inf), dim=-1)
-    # The last pass is left out if no row is empty. A GPU would have to synchronise to find that
-    # out.
+    # On the CPU, `masked_fill_` is skipped if every query has an allowed key. On a GPU, this check
+    # would synchronise, so `masked_fill_` always runs.
     return weights.masked_fill_(empty, 0.0) if empty.is_cuda or empty.any() else weights
 
 
 def attention_forward(q, k, v, mask, bias, lengths, seed, dropout_p, scale, left, right):
-    """Compute the output (B, H, Lq, D) of padded inputs."""
+    """Compute the attention output (B, H, Lq, D) of padded inputs."""
     allowed = _allowed(q, k, mask, left, right, lengths)
     k, v = (reference.hide_unattended(x, allowed) for x in (k, v))
     weights = _weights(q, k, allowed, bias, scale)
@@ -56,9 +56,9 @@ def attention_forward(q, k, v, mask, bias, lengths, seed, dropout_p, scale, left
 
 
 def attention_backward(dout, q, k, v, mask, bias, lengths, seed, dropout_p, scale, left, right):
-    """Compute the gradients of q, k, v and bias (None without one).
+    """Compute the gradients of q, k, v and bias; the last is None without a bias.
 
-    The weights are computed again instead of being kept.
+    The softmax weights are computed again, so that the forward need not save them.
     """
     allowed = _allowed(q, k, mask, left, right, lengths)
     k, v = (reference.hide_unattended(x, allowed) for x in (k, v))
@@ -92,7 +92,7 @@ def normalised_sum(x, residual, x_bias, seed, dropout_p):
 
 
 def layer_norm_forward(x, weight, bias, residual, x_bias, seed, dropout_p, eps):
-    """Compute the layer norm of the sum, its mean and its reciprocal standard deviation."""
+    """Compute the layer norm of `normalised_sum`, and the mean and reciprocal std of each row."""
     total = normalised_sum(x, residual, x_bias, seed, dropout_p)
     mean = total.mean(dim=-1, keepdim=True)
     centred = total - mean
@@ -103,9 +103,10 @@ def layer_norm_forward(x, weight, bias, residual, x_bias, seed, dropout_p, eps):
 
 
 def layer_norm_backward(dy, x, weight, mean, rstd, residual, x_bias, seed, has_bias, dropout_p):
-    """Compute the gradients of the sum, x, weight, bias and x_bias.
+    """Compute the gradients of the result of `normalised_sum`, of x, weight, bias and x_bias.
 
-    The gradient of x is empty without dropout. The gradient of an absent bias is empty.
+    Without dropout, the gradient of x equals the gradient of the sum, and an empty tensor is
+    returned for it. The gradients of an absent bias and an absent x_bias are empty too.
     """
     total = normalised_sum(x, residual, x_bias, seed, dropout_p)
     dy, rstd = dy.to(total.dtype), rstd[:, None]
@@ -122,14 +123,14 @@ def layer_norm_backward(dy, x, weight, mean, rstd, residual, x_bias, seed, has_b
 
 
 def rms_norm_forward(x, weight, residual, eps):
-    """Compute the RMS norm of the sum and its reciprocal root mean square."""
+    """Compute the RMS norm of x + residual, and the reciprocal root mean square of each row."""
     total = normalised_sum(x, residual, None, None, 0.0)
     rstd = torch.rsqrt(total.square().mean(dim=-1, keepdim=True) + eps)
     return (total * rstd * weight).to(x.dtype), rstd.squeeze(-1)
 
 
 def rms_norm_backward(dy, x, weight, rstd, residual):
-    """Compute the gradients of the sum and of weight."""
+    """Compute the gradients of the sum x + residual and of weight."""
     total = normalised_sum(x, residual, None, None, 0.0)
     dy, rstd = dy.to(total.dtype), rstd[:, None]
     normalised = total * rstd
@@ -140,25 +141,26 @@ def rms_norm_backward(dy, x, weight, rstd, residual):
 
 
 def rotary_forward(x, cos, sin, heads):
-    """Rotate the first heads by the angles."""
+    """Rotate the first `heads` heads by the angles whose cosines and sines are `cos` and `sin`."""
     return reference.rotary(x, cos, sin, heads=heads)
 
 
 def rotary_backward(dy, cos, sin, heads):
-    """Rotate the gradient back by the same angles."""
+    """Rotate the first `heads` heads of the gradient `dy` back by the angles of the forward."""
     return reference.rotary(dy, cos, -sin, heads=heads)
 
 
 def linear_gelu_forward(x, weight, bias, activation, save):
-    """Return the activation of h, and h = x Wᵀ + bias, which is empty unless it is to be saved."""
+    """Return activation(h) and h = x Wᵀ + bias; h is empty unless `save` is True."""
     h = torch.nn.functional.linear(x, weight, bias)
     return reference.activate(h, activation), h if save else x.new_empty(0)
 
 
 def activation_backward(da, h, sum_rows, activation):
-    """Compute the gradient of h, its sum over the rows if wanted, and a = activation(h).
+    """Return the gradient of h, its sum over the rows (or None), and activation(h).
 
-    All three are computed in at least fp32.
+    The sum is None if `sum_rows` is False. All results are computed in at least fp32 and returned
+    in the dtype of h.
     """
     total = h.to(_statistics_dtype(h))
     da, act = da.to(total.dtype), ACTIVATIONS[activation]

@@ -1,9 +1,9 @@
-"""One layer of an encoder in training as one function of autograd, in C++ on the CPU.
+"""One encoder layer in training as one autograd function, computed in C++ on the CPU.
 
-With separate operations, the second thread is idle for a tenth of the time of a small layer, while
-Python goes from one operation to the next. This function is used where nothing observes the
-operators (see ``fastbert.ops.register``). Otherwise the operations run one by one, with the same
-bits.
+If a small layer runs as separate operations, the second of two threads is idle for a tenth of the
+time, while Python goes from one operation to the next. `cpu_layer` is used where nothing, such as a
+profiler, observes the operators (see `register.is_watched`). Otherwise the operations run one by
+one, and the results have the same bits.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fastbert.ops.register import first_derivative
 
 
 class Sequences(NamedTuple):
-    """The division of the rows into sequences, and the queries.
+    """The division of the rows into sequences, and the rows that are queries.
 
     Attributes:
         chosen: Indices of the rows that are queries, int64 of shape ``(N,)``, increasing; None if
@@ -41,18 +41,18 @@ class Sequences(NamedTuple):
 
 
 class LayerSettings(NamedTuple):
-    """The numbers of a layer.
+    """The sizes and the options of a layer.
 
     Attributes:
-        dropouts: Probabilities of the dropouts of attention, of its output projection and of the
-            feed-forward.
+        dropouts: Dropout probabilities of the attention weights, of the output projection after
+            attention, and of the feed-forward.
         heads: Number of attention heads.
-        projections: Number of weights whose results, side by side, are q, k and v: 1 or 3.
+        projections: Number of weights whose products, side by side, are q, k and v: 1 or 3.
         inner_projections: Number of weights of the first product of the feed-forward: 1, or 2 if
             the activation is gated.
-        window: Largest distance of a key; -1 without a limit.
-        pre_norm: Whether the layer norms are before attention and feed-forward. The last two
-            dropouts are then 0.
+        window: Largest distance of a key that a query attends to; -1 sets no limit.
+        pre_norm: Whether the layer norms come before attention and the feed-forward. The last two
+            values of `dropouts` must then be 0.
         eps: Term that is added to the variance in the layer norms.
         activation: Name of the activation.
         dtype: Dtype of the products and of attention: fp32, or the dtype of autocast.
@@ -77,21 +77,23 @@ def cpu_layer(
     rotation: Sequence[Tensor],
     settings: LayerSettings,
 ) -> Tensor:
-    """Run a layer on rows, with a gradient.
+    """Run a layer on rows; the result is differentiable.
 
-    The caller has chosen the backend and checked the tensors.
+    The caller must have chosen the backend and checked the tensors.
 
     Args:
         hidden: Rows of shape ``(T, H)`` in fp32.
         parameters: The parameters of the layer in fp32, in the order of ``ops.encoder``. A tensor
-            without elements is absent.
-        sequences: Division of the rows.
-        seeds: Seeds of the three dropouts, int64 of shape ``(1,)``; none without dropout.
-        rotation: Cosines and sines of shape ``(T, D / 2)`` by which q and k are rotated, or none.
-        settings: The numbers of the layer.
+            without elements stands for an absent parameter.
+        sequences: Division of the rows into sequences.
+        seeds: Seeds of the three dropouts, int64 of shape ``(1,)``; empty without dropout.
+        rotation: Cosines and sines of the rotary embeddings of q and k, of shape ``(T, D / 2)``;
+            empty without rotary embeddings.
+        settings: The sizes and the options of the layer.
 
     Returns:
-        The rows after the layer, of the shape of `hidden`; ``(N, H)`` with chosen rows.
+        The output rows of the layer, of the shape of `hidden`, or ``(N, H)`` if
+        ``sequences.chosen`` has N indices.
     """
     return _CpuLayer.apply(sequences, seeds, rotation, settings, hidden, *parameters)
 

@@ -1,4 +1,4 @@
-"""Cross entropy of a vocabulary projection that never holds the (T, V) logits."""
+"""Cross entropy of a vocabulary projection, computed without storing all (T, V) logits."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from fastbert.ops.arguments import (
 from fastbert.ops.register import differentiable, once_differentiable, operator
 
 REDUCTIONS = ("mean", "sum", "none")
-# The backends whose forward keeps statistics and order for the backward.
+# The backends whose forward returns `statistics` and `order`, described below, for the backward.
 KEEPING = ("triton", "cpu")
-# Rows of logits that exist at once in the reference. 1,024 × 30,522 logits in fp32 take 125 MB, and
-# 1,024 rows are enough for an efficient GEMM.
+# The number of rows whose logits the reference computes at once. 1,024 × 30,522 logits in fp32 take
+# 125 MB, and 1,024 rows are enough for an efficient GEMM.
 CHUNK_ROWS = 1024
 
 
@@ -37,9 +37,10 @@ def linear_cross_entropy(
     reduction: str = "mean",
     backend: str | None = None,
 ) -> Tensor:
-    """Compute the cross entropy of ``hidden Wᵀ + b`` without holding all logits.
+    """Compute the cross entropy of the logits ``hidden Wᵀ + b`` without storing all logits.
 
-    Only rows with a label are projected, and their logits exist in parts.
+    Rows whose label is `ignore_index` are not projected. The logits of the other rows are computed
+    in blocks, which are not all stored at once.
 
     Args:
         hidden: Rows of shape ``(T, K)``.
@@ -47,20 +48,21 @@ def linear_cross_entropy(
         bias: Bias of shape ``(V,)``, or None.
         labels: Class of each row, int64 or int32 of shape ``(T,)``, in ``[0, V)`` or
             `ignore_index`.
-        ignore_index: Label of a row that does not count.
-        reduction: ``"mean"``, ``"sum"`` or ``"none"``. The mean over no label is 0, with gradients
-            of 0.
+        ignore_index: Label of the rows that the loss leaves out.
+        reduction: ``"mean"``, ``"sum"`` or ``"none"``. If every label is `ignore_index`, the mean
+            is 0 and its gradients are 0.
         backend: ``"reference"``, ``"triton"``, ``"cuda"`` or ``"cpu"``; None lets
             ``fastbert.ops.backend.resolve`` choose.
 
     Returns:
-        Loss in fp32 (fp64 for fp64): a scalar, or of shape ``(T,)`` for the reduction ``"none"``.
+        Loss in fp32, or in fp64 for fp64 inputs: a scalar, or one loss for each row, of shape
+        ``(T,)``, for the reduction ``"none"``.
 
     Raises:
         ValueError: If a shape, a device or a value is not allowed, or if `backend` cannot serve the
             call. The message names the argument, its value and what is allowed. A label out of
-            range raises on the CPU only; on a GPU the Triton kernels make its loss and its
-            gradients NaN.
+            range raises on the CPU only. On a GPU, the Triton kernels make the loss and the
+            gradients of such a row NaN.
         TypeError: If a dtype is not allowed.
     """
     hidden, weight, bias = autocast(hidden, weight, bias)
@@ -84,11 +86,11 @@ def linear_cross_entropy(
     return loss
 
 
-# The operator returns the loss, `statistics` and `order`. `statistics`, fp32 (2, T), has the
-# maximum and the sum of exponentials of the logits of each row, with the rows in the order of
-# `order`. `order`, int32 (T + 1,), has the indices of the rows with a label, then the indices of
-# the rows without a label, and last the number of rows with a label. Both tensors are empty in the
-# reference.
+# The operator returns the loss, `statistics` and `order`. `statistics`, fp32 (2, T), has two
+# numbers for each row of logits: the maximum, and the sum of exponentials. The rows are in the
+# order of `order`. `order`, int32 (T + 1,), has the indices of the rows with a label, then the
+# indices of the rows without a label, and last the number of rows with a label. Both tensors are
+# empty in the reference.
 
 
 def _forward(
@@ -106,7 +108,10 @@ def _forward(
 
 
 def _check_labels(labels: Tensor, ignore_index: int, classes: int) -> None:
-    """Raise ValueError for a label out of range on the CPU; a read from a GPU would synchronise."""
+    """Raise ValueError if a label on the CPU is out of range.
+
+    Labels on a GPU are not checked, because reading them would synchronise.
+    """
     if labels.device.type != "cpu":
         return
     outside = (labels != ignore_index) & ((labels < 0) | (labels >= classes))
@@ -223,7 +228,9 @@ def _reference_backward(
     dbias = hidden.new_zeros(0 if bias is None else bias.shape[0], dtype=dtype)
     for rows in _chunks(labels, ignore_index):
         scale = dlosses[rows, None]
-        # p g - g has one rounding where p is small, and (p - 1) g has two.
+        # With the probability p of the label and the gradient g of the row's loss, the gradient of
+        # the label's logit is (p - 1) g. If p is small, the form p g - g has one rounding instead
+        # of two.
         dlogits = torch.log_softmax(_logits(hidden[rows], weight, bias), dim=-1).exp_() * scale
         dlogits.scatter_add_(1, labels[rows, None].long(), -scale)
         dhidden[rows] = dlogits.to(hidden.dtype) @ weight

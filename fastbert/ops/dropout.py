@@ -24,16 +24,17 @@ def dropout(
         dropout_p: Probability with which an element is dropped. The scale of the other elements is
             ``1 / (1 - dropout_p)``.
         dropout_seed: Seed of the mask, int64 of shape ``(1,)``; None draws a seed from torch's
-            generator of the device. The mask is the same as in ``reference.dropout`` for ``(T, N)``
-            rows.
-        backend: Backend that computes the mask; a backend without ``ops.embedding`` lets this
-            operation choose.
+            generator of the device. The mask is that of ``reference.dropout`` for `x` flattened to
+            rows ``(T, N)``.
+        backend: Backend of ``ops.embedding``, which computes the mask. A backend without
+            ``ops.embedding`` has the effect of None.
 
     Returns:
         Tensor of the shape and dtype of `x`.
 
     Raises:
-        ValueError: If a value is not allowed.
+        ValueError: If `dropout_p` is outside [0, 1], or if the shape or the device of
+            `dropout_seed` is not allowed.
         TypeError: If the dtype of the seed is not int64.
     """
     seed = draw_seed(dropout_p, dropout_seed, x.device)

@@ -45,18 +45,20 @@ def embedding(
     """Look up and sum the embeddings of each token, normalize the sum, and apply dropout.
 
     The result is ``dropout(LN(word[ids] + type[token_types] + position[positions]))``. A table that
-    is None adds nothing; its indices are None too.
+    is None adds nothing; the indices of an absent table must be None too.
 
     Args:
         ids: Token ids, int64 or int32 of shape ``(T,)`` or ``(B, L)``.
-        token_types: Token type ids of the same shape, or None.
-        positions: Positions of the same shape, or None.
+        token_types: Token type ids of the shape of `ids`, or None.
+        positions: Positions of the shape of `ids`, or None.
         word_table: Word embeddings of shape ``(V, N)``, in a floating dtype.
-        type_table: Token type embeddings of shape ``(types, N)`` in the same dtype, or None.
-        position_table: Position embeddings of shape ``(P, N)`` in the same dtype, or None.
+        type_table: Token type embeddings of shape ``(types, N)`` in the dtype of `word_table`, or
+            None.
+        position_table: Position embeddings of shape ``(P, N)`` in the dtype of `word_table`, or
+            None.
         weight: Scale of the layer norm, of shape ``(N,)``, in any floating dtype.
         bias: Shift of the layer norm, of shape ``(N,)``, in any floating dtype, or None.
-        eps: Added to the variance.
+        eps: Term that is added to the variance.
         dropout_p: Probability with which an element is dropped.
         padding_idx: Row of `word_table` that gets no gradient, or None.
         backend: ``"reference"``, ``"triton"``, ``"cuda"`` or ``"cpu"``; None lets
@@ -68,9 +70,9 @@ def embedding(
         Tensor of shape ``(T, N)`` or ``(B, L, N)`` in the dtype of the tables.
 
     Raises:
-        IndexError: If an id is out of range on the CPU. On a GPU it is an error of the device,
-            except with ``backend="triton"``, which makes the row NaN because a check would
-            synchronise.
+        IndexError: If an id is out of range on the CPU. On a GPU, an id out of range is a CUDA
+            error, except with ``backend="triton"``, which sets the row of the result to NaN,
+            because a check would synchronise.
         ValueError: If a shape, a device or a value is not allowed, if only one of a table and its
             indices is None, or if `backend` cannot serve the call.
         TypeError: If a dtype is not allowed.
@@ -124,7 +126,8 @@ def _require_pair(index_name: str, index: Tensor | None, name: str, table: Tenso
     require(table is not None or index is None, name, f"None with {index_name}", both)
 
 
-# The operator maps indices (T,) to y (T, N), mean and rstd (T,). A padding_idx of -1 means None.
+# The operator takes indices (T,) and returns y (T, N), and the mean and the reciprocal standard
+# deviation of each row, (T,). A padding_idx of -1 means None.
 
 
 def _fake(a: Any) -> tuple[Tensor, ...]:
@@ -164,9 +167,9 @@ _embedding_backward = operator(
 
 
 class Inputs(NamedTuple):
-    """The indices (T,), their tables, and the scale (N,) of the norm.
+    """The indices (T,) of a call, the tables, and the scale (N,) of the layer norm.
 
-    The types and the positions are None if their table is absent.
+    The token types and the positions are None if their table is absent.
     """
 
     ids: Tensor
@@ -179,7 +182,7 @@ class Inputs(NamedTuple):
 
     @property
     def indices(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """The indices of the three tables."""
+        """The indices into the three tables."""
         return self.ids, self.token_types, self.positions
 
     @property
@@ -188,7 +191,7 @@ class Inputs(NamedTuple):
         return self.word_table, self.type_table, self.position_table
 
     def sum(self) -> Tensor:
-        """Return the sum of the rows of each token, (T, N)."""
+        """Return for each token the sum of its rows in the tables, of shape (T, N)."""
         total = F.embedding(self.ids, self.word_table)
         for index, table in zip(self.indices[1:], self.tables[1:], strict=True):
             if index is not None and table is not None:

@@ -21,7 +21,7 @@ from fastbert.ops.layer_parts import PART_BACKENDS, PARTS, Parts, launchers
 from fastbert.ops.layer_weights import OF_PRODUCTS, PARAMETERS
 from fastbert.ops.register import differentiable, operator
 
-# The number of tensors of a layer in the argument `scales` of `encoder`.
+# The number of tensors that the argument `scales` of `encoder` has for each layer.
 SCALES = 8
 # The backends that run all layers in one call, and those of them that take int8 weights.
 BACKENDS, INT8_BACKENDS = ("cpu", "triton"), ("cpu",)
@@ -57,58 +57,60 @@ def encoder(
 ) -> list[Tensor]:
     """Run all layers of a BERT encoder in one call, without dropout and without gradients.
 
-    The backend ``"triton"`` runs layers of BERT: it takes neither `rotations` nor `windows`,
-    `inner_projections`, `pre_norm`, a gated `activation` or an absent parameter.
+    The backend ``"triton"`` runs layers of BERT only: it refuses `rotations`, `windows`, two
+    `inner_projections`, `pre_norm`, a gated `activation` and absent parameters.
 
     Args:
-        hidden: Rows of shape ``(T, H)``: packed sequences with `cu_seqlens`, otherwise
-            ``T = batch · max_seqlen``.
+        hidden: Rows of shape ``(T, H)``: packed sequences if `cu_seqlens` is given, and otherwise
+            `batch` sequences of `max_seqlen` rows each.
         parameters: `PARAMETERS` tensors for each layer: weight and bias of the fused projection of
             q, k and v, of the projection after attention, of its layer norm, of both linear layers
             of the feed-forward, and of the last layer norm. With int8 weights, the weight of a
             linear layer is the ``packed`` of an ``Int8Weight``. With several projections, their
             weights and then their biases replace the first two tensors. A tensor without elements
-            stands for an absent bias, or for an absent norm before attention.
+            stands for an absent bias, or for an absent layer norm before attention.
         cu_seqlens: Cumulative lengths of the packed sequences, int32 of shape ``(B + 1,)``.
         max_seqlen: Length of the longest sequence.
         batch: Number of sequences.
         heads: Number of attention heads.
-        projections: Number of linear layers whose results, side by side, are q, k and v. More than
-            1 is for the backend ``"cpu"`` without int8 weights.
+        projections: Number of linear layers whose results, side by side, are q, k and v. Only the
+            backend ``"cpu"`` without int8 weights takes more than 1.
         scales: With int8 weights, `SCALES` tensors for each layer: ``scale`` and ``column_sum`` of
             each linear layer.
-        mask: 4-D bool mask as in `attention`, without `cu_seqlens`.
-        bias: 4-D floating bias as in `attention`. With `cu_seqlens`, the backend ``"cpu"`` takes a
-            bias, which is indexed by positions inside the sequences.
-        rotations: Cosines and sines for each layer, as in `rotary`; or none.
-        windows: Largest distance between a query and a key for each layer, -1 without a limit; or
-            none.
+        mask: 4-D bool mask as in `attention`; allowed only without `cu_seqlens`.
+        bias: 4-D floating bias as in `attention`. With `cu_seqlens`, only the backend ``"cpu"``
+            takes a bias, which is indexed by positions inside the sequences.
+        rotations: Cosines and sines for each layer, as in `rotary`; empty without rotary
+            embeddings.
+        windows: For each layer, the largest distance between a query and a key that the query
+            attends to, where -1 sets no limit; empty if no layer has a limit.
         inner_projections: Number of linear layers whose results, side by side, are the first
             product of the feed-forward: 1 or 2.
-        pre_norm: Whether the layer norms are before attention and feed-forward, and a layer adds
-            its two results to `hidden` without a norm.
+        pre_norm: Whether the layer norms come before attention and the feed-forward. A layer then
+            adds the results of both to its rows without a further norm.
         eps: As in `layer_norm`.
         activation: As in `feed_forward`.
         dtype: Dtype of the results of the products; the dtype of `hidden` by default. Under
-            autocast `hidden` is fp32 and stays fp32 from layer to layer.
+            autocast, `hidden` is fp32, and the rows between the layers are fp32 too.
         all_states: Whether the rows after every layer are returned, not only the rows after the
             last layer.
         backend: ``"cpu"`` or ``"triton"``; None takes ``"cpu"`` for rows on the CPU and
             ``"triton"`` otherwise. The backend ``"triton"`` takes no int8 weights, and the weights
             of its products must have the dtype of `hidden`.
-        attention_backend: ``"triton"`` or ``"cuda"``: the kernels of attention within the backend
-            ``"triton"``.
-        feed_forward_backend: As `attention_backend`, for the first product of the feed-forwards.
+        attention_backend: ``"triton"`` or ``"cuda"``: the backend of attention if all layers run
+            with the backend ``"triton"``.
+        feed_forward_backend: As `attention_backend`, for the first product of each feed-forward.
         layer_norm_backend: As `attention_backend`, for the layer norms.
 
     Returns:
-        List of tensors of shape ``(T, H)``, one for each layer with `all_states`, else one.
+        List of tensors of shape ``(T, H)``: the rows after each layer with `all_states`, and
+        otherwise only the rows after the last layer.
 
     Raises:
         ValueError: If a shape, a device or a value is not allowed, or if `backend` cannot serve the
             call. The message names the argument, its value and what is allowed.
         TypeError: If a dtype is not allowed.
-        RuntimeError: If a gradient is asked for.
+        RuntimeError: If the gradient of a result is computed.
 
     Note:
         Devlin et al. 2019.
@@ -141,9 +143,9 @@ class LayersChoice(NamedTuple):
     """The backend of the layers of an encoder, and the reason in words.
 
     Attributes:
-        backend: Backend of all layers, or of the first operation that another backend serves.
-        reason: The reason.
-        together: Whether one backend runs all layers.
+        backend: Backend of all layers, or of the first operation that prevents a single call.
+        reason: The reason for the choice, in words.
+        together: Whether all layers run in a single call.
     """
 
     backend: str

@@ -1,4 +1,4 @@
-"""The feed-forward and its first half, linear_gelu: public functions, operators, backends."""
+"""The feed-forward and its first product, linear_gelu: functions, operators and backends."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def linear_gelu(
 
     Args:
         x: Input of shape ``(..., K)``.
-        weight: Weight of shape ``(N, K)`` in the dtype of `x`; in fp32, fp16 or bf16 under
-            autocast.
+        weight: Weight of shape ``(N, K)`` in the dtype of `x`, or under autocast in fp32, fp16 or
+            bf16.
         bias: Bias of shape ``(N,)``, or None.
         approximate: ``"none"`` for GELU by the error function, ``"tanh"`` for its approximation by
             the hyperbolic tangent, ``"relu"`` for ReLU.
@@ -53,7 +53,7 @@ def linear_gelu(
             ``fastbert.ops.backend.resolve`` choose.
 
     Returns:
-        Tensor of shape ``(..., N)`` in the dtype of `x` (autocast's under autocast).
+        Tensor of shape ``(..., N)`` in the dtype of `x`, or in autocast's dtype under autocast.
 
     Raises:
         ValueError: If a shape, a device or a value is not allowed, or if `backend` cannot serve the
@@ -96,22 +96,24 @@ def feed_forward(
 
     Args:
         x: Input of shape ``(..., K)``.
-        w1: First weight of shape ``(N, K)`` in the dtype of `x`; in fp32, fp16 or bf16 under
-            autocast. A gated activation takes ``(2 N, K)``, the gate in the first half.
-        b1: First bias of shape ``(N,)``, or ``(2 N,)`` if gated, or None.
+        w1: First weight of shape ``(N, K)`` in the dtype of `x`, or under autocast in fp32, fp16 or
+            bf16. For a gated activation, the shape is ``(2 N, K)``, and the first N rows compute
+            the gate.
+        b1: First bias of shape ``(N,)``, or ``(2 N,)`` for a gated activation; or None.
         w2: Second weight of shape ``(M, N)``.
         b2: Second bias of shape ``(M,)``, or None.
-        activation: ``"gelu"`` (exact), ``"gelu_tanh"`` or ``"relu"``; or gated, ``"geglu"`` or
-            ``"swiglu"``: GELU or SiLU of the first half of the columns times the second half.
-        recompute: Whether the backward computes the first product again instead of keeping the
-            pre-activation, which saves memory.
+        activation: ``"gelu"`` (exact), ``"gelu_tanh"`` or ``"relu"``; or a gated activation,
+            ``"geglu"`` or ``"swiglu"``, which multiplies the GELU or SiLU of the first half of the
+            columns by the second half.
+        recompute: Whether the backward computes the first product again. The forward then does not
+            keep the pre-activation, which saves memory.
         return_residual: As in `linear`.
         backend: ``"reference"``, ``"triton"``, ``"cuda"`` or ``"cpu"``; None lets
             ``fastbert.ops.backend.resolve`` choose.
 
     Returns:
-        Tensor of shape ``(..., M)`` in the dtype of `x` (autocast's under autocast), and with
-        `return_residual` also `x`.
+        Tensor of shape ``(..., M)`` in the dtype of `x`, or in autocast's dtype under autocast.
+        With `return_residual`, also `x`.
 
     Raises:
         ValueError: If a shape, a device or a value is not allowed, or if `backend` cannot serve the
@@ -119,7 +121,8 @@ def feed_forward(
         TypeError: If a dtype is not allowed.
 
     Note:
-        Vaswani et al. 2017, eq. 2, with GELU for ReLU; Shazeer 2020 for the gated forms.
+        Vaswani et al. 2017, eq. 2, with GELU instead of ReLU; Shazeer 2020 for the gated
+        activations.
 
     Examples:
         >>> import torch
@@ -156,10 +159,10 @@ def feed_forward(
 
 
 def path_reason(rows: int, columns: int, depth: int, dtype: torch.dtype) -> str:
-    """Return the path of the Triton backend for a product with an activation, and the reason.
+    """Return how the Triton backend computes a product with an activation, and the reason.
 
-    The product has rows × columns results, each the sum of depth products. Without Triton, the
-    function raises ImportError.
+    The result of the product has `rows` × `columns` elements, and each is a sum of `depth`
+    products. Without Triton, the function raises ImportError.
     """
     from fastbert.kernels.tiles import gemm_path
 
@@ -191,8 +194,8 @@ def _check_first(
     return cast
 
 
-# The operator of linear_gelu: x (M, K) → y (M, N) and the pre-activation h with the bias, which is
-# empty unless it is to be saved.
+# The operator of linear_gelu maps x (M, K) to y (M, N) and to the pre-activation h, which includes
+# the bias. h is empty if `save` is False.
 
 
 def _fake(a: Any) -> tuple[Tensor, Tensor]:
@@ -258,7 +261,7 @@ differentiable("linear_gelu", _gradient, _setup_context)
 once_differentiable("linear_gelu_backward")
 
 
-# The operator of feed_forward: x (M, K) → y (M, O) and h as above
+# The operator of feed_forward maps x (M, K) to y (M, O) and to h, as in linear_gelu.
 
 
 def _feed_forward_forward(
@@ -389,10 +392,10 @@ def _layer_backward(
 LAYERS["feed_forward"] = Layer(_layer_forward, _layer_backward)
 
 
-# Backends of both operations. A forward computes the first product and its activation. A backward
-# takes dy and the weight of the second product, which is None for linear_gelu. It returns the
-# gradients of h and of the bias, and a = activation(h), which the gradient of the second weight
-# needs.
+# The functions below are the backends of both operations. A forward computes the first product and
+# its activation. A backward takes dy and the weight of the second product, which is None for
+# linear_gelu. It returns the gradients of h and of the bias, and a = activation(h), which the
+# gradient of the second weight needs.
 
 
 def _triton_forward(

@@ -1,11 +1,12 @@
-"""The choice whether the backend "cuda" computes an activation in the epilogue of a product.
+"""The choice whether the backend "cuda" applies an activation inside its product or after it.
 
-The CUDA C++ kernels of a product read both operands in place, 16 bytes at a time. The cuBLAS
-library computes any other product, and a separate kernel then applies the activation. Both ways
-round the pre-activation to the dtype before the activation, as PyTorch does.
+The CUDA C++ kernels read both operands of a product in place, 16 bytes at a time, and apply the
+activation in the epilogue. The cuBLAS library computes any other product, and a separate kernel
+then applies the activation. Both ways round the pre-activation to the dtype before the activation,
+as PyTorch does.
 
-The library also computes the products without an activation: the second product of a feed-forward,
-whose bias cuBLASLt adds in the epilogue, and the gradients of the input and of the weights.
+cuBLAS also computes the products without an activation: the second product of a feed-forward, whose
+bias cuBLASLt adds in the epilogue, and the gradients of the input and of the weights.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# Bytes that an access of the kernels takes.
+# The number of bytes that the kernels read with one access.
 ACCESS = 16
-# The products of a feed-forward, and the reason why the library always computes them. None is for
+# The products of a feed-forward, and the reason why cuBLAS always computes the product. None marks
 # a product with an activation, for which `library_reason` decides.
 PRODUCTS: dict[str, str | None] = {
     "gelu(x W1ᵀ + b1)": None,
@@ -26,7 +27,9 @@ PRODUCTS: dict[str, str | None] = {
 
 
 def library_reason(left: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:
-    """Return why the library multiplies these operands of the backend "cuda", or None.
+    """Return the reason why cuBLAS computes a product of the backend "cuda".
+
+    The result is None if a CUDA C++ kernel computes the product.
 
     Args:
         left: Left operand of shape ``(M, K)``.
@@ -44,7 +47,7 @@ def library_reason(left: Tensor, weight: Tensor, bias: Tensor | None) -> str | N
         return "fp32 products in IEEE have no matrix units"
     if weight.numel() == 0:
         return "the weight is empty"
-    # The result has as many columns as the weight has rows or columns.
+    # Both sizes must be multiples of 8: the size along K, and the number of columns of the result.
     for size in weight.shape:
         if 2 * size % ACCESS:
             return f"the weight has the shape {tuple(weight.shape)}, not of multiples of 8"

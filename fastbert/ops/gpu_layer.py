@@ -1,8 +1,8 @@
-"""One layer of an encoder in training as one function of autograd, on kernels for GPUs.
+"""One encoder layer in training as one autograd function, computed by kernels for GPUs.
 
-With separate operations, a short batch takes more time on the host than on the GPU. This function
-is used where nothing observes the operators (see ``fastbert.ops.register``). Otherwise the
-operations run one by one, with the same bits.
+If the operations of a layer are called separately, a short batch takes more time on the host than
+on the GPU. `gpu_layer` is used where nothing, such as a profiler, observes the operators (see
+`register.is_watched`). Otherwise the operations run one by one, and the results have the same bits.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ def gpu_layer(
     shape: tuple[Any, ...],
     parts: Parts,
 ) -> Tensor:
-    """Run a layer on rows, with a gradient.
+    """Run a layer on rows; the result is differentiable.
 
-    The caller has chosen the backend and checked the tensors.
+    The caller must have chosen the backend and checked the tensors.
 
     Args:
         hidden: Rows of shape ``(T, H)`` in the dtype of the products or fp32.
@@ -40,13 +40,13 @@ def gpu_layer(
         parts: The backends of attention, feed-forward and layer norm.
 
     Returns:
-        The rows after the layer, of the shape and dtype of `hidden`.
+        The output rows of the layer, in the shape and dtype of `hidden`.
     """
     return _GpuLayer.apply(shape, parts, inputs, hidden, *parameters)
 
 
 def _copies(parameters: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """Return the parameters, with the parameters of products converted to `dtype` in one call."""
+    """Return all parameters; the parameters of products are converted to `dtype` in one call."""
     tensors = list(parameters)
     places = [i for i in OF_PRODUCTS if parameters[i].dtype != dtype]
     if places:
@@ -89,7 +89,8 @@ def _backward(dy: Tensor, ctx: Any) -> list[Tensor | None]:
     )
     gradients = [dhidden if needs[0] else None]
     for gradient, needed, dtype in zip(dparameters, needs[1:], ctx.dtypes, strict=True):
-        # A product under autocast has a gradient in the dtype of autocast.
+        # Under autocast, the gradient of a product's parameter has autocast's dtype. The gradient
+        # is converted to the dtype of the parameter.
         wanted = gradient if needed else None
         gradients.append(wanted if wanted is None or wanted.dtype == dtype else wanted.to(dtype))
     return gradients

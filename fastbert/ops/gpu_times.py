@@ -1,9 +1,9 @@
 """The table of GPU times by which ``backend=None`` chooses between CUDA C++ and Triton.
 
 ``gpu_times.json`` holds the time of an operation by GPU, dtype, shape and backend. A time is a
-prediction from counted instructions until a recorded run on the GPU replaces it. Only measured
-times decide. A prediction is shown, but does not change the order. ``python -m
-fastbert.bench.choice`` writes the file from the records in ``benchmarks/results``.
+prediction from counted instructions until a benchmark on the GPU replaces it. Only measured times
+change the order of the backends; a prediction is only shown. ``python -m fastbert.bench.choice``
+writes the file from the result files in ``benchmarks/results``.
 
 Both backends leave matrix products without an activation to cuBLAS, and the time of an operation
 includes these products. The time of a product with an activation depends on the number of rows.
@@ -21,13 +21,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 TABLE = Path(__file__).with_name("gpu_times.json")
-# A difference of less than this share does not change the order, because no figure is that exact.
+# Times that differ by less than this share count as equal, because no time is more exact.
 MARGIN = 0.05
-# Number of rows of a large batch. A choice is shown for this number where the number of rows is
-# unknown.
+# Number of rows of a large batch. If the number of rows is unknown, the choice for this number is
+# shown.
 MANY_ROWS = 16384
 PREDICTED, MEASURED = "predicted", "measured"
-# The times in bf16 are used for fp16 too.
+# The dtype of an entry that holds for bf16 and for fp16; its times are those of bf16.
 SIXTEEN_BITS = "16 bits"
 
 
@@ -40,10 +40,10 @@ class Point(NamedTuple):
         gpu: Name of the GPU.
         dtype: Name of the dtype, or "16 bits" for bf16 and fp16.
         shape: Name of the shape, such as "S512 D64".
-        width: Head dim of attention, columns of a row operation, or columns of the left operand of
-            a product.
-        size: Length of the sequences of attention, or rows of a product; 0 for a row operation,
-            whose backends keep their order whatever the number of rows.
+        width: Head dim of attention, columns of the rows of a norm, or columns of the left operand
+            of a product.
+        size: Length of the sequences of attention, or rows of a product; 0 for a norm, because the
+            order of its backends does not depend on the number of rows.
         kind: "predicted" or "measured".
         forward: Seconds of a forward pass by backend.
         backward: Seconds of a backward pass by backend.
@@ -61,7 +61,7 @@ class Point(NamedTuple):
     backward: dict[str, float]
 
     def seconds(self, trained: bool) -> dict[str, float]:
-        """Return the seconds by backend: of a forward pass, or `trained` of both passes."""
+        """Return the seconds by backend of the forward pass, or of both passes if `trained`."""
         if not trained:
             return self.forward
         both = self.forward.keys() & self.backward.keys()
@@ -69,10 +69,10 @@ class Point(NamedTuple):
 
 
 def load(path: Path = TABLE) -> tuple[Point, ...]:
-    """Return the points of a table.
+    """Read the points of the table from a file.
 
     Args:
-        path: The file, with a list of the fields of `Point` under "points".
+        path: JSON file with a list of points under "points", each with the fields of `Point`.
     """
     rows = json.loads(path.read_text(encoding="utf-8"))["points"]
     return tuple(Point(**row) for row in rows)
@@ -89,16 +89,16 @@ def nearest(
     width: int = 0,
     size: int = 0,
 ) -> Point | None:
-    """Return the point of a call, or None if the table has none.
+    """Return the point that is nearest to a call, or None if no point fits the call.
 
-    A measured point precedes all predicted ones, because a prediction decides nothing. Code for a
-    compute capability also runs on later GPUs of the same major number, so the point is taken from
-    the newest architecture whose code runs on the GPU. Among the shapes of this architecture, the
-    point with the nearest width is chosen, and then the point with the nearest size. Nearness is
-    measured by ratio.
+    Predicted points are used only without measured points, because a prediction decides nothing.
+    Code for a compute capability also runs on later GPUs of the same major number, so the point is
+    taken from the newest architecture whose code runs on the GPU. Among the shapes of this
+    architecture, the point with the nearest width is chosen, and then the point with the nearest
+    size. The nearest of two numbers is the one whose ratio to the wanted number is closer to 1.
 
     Args:
-        points: The table.
+        points: The points of the table.
         op: Name of the operation.
         capability: Compute capability of the GPU.
         dtype: Name of the dtype.
@@ -138,11 +138,10 @@ def _closest(values: Sequence[int], wanted: int) -> int:
 
 
 def length_class(length: int) -> int:
-    """Return the power of two from 64 to 2048 whose ratio to a length is nearest to 1.
+    """Return the power of two from 64 to 2048 whose ratio to `length` is nearest to 1.
 
-    The table is looked up by class, so that only a few choices are kept instead of a choice for
-    every length. Under torch.compile, a length stays symbolic, because it is compared with
-    literals.
+    `backend.resolve` keeps one choice for each of these classes instead of a choice for every
+    length. Under torch.compile, `length` stays symbolic, because it is compared with literals.
     """
     if length < 363:
         return 64 if length < 91 else 128 if length < 182 else 256
@@ -150,22 +149,22 @@ def length_class(length: int) -> int:
 
 
 def rows_class(rows: int) -> int:
-    """Return 128, 2048 or 16384, the one whose ratio to a number of rows is nearest to 1.
+    """Return 128, 2048 or 16384: the number whose ratio to `rows` is nearest to 1.
 
-    These are the rows of products in the table. For classes, see `length_class`.
+    The table has products with these numbers of rows. `length_class` gives the reason for classes.
     """
     return 128 if rows < 512 else 2048 if rows < 5793 else MANY_ROWS
 
 
 def order(point: Point | None, trained: bool, default: Sequence[str]) -> tuple[str, ...]:
-    """Return backends, the fastest first.
+    """Return the backends in order of preference, the fastest first.
 
     Args:
         point: The point of the call, or None.
         trained: Whether the backward pass counts.
-        default: The backends in the order for calls without a measured point. It decides between
-            times that differ by less than `MARGIN`, and backends without a time come after the
-            backends with a time, in this order.
+        default: The backends in the order that holds without a measured point. Of the backends
+            whose times are within `MARGIN` of the fastest time, the first in this order comes
+            first. Backends without a time come last, in this order.
     """
     if point is None or point.kind != MEASURED:
         return tuple(default)
@@ -180,7 +179,7 @@ def order(point: Point | None, trained: bool, default: Sequence[str]) -> tuple[s
 
 
 def reason(point: Point, trained: bool) -> str:
-    """Return the times of a point in words; the text says if a predicted time does not decide."""
+    """Return the times of a point in words; for a prediction, the text says that no run decides."""
     times = sorted(point.seconds(trained).items(), key=lambda item: item[1])
     listed = ", ".join(f"{name} {1e6 * seconds:.1f} µs" for name, seconds in times)
     passes = "forward and backward" if trained else "forward"
@@ -189,7 +188,10 @@ def reason(point: Point, trained: bool) -> str:
 
 
 def rows(points: Iterable[Point], default: Sequence[str]) -> list[dict[str, Any]]:
-    """Return points as plain data, with a row per point and pass; `default` as in `order`."""
+    """Return two dictionaries for each point: for the forward, and for the forward and backward.
+
+    `default` is as in `order`.
+    """
     return [
         {
             "op": point.op,

@@ -22,12 +22,12 @@ from fastbert.reference import Int8Weight, int8_weight, pack, unpack
 
 __all__ = ["Int8Weight", "int8_linear", "int8_weight", "layout", "pack", "unpack"]
 
-# The products apply activations that are not gated in their epilogue.
+# The int8 products apply the activation in their epilogue. They take no gated activations.
 ACTIVATIONS = ("none", *UNGATED)
 
 
 def layout() -> tuple[int, int]:
-    """Return the lanes and the group of the weight layout that suits the instruction set in use."""
+    """Return the arguments `lanes` and `group` of `pack` that suit the instruction set in use."""
     if backends.EXTENSION is None:
         return 16, 4
     return torch.ops.fastbert_C.int8_layout()
@@ -44,9 +44,9 @@ def int8_linear(
 ) -> Tensor:
     """Compute a linear layer with 8-bit integers, for inference.
 
-    Each row of `x` is quantised to 8 bits by ``fastbert.reference.int8_rows``. Products and sums
-    are formed in integers and are exact, so every instruction set gives the same bits. The result
-    is ``activation(q(x) Wᵀ + b) + residual``.
+    The result is ``activation(q(x) Wᵀ + b) + residual``, where ``q(x)`` is `x` with each row
+    quantised to 8 bits by ``fastbert.reference.int8_rows``. Products and sums are computed in
+    integers without rounding, so every instruction set gives the same bits.
 
     Args:
         x: Input of shape ``(..., K)``; fp32, bf16 or fp16.
@@ -58,8 +58,8 @@ def int8_linear(
             ``fastbert.ops.backend.resolve`` choose.
 
     Returns:
-        Tensor of shape ``(..., N)`` in the dtype of `x` (autocast's under autocast). A row of `x`
-        with an element that is not finite gives NaN.
+        Tensor of shape ``(..., N)`` in the dtype of `x`, or in autocast's dtype under autocast. If
+        a row of `x` has an element that is not finite, the row of the result is NaN.
 
     Raises:
         ValueError: If a shape, a device or a value is not allowed, or if `backend` cannot serve the
@@ -100,7 +100,7 @@ def int8_linear(
     return y.view(*x.shape[:-1], outputs)
 
 
-# The operator: x (M, K) → (M, N)
+# The operator maps x (M, K) to the result (M, N).
 
 
 def _fake(a: Any) -> Tensor:

@@ -39,21 +39,21 @@ def layer_norm(
     """Normalize ``residual + dropout(x + x_bias)`` over the last dimension, in one pass.
 
     Args:
-        x: Input of shape ``(..., N)``; fp32, fp16, bf16, or fp64 on the reference.
+        x: Input of shape ``(..., N)``; fp32, fp16, bf16, or fp64 with the backend ``"reference"``.
         weight: Scale of shape ``(N,)``, in any floating dtype.
         bias: Shift of shape ``(N,)``, in any floating dtype, or None.
         residual: Added before the normalization; of the shape of `x`.
         x_bias: Added to `x` before the dropout; of shape ``(N,)``.
         dropout_p: Probability with which an element of ``x + x_bias`` is dropped.
-        eps: Added to the variance.
+        eps: Term that is added to the variance.
         backend: ``"reference"``, ``"triton"``, ``"cuda"`` or ``"cpu"``; None lets
             ``fastbert.ops.backend.resolve`` choose.
         dropout_seed: Seed of the dropout mask, int64 of shape ``(1,)``; None draws one from torch's
             generator of the device. The same seed gives the same mask on every backend.
 
     Returns:
-        Tensor of the shape of `x` in the dtype to which `x` and `residual` promote, also under
-        autocast, so that a residual stream in fp32 stays in fp32.
+        Tensor of the shape of `x` in the dtype to which `x` and `residual` promote. Autocast does
+        not change this dtype, so that a residual stream in fp32 stays in fp32.
 
     Raises:
         ValueError: If a shape, a device or a value is not allowed, or if `backend` cannot serve the
@@ -135,7 +135,8 @@ def _explain(
         require_shape("residual", residual, tuple(x.shape))
 
 
-# The operator. Rows are flattened: x (R, N); mean and rstd (R,).
+# The operator takes x (R, N), whose leading dimensions are flattened to R rows. It returns y (R,
+# N), and the mean and the reciprocal standard deviation of each row, (R,).
 
 
 def _fake(a: Any) -> tuple[Tensor, ...]:
@@ -157,9 +158,9 @@ _layer_norm = operator(
     _fake,
     table="layer_norm",
 )
-# The results are the gradients of the sum, x, weight, bias and x_bias. The gradient of the sum is
-# also the gradient of the residual and, without dropout, the gradient of x. The result for x is
-# empty in that case. The gradient of an absent bias is empty.
+# The results are the gradients of the sum residual + dropout(x + x_bias), and of x, weight, bias
+# and x_bias. The gradient of the sum is also the gradient of the residual and, without dropout, the
+# gradient of x; the result for x is then empty. The gradient of an absent bias is empty.
 _layer_norm_backward = operator(
     "layer_norm_backward(Tensor dy, Tensor x, Tensor weight, Tensor mean, Tensor rstd, "
     "Tensor? residual, Tensor? x_bias, Tensor? seed, bool has_bias, float dropout_p, str backend) "
@@ -246,7 +247,7 @@ def _extension_backward(*arguments: Any) -> tuple[Tensor, ...]:
     return torch.ops.fastbert_C.layer_norm_backward(*arguments)
 
 
-# Equal to kMaxColumns of csrc/cuda/layer_norm.cuh.
+# The largest number of columns; it equals kMaxColumns of csrc/cuda/layer_norm.cuh.
 LARGEST_CUDA_ROW = 6144
 
 

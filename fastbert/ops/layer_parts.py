@@ -1,4 +1,4 @@
-"""Attention, feed-forward and layer norm inside a layer: the choice and the launchers."""
+"""Attention, feed-forward and layer norm inside a layer: their backends and their launchers."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from fastbert.ops.backend import Request, resolve
 if TYPE_CHECKING:
     from fastbert.kernels.layer_parts import Launchers
 
-# The operations for which a call on a GPU takes either backend.
+# The operations of a layer on a GPU that can run on either of the two backends.
 PARTS = ("attention", "feed_forward", "layer_norm")
 PART_BACKENDS = ("triton", "cuda")
 
 
 class Parts(NamedTuple):
-    """The backends of the three operations, "triton" or "cuda"."""
+    """The backends of attention, feed-forward and layer norm: "triton" or "cuda"."""
 
     attention: str = "triton"
     feed_forward: str = "triton"
@@ -31,11 +31,11 @@ class Parts(NamedTuple):
 def choose_parts(
     request: Request, norm_dtype: torch.dtype, requested: Mapping[str, str | None]
 ) -> Parts:
-    """Choose the backends of a call on Triton kernels, or of a layer.
+    """Choose the backends of the `PARTS` of a layer on a GPU.
 
     Args:
-        request: Properties of the layer: the properties of its attention, and the columns, the rows
-            and the activation of its products.
+        request: Properties of attention in the layer, together with the columns, the rows and the
+            activation of the products of the layer.
         norm_dtype: Dtype of the rows that the layer norm reads.
         requested: The requested backend by operation.
 
@@ -53,7 +53,7 @@ def choose_parts(
 
 @functools.cache
 def launchers(parts: Parts) -> Launchers:
-    """Return the launchers of the three operations."""
+    """Return the functions that launch the kernels of attention, feed-forward and layer norm."""
     from fastbert.kernels import layer_parts
 
     chosen = layer_parts.TRITON
@@ -134,7 +134,8 @@ def _feed_forward_forward(
 def _feed_forward_backward(
     dy: Tensor, w2: Tensor, h: Tensor, *, activation: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    # Only the dtype of the bias is read, which is the dtype of the products.
+    # The fourth argument is the bias, of which only the dtype is read. The pre-activation h has the
+    # dtype of the bias.
     return backends.TABLES["feed_forward"]["cuda"].backward(dy, w2, h, h, activation)
 
 

@@ -12,23 +12,24 @@ Tensors = tuple[Tensor, ...]
 class LayerWeights(NamedTuple):
     """The parameters of a layer; each field is a tuple, because a weight may be stored in parts.
 
-    A tensor without elements stands for an absent bias, or for an absent norm before attention.
-    With int8 weights, the weight of a linear layer is the ``packed`` of an ``Int8Weight``.
+    A tensor without elements stands for an absent bias, or for an absent layer norm before
+    attention. With int8 weights, the weight of a linear layer is the ``packed`` of an
+    ``Int8Weight``.
 
     Attributes:
         qkv: Weights of the projections whose results, side by side, are q, k and v: one tensor
-            ``(3H, H)``, or up to three tensors ``(·, H)``.
-        qkv_bias: Biases of these projections.
+            ``(3H, H)``, or two or three tensors with H columns.
+        qkv_bias: Biases of the projections `qkv`.
         projection: Weight ``(H, H)`` of the projection after attention.
-        projection_bias: Bias ``(H,)`` of this projection.
+        projection_bias: Bias ``(H,)`` of the projection after attention.
         first_norm: Weight ``(H,)`` of the layer norm of attention.
-        first_norm_bias: Bias ``(H,)`` of this layer norm.
+        first_norm_bias: Bias ``(H,)`` of the layer norm of attention.
         inner: Weights of the first product of the feed-forward: one tensor ``(F, H)``, or two.
         inner_bias: Biases of the first product.
         outer: Weight ``(H, F)`` of the second product of the feed-forward.
-        outer_bias: Bias ``(H,)`` of this product.
+        outer_bias: Bias ``(H,)`` of the second product.
         second_norm: Weight ``(H,)`` of the layer norm of the feed-forward.
-        second_norm_bias: Bias ``(H,)`` of this layer norm.
+        second_norm_bias: Bias ``(H,)`` of the layer norm of the feed-forward.
     """
 
     qkv: Tensors
@@ -55,12 +56,12 @@ class LayerWeights(NamedTuple):
     def of_products(self) -> Tensors:
         """Return the weights of all products and the biases that a product adds.
 
-        A layer norm adds the other biases.
+        The layer norms add the biases `projection_bias` and `outer_bias` to their input.
         """
         return tuple(tensor for i in OF_PRODUCTS for tensor in self[i])
 
 
-# The number of tensors of a layer whose weights are stored whole, and the indices of the tensors
+# The number of tensors of a layer if no weight is stored in parts, and the indices of the fields
 # that `LayerWeights.of_products` returns.
 PARAMETERS = len(LayerWeights._fields)
 OF_PRODUCTS = tuple(

@@ -42,21 +42,21 @@ def linear(
 
     Args:
         x: Input of shape ``(..., K)``.
-        weight: Weight of shape ``(N, K)`` in the dtype of `x`; in fp32, fp16 or bf16 under
-            autocast. A sequence of weights of shapes ``(N_i, K)`` acts as their concatenation along
-            the rows. If no gradient is wanted, the CPU backend reads the parts without
-            concatenating them.
-        bias: Bias of shape ``(N,)`` in a dtype that is allowed for `weight`, or None. With a
-            sequence of weights, a sequence of as many biases, or None.
+        weight: Weight of shape ``(N, K)`` in the dtype of `x`, or under autocast in fp32, fp16 or
+            bf16. A sequence of weights of shapes ``(N_i, K)`` acts as their concatenation along the
+            rows. If no gradient is wanted, the CPU backend reads the weights without concatenating
+            them.
+        bias: Bias of shape ``(N,)`` in a dtype that is allowed for `weight`, or None. For a
+            sequence of weights, `bias` is a sequence of equal length, or None.
         return_residual: Whether `x` is returned too, for a residual connection around the layer.
-            The gradient that reaches `x` through that connection is then added inside the product
-            that computes the gradient of `x`, which saves an addition.
+            The gradient that reaches `x` through the residual connection is then added inside the
+            product that computes the gradient of `x`, which saves a separate addition.
         backend: ``"reference"``, ``"triton"``, ``"cuda"`` or ``"cpu"``; None lets
             ``fastbert.ops.backend.resolve`` choose.
 
     Returns:
-        Tensor of shape ``(..., N)`` in the dtype of `x` (autocast's under autocast), and with
-        `return_residual` also `x`. The gradient of `bias` is a deterministic sum.
+        Tensor of shape ``(..., N)`` in the dtype of `x`, or in autocast's dtype under autocast.
+        With `return_residual`, also `x`. The gradient of `bias` is summed in a fixed order.
 
     Raises:
         ValueError: If a shape, a device or a value is not allowed, or if `backend` cannot serve the
@@ -106,13 +106,13 @@ def linear(
 
 
 def _reads_parts(backend: str, x: Tensor, transformed: bool) -> bool:
-    """Return whether a layer whose gradient is wanted reads its weights without joining them."""
+    """Return whether a differentiated layer reads several weights without concatenating them."""
     eager = not (transformed or torch.compiler.is_compiling())
     return eager and backend == "cpu" and x.requires_grad and torch.is_grad_enabled()
 
 
 def _parts(weight: Any, bias: Any) -> tuple[list[Tensor], list[Any]]:
-    """Return the weights, and as many biases, each of which may be None."""
+    """Return the weights and the biases as lists of equal length; a bias may be None."""
     if isinstance(weight, Tensor):
         return [weight], [bias]
     weights = list(weight)
@@ -123,7 +123,7 @@ def _parts(weight: Any, bias: Any) -> tuple[list[Tensor], list[Any]]:
     return weights, biases
 
 
-# The operator: x (M, K) → y (M, N)
+# The operator maps x (M, K) to y (M, N).
 
 
 def _fake(a: Any) -> Tensor:
@@ -138,8 +138,9 @@ def _backward_fake(a: Any) -> tuple[Tensor, ...]:
 _linear = operator(
     "linear(Tensor x, Tensor weight, Tensor? bias, str backend) -> Tensor", _fake, table="linear"
 )
-# The results are the gradients of x, weight and bias. dresidual is added to the gradient of x. A
-# gradient that ``needs`` does not ask for is empty.
+# The results are the gradients of x, weight and bias. dresidual, the gradient that reaches x
+# through a residual connection, is added to the gradient of x. A gradient is empty if ``needs`` is
+# False for it.
 _linear_backward = operator(
     "linear_backward(Tensor dy, Tensor x, Tensor weight, Tensor? bias, Tensor? dresidual, "
     "bool[] needs, str backend) -> (Tensor, Tensor, Tensor)",
@@ -200,7 +201,7 @@ def _parts_backward(dy: Tensor, rows: Tensor, *rest: Any) -> tuple[Tensor | None
     dx = None
     if needs[0]:
         dtype = dy.dtype if dresidual is None else dresidual.dtype
-        # The sum of the parts' products is rounded once.
+        # The products of all parts are summed in fp32, so that the sum is rounded once.
         dx = rows.new_zeros(rows.shape, dtype=torch.float32) if dresidual is None else dresidual
         dx = dx.float()
         for part, weight in zip(parts, weights, strict=True):

@@ -1,8 +1,9 @@
 """The matrix products of a linear layer and of its gradient, by backend.
 
-The "cpu" backend takes the products from fastbert._C, which reads a weight as it is stored and
-rounds it on the way. Under autocast it therefore reads fp32 parameters as they are and returns fp32
-gradients. The other backends use torch's products, whose operands share one dtype.
+The "cpu" backend takes the products from the extension fastbert._C, which reads an fp32 weight and
+rounds it inside the product. Under autocast, it therefore needs no 16-bit copies of fp32
+parameters, and it returns their gradients in fp32. The other backends use torch's products, whose
+operands share one dtype.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ def check_parameters(
     Args:
         columns: Number of columns of `x`.
         x: Input, whose device and dtype the parameters must have.
-        dtype: Dtype of autocast, or None. With autocast, any of LOW_PRECISION is allowed.
+        dtype: Autocast's dtype, or None without autocast. Under autocast, all LOW_PRECISION dtypes
+            are allowed.
         weight_name: Name of the argument `weight`, for messages.
         weight: Weight of a linear layer.
         bias_name: Name of the argument `bias`, for messages.
@@ -66,13 +68,13 @@ def _explain(columns, x, allowed, weight_name, weight, bias_name, bias):
 def parameters_for(
     backend: str, dtype: torch.dtype, *parameters: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    """Return the parameters in the dtypes in which `backend` multiplies them by `dtype`."""
+    """Return the parameters in dtypes that `backend` can multiply by rows of dtype `dtype`."""
     allowed = (dtype, torch.float32) if backend == "cpu" else (dtype,)
     return tuple([p if p is None or p.dtype in allowed else p.to(dtype) for p in parameters])
 
 
 def needs_gradient(*tensors: Tensor | None) -> bool:
-    """Tell whether autograd records a function of these tensors."""
+    """Tell whether autograd would record an operation on `tensors`."""
     if torch.is_grad_enabled():
         for tensor in tensors:
             if tensor is not None and tensor.requires_grad:
@@ -81,23 +83,24 @@ def needs_gradient(*tensors: Tensor | None) -> bool:
 
 
 def rows_of(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return x (..., K) as (M, K) of `dtype`; the result is x itself if nothing changes."""
+    """Return `x` of shape (..., K) as a matrix of K columns in `dtype`, without needless copies."""
     rows = as_matrix(x)
     return rows if rows.dtype == dtype else rows.to(dtype)
 
 
 class Products(NamedTuple):
-    """The products of one backend; x is (M, K), weight (N, K), y and dy are (M, N).
+    """The matrix products of one backend, for x (M, K), weight (N, K), and y and dy (M, N).
 
     Args:
-        project: ``project(x, weight, bias)`` is x Wᵀ + b.
-        project_parts: ``project_parts(x, weights, biases)`` is the results of `project` for several
-            weights side by side. Either all biases are None or none is.
-        gradient_of_rows: ``gradient_of_rows(dy, weight, dresidual)`` is dy W + dresidual. The dtype
-            is that of dresidual if there is one, because the residual stream stays in fp32 under
-            autocast.
-        gradient_of_weight: ``gradient_of_weight(dy, x, weight)`` is dyᵀ x in the dtype of weight.
-        sum_rows: ``sum_rows(dy, dtype)`` is the gradient (N,) of a bias of that dtype.
+        project: ``project(x, weight, bias)`` returns x Wᵀ + b.
+        project_parts: ``project_parts(x, weights, biases)`` returns the results of `project` for
+            several weights, side by side. Either all biases are None or none of them is None.
+        gradient_of_rows: ``gradient_of_rows(dy, weight, dresidual)`` returns dy W + dresidual, or
+            dy W if dresidual is None. The result has the dtype of dresidual if there is one,
+            because the residual stream stays in fp32 under autocast.
+        gradient_of_weight: ``gradient_of_weight(dy, x, weight)`` returns dyᵀ x in the dtype of
+            weight.
+        sum_rows: ``sum_rows(dy, dtype)`` returns the gradient (N,) of a bias of dtype `dtype`.
     """
 
     project: Callable[[Tensor, Tensor, Tensor | None], Tensor]
@@ -115,7 +118,7 @@ def _gradient_of_rows(dy: Tensor, weight: Tensor, dresidual: Tensor | None) -> T
     if dresidual is None:
         return dy @ weight
     if dresidual.dtype != dy.dtype:
-        # torch.addmm adds a tensor of the same dtype only.
+        # torch.addmm requires operands of one dtype.
         return dresidual + dy @ weight
     return torch.addmm(dresidual, dy, weight)
 

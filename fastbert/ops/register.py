@@ -1,8 +1,8 @@
-"""Declare an operator with schema, fake and implementation in one call, and then its gradient.
+"""Functions that declare an operator (schema, fake and implementation) and its gradient.
 
 torch's dispatcher takes 30 to 90 µs for an operator whose implementation and gradient are Python,
-more than many kernels. An `Operator` therefore calls the implementation and the gradient directly
-where nothing observes the dispatcher.
+which is longer than many kernels run. An `Operator` therefore calls the implementation and the
+gradient directly where nothing observes the dispatcher.
 """
 
 from __future__ import annotations
@@ -24,17 +24,18 @@ IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {}
 # The arguments of each operator as a named tuple, by the operator's name.
 ARGUMENTS: dict[str, Callable[..., Any]] = {}
 OPERATORS: dict[str, Operator] = {}
-# A subclass of tensors may define how operators treat it.
+# The types of tensors for which an operator may skip the dispatcher. Other subclasses of Tensor may
+# define how operators treat their instances.
 TENSOR_TYPES = (Tensor, torch.nn.Parameter)
 
 
 class Operator:
     """An operator of torch.library that is called by position, with or without the dispatcher.
 
-    The dispatcher is needed if something watches it: ``torch.compile``, a dispatch mode, a
+    The dispatcher is needed if something observes it: ``torch.compile``, a dispatch mode, a
     transform of ``torch.func``, forward-mode AD, ``torch.jit.trace``, a profiler, or a subclass of
-    tensors. Otherwise the implementation is called, through a function of autograd if a gradient is
-    wanted. Both ways run the same code and return the same bits.
+    tensors. Otherwise the implementation is called, through an autograd function if a gradient is
+    wanted. With and without the dispatcher, the same code runs and returns the same bits.
 
     Args:
         overload: The operator, as ``torch.ops.fastbert`` has it.
@@ -42,10 +43,10 @@ class Operator:
     """
 
     def __init__(self, overload: Any, implementation: Callable[..., Any]) -> None:
-        """Keep both ways."""
+        """Store the operator and its implementation."""
         self.overload = overload
         self.implementation = implementation
-        # `differentiable` sets the function of autograd.
+        # `differentiable` sets this autograd function.
         self.function: Any = None
         self.takes_lists = any("List[Tensor]" in str(a.type) for a in overload._schema.arguments)
 
@@ -96,11 +97,11 @@ def operator(
 
     Args:
         schema: Schema in torch's language. With `table`, its last argument is ``str backend``.
-        fake: Function of the operator's arguments, given as one named tuple, that returns empty
-            results of the right shapes and dtypes.
-        table: Name of a table in ``backends.TABLES``. The operator calls the row that its last
-            argument names with all other arguments: ``backward`` of that row if the operator's name
-            ends in ``_backward``, else ``forward``.
+        fake: Function that takes the operator's arguments as one named tuple and returns
+            uninitialised results with the right shapes and dtypes.
+        table: Name of a table in ``backends.TABLES``. The last argument of the operator names a row
+            of the table. The operator calls ``backward`` of that row if its own name ends in
+            ``_backward``, and otherwise ``forward``, with all other arguments.
         forward: Implementation that takes all arguments, for an operator without `table`.
 
     Returns:
@@ -160,14 +161,15 @@ def differentiable(
 
     Args:
         name: Name of the operator.
-        backward: Function of the context and the gradients of the results. It returns the gradients
-            of the arguments by their names; an argument that is left out has no gradient.
+        backward: Function that takes the context and the gradients of the results, and returns the
+            gradients of the arguments by name. An argument that is left out has no gradient.
             `ctx.needs` holds, by argument, whether autograd wants a gradient; a gradient that is
             not wanted may be any tensor. The gradient of a result that nothing differentiates, such
-            as a statistic, is None instead of a tensor of zeros. If the gradient of every result is
-            None, as after an ``autograd.Function`` that returns None, `backward` is not called, and
-            no argument has a gradient.
-        setup_context: Function of the context, the arguments as one named tuple, and the result.
+            as a statistic, is None instead of a tensor of zeros. If the gradients of all results
+            are None, as after an ``autograd.Function`` that returns None, `backward` is not called,
+            and no argument has a gradient.
+        setup_context: Function that takes the context, the arguments as one named tuple, and the
+            result.
     """
     arguments = ARGUMENTS[name]
 
@@ -200,7 +202,7 @@ def _function(name: str, setup: Callable[..., None], gradient: Callable[..., Any
 
 
 def once_differentiable(name: str) -> None:
-    """Make a second derivative through the backward operator ``fastbert::<name>`` a clear error."""
+    """Make a second derivative through the operator ``fastbert::<name>`` raise a clear error."""
 
     def backward(ctx: Any, *gradients: Tensor | None) -> dict[str, Tensor | None]:
         raise RuntimeError(_no_second_derivative(f"fastbert::{name}"))
@@ -216,9 +218,9 @@ def _no_second_derivative(name: str) -> str:
 
 
 def first_derivative(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a second derivative through the backward function of a class a clear error.
+    """Make a second derivative through the backward function of a class raise a clear error.
 
-    Without a gradient of any result, no input has a gradient, and the function is not called.
+    If the gradient of every result is None, `backward` is not called, and no input has a gradient.
 
     Args:
         backward: The ``backward`` of a subclass of ``torch.autograd.Function``.
@@ -242,18 +244,18 @@ def first_derivative(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 # A backward operator returns a tensor for each argument that can have a gradient. The tensor is
-# empty where ``needs`` does not ask for the gradient.
+# empty if ``needs`` is False for the argument.
 
 
 def or_empty(like: Tensor, *gradients: Tensor | None) -> tuple[Tensor, ...]:
-    """Return the gradients, with an empty tensor instead of None."""
+    """Return `gradients` with each None replaced by an empty tensor."""
     return tuple(like.new_empty(0) if g is None else g for g in gradients)
 
 
 def empty_like_needed(
     like: Tensor, needs: Sequence[bool], *inputs: Tensor | None
 ) -> tuple[Tensor, ...]:
-    """Return empty results of a backward operator, for its fake."""
+    """Return uninitialised gradients of `inputs`, empty where `needs` is False, for a fake."""
     return tuple(
         t.new_empty(t.shape) if need and t is not None else like.new_empty(0)
         for t, need in zip(inputs, needs, strict=True)

@@ -1,8 +1,8 @@
 """A layer with a residual connection around it: one node of autograd for both uses of its input.
 
 If a tensor is used twice, autograd adds its two gradients in a separate kernel. A layer that also
-returns its input gets both gradients at once. It adds the gradient of the residual connection
-inside the product that computes the other gradient.
+returns its input gets both gradients at once. The layer adds the gradient of the residual
+connection inside the product that computes the other gradient.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ class Layer(NamedTuple):
     """The forward and the backward of a layer, below autograd.
 
     Args:
-        forward: ``forward(rows, *parameters, *constants)`` returns y (M, N) and the tensor to save,
-            or None.
+        forward: ``forward(rows, *parameters, *constants)`` returns y (M, N), and a tensor that the
+            backward needs, or None.
         backward: ``backward(dy, rows, *parameters, saved, dresidual, needs, *constants)`` returns
-            the gradients of rows and parameters, with dresidual added to the gradient of rows. A
-            gradient that is not needed may be any tensor. Under autocast the residual stream stays
-            in fp32, so dresidual may have another dtype than dy.
+            the gradients of rows and parameters, with dresidual added to the gradient of rows. If
+            ``needs`` is False for a gradient, the result may be any tensor. Under autocast the
+            residual stream stays in fp32, so dresidual may have another dtype than dy.
     """
 
     forward: Callable[..., tuple[Tensor, Tensor | None]]
@@ -49,13 +49,14 @@ def with_residual(
 
     Args:
         name: Name of the layer in ``LAYERS``.
-        x: Input (..., K). It and its gradient keep their dtypes.
+        x: Input of shape (..., K). The gradient of `x` has the dtype of `x`.
         dtype: Dtype in which the layer computes.
         parameters: Parameters of the layer.
         constants: Further arguments of the layer, which are not tensors.
 
     Returns:
-        y (..., N), and `x`, which only the residual connection may use.
+        The result of the layer, of shape (..., N), and `x`. Only the residual connection may use
+        the returned `x`.
     """
     return _WithResidual.apply(name, constants, dtype, x, *parameters)
 

@@ -33,16 +33,16 @@ def rms_norm(
     With ``s = x + residual``, the result is ``weight · s / sqrt(mean(s²) + eps)``.
 
     Args:
-        x: Input of shape ``(..., N)``; fp32, fp16, bf16, or fp64 on the reference.
+        x: Input of shape ``(..., N)``; fp32, fp16, bf16, or fp64 with the backend ``"reference"``.
         weight: Scale of shape ``(N,)``, in any floating dtype.
         residual: Added before the normalization; of the shape of `x`.
-        eps: Added to the mean of the squares.
+        eps: Term that is added to the mean of the squares.
         backend: ``"reference"``, ``"triton"``, ``"cuda"`` or ``"cpu"``; None lets
             ``fastbert.ops.backend.resolve`` choose.
 
     Returns:
-        Tensor of the shape of `x` in the dtype to which `x` and `residual` promote, also under
-        autocast.
+        Tensor of the shape of `x` in the dtype to which `x` and `residual` promote. Autocast does
+        not change this dtype.
 
     Raises:
         ValueError: If a shape, a device or a value is not allowed, or if `backend` cannot serve the
@@ -71,7 +71,8 @@ def rms_norm(
     return y.view(shape)
 
 
-# The operator. Rows are flattened: x (R, N); rstd (R,).
+# The operator takes x (R, N), whose leading dimensions are flattened to R rows. It returns y (R, N)
+# and the reciprocal root mean square of each row, (R,).
 
 
 def _fake(a: Any) -> tuple[Tensor, ...]:
@@ -89,8 +90,8 @@ _rms_norm = operator(
     _fake,
     table="rms_norm",
 )
-# The results are the gradient of the sum, which is also the gradient of x and of the residual, and
-# the gradient of weight.
+# The results are the gradient of the sum x + residual and the gradient of weight. The first is the
+# gradient of both x and residual.
 _rms_norm_backward = operator(
     "rms_norm_backward(Tensor dy, Tensor x, Tensor weight, Tensor rstd, Tensor? residual, "
     "str backend) -> (Tensor, Tensor)",

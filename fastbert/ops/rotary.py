@@ -23,7 +23,7 @@ from fastbert.ops.register import differentiable, once_differentiable, operator
 def rotary(
     x: Tensor, cos: Tensor, sin: Tensor, *, heads: int, backend: str | None = None
 ) -> Tensor:
-    """Rotate the first heads of each token by its angles, and copy the other heads, in one pass.
+    """Rotate the first `heads` heads of each token by the token's angles; copy the other heads.
 
     Elements ``i`` and ``i + D / 2`` of a head are a pair ``(a, b)`` and become
     ``(a cos − b sin, b cos + a sin)``.
@@ -34,13 +34,14 @@ def rotary(
         cos: Cosines of the angles, fp32 of shape ``(T, D / 2)``; fp64 is allowed too if `x` is
             fp64.
         sin: Sines of the angles, as `cos`.
-        heads: How many heads are rotated.
+        heads: Number of heads that are rotated.
         backend: ``"reference"``, ``"triton"``, ``"cuda"`` or ``"cpu"``; None lets
             ``fastbert.ops.backend.resolve`` choose.
 
     Returns:
-        Contiguous tensor of shape ``(T, N, D)`` in the dtype of `x`, also under autocast. The
-        products of a 16-bit `x` are formed in fp32 and rounded once. Only `x` has a gradient.
+        Contiguous tensor of shape ``(T, N, D)`` in the dtype of `x`, also under autocast. If `x`
+        has 16 bits, the result is computed in fp32 and rounded once. `cos` and `sin` get no
+        gradient.
 
     Raises:
         ValueError: If a shape, a device or a value is not allowed, or if `backend` cannot serve the

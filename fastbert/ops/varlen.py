@@ -1,4 +1,4 @@
-"""Remove the padding of a batch once, and put it back once."""
+"""Functions that remove the padding rows of a batch and put them back."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ INTEGERS = (torch.int64, torch.int32, torch.bool)
 def unpad(x: Tensor, mask: Tensor) -> Packed:
     """Take the padding out of a batch.
 
-    The number of tokens and the longest length are read from a GPU in one copy, which synchronises,
-    so call this once per batch.
+    On a GPU, one copy to the host reads the number of tokens and the longest length. The copy
+    synchronises, so call this function once per batch.
 
     Args:
         x: Tensor of shape ``(B, L, ...)``.
@@ -65,7 +65,7 @@ def unpad(x: Tensor, mask: Tensor) -> Packed:
 
 
 def unpad_indices(mask: Tensor) -> tuple[Tensor, Tensor, int]:
-    """Find the rows that `mask` keeps.
+    """Return the indices of the rows where `mask` is True, and the lengths of the sequences.
 
     Args:
         mask: As in `unpad`.
@@ -80,7 +80,7 @@ def unpad_indices(mask: Tensor) -> tuple[Tensor, Tensor, int]:
 
 
 def any_outside(index: Tensor, size: int, ignored: int | None = None) -> bool:
-    """Tell whether an element of `index`, on the CPU, is outside [0, size) and not `ignored`."""
+    """Tell whether `index`, on the CPU, has an element outside [0, size) other than `ignored`."""
     if _by_extension(index):
         return torch.ops.fastbert_C.any_outside(index, size, ignored)
     wrong = (index < 0) | (index >= size)
@@ -90,7 +90,7 @@ def any_outside(index: Tensor, size: int, ignored: int | None = None) -> bool:
 
 
 def _by_extension(index: Tensor) -> bool:
-    """Tell whether fastbert._C reads this tensor, in one pass instead of several of torch."""
+    """Tell whether fastbert._C can read `index`, in one pass where torch needs several."""
     here = backends.EXTENSION is not None and index.device.type == "cpu"
     return here and index.dtype in INTEGERS and type(index) is Tensor
 
@@ -132,16 +132,17 @@ def _by_kernel(mask: Tensor) -> bool:
 
 
 def tokens_first(exists: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Order the positions of a padded batch: the positions of tokens first, then of padding.
+    """Order the rows of a padded batch: the rows of tokens first, then the rows of padding.
 
-    Nothing is read from the device, so that a CUDA graph can hold the call.
+    Nothing is read from the device, so that a CUDA graph can capture the call.
 
     Args:
-        exists: Bool mask of shape ``(B, L)``, True where a token is.
+        exists: Bool mask of shape ``(B, L)``, True at tokens and False at padding.
 
     Returns:
-        The index of each row in the flattened batch, int64 of shape ``(B · L,)``; the row of each
-        index, of the same shape and dtype; and cumulative lengths, int32 of shape ``(B + 1,)``.
+        Three tensors: for each row of the ordered batch, its index in the flattened batch, int64 of
+        shape ``(B · L,)``; for each index, its row, of the same shape and dtype; and the cumulative
+        lengths, int32 of shape ``(B + 1,)``.
     """
     if exists.numel() and _by_kernel(exists):
         places, rows, cu_seqlens, _ = torch.ops.fastbert_C.mask_places(exists, True)
@@ -155,14 +156,15 @@ def tokens_first(exists: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _unpad_indices_of_device(keep: Tensor) -> tuple[Tensor, Tensor, int]:
-    """Find the kept rows with one read from the device: their number and the longest length.
+    """Compute the results of `unpad_indices` with one read from the device.
 
-    ``nonzero`` would read the number a second time.
+    This read returns the number of tokens and the longest length. ``nonzero`` would read the number
+    of tokens a second time.
     """
     lengths = keep.sum(dim=1, dtype=torch.int32)
     cu_seqlens = F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
     rows, longest = torch.stack([cu_seqlens[-1], lengths.max()]).tolist()
-    # Token i is at the first index up to which the mask has i + 1 tokens.
+    # Token i is at the first index at which the count of tokens reaches i + 1.
     counts = keep.flatten().cumsum(0)
     wanted = torch.arange(1, rows + 1, device=keep.device)
     return torch.searchsorted(counts, wanted), cu_seqlens, longest
@@ -198,8 +200,8 @@ _unpad_indices = operator(
     _unpad_indices_fake,
     forward=_unpad_indices_forward,
 )
-# `gather_rows` selects rows by distinct indices, int64 of shape (N,). Each of the two operators is
-# therefore the gradient of the other, and neither sums rows.
+# The indices, int64 of shape (N,), are distinct. Each of the operators `gather_rows` and
+# `_scatter_rows` is therefore the gradient of the other, and neither sums rows.
 gather_rows = operator(
     "gather_rows(Tensor x, Tensor indices) -> Tensor", _gather_fake, forward=_gather_forward
 )
