@@ -17,11 +17,12 @@ class Activation(NamedTuple):
     Attributes:
         name: Name in ``fastbert.ops``, in the C++ operators and in the launchers of the Triton
             kernels.
-        function_name: Value of the constant FUNCTION of the Triton kernels for `function`.
+        function_name: Value of the Triton kernels' constant ``FUNCTION`` that selects `function`.
         function: The elementwise function, in differentiable PyTorch.
         slope: The derivative of `function`.
         hidden_act: Names of the activation in a ``config.json``.
-        approximate: Value of the argument `approximate` of ``ops.linear_gelu``; empty if gated.
+        approximate: Argument of ``ops.linear_gelu`` that selects the activation; empty if the
+            activation is gated.
         gated: Whether `function` is applied to the first half of the columns and the result is
             multiplied by the second half (Shazeer 2020).
     """
@@ -35,7 +36,14 @@ class Activation(NamedTuple):
     gated: bool = False
 
     def __call__(self, h: Tensor) -> Tensor:
-        """Return the activation ``(..., N)`` of h ``(..., N)``; a gated h is ``(..., 2N)``."""
+        """Apply the activation.
+
+        Args:
+            h: Tensor of shape ``(..., N)``, or of shape ``(..., 2N)`` if the activation is gated.
+
+        Returns:
+            Tensor of shape ``(..., N)``.
+        """
         if not self.gated:
             return self.function(h)
         gate, linear = h.chunk(2, dim=-1)
@@ -75,7 +83,7 @@ def _silu_slope(x: Tensor) -> Tensor:
     return torch.ops.aten.silu_backward(torch.ones_like(x), x)
 
 
-# The fields function_name, function and slope of exact GELU and of GELU with tanh.
+# Values of the fields `function_name`, `function` and `slope` for exact GELU and GELU with tanh.
 _exact = ("gelu", partial(_gelu, "none"), partial(_gelu_slope, "none"))
 _tanh = ("gelu_tanh", partial(_gelu, "tanh"), partial(_gelu_slope, "tanh"))
 
@@ -104,7 +112,11 @@ def of_name(name: str) -> Activation:
 
 
 def of_config(gated: bool) -> dict[str, Activation]:
-    """Map each name `hidden_act` of a ``config.json`` to its gated or ungated activation."""
+    """Map the values of the key ``hidden_act`` in a ``config.json`` to their activations.
+
+    Args:
+        gated: Whether the result has the gated activations or the ungated activations.
+    """
     return {
         hidden_act: activation
         for activation in ACTIVATIONS.values()

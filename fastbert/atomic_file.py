@@ -27,13 +27,13 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Add a file name to an OSError of the block without a name, such as that of a full disk.
+    """Add `path` to an OSError of the block that names no file, such as the error of a full disk.
 
     Args:
         path: The file that the block writes.
 
     Raises:
-        OSError: The error of the block, with the name of the file.
+        OSError: If the block raises an OSError. The message names a file.
     """
     try:
         yield

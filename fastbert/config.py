@@ -16,9 +16,10 @@ from typing import Any
 from fastbert import activations, json_file
 
 PROBLEMS = ("regression", "single_label_classification", "multi_label_classification")
-# With this limit, no product of two sizes overflows an address.
+# The largest value of a size, such as `hidden_size`. The product of two sizes is at most 2**56, so
+# that the address of an element of a matrix does not overflow.
 MAX_SIZE = 2**28
-# No published encoder has a tenth of this number of layers.
+# The largest number of layers. Published encoders have fewer than 100 layers.
 MAX_LAYERS = 1000
 
 
@@ -65,8 +66,8 @@ class Architecture:
             any distance. Empty if no layer has a limit.
         pre_norm: Whether the layer norms are before attention and feed-forward, with another layer
             norm after the last layer (ModernBERT).
-        gated: Whether the feed-forward computes ``act(first half) * second half`` of a first
-            projection that is twice as wide.
+        gated: Whether the first projection of the feed-forward is twice as wide and its output
+            becomes ``act(first half) * second half``.
         attention_bias: Whether the projections of attention have a bias.
         feed_forward_bias: Whether the projections of the feed-forward have a bias.
         norm_bias: Whether the layer norms have a bias.
@@ -172,7 +173,8 @@ class BertConfig:
         hidden_act: Activation of the feed-forward.
         hidden_dropout_prob: Dropout of hidden states, in [0, 1].
         attention_probs_dropout_prob: Dropout of attention weights, in [0, 1].
-        max_position_embeddings: Number of positions. `max_length` is the longest sequence.
+        max_position_embeddings: Number of positions. The property `max_length` is the length of the
+            longest sequence.
         type_vocab_size: Number of token types.
         initializer_range: Standard deviation of the initial weights.
         layer_norm_eps: Term that is added to the variance in layer norms.
@@ -182,8 +184,8 @@ class BertConfig:
         tie_word_embeddings: Whether the masked-LM head uses the word embeddings as its weight.
         num_labels: Number of labels of a classifier.
         problem_type: Loss of a sequence classifier: ``"regression"``,
-            ``"single_label_classification"`` or ``"multi_label_classification"``. None lets the
-            labels decide.
+            ``"single_label_classification"`` or ``"multi_label_classification"``. With None,
+            `num_labels` and the dtype of the labels determine the loss.
         model_type: Name of the model family, such as ``"bert"``.
         architecture: Differences of the model family from BERT.
         extra: Keys of a ``config.json`` that are not fields, with their values. A saved checkpoint
@@ -301,8 +303,8 @@ class BertConfig:
     def to_dict(self) -> dict[str, Any]:
         """Return the content of ``config.json``, with the keys in `extra`.
 
-        ``id2label`` and ``label2id`` are filled with default names if their number is not
-        `num_labels`.
+        If ``id2label`` does not have `num_labels` names, ``id2label`` and ``label2id`` get default
+        names.
         """
         own = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in OURS}
         num_labels = own.pop("num_labels")
@@ -351,7 +353,7 @@ class BertConfig:
 
     @classmethod
     def from_json(cls, path: str | os.PathLike[str]) -> BertConfig:
-        """Read a ``config.json`` of a BERT.
+        """Read the ``config.json`` of a BERT model.
 
         Args:
             path: Path of the file.
@@ -365,7 +367,7 @@ class BertConfig:
         return cls.from_dict(json_file.read(Path(path)))
 
 
-# These fields are not keys of a config.json.
+# The fields of `BertConfig` that are not keys of a config.json.
 OURS = {"architecture", "extra"}
 PRESETS: dict[str, dict[str, int]] = {
     "tiny": {

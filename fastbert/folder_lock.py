@@ -51,12 +51,12 @@ def lock(folder: Path, argument: str, patience: float = 0.0) -> int:
             return handle
         if _is(handle, folder):
             return handle
-        # The run that held the lock has deleted the folder.
+        # Another run has deleted the folder after `os.open`, so the lock is on a deleted folder.
         unlock(handle)
 
 
 def unlock(handle: int) -> None:
-    """End a lock that `lock` returned."""
+    """End the lock whose file descriptor `lock` returned."""
     _held.discard(handle)
     os.close(handle)
 
@@ -65,8 +65,8 @@ def unlock(handle: int) -> None:
 def locked(folder: Path, argument: str, patience: float = 0.0) -> Iterator[None]:
     """Lock a folder during the block; see `lock`.
 
-    A folder that did not exist before and is empty after the block is deleted, with its new
-    parents.
+    If the folder did not exist before the block and is empty after the block, the folder is
+    deleted, and so are the parent folders that were created with it.
     """
     new = [path for path in (folder, *folder.parents) if not path.exists()]
     handle = lock(folder, argument, patience)

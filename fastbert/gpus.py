@@ -10,9 +10,9 @@ Each field of `Gpu` comes from one of these documents of NVIDIA.
   multiprocessors × FLOP per clock. An H100 or H200 reaches 1.98 GHz while its matrix units are
   idle, which is 8 % more.
 - FP32, integer and special functions: the table "Throughput of Native Arithmetic Instructions" in
-  the CUDA C++ Programming Guide, results per clock and multiprocessor. Compute capability 8.0 has
-  64 FP32 results, 8.9, 9.0 and 10.0 have 128; all have 64 integer and 16 special results and 32
-  shuffles.
+  the CUDA C++ Programming Guide, which counts results per clock and multiprocessor. Compute
+  capability 8.0 has 64 FP32 results, and 8.9, 9.0 and 10.0 have 128. All of them have 64 integer
+  results, 16 results of special functions and 32 shuffles.
 - Shared memory serves 32 banks of 4 bytes per clock (same guide), and each of the four schedulers
   of a multiprocessor issues one instruction of a warp per clock (same guide, "Multiprocessor
   Level").

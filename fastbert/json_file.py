@@ -16,7 +16,7 @@ from fastbert.file_size import check_file
 # The largest file of settings is the index of a sharded checkpoint, which has a few MB. Parsed JSON
 # needs up to 30 bytes of memory for each byte of the file.
 MAX_BYTES = 1 << 23
-# Each value needs up to 120 bytes of memory.
+# The largest number of values in a JSON text. Each parsed value needs up to 120 bytes of memory.
 MAX_VALUES = 1 << 22
 # Settings have at most ten levels of arrays and objects. The functions that walk through parsed
 # settings call themselves once or a few times per level.
@@ -29,7 +29,7 @@ def read(path: Path, kind: type = dict) -> Any:
 
     Args:
         path: The file.
-        kind: The expected Python type of its value, ``dict`` or ``list``.
+        kind: The expected Python type of the content, ``dict`` or ``list``.
 
     Raises:
         OSError: If the file cannot be read.
@@ -52,7 +52,7 @@ def parse(text: str, most_values: int = MAX_VALUES) -> Any:
 
     Args:
         text: The text.
-        most_values: Largest number of values, which are counted approximately.
+        most_values: Largest number of values; the values are counted approximately.
 
     Raises:
         ValueError: If the text is not JSON, if it has more than `most_values` values or more than
@@ -75,7 +75,7 @@ def parse(text: str, most_values: int = MAX_VALUES) -> Any:
 
 
 def _check_text(content: Any) -> None:
-    """Raise ValueError for half of a surrogate pair, which UTF-8 cannot encode."""
+    """Raise ValueError if a string has half of a surrogate pair, which UTF-8 cannot encode."""
     try:
         json.dumps(content, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:

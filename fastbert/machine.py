@@ -32,7 +32,8 @@ class Machine:
     """The machine, the versions and the date of a measurement.
 
     ``cores`` counts the cores that this process may use, and ``threads`` the threads of torch.
-    ``isa`` is the CPU instruction set of the C++ operators, or of torch without the extension.
+    ``isa`` is the CPU instruction set that the C++ operators use; if the extension is not built,
+    ``isa`` is the instruction set that torch uses.
     ``gpu`` and ``driver`` are None without a GPU.
     """
 
@@ -73,12 +74,12 @@ def cpu_model() -> str:
                 if line.lower().startswith("model name"):
                     return line.split(":", 1)[1].strip()
     except OSError:
-        pass  # Systems other than Linux report a generic name only.
+        pass  # Only Linux has this file. On other systems, `platform` returns a generic name.
     return platform.processor() or platform.machine()
 
 
 def cpu_cores() -> int:
-    """Return the number of cores that this process may use, without CPU quotas of a container."""
+    """Return the number of cores that this process may use, ignoring CPU quotas of containers."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

@@ -28,7 +28,7 @@ def picture(
         width: Width in inches.
         height: Height in inches.
         dpi: Pixels per inch.
-        fonts: Families for the characters that the default font lacks, from `fonts_for`.
+        fonts: Font families from `fonts_for`, for the characters that the default font lacks.
 
     Yields:
         The figure, with a constrained layout.
@@ -79,8 +79,8 @@ def fonts_for(texts: Iterable[str]) -> tuple[list[str], set[str]]:
         texts: The texts.
 
     Returns:
-        The families that are needed in addition to the default font, and the characters that no
-        font has. matplotlib would draw each of these characters as an empty box.
+        The font families that are needed in addition to the default font, and the characters that
+        no font has. matplotlib draws each character that no font has as an empty box.
     """
     from matplotlib import font_manager
 
@@ -106,7 +106,7 @@ def width_of(text: str, fonts: Sequence[str], size: float = 10.0) -> float:
 
     Args:
         text: A text from `literal`.
-        fonts: Families from `fonts_for`.
+        fonts: Font families from `fonts_for`.
         size: Size of the font in points.
     """
     from matplotlib.font_manager import FontProperties

@@ -54,8 +54,8 @@ def open_bytes(path: Path) -> BinaryIO:
         path: Path of the file.
 
     Returns:
-        A stream of the bytes of the content. Reads belong inside `damage_named`, which adds the
-        file name to the error of a damaged file.
+        A stream of the uncompressed bytes. The caller must read the stream inside `damage_named`,
+        which adds the file name to the error of a damaged file.
 
     Raises:
         OSError: If the file cannot be opened.
@@ -92,7 +92,11 @@ def damage_named(path: Path) -> Iterator[None]:
 
 
 def encoding_of(start: bytes) -> str:
-    """Return the encoding by the byte order mark in the first four bytes; UTF-8 without a mark."""
+    """Return the encoding that a byte order mark in `start` names; without a mark, UTF-8.
+
+    Args:
+        start: The first four bytes of a file.
+    """
     return next((name for mark, name in MARKS.items() if start.startswith(mark)), "utf-8")
 
 
@@ -143,8 +147,8 @@ def read_text(path: Path) -> str:
     """Return the text of a file, without its byte order mark.
 
     Args:
-        path: Path of a file in UTF-8, or in UTF-16 or UTF-32 with a byte order mark, which may be
-            compressed as one of ``COMPRESSED``.
+        path: Path of a file in UTF-8, or in UTF-16 or UTF-32 with a byte order mark. The file may
+            be compressed in a format of ``COMPRESSED``.
 
     Returns:
         The text, with the line ends of the file.
@@ -152,7 +156,8 @@ def read_text(path: Path) -> str:
     Raises:
         OSError: If the file cannot be read.
         ValueError: If the file is damaged or not in its encoding, or if its text is larger than
-            ``MOST_BYTES``. The message names the file, and the line if there is one.
+            ``MOST_BYTES``. The message names the file, and also the line of a byte that cannot be
+            decoded.
         ImportError: If the file is a .zst file and pyarrow is not installed.
     """
     # A pipe has no size, and is read to its end.

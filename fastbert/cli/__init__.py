@@ -1,6 +1,6 @@
-"""The command line. Each command has a file, which parses options, calls the library and prints.
+"""The command line: each command has a file that parses options, calls the library and prints.
 
-No file here imports torch before a command runs, so that ``fastbert --help`` answers at once.
+No file of this folder imports torch before a command runs, so that ``fastbert --help`` is fast.
 """
 
 from __future__ import annotations

@@ -9,16 +9,17 @@ from typing import Any
 
 import typer
 
-# Maps names that Python functions use for an argument of a command to the names in the help.
+# Maps names of parameters in Python functions to the names of these arguments in the help.
 ALIASES = {"path_or_hub_id": "MODEL"}
 
 
 def typed_text(parameter: typer.CallbackParam, text: str | None) -> str | None:
-    """Decode a text of the command line as UTF-8, even if Python used a locale without Unicode.
+    """Decode a text of the command line as UTF-8, even if the locale has no Unicode.
 
     Args:
         parameter: The parameter of the command.
-        text: The text as Python decoded it, with surrogates for the bytes that the locale lacks.
+        text: The text as Python decoded it, with surrogates for the bytes that the encoding of the
+            locale cannot decode.
 
     Returns:
         The text, with its bytes decoded as UTF-8.
@@ -40,14 +41,15 @@ def typed_text(parameter: typer.CallbackParam, text: str | None) -> str | None:
 
 
 def typed_names(parameters: Sequence[Any]) -> dict[str, str]:
-    """Return how the user types each parameter of a command.
+    """Map the Python name of each parameter of a command to the name that the user types.
 
     Args:
         parameters: The parameters of a click command.
 
     Returns:
-        The longest spelling of each option, such as ``--batch-size``, and the name of each argument
-        in the help, such as ``MODEL``, by the name of the parameter in Python.
+        A dict from the Python name of each parameter to a name. The name is the longest spelling of
+        an option, such as ``--batch-size``, or the name of an argument in the help, such as
+        ``MODEL``.
     """
     names = dict(ALIASES)
     for parameter in parameters:
@@ -61,16 +63,16 @@ def typed_names(parameters: Sequence[Any]) -> dict[str, str]:
 def name_as_typed(message: str, names: Mapping[str, str]) -> str:
     """Replace the names of Python parameters in a message by the names that the user typed.
 
-    A name is replaced at the start of a message if a colon follows, and wherever a number in
-    parentheses follows. A name with an underscore is replaced everywhere except in a path, a
-    quotation or another name.
+    A name is replaced at the start of the message if a colon follows the name, and at any place if
+    a number in parentheses follows the name. A name with an underscore is replaced everywhere
+    except in a path, a quotation or a longer name.
 
     Args:
         message: The message.
-        names: The typed name of each parameter.
+        names: The result of `typed_names`.
 
     Returns:
-        The message.
+        The message with the typed names.
 
     Examples:
         >>> from fastbert.cli.arguments import name_as_typed

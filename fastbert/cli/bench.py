@@ -88,7 +88,7 @@ def bench(
 
 
 def print_bounds(names: list[str], json_path: Path | None, backend: str) -> None:
-    """Print lower bounds of kernel times as Markdown, and write them to a JSON file if given.
+    """Print lower bounds of kernel times as Markdown, and write them to `json_path` if not None.
 
     Args:
         names: Names of operations; an empty list takes all.
@@ -121,7 +121,7 @@ def measure(names: list[str], *, quick: bool) -> tuple[Machine, list[OpRow], lis
 
     Args:
         names: Names of operations, and "encoder"; an empty list times everything.
-        quick: Whether small shapes are timed.
+        quick: Whether only small shapes are timed.
     """
     from fastbert.bench.encoder import bench_encoder
     from fastbert.bench.operations import bench_ops
@@ -149,7 +149,7 @@ def measure(names: list[str], *, quick: bool) -> tuple[Machine, list[OpRow], lis
 
 
 def print_rows(machine: Machine, operations: list[OpRow], encoder: list[EncoderRow]) -> None:
-    """Print the header and both tables. A speed above 1 means that fastbert is faster."""
+    """Print the machine, and the tables of the operations and the encoder."""
     for line in machine.lines():
         out.print(line, style="dim", highlight=False, soft_wrap=True)
     if operations:
@@ -169,7 +169,7 @@ def _times(ratio: float | None) -> str:
 
 
 def _operations_table(rows: list[OpRow]) -> Table:
-    """Make a table with a line per case, dtype and backend, with the time of stock PyTorch."""
+    """Make a table with a line per case, dtype and backend, next to the time of stock PyTorch."""
     stock = {(r.op, r.case, r.dtype, r.direction): r.seconds for r in rows if r.engine == "torch"}
     table = new_table(
         "operations: median times in ms; speed = time of stock PyTorch / time of the backend;\n"

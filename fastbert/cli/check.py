@@ -216,7 +216,7 @@ def _with_progress(
 def _selections(
     op: str | None, case: str | None, backend: str | None, dtype: Any, quick: bool, random: int
 ) -> list[dict[str, Any]]:
-    """Return a selection of cases for each backend that can run at least one case here."""
+    """Return the arguments of ``parity.check`` for each backend that can run some of the cases."""
     import torch
 
     from fastbert.testing import parity
@@ -238,15 +238,17 @@ def _selections(
         except ValueError:
             if backend is not None:
                 raise
-            continue  # The backend cannot run here; `fastbert info` shows the reason.
+            continue  # The backend cannot run on this machine; `fastbert info` shows why.
         selections.append(selection)
     return selections
 
 
 def summarize(rows: list[ParityRow]) -> list[dict[str, Any]]:
-    """Return a line per operation, backend and dtype, with the figures of its worst tensor.
+    """Return a dict per operation, backend and dtype, with the figures of its worst tensor.
 
-    The worst tensor has the largest ratio; a tensor that failed precedes all others.
+    The worst tensor is the one with the largest ratio of the error to the yardstick, which is the
+    error of plain PyTorch in the same dtype. If a tensor has failed the check, only the tensors
+    that failed are considered.
     """
     groups: dict[tuple[str, str, str], list[ParityRow]] = {}
     for row in rows:

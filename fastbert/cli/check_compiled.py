@@ -1,4 +1,4 @@
-"""``fastbert check --aot``: every shipped Triton launch compiled ahead of time, and checked."""
+"""``fastbert check --aot``: compile every shipped Triton launch ahead of time, and check it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ if TYPE_CHECKING:
 
 
 def check_compiled(architectures: str, as_json: bool) -> bool:
-    """Compile for ``architectures``, such as "80,90", and print the results.
+    """Compile the shipped Triton launches for `architectures`, and print the results.
+
+    Args:
+        architectures: Numbers separated by commas, such as "80,90" for sm_80 and sm_90.
+        as_json: Whether JSON is printed instead of a table.
 
     Returns:
         Whether all launches pass.
@@ -65,7 +69,7 @@ def _with_progress(architectures: Sequence[int]) -> Iterator[Compiled]:
 
 
 def summarize(launches: list[Compiled]) -> list[dict[str, Any]]:
-    """Return a line per kernel, dtype and architecture, with the worst figures of its launches."""
+    """Return a dict per kernel, dtype and architecture, with the worst figures of its launches."""
     groups: dict[tuple[str, str, int], list[Compiled]] = {}
     for launch in launches:
         groups.setdefault((launch.name, launch.dtype, launch.arch), []).append(launch)

@@ -1,4 +1,7 @@
-"""``fastbert check --emulate``: cases on the compiled GPU kernels, run by the PTX machine."""
+"""``fastbert check --emulate``: check the compiled GPU kernels on the PTX machine.
+
+The PTX machine is the distribution ``ptxmachine``, which executes PTX code on the CPU.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ def check_emulated(
     """Run the cases on the PTX machine and print the results.
 
     Returns:
-        Whether no run has a fault and every tensor passes.
+        Whether the PTX machine has found no error in any run, and every tensor passes.
 
     Raises:
         ValueError: If a value of an option is not allowed, or if no requested backend can run.
@@ -68,7 +71,10 @@ def _outcome(runs: list[EmulatedRun]) -> dict[str, Any]:
 
 
 def _backends(asked: str | None) -> tuple[str, ...]:
-    """Return the requested backend, or all that can run here, with a note on each of the others."""
+    """Return the requested backend; without one, return all backends that can run here.
+
+    A note on stderr gives the reason for each backend that cannot run.
+    """
     from fastbert.testing import emulation
 
     if asked is not None:

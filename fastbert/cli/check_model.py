@@ -1,4 +1,4 @@
-"""``fastbert check MODEL``: a model of the user in stock code against the accelerated model."""
+"""``fastbert check MODEL``: compare the user's model in stock code with the accelerated model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OF_TEXTS = ("field", "pair_field")
 
 
 def refuse_together(ctx: typer.Context, model: str | None, texts: Path | None) -> None:
-    """Raise ValueError if the user typed two arguments that do not fit together.
+    """Raise ValueError if the user typed two arguments that cannot be combined.
 
     Args:
         ctx: The context of the command.
@@ -63,8 +63,9 @@ def check_model(
     Args:
         model: Folder or hub id.
         texts: File of texts, or None for generated batches.
-        fields: Name of the field with the text, and for pairs of the field with the second text.
-        dtype: The only dtype; None checks fp32 and bf16.
+        fields: Name of the field with the text. For pairs, also the name of the field with the
+            second text.
+        dtype: The dtype to check; None checks fp32 and bf16.
         seed: Seed of generated batches.
         as_json: Whether JSON is printed instead of a table.
 
@@ -99,7 +100,7 @@ def check_model(
 def _rows(
     model: str, texts: list[Any] | None, dtype: str | None, seed: int, left_out: list[LeftOut]
 ) -> Iterator[Row]:
-    """Yield each compared row as soon as it is known, and append other results to `left_out`."""
+    """Yield each `Row` as soon as it is known, and append each `LeftOut` to `left_out`."""
     import torch
 
     from fastbert.io import checkpoint

@@ -129,6 +129,6 @@ def _print_result(text: str, result: dict[str, Any], *, as_json: bool) -> None:
     table.add_column("label", style="bold")
     table.add_column("score", justify="right")
     for label, score in sorted(result["scores"].items(), key=lambda item: -item[1]):
-        # Rich reads brackets in a str as markup, but not in a Text.
+        # Rich interprets brackets in a str as markup, but not in a Text.
         table.add_row(Text(label), f"{score:.4f}")
     out.print(table)

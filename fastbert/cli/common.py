@@ -1,4 +1,4 @@
-"""The output of all commands: text, tables, JSON, progress, and errors of the user."""
+"""The output of all commands: text, tables, JSON, progress, and messages about user errors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from fastbert.cli.arguments import name_as_typed, typed_names
 from fastbert.jobs.reporter import Reporter
 
 # Results go to stdout. Progress, notes and errors go to stderr, so that `fastbert ... --json | jq`
-# reads JSON only. For a pipe or a file, rich would assume 80 columns, which are too few for tables.
+# reads JSON only. For a pipe or a file, rich would assume 80 columns, which are too few for the
+# tables, so 120 columns are set.
 out = Console(width=None if sys.stdout is not None and sys.stdout.isatty() else 120)
 err = Console(stderr=True)
 
@@ -32,10 +33,10 @@ err = Console(stderr=True)
 BACKENDS = ("reference", "triton", "cuda", "cpu")
 DTYPES = ("float32", "float16", "bfloat16")
 
-# A user can cause these errors, so the command prints them as one line. Other errors are bugs and
-# print their traceback. A training that diverges raises FloatingPointError.
+# A user can cause these errors, so a command prints only their message, on one line. Other errors
+# are bugs, and Python prints their traceback. FloatingPointError means that a training diverged.
 USER_ERRORS = (ValueError, OSError, ImportError, FloatingPointError)
-# Key of the command that the user typed, in the data that all contexts of click share.
+# The key under which click's shared dictionary `Context.meta` has the command that the user typed.
 COMMAND = "fastbert.command"
 
 Row = TypeVar("Row")
@@ -44,7 +45,7 @@ Row = TypeVar("Row")
 class FriendlyGroup(TyperGroup):
     """A command group that turns a user's mistake into one line on stderr and exit status 2.
 
-    Warnings become one-line notes on stderr, without their place in the source code. Messages name
+    Warnings become one-line notes on stderr, without a file name and line number. Messages name
     arguments as the user typed them.
     """
 
@@ -63,7 +64,7 @@ class FriendlyGroup(TyperGroup):
                 warnings.showwarning = _print_warning
                 return super().invoke(ctx)
         except BrokenPipeError:
-            raise  # as in `fastbert ... | head`; click ends the command without a message
+            raise  # The reader has ended, as in `| head`; click then exits without a message.
         except USER_ERRORS as error:
             if isinstance(error, ImportError) and (error.name or "").startswith("fastbert"):
                 raise  # A missing part of fastbert is not a mistake of the user.
@@ -87,11 +88,11 @@ def print_json(value: Any) -> None:
 
 
 def _write_json(text: str) -> None:
-    """Write JSON text; characters that the encoding of stdout lacks are escaped as JSON does."""
+    r"""Write JSON text; if the encoding of stdout lacks a character, escape non-ASCII as ``\u``."""
     try:
         text.encode(sys.stdout.encoding or "utf-8")
     except UnicodeEncodeError:
-        # In JSON text, such characters are inside strings only.
+        # In JSON text, characters that are not ASCII are inside strings only.
         text = re.sub(r"[^\x00-\x7f]", lambda match: json.dumps(match[0])[1:-1], text)
     sys.stdout.write(text)
 
@@ -99,18 +100,18 @@ def _write_json(text: str) -> None:
 def print_json_rows(
     name: str, rows: Iterable[Row], rest: Callable[[list[Row]], dict[str, Any]]
 ) -> list[Row]:
-    """Write a JSON object to stdout, with a line for each row as soon as the row exists.
+    """Write a JSON object with a list of rows to stdout, each row as soon as it is computed.
 
-    The line of a row is JSON by itself, so the rows of a command that hangs or is killed can be
-    read.
+    Each row is written on a line of its own, so that the rows can be read even if the command hangs
+    or is killed.
 
     Args:
         name: Key of the list of rows.
         rows: The rows, which are computed one after another.
-        rest: Returns the other entries of the object from all rows.
+        rest: Function that takes all rows and returns the other entries of the object.
 
     Returns:
-        The rows. Without any row, nothing is written.
+        The rows. If there are no rows, nothing is written.
     """
     known: list[Row] = []
     for row in rows:
@@ -125,7 +126,7 @@ def print_json_rows(
 
 
 def new_table(title: str | None = None) -> Table:
-    """Return an empty table in the style of all commands, with a rule under the headings only."""
+    """Return an empty table in the style of all commands, with one line below the headings."""
     return Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
 
 
@@ -137,7 +138,13 @@ def one_of(argument: str, value: str | None, allowed: tuple[str, ...]) -> str | 
 
 
 def print_summary(summary: dict[str, Any], detail: str, *, as_json: bool) -> None:
-    """Print the summary of a job over the lines of a file."""
+    """Print the summary of a job that computes a row for each line of a file.
+
+    Args:
+        summary: The result of ``fastbert.jobs.batch_job.compute``.
+        detail: Text after the name of the output file.
+        as_json: Whether the summary is printed as JSON instead of a line of text.
+    """
     if as_json:
         print_json(summary)
         return
@@ -162,7 +169,7 @@ def is_first_process() -> bool:
 
 
 class ConsoleReporter(Reporter):
-    """Notes, a spinner and a progress bar on stderr."""
+    """A reporter that shows notes, a spinner and a progress bar on stderr."""
 
     def note(self, text: str) -> None:
         err.print(f"note: {text}", soft_wrap=True, highlight=False, markup=False)

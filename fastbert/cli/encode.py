@@ -156,7 +156,7 @@ def encode(
 
 
 def _numbers(argument: str, text: str | None) -> tuple[int, ...] | None:
-    """Return the integers of a text in which commas separate them."""
+    """Return the integers in `text`, which are separated by commas; None if `text` is None."""
     if text is None:
         return None
     try:

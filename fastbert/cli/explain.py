@@ -77,7 +77,7 @@ def _print(explanation: Explanation) -> None:
     for place, (word, *row) in enumerate(zip(explanation.words, *columns, strict=True)):
         if place == explanation.second:
             values.add_section()
-        # Rich reads brackets in a str as markup, but not in a Text.
+        # Rich interprets brackets in a str as markup, but not in a Text.
         values.add_row(Text(word), *(f"{value:.4f}" for value in row))
     out.print(values)
     matrix = new_table("Spearman's rank correlation of the absolute values")

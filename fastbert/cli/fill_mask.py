@@ -51,6 +51,6 @@ def _table(mask: dict[str, Any], *, numbered: bool) -> Table:
     table.add_column("probability", justify="right")
     table.add_column("sentence", overflow="fold")
     for row in mask["candidates"]:
-        # Rich reads brackets in a str as markup, but not in a Text.
+        # Rich interprets brackets in a str as markup, but not in a Text.
         table.add_row(Text(row["token"]), f"{row['probability']:.4f}", Text(row["sentence"]))
     return table

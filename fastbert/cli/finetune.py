@@ -26,8 +26,8 @@ def _option(panel: str, text: str, *names: str, metavar: str | None = None) -> A
     return typer.Option(*names, help=text, rich_help_panel=panel, metavar=metavar)
 
 
-# The options that all tasks share. Their defaults repeat the defaults of FinetuneOptions, whose
-# import would import torch for --help. A test compares both.
+# The options that all tasks share. Their defaults are copies of the defaults of FinetuneOptions,
+# because an import of FinetuneOptions would import torch for --help. A test compares the copies.
 Model = Annotated[
     str,
     typer.Argument(metavar="MODEL", help="Folder (or hub id) of a pre-trained BERT."),
@@ -321,7 +321,7 @@ def _run(kind: type[FinetuneOptions], given: dict[str, Any]) -> None:
 
 
 def _names(text: str | None) -> tuple[str, ...]:
-    """Return the names of a text in which commas separate them, without surrounding blanks."""
+    """Return the names in `text`, which are separated by commas, without surrounding blanks."""
     names = tuple(name.strip() for name in text.split(",")) if text else ()
     if not all(names):
         raise ValueError(

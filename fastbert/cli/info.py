@@ -1,7 +1,7 @@
 """``fastbert info``: the machine, the extension, the assembler and the backend of each operation.
 
-On a GPU, the command also shows the times by which operations choose a backend, and the calls that
-the CUDA C++ kernels do not serve. It shows which matrix products of the feed-forward cuBLAS
+On a GPU, the command also shows the times from which operations choose a backend, the calls that
+the CUDA C++ kernels do not support, and the matrix products of the feed-forward that cuBLAS
 computes. With a model, the command shows the model's configuration and backends instead.
 """
 
@@ -17,7 +17,7 @@ from fastbert.cli.common import DTYPES, new_table, out, print_json
 if TYPE_CHECKING:
     from fastbert.config import BertConfig
 
-# Labels of the tables for keys of the JSON that do not explain themselves.
+# The labels in the tables for the keys of the JSON output that need an explanation.
 LABELS = {
     "isa": "instruction set",
     "cuda": "CUDA kernels",
@@ -28,8 +28,8 @@ LABELS = {
     "cpu_isas_slow": "slower here than a lower one",
 }
 
-# The table of backends shows the choice for this call: BERT-base in inference, 32 sequences of 512
-# tokens.
+# The call for which the table shows the chosen backends: inference of BERT-base with 32 sequences
+# of 512 tokens.
 TYPICAL: dict[str, Any] = {"head_dim": 64, "columns": 768, "length": 512, "rows": 16384}
 ATTENTION_OPTIONS = ("bias", "window", "scale", "weights")
 
@@ -153,7 +153,7 @@ def _extension() -> dict[str, Any]:
 
 
 def _compiler() -> dict[str, Any]:
-    """Return Triton's assembler for this machine's GPU, or for sm_90 without a GPU."""
+    """Return the assembler that Triton uses for this machine's GPU, or for sm_90 without a GPU."""
     import torch
 
     from fastbert.ops.backend import HAS_TRITON
@@ -175,7 +175,7 @@ def _compiler() -> dict[str, Any]:
 def _choices(device: str) -> list[dict[str, str]]:
     """Return the backend that each operation chooses in each dtype by default, and the reason.
 
-    The last rows are for all layers of an encoder in inference.
+    The last rows, with the operation "encoder", are for all layers of an encoder in inference.
     """
     import torch
 
@@ -201,7 +201,7 @@ def _choices(device: str) -> list[dict[str, str]]:
 
 
 def _times_of_this_gpu() -> list[dict[str, Any]]:
-    """Return the rows of the table of times for this machine's GPU."""
+    """Return the times of ``ops.gpu_times`` that apply to this machine's GPU, as table rows."""
     from fastbert.ops import backend, gpu_times
 
     arch = backend.capability()
@@ -212,7 +212,7 @@ def _times_of_this_gpu() -> list[dict[str, Any]]:
 
 
 def _calls_without_cuda() -> list[dict[str, str]]:
-    """Return the kinds of calls that the backend "cuda" refuses, with its reasons."""
+    """Return for several kinds of calls the reason why the backend "cuda" refuses them, if any."""
     import torch
 
     from fastbert.ops import backend
@@ -234,10 +234,10 @@ def _calls_without_cuda() -> list[dict[str, str]]:
 
 
 def _products_of_cuda() -> list[dict[str, str]]:
-    """Return which products of a feed-forward of the backend "cuda" cuBLAS computes, and why.
+    """Return which matrix products of the feed-forward cuBLAS computes on the backend "cuda".
 
-    Each row is for one product with one kind of operands. The reasons come from the functions that
-    also decide each call.
+    Each row is for one product with one kind of operands, and has the reason. The reasons come from
+    the functions that choose between cuBLAS and CUDA C++ in every call.
     """
     import torch
 
@@ -330,7 +330,7 @@ def _words(value: Any) -> str:
 
 
 def _backends(rows: list[dict[str, str]]) -> Table:
-    """Make the table of backends, in which dtypes with the same choice and reason share a row."""
+    """Make the table of backends; dtypes with the same backend and reason share a row."""
     merged: dict[tuple[str, str, str], list[str]] = {}
     for row in rows:
         merged.setdefault((row["op"], row["backend"], row["reason"]), []).append(row["dtype"])

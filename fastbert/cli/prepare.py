@@ -30,8 +30,8 @@ class _ByteReporter(ConsoleReporter):
             yield lambda count: bar.advance(task, count)
 
 
-# The defaults repeat the defaults of PrepareOptions, whose import would import torch for --help. A
-# test compares both.
+# The defaults are copies of the defaults of PrepareOptions, because an import of PrepareOptions
+# would import torch for --help. A test compares the copies.
 def prepare(
     text: Annotated[
         Path,

@@ -20,8 +20,8 @@ def _option(panel: str, text: str, *names: str) -> Any:
     return typer.Option(*names, help=text, rich_help_panel=panel)
 
 
-# The defaults repeat the defaults of PretrainOptions, whose import would import torch for --help. A
-# test compares both.
+# The defaults are copies of the defaults of PretrainOptions, because an import of PretrainOptions
+# would import torch for --help. A test compares the copies.
 def pretrain(
     corpus: Annotated[
         Path,
@@ -148,7 +148,10 @@ def pretrain(
 
 
 def parse_overrides(pairs: list[str]) -> dict[str, Any]:
-    """Return ``["hidden_size=64"]`` as ``{"hidden_size": 64}``; a value is JSON, else text."""
+    """Return ``["hidden_size=64"]`` as ``{"hidden_size": 64}``.
+
+    A value that is not valid JSON is returned as a str.
+    """
     overrides: dict[str, Any] = {}
     for pair in pairs:
         key, separator, text = pair.partition("=")

@@ -1,4 +1,4 @@
-"""The standard streams, so that no command fails because of the encoding or a closed stream."""
+"""Prepares the standard streams, so that no command fails because of their encoding or state."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import sys
 
 
 def prepare() -> None:
-    """Let a command print any text, whatever its standard output is.
+    """Make the standard streams accept any text, even if they have another encoding or are closed.
 
-    A character that the encoding of the output lacks is escaped, as Python does on stderr. A stream
+    A character that the encoding of stdout lacks is escaped, as Python does on stderr. A stream
     that the caller has closed becomes the null device. Otherwise, the next file that is opened
-    would get the stream's file descriptor, and would receive text that libraries print.
+    would get the stream's file descriptor, and libraries that print would write into this file.
     """
     for number in range(3):
         try:

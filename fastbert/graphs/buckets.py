@@ -1,8 +1,9 @@
-"""Buckets: the shapes of the graphs, into which batches of any shape are placed.
+"""Buckets: the fixed shapes of CUDA graphs, into which batches of any shape are copied.
 
 The rows of a batch are copied into the memory of a bucket of the same or a larger size. The
-remaining rows of the bucket come after ``cu_seqlens[-1]``. Attention never reads these rows, and
-every other operation computes each row separately. The remaining sequences have no token.
+remaining rows of the bucket come after ``cu_seqlens[-1]``. They do not change the results, because
+attention never reads them and every other operation computes each row separately. The remaining
+sequences of the bucket have no tokens.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class PaddedBucket(NamedTuple):
 
 
 class Buckets(NamedTuple):
-    """The limits of a batch with a bucket: numbers of tokens and sequences, and sequence length."""
+    """The largest batch that has a bucket: tokens, sequences, and tokens of one sequence."""
 
     max_tokens: int
     max_batch: int
@@ -42,7 +43,7 @@ class Buckets(NamedTuple):
             length: Length of the padded batch.
 
         Returns:
-            The bucket, or None if the batch exceeds a limit or has no place.
+            The bucket, or None if the batch exceeds a limit or has no position.
 
         Examples:
             >>> from fastbert.graphs.buckets import Buckets
@@ -60,8 +61,9 @@ class Buckets(NamedTuple):
         """Return the smallest bucket that holds a batch.
 
         The numbers of tokens are the powers of two and the numbers halfway between them: 16, 24,
-        32, 48, …. Therefore less than a third of the rows is unused. The numbers of sequences and
-        their lengths are powers of two, because they cost next to nothing without tokens.
+        32, 48, …. Therefore a batch of 16 tokens or more leaves less than a third of the rows
+        unused. The number of sequences and the longest length are powers of two, because sequences
+        without tokens take almost no time.
 
         Args:
             tokens: Number of tokens of the batch.

@@ -15,7 +15,7 @@ Graph = TypeVar("Graph")
 
 
 class Autocast(NamedTuple):
-    """The caller's autocast on one type of device, of which a recording is made."""
+    """The caller's autocast state on one type of device, under which a graph is recorded."""
 
     device_type: str
     dtype: torch.dtype
@@ -23,14 +23,15 @@ class Autocast(NamedTuple):
 
     @classmethod
     def current(cls, device: torch.device) -> Autocast:
-        """Return the autocast of the calling block for `device`."""
+        """Return the autocast state of the calling thread for `device`."""
         kind = device.type
         return cls(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
 
     def uncached(self) -> torch.autocast:
-        """Return the context manager of this autocast, without the cache of converted weights.
+        """Return a context manager with this autocast state and no cache of converted weights.
 
-        The cache ends with the caller's block, and a graph would go on reading its memory.
+        The cache is freed at the end of the caller's autocast block, but a graph that was recorded
+        with the cache would still read the cache's memory.
         """
         return torch.autocast(
             self.device_type, self.dtype, enabled=self.enabled, cache_enabled=False
@@ -41,9 +42,9 @@ class GraphCache(Generic[Graph]):
     """Graphs by bucket and autocast, in the order of their last use, with their recorder.
 
     Args:
-        most: Largest number of graphs. A new graph then replaces the graph whose last use is the
-            earliest.
-        new_recorder: Makes the recorder for a device.
+        most: Largest number of graphs. At this number, a new graph replaces the graph whose last
+            use is the earliest.
+        new_recorder: Function that returns the recorder for a device.
         device: The device of the model.
     """
 
@@ -59,7 +60,11 @@ class GraphCache(Generic[Graph]):
     def find(
         self, bucket: Bucket | PaddedBucket, autocast: Autocast, make: Callable[[], Graph]
     ) -> Graph:
-        """Return a graph; a missing graph is made after there is room for it."""
+        """Return the graph of `bucket` and `autocast`; if it is missing, `make` records it.
+
+        Before `make` is called, the graphs whose last use is the earliest are freed until fewer
+        than `most` graphs remain.
+        """
         key = (bucket, autocast)
         if key not in self.graphs:
             while len(self.graphs) >= self.most:
@@ -70,7 +75,7 @@ class GraphCache(Generic[Graph]):
         return self.graphs[key]
 
     def clear(self, device: torch.device) -> None:
-        """Forget all graphs and make a recorder for `device`."""
+        """Free all graphs and make a new recorder for `device`."""
         self.recorder.finish()
         self.graphs.clear()
         self.recorder = self._new_recorder(device)

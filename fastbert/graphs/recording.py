@@ -1,4 +1,4 @@
-"""Recordings: functions that are computed again in the same memory, which CUDA graphs do."""
+"""Recordings: functions that can run again in the same memory, as CUDA graphs do."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ class Recorder(Protocol):
         ...
 
     def turn(self) -> AbstractContextManager[None]:
-        """Return a block that runs its calls, replays and copies after all earlier blocks."""
+        """Return a context manager whose block runs on the device after all earlier turns."""
         ...
 
     def finish(self) -> None:
-        """Wait for the last turn, after which the memory of recordings may be freed."""
+        """Wait for the end of the last turn, so that the memory of recordings may be freed."""
         ...
 
 
 class CudaRecorder:
     """A recorder of CUDA graphs that share one memory pool, and so one set of intermediate results.
 
-    The sharing is safe because turns run one after another on all streams, and because a result is
-    copied in the turn that replays its graph.
+    The sharing is safe because the device runs one turn at a time, on any stream, and because the
+    turn that replays a graph also copies the result.
 
     Args:
         device: The CUDA device.
@@ -75,7 +75,7 @@ class CudaRecorder:
         """Record a function as a CUDA graph."""
         with torch.cuda.device(self.device):
             graph = torch.cuda.CUDAGraph()
-            # Other threads may go on using the device.
+            # In the mode "thread_local", other threads may use the device during the recording.
             with torch.cuda.graph(
                 graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"
             ):
@@ -84,7 +84,7 @@ class CudaRecorder:
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """Let the current stream wait for the last turn, and mark the end of this turn."""
+        """Let the current stream wait for the last turn, and record an event after the block."""
         with torch.cuda.device(self.device):
             stream = torch.cuda.current_stream()
             if self.last is not None:
@@ -93,7 +93,7 @@ class CudaRecorder:
             self.last = stream.record_event()
 
     def finish(self) -> None:
-        """Wait for the last turn."""
+        """Wait for the end of the last turn."""
         if self.last is not None:
             self.last.synchronize()
 
@@ -103,7 +103,7 @@ def cuda_recorder(device: torch.device, name: str) -> CudaRecorder:
 
     Args:
         device: The device of the model.
-        name: Name of the function that the caller called, for the message.
+        name: Name of the public function, such as ``graphed``, for the message of the error.
 
     Raises:
         RuntimeError: If `device` is not a CUDA device.

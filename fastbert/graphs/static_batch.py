@@ -1,9 +1,9 @@
-"""The memory of a bucket, which keeps its address, so that a recorded function can read it.
+"""The input tensors of a bucket, whose addresses never change, so that a graph can read them.
 
-A mask on the GPU would have to be read before its padding could be removed, and the CPU would wait.
-`StaticPadded` therefore removes the padding in a recorded function. Its rows are all places of the
-padded batch: the tokens first, then the padding. So the GEMMs compute the padding too, but the CPU
-never waits.
+If a mask is on the GPU, the CPU would have to wait for the mask before it could remove the padding.
+`StaticPadded` therefore removes the padding in a recorded function. The rows of this function are
+all positions of the padded batch, first the tokens and then the padding. The GEMMs therefore
+compute the rows of the padding as well, but the CPU never waits.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class StaticPadded:
 
         Args:
             tokens: The batch in a uniform layout, padding included.
-            mask: Mask of shape ``(B, L)``; a token exists where it is not 0.
+            mask: Mask of shape ``(B, L)``; a position has a token where the mask is not 0.
         """
         assert tokens.ids is not None
         shape = mask.shape
@@ -87,11 +87,11 @@ class StaticPadded:
         self.exists[corner].copy_(mask)
 
     def unpadded(self) -> tuple[EncoderInput, Tensor]:
-        """Remove the padding without a read from the device; this is recorded.
+        """Remove the padding without a read from the device; graphs record this method.
 
         Returns:
             The rows, first the rows of the tokens, then the rows of the padding, which belong to no
-            sequence; and the row of each place in the padded batch, int64 of shape ``(B · L,)``.
+            sequence; and the row of each position in the padded batch, int64 of shape ``(B · L,)``.
         """
         indices, rows, cu_seqlens = tokens_first(self.exists)
         batch, length = self.bucket
@@ -104,7 +104,7 @@ class StaticPadded:
 
 
 def _ends(layout: BatchLayout, device: torch.device) -> Tensor:
-    """Return the ``cu_seqlens`` of any layout."""
+    """Return ``layout.cu_seqlens``, or compute it if all sequences have the same length."""
     if layout.cu_seqlens is not None:
         return layout.cu_seqlens
     last = layout.batch * layout.length
@@ -112,7 +112,7 @@ def _ends(layout: BatchLayout, device: torch.device) -> Tensor:
 
 
 def is_far(mask: Tensor) -> bool:
-    """Tell whether a read of `mask` lets the CPU wait for a GPU."""
+    """Return whether the CPU would have to wait for another device to read `mask`."""
     return mask.device.type != "cpu"
 
 
@@ -120,9 +120,9 @@ def far_bucket(buckets: Buckets, ids: Tensor | None, mask: Tensor | None) -> Pad
     """Return the bucket of a padded batch whose mask the CPU should not read.
 
     Args:
-        buckets: The limits of a batch with a bucket.
-        ids: Token ids; None if the caller gave none.
-        mask: Mask of the padded batch; None if there is none.
+        buckets: The largest batch that has a bucket.
+        ids: Token ids of the padded batch, or None.
+        mask: Mask of the padded batch, or None.
 
     Returns:
         The bucket; or None if the CPU may read the mask, or if the batch has no padded bucket.
@@ -137,15 +137,15 @@ def far_bucket(buckets: Buckets, ids: Tensor | None, mask: Tensor | None) -> Pad
 def moved(
     tokens: EncoderInput, device: torch.device, *, non_blocking: bool = False
 ) -> EncoderInput:
-    """Move `tokens` to `device`, because the padding may have been removed on the CPU.
+    """Move `tokens` to `device`; they are on the CPU if their padding was removed on the CPU.
 
     Args:
         tokens: The tokens.
         device: The device.
-        non_blocking: Whether the CPU goes on before memory that is pinned has been read.
+        non_blocking: Whether the call may return before tensors in pinned memory are copied.
 
     Returns:
-        The tokens on `device`; `tokens` itself if they are there.
+        The tokens on `device`, or `tokens` itself if they are on `device` already.
     """
     if tokens.positions.device == device:
         return tokens

@@ -17,7 +17,7 @@ class AfterEncoder(nn.Module):
 
     Args:
         recipe: The modules of the model folder.
-        hidden_size: Size H of the rows.
+        hidden_size: Size H of the encoder's rows.
         prompt_length: Number of rows at the start of each text that belong to the prompt.
 
     Raises:

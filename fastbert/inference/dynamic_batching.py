@@ -37,7 +37,7 @@ class TextModel(Protocol):
 
 
 class OverloadedError(RuntimeError):
-    """Too many texts wait, so that a call is refused instead of made to wait."""
+    """Error of a call that is refused because too many texts wait or run."""
 
 
 class _Call:
@@ -46,14 +46,14 @@ class _Call:
     def __init__(self, lines: list[Encoded], single: bool) -> None:
         self.lines, self.single = lines, single
         self.future: Future[Tensor] = Future()
-        self.taken = 0  # number of lines that are in a batch
+        self.taken = 0  # number of lines that were put into batches
         self.rows: list[Tensor] = []
 
     def add(self, rows: Tensor) -> None:
         """Store the next rows, and complete the future with the last row."""
         self.rows.append(rows)
         if sum(map(len, self.rows)) == len(self.lines):
-            # The rows of other calls in the batch are not kept alive.
+            # `torch.cat` copies the rows, so that the memory of the whole batch can be freed.
             result = torch.cat(self.rows)
             self.future.set_result(result[0] if self.single else result)
 
@@ -62,16 +62,17 @@ _BATCHERS: weakref.WeakSet[DynamicBatcher] = weakref.WeakSet()
 
 
 class DynamicBatcher:
-    """A thread-safe front of a model that merges waiting calls into batches.
+    """A thread-safe wrapper of a model that merges waiting calls into batches.
 
-    One batch is computed at a time. While it runs, further calls wait; the next batch has the
-    waiting texts in the order of arrival, up to `tokens_per_batch` tokens, and is computed by a
-    thread of the front. A call that finds no other call is computed at once, by its own thread.
-    Every caller gets the bits that it would get alone. If a batch fails, its calls are computed one
-    by one, so that an error reaches only its own caller.
+    One batch is computed at a time. While it runs, further calls wait. The next batch has the
+    waiting texts in the order of arrival, up to `tokens_per_batch` tokens, and the batcher's own
+    thread computes it. If no other call waits or runs, a call without a timeout that fits into one
+    batch is computed at once by the calling thread. The bits of a caller's rows do not depend on
+    the other calls in the batch. If a batch fails, its calls are computed one by one, so that a
+    caller gets only the error of its own call.
 
-    A forked process has a front without waiting calls and with a thread of its own. The thread of
-    the front does not see ``torch.autocast`` and other settings of the callers' threads.
+    In a forked process, the batcher starts without waiting calls and has a new thread. The
+    batcher's thread does not see ``torch.autocast`` and other settings of the callers' threads.
 
     Args:
         model: An `Embedder`, or another model with a tokenizer that computes rows of texts.
@@ -103,13 +104,15 @@ class DynamicBatcher:
         _BATCHERS.add(self)
 
     def _start(self) -> None:
-        """Begin without calls; a forked process has neither the thread nor the locks."""
+        """Make new locks, an empty queue and a thread; a forked process calls this again."""
         self._lock, self._computing = threading.Lock(), threading.Lock()
-        # A tokenizer of Hugging Face changes its limit of tokens while it encodes.
+        # A tokenizer of Hugging Face changes its limit of tokens while it encodes, so only one
+        # thread may encode at a time.
         self._tokenizing = threading.Lock()
         self._calls: deque[_Call] = deque()
         self._waiting = 0
-        # The number of threads that torch uses is a setting of the thread that calls torch.
+        # The number of threads that torch uses is a setting of the thread that calls torch, so the
+        # batcher's thread copies the setting of the current thread.
         self._thread = ThreadPoolExecutor(
             1, "fastbert-batcher", torch.set_num_threads, (torch.get_num_threads(),)
         )
@@ -120,18 +123,18 @@ class DynamicBatcher:
         Args:
             texts: N texts, or one text. A model of pairs takes tuples of two texts.
             timeout: Longest time to wait, in seconds; None waits without a limit. A call that has
-                not begun by then is cancelled.
+                not begun after this time is cancelled.
 
         Returns:
             The rows, fp32 of shape ``(N, width)``, on the CPU; for one text that is not in a
             sequence, its row of shape ``(width,)``.
 
         Raises:
-            TypeError: If `texts` contains something other than a str or a pair of them.
+            TypeError: If an element of `texts` is neither a str nor a tuple of one or two strs.
             ValueError: If the tokenizer refuses a text.
-            OverloadedError: If too many texts wait.
-            TimeoutError: If the rows are not there in time.
-            RuntimeError: If the front is closed.
+            OverloadedError: If more than `max_waiting` texts would wait or run.
+            TimeoutError: If the rows are not computed within `timeout` seconds.
+            RuntimeError: If the batcher is closed.
         """
         call = self._call(texts)
         if timeout is None and self._begin_here(call):
@@ -148,27 +151,28 @@ class DynamicBatcher:
         A coroutine that is cancelled cancels its call, unless the call has begun.
 
         Args:
-            texts: As in a call.
+            texts: As in `__call__`.
 
         Returns:
-            The rows, as in a call.
+            The rows, as in `__call__`.
 
         Raises:
-            Exception: As in a call, except TimeoutError; ``asyncio.timeout`` sets a limit.
+            Exception: As in `__call__`, except TimeoutError. The caller can set a limit with
+                ``asyncio.timeout``.
         """
         return await asyncio.wrap_future(self.submit(texts))
 
     def submit(self, texts: Sequence[Text] | Text) -> Future[Tensor]:
-        """Encode texts, and let the call wait for its turn.
+        """Encode texts, and put the call into the queue.
 
         Args:
-            texts: As in a call.
+            texts: As in `__call__`.
 
         Returns:
             The future of the rows. ``cancel()`` withdraws a call that has not begun.
 
         Raises:
-            Exception: As in a call, except TimeoutError.
+            Exception: As in `__call__`, except TimeoutError.
         """
         return self._enqueue(self._call(texts))
 
@@ -179,7 +183,7 @@ class DynamicBatcher:
         self._thread.shutdown(wait=True)
 
     def __enter__(self) -> DynamicBatcher:
-        """Return the front, which `close` ends at the end of the block."""
+        """Return the batcher, which is closed at the end of the block."""
         return self
 
     def __exit__(
@@ -188,7 +192,7 @@ class DynamicBatcher:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Close the front."""
+        """Close the batcher."""
         self.close()
 
     def _call(self, texts: Sequence[Text] | Text) -> _Call:
@@ -196,7 +200,7 @@ class DynamicBatcher:
         return _Call(self._encode([texts] if single else texts), single)  # type: ignore[list-item]
 
     def _enqueue(self, call: _Call) -> Future[Tensor]:
-        """Let a call wait for its turn, and return its future."""
+        """Put a call into the queue, and return its future."""
         if not call.lines:
             call.future.set_result(self._no_rows())
             return call.future
@@ -207,7 +211,7 @@ class DynamicBatcher:
         return call.future
 
     def _enter(self, call: _Call) -> None:
-        """Count a call, or refuse it."""
+        """Add the call's lines to the number of waiting lines, or raise the error of the call."""
         if self._closed:
             raise RuntimeError("the DynamicBatcher is closed")
         if self._waiting + len(call.lines) > self.max_waiting:
@@ -218,7 +222,7 @@ class DynamicBatcher:
         self._waiting += len(call.lines)
 
     def _begin_here(self, call: _Call) -> bool:
-        """Return whether the calling thread may compute a call, which then is the only one."""
+        """Return whether the calling thread may compute a call; if so, reserve the model for it."""
         tokens = sum(len(line.ids) for line in call.lines)
         if not call.lines or (len(call.lines) > 1 and tokens > self.tokens_per_batch):
             return False
@@ -256,7 +260,7 @@ class DynamicBatcher:
         return lines
 
     def _no_rows(self) -> Tensor:
-        """Return no rows of the width that the model has."""
+        """Return an empty tensor of shape ``(0, width)``; a call of the model gives the width."""
         return self._compute([self.model.tokenizer(("a",))])[:0]
 
     def _run(self) -> None:
@@ -282,7 +286,7 @@ class DynamicBatcher:
             return [error] if len(batch) == 1 else [self._rows_of([part])[0] for part in batch]
 
     def _fail(self, call: _Call, error: Exception) -> None:
-        """Give an error to a call, and drop its lines that still wait."""
+        """Set the error of a call, and remove the lines of the call that still wait."""
         with self._lock:
             if self._calls and self._calls[0] is call:
                 self._calls.popleft()
@@ -290,7 +294,7 @@ class DynamicBatcher:
         call.future.set_exception(error)
 
     def _take(self) -> list[tuple[_Call, int, int]]:
-        """Return the next batch: calls with the first of their lines and the number of lines."""
+        """Return the next batch: calls, each with the index of its first line and a line count."""
         batch: list[tuple[_Call, int, int]] = []
         room = self.tokens_per_batch
         with self._lock:

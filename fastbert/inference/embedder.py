@@ -26,7 +26,7 @@ class Embedder:
     The attribute ``width`` is the size E of an embedding.
 
     Args:
-        model: Folder or hub id of a checkpoint. A folder of sentence-transformers states the steps
+        model: Folder or hub id of a checkpoint. A folder of sentence-transformers defines the steps
             after the encoder; for any other folder, the embedding is the mean of the rows.
         pooling: The pooling mode; None keeps the modes of the folder.
         layers: Numbers of the hidden states whose rows are pooled; None takes the last state. State
@@ -42,8 +42,8 @@ class Embedder:
 
     Raises:
         ValueError: If the checkpoint cannot be loaded, if a file of the folder is not supported,
-            if `layers` or `combine` is not allowed, or if `max_length` exceeds the positions of the
-            model.
+            if `layers` or `combine` is not allowed, or if `max_length` exceeds the model's number
+            of positions.
 
     Examples:
         >>> from fastbert.inference import Embedder
@@ -64,12 +64,12 @@ class Embedder:
         tokens_per_batch: int = 8192,
         backend: str | None = None,
     ) -> None:
-        """Load the encoder, its tokenizer and the steps after it."""
+        """Load the encoder, its tokenizer and the steps after the encoder."""
         folder = checkpoint.find(model)
         recipe = read_recipe(folder, pooling=pooling, normalize=normalize)
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         with warnings.catch_warnings():
-            # A checkpoint without a pooler needs no warning, because nothing reads its output.
+            # A checkpoint without a pooler needs no warning, because the pooler is not used.
             warnings.filterwarnings("ignore", ".*newly initialized: pooler")
             encoder = BertModel.from_pretrained(recipe.encoder, backend=backend)
         self.encoder = encoder.to(self.device).eval()
@@ -129,7 +129,7 @@ def read_recipe(
 ) -> SentenceFolder:
     """Read the steps that turn the rows of an encoder into an embedding.
 
-    A folder of sentence-transformers states its steps. For any other folder, the embedding is the
+    A folder of sentence-transformers defines its steps. For any other folder, the embedding is the
     mean of the rows.
 
     Args:

@@ -1,10 +1,10 @@
 """CUDA graphs of the encoder, for low latency with batches of any shape.
 
 The time of a short batch is the time to launch its kernels, several for each layer. A CUDA graph
-launches all kernels at once, but always with the recorded shapes in the recorded memory. A batch is
+launches all kernels with one call, but only with the recorded shapes and addresses. A batch is
 therefore placed into a bucket (``fastbert.graphs``). The rows of the batch are copied into the
 memory of the bucket, the graph of the bucket is replayed, and the rows of the result are copied
-out. The graph of a batch with a mask on the GPU removes the padding itself.
+out. If a batch has a mask on the GPU, its graph also removes the padding.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fastbert.modules.class_name import class_name
 from fastbert.modules.inputs import EncoderInput, enter
 from fastbert.modules.outputs import as_asked
 
-# Calls before a recording.
+# The number of calls of a function before it is recorded.
 WARM_UPS = 3
 
 
@@ -40,16 +40,17 @@ def graphed(
     moved (``to``, ``half``, assignment), parameters or modules were replaced, or the backend was
     changed.
 
-    The tests replay recordings of a substitute on the CPU. Only a GPU can show that a capture is
-    allowed for every operator, that the shared memory pool is used in order, and the latency.
+    On the CPU, the tests use a substitute for CUDA graphs. Three things can be tested only on a
+    GPU: whether CUDA can capture every operator, whether the graphs use the shared memory pool one
+    after another, and the latency.
 
     Args:
         model: The model, on a CUDA device. Calls require that it is in eval mode.
         max_tokens: Largest number of tokens of a batch with a graph. A larger batch runs without a
             graph, because its launches do not limit its speed.
         max_batch: Largest number of sequences of a batch with a graph.
-        max_graphs: Largest number of graphs. A new graph then replaces the graph whose last use is
-            the earliest.
+        max_graphs: Largest number of graphs. At this number, a new graph replaces the graph whose
+            last use is the earliest.
 
     Returns:
         An object that is called like the model and computes no gradients.
@@ -95,7 +96,7 @@ class GraphedModel:
         model: The model.
         buckets: The limits of a batch with a graph.
         max_graphs: Largest number of graphs.
-        recorder: Makes the recorder for a device.
+        recorder: Function that returns the recorder for a device.
     """
 
     def __init__(
@@ -105,12 +106,12 @@ class GraphedModel:
         max_graphs: int,
         recorder: Callable[[torch.device], Recorder],
     ) -> None:
-        """Keep the model and the limits; no graph is recorded yet."""
+        """Store the model and the limits; no graph is recorded yet."""
         self.model = model
         self.buckets = buckets
         self._lock = threading.Lock()
         self._cache: GraphCache[_Graph] = GraphCache(max_graphs, recorder, model.device)
-        # They are kept, so that no other module gets their ids.
+        # This list keeps the modules alive, so that no new module gets the id of an old one.
         self._parts = list(model.modules())
         self._recorded_from = self._sources()
 
@@ -132,9 +133,9 @@ class GraphedModel:
     ) -> BaseModelOutputWithPooling | tuple[Any, ...]:
         """Compute ``BertModel.forward`` without gradients.
 
-        There are no ``hidden_states`` or ``attentions``. The inputs may be on the CPU; their
-        padding is then removed there. The graph of a mask on the GPU removes the padding itself, if
-        the padded batch has at most ``max_tokens`` positions. A batch without a bucket, or with a
+        The output has no ``hidden_states`` or ``attentions``. If the inputs are on the CPU, their
+        padding is removed on the CPU. If the mask is on the GPU and the padded batch has at most
+        ``max_tokens`` positions, the graph removes the padding. A batch without a bucket, or with a
         mask of more than 2 dimensions, runs without a graph.
 
         Args:
@@ -148,8 +149,8 @@ class GraphedModel:
                 value of the configuration.
 
         Returns:
-            The last hidden state in the layout of the caller, and the pooler's output of shape
-            ``(B, H)`` or None.
+            The last hidden state in the layout of `input_ids`, and the pooler's output of shape
+            ``(B, H)``, which is None without a pooler.
 
         Raises:
             RuntimeError: If the model is in training mode.
@@ -246,7 +247,7 @@ class GraphedModel:
     def _static(
         self, bucket: Bucket | PaddedBucket
     ) -> tuple[StaticBatch | StaticPadded, Callable[[], Results]]:
-        """Return the memory of a bucket and the function that is recorded on it."""
+        """Return the memory of a bucket, and the function to record, which reads this memory."""
         if isinstance(bucket, Bucket):
             batch = StaticBatch(bucket, self.model.device)
             return batch, lambda: self._compute(batch.input)
@@ -264,7 +265,7 @@ class GraphedModel:
         return self.model.backend, modules, [(t.data_ptr(), t.dtype) for t in tensors]
 
     def _renewed(self) -> Recorder:
-        """Return the recorder; other modules or tensors make all graphs invalid."""
+        """Return the recorder, after all graphs are freed if the result of `_sources` changed."""
         if self._sources() != self._recorded_from:
             self._cache.clear(self.model.device)
             self._parts = list(self.model.modules())

@@ -23,13 +23,13 @@ class LayerStates:
     Args:
         layers: Numbers of the states. State 0 is the embedding output, state N is the output of
             layer N, and a negative number counts from the last state. None is the last state.
-        combine: ``"concat"`` puts the states side by side in the order of `layers`, and ``"sum"``
-            and ``"mean"`` add them. None is ``"concat"``.
+        combine: ``"concat"`` puts the states side by side in the order of `layers`, ``"sum"`` adds
+            the states, and ``"mean"`` averages them. None is ``"concat"``.
         count: Number of states of the encoder, which is the number of layers plus 1.
 
     Raises:
         ValueError: If `layers` is empty, names a state twice or names a state that does not exist,
-            if `combine` is unknown, or if `combine` is given without `layers`.
+            if `combine` is unknown, or if `combine` is not None while `layers` is None.
     """
 
     def __init__(self, layers: Sequence[int] | None, combine: str | None, count: int) -> None:

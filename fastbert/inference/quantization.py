@@ -44,7 +44,7 @@ def quantize(model: BertPreTrainedModel, *, inplace: bool = False) -> BertPreTra
         TypeError: If `model` is not a model of fastbert, or if a linear layer of its encoder was
             replaced or has hooks.
         ValueError: If `model` is in training mode, is not on the CPU, is already quantized, has
-            weights in another dtype, or has weights that are not finite.
+            weights in a dtype other than fp32, bf16 and fp16, or has weights that are not finite.
 
     Examples:
         >>> from fastbert import BertConfig, BertModel, quantize
@@ -78,7 +78,7 @@ def quantize(model: BertPreTrainedModel, *, inplace: bool = False) -> BertPreTra
 
 
 def _places(model: nn.Module) -> list[tuple[nn.Module, str, nn.Linear]]:
-    """Return the parent, the name in the parent, and the module of each linear layer.
+    """Return the parent, the name in the parent, and the module of each layer in ``LAYERS``.
 
     Raises:
         TypeError: If a linear layer was replaced or has hooks.

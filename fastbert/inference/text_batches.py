@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 class LimitedTokenizer:
     """The tokenizer of a model folder, for texts and pairs, with a limit of tokens.
 
-    The attribute ``limit`` is `max_length`. If it is None, the limit is ``settings.max_length``, or
-    the maximum in ``tokenizer_config.json``, but at most `positions`. The tokenizer puts
-    ``settings.prompt`` before the first text. A call takes a tuple of one text or two, and returns
-    an ``Encoded``.
+    The attribute ``limit`` is `max_length`. If `max_length` is None, the limit is
+    ``settings.max_length``, or the maximum in ``tokenizer_config.json``, but at most `positions`.
+    The tokenizer puts ``settings.prompt`` before the first text. A call takes a tuple of one or two
+    texts, and returns an ``Encoded``.
 
     Args:
         settings: The settings of the model folder.
@@ -26,8 +26,8 @@ class LimitedTokenizer:
         max_length: Largest number of tokens of a text.
 
     Raises:
-        ValueError: If `max_length` exceeds the positions of the model; and in a call, if a text has
-            no tokens or if the tokenizer refuses the text.
+        ValueError: If `max_length` exceeds `positions`. A call raises a ValueError if a text has no
+            tokens or if the tokenizer refuses a text.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class LimitedTokenizer:
         self.limit = min(limit, positions)
 
     def __call__(self, texts: tuple[str, ...]) -> Encoded:
-        """Encode a text or a pair, with the prompt and cut to the limit."""
+        """Encode a text or a pair after the prompt, and cut the tokens to the limit."""
         first, *second = texts
         try:
             encoded = self.tokenizer.encode_within(self.limit, self.prompt + first, *second)

@@ -1,1 +1,1 @@
-"""The jobs of encode, classify and prepare, which resume after a stop, and of fill-mask."""
+"""The jobs of four commands: encode, classify and prepare, which can resume, and fill-mask."""

@@ -1,6 +1,7 @@
 """Compute a row of numbers for each line of INPUT, in packed batches of similar lengths.
 
-Finished rows stay on the disk when the job is interrupted.
+INPUT and OUT are the file arguments of the command. Finished rows stay on the disk when the job is
+interrupted.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ Line = TypeVar("Line")
 
 
 class Digested(Protocol):
-    """The input of a job, which its digest identifies."""
+    """An input of a job that has a digest, such as `Texts`."""
 
     @property
     def digest(self) -> str:
@@ -65,7 +66,7 @@ def compute(
         width: Number of values of a row.
         tokens_per_batch: Largest number of tokens of a batch, unless a single line is longer.
         device: Device of the batches.
-        fingerprint: The facts on which the rows depend, from `fingerprint`.
+        fingerprint: The facts on which the rows depend, from the function `fingerprint`.
         write: Called as ``write(rows, path)`` with all rows, fp32 of shape ``(count, width)``. None
             writes a .npy file.
         reporter: Receives notes and progress.
@@ -129,8 +130,9 @@ def windows(
 
     Args:
         lines: The encoded lines.
-        tokens: A window ends as soon as it has this many tokens.
-        tokens_of: Returns the number of tokens of a line; by default the length of its ``ids``.
+        tokens: A window ends as soon as it has at least this number of tokens.
+        tokens_of: Function that returns the number of tokens of a line; the default returns the
+            length of ``line.ids``.
 
     Yields:
         The windows in order.

@@ -182,8 +182,8 @@ def run(
     Args:
         classifier: The model.
         texts: The lines of INPUT, with one text or two.
-        target: A .jsonl file, or a file of another suffix as parquet. It appears once it is
-            complete.
+        target: Path of OUT, the file that the job writes. The format is JSON lines for the suffix
+            .jsonl, and parquet for any other suffix. The file appears once it is complete.
         tokens_per_batch: Largest number of tokens of a batch, unless a single line is longer.
         reporter: Receives notes and progress.
 
@@ -225,7 +225,7 @@ def run(
 def results(
     rows: NDArray[np.float32], labels: list[str], ids: Iterator[Id] | None = None
 ) -> Iterator[dict[str, Any]]:
-    """Yield a record for each row of scores.
+    """Yield a dict with the label and the scores of each row.
 
     Args:
         rows: Scores, fp32 of shape ``(count, labels)``.
@@ -254,7 +254,7 @@ def results(
 def write_jsonl(
     rows: NDArray[np.float32], labels: list[str], path: Path, ids: Texts | None = None
 ) -> None:
-    """Write the records of `results` to a .jsonl file, one on each line.
+    """Write the dicts that `results` yields to a .jsonl file, one on each line.
 
     Args:
         rows: Scores, fp32 of shape ``(count, labels)``.
@@ -271,9 +271,9 @@ def write_jsonl(
 def write_table(
     rows: NDArray[np.float32], labels: list[str], path: Path, ids: Texts | None = None
 ) -> None:
-    """Write the records of `results` to a parquet file.
+    """Write the dicts that `results` yields to a parquet file.
 
-    The column ``scores`` is a struct with a field for each label. The arguments are those of
+    The column ``scores`` is a struct with a field for each label. The arguments are the same as in
     `write_jsonl`.
     """
     import pyarrow as pa
@@ -291,10 +291,10 @@ def write_table(
 def _results_of(
     rows: NDArray[np.float32], labels: list[str], texts: Texts | None
 ) -> Iterator[Iterator[dict[str, Any]]]:
-    """Yield the records of `results` in blocks."""
+    """Yield the iterator that `results` returns for each block of rows."""
     ids = None if texts is None else texts.ids()
     for block in blocks(rows):
         yield results(block, labels, ids)
-    # At its end, the iterator of the ids checks whether the file has changed.
+    # The iterator of the ids checks at its end whether the file of the texts has changed.
     for _ in ids or ():
         raise AssertionError("each row has an id")

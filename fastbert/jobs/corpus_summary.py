@@ -28,12 +28,13 @@ def summarise(manifest: Manifest, records: Sequence[PieceRecord]) -> dict[str, A
 
     Args:
         manifest: The manifest.
-        records: The records of all pieces.
+        records: The `PieceRecord` of each piece.
 
     Returns:
-        The counts of the corpus, the number of lines that were left out by reason, and the numbers
-        of removed tags and parts of markup. For sentences and documents, also the mean length in
-        tokens and the number in each class of lengths, which is named by its smallest length.
+        A dict with the counts of the corpus, the number of lines that were left out for each
+        reason, and the numbers of removed tags and parts of markup. For sentences and for
+        documents, the dict also has the mean length in tokens and the number in each class of
+        lengths. The name of a class is its smallest length.
     """
     counts = {part: manifest.count(part) for part in ("documents", "sentences", "tokens")}
     dropped: Counter[str] = Counter()

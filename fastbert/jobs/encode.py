@@ -31,8 +31,8 @@ def run(
     Args:
         model: Folder or hub id of a checkpoint.
         texts: The lines of INPUT, one text each.
-        target: A .npy or .parquet file. It appears once it is complete. A .parquet has the column
-            ``id`` if the texts have ids.
+        target: A .npy or .parquet file. The file appears once it is complete. A .parquet file has
+            the column ``id`` if the texts have ids.
         reporter: Receives notes and progress.
         options: The keyword arguments of `fastbert.inference.Embedder`.
 
@@ -75,12 +75,12 @@ def run(
 def facts_of(embedder: Embedder, backend: str | None) -> dict[str, Any]:
     """Return the options on which embeddings depend, each with the value that is in effect.
 
-    Two spellings of an option give the same value, such as the layer -1 and the number of the last
-    layer, or an option that is left out and its default.
+    Equivalent options give the same value. For example, the layer -1 gives the number of the last
+    layer, and an option that is left out gives its default.
 
     Args:
         embedder: The model with its options.
-        backend: The option of the backend.
+        backend: The value of the option ``backend``.
     """
     return {
         "layers": embedder.states.numbers,
@@ -94,7 +94,7 @@ def facts_of(embedder: Embedder, backend: str | None) -> dict[str, Any]:
 
 
 def write_embeddings(rows: NDArray[np.float32], path: Path, ids: Texts | None = None) -> None:
-    """Write embeddings to a parquet file with the columns ``id``, if given, and ``embedding``.
+    """Write embeddings to the column ``embedding`` of a parquet file, and ids to the column ``id``.
 
     Args:
         rows: Embeddings, fp32 of shape ``(count, width)``. A value of the column ``embedding`` is a
@@ -127,7 +127,7 @@ def write_parts(
             columns = [pa.array(list(islice(own, len(part))), kind) for kind in named.values()]
             columns.append(pa.FixedSizeListArray.from_arrays(pa.array(part.ravel()), width))
             yield pa.record_batch(columns, schema=schema)
-        # At its end, the iterator of the ids checks whether the file has changed.
+        # The iterator of the ids checks at its end whether the file of the texts has changed.
         for _ in own:
             raise AssertionError("each embedding has an id")
 

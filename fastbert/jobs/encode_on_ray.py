@@ -1,6 +1,6 @@
-"""Compute the embeddings of many files of texts on a Ray cluster, and write one file for each.
+"""Compute the embeddings of many text files on a Ray cluster, with one output file for each.
 
-One Ray data set runs over the texts of all files, so that each worker loads the model once. The
+One Ray data set has the texts of all files, so that each worker loads the model only once. The
 rows come back in the order of the texts, and this process writes each file while its rows arrive.
 """
 
@@ -45,7 +45,7 @@ class Shard(NamedTuple):
 
     @classmethod
     def of(cls, texts: Texts) -> Shard:
-        """Return the facts of a file that has been read."""
+        """Return the shard of a file that `texts` has read and checked."""
         return cls(texts.path.resolve(), texts.fields, texts.count, texts.digest)
 
 
@@ -172,7 +172,7 @@ class Rows:
             The parts, fp32 of shape ``(n, width)``.
 
         Raises:
-            ValueError: If there are fewer rows.
+            ValueError: If fewer than `count` rows are left.
         """
         while count:
             rows = (
@@ -263,7 +263,7 @@ def _cluster(ray: Any, address: str) -> Iterator[None]:
 
 
 def _workers(ray: Any) -> tuple[int, dict[str, int]]:
-    """Return how many workers the cluster has room for, and what Ray reserves for each of them."""
+    """Return the number of workers, and the resources that Ray reserves for each worker."""
     resources = ray.cluster_resources()
     if gpus := int(resources.get("GPU", 0)):
         return gpus, {"num_gpus": 1}
@@ -276,7 +276,8 @@ def read_shards(batch: dict[str, Any], id_field: str | None = None) -> Iterator[
     """Read the texts of some shards, in a process of the cluster.
 
     Args:
-        batch: Columns with the values of `Shard`, and ``field``, the column of the texts.
+        batch: Columns with the values of `Shard`, and a column ``field`` with the name that the
+            column of the texts gets.
         id_field: As in `run`; the digests then cover the texts together with these ids.
 
     Yields:
@@ -343,13 +344,14 @@ def _embeddings(
 
 
 def own_error(error: Exception) -> Exception:
-    """Find the ValueError of a worker in an error of Ray, which contains only its text.
+    """Make the ValueError of a worker again from its text in an error of Ray.
 
     Args:
         error: An error that Ray raised in this process.
 
     Returns:
-        The ValueError that a worker raised, or the error itself.
+        A ValueError with the message of the worker's ValueError, or `error` itself if its text
+        contains no ValueError.
     """
     mistake = re.search(r"^ValueError: (.+)$", str(error), re.MULTILINE)
     return ValueError(mistake[1]) if mistake else error

@@ -21,12 +21,12 @@ def predict(model: str, text: str, *, top_k: int, backend: str | None) -> list[d
         backend: Backend of the model; None lets each operation choose.
 
     Returns:
-        For each mask its ``position`` in tokens and its ``candidates``, the likeliest first. The
-        sentence of a candidate still has the other masks.
+        A dict for each mask, with its ``position`` in tokens and its ``candidates``, the likeliest
+        first. In the sentence of a candidate, only this mask is filled.
 
     Raises:
         ValueError: If the text has no mask or is too long, if the model has no masked-LM head, or
-            if a backend is given for a head of transformers.
+            if `backend` is not None and the head is a class of transformers.
     """
     import torch
 

@@ -40,8 +40,8 @@ def load_whole(
         kind: The class of the model.
         folder: Folder of the checkpoint.
         backend: Backend of the model; None lets each operation choose.
-        parts: Beginnings of the names of the weights that must be in the checkpoint.
-        head: Name of the part of the model that has these weights, for the message.
+        parts: Prefixes of the names of the weights that must be in the checkpoint.
+        head: Name of the head that has the weights of `parts`, for the message of the error.
 
     Returns:
         The model.

@@ -1,4 +1,7 @@
-"""Store the rows of an unfinished run beside OUT, so that the same command can resume the run."""
+"""Store the rows of an unfinished run beside OUT, so that the same command can resume the run.
+
+OUT is the output file of the command.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +25,9 @@ if TYPE_CHECKING:
 
 ROWS = "rows.npy"
 STATE = "state.json"
-# OUT is first written under this name, unless rows.npy becomes OUT.
+# OUT is first written under this name and then renamed, unless rows.npy itself becomes OUT.
 WHOLE = "whole"
-# All names in the folder begin with one of these texts.
+# Every file in the folder of an unfinished run has a name that begins with one of these texts.
 OURS = (ROWS, STATE, f".{Path(STATE).stem}.", WHOLE)
 
 
@@ -96,7 +99,7 @@ class PartialOutput:
         """Append rows, which are on the disk when the call returns.
 
         Args:
-            rows: fp32 of shape ``(n, width)``.
+            rows: The next rows, fp32 of shape ``(n, width)``.
             counts: Numbers that are added to ``totals`` and stored with the rows.
 
         Raises:
@@ -138,7 +141,10 @@ class PartialOutput:
         self.done = 0
 
     def _resume(self) -> None:
-        """Continue after the valid rows of the same run in the folder, and report the decision."""
+        """Continue after the valid rows in the folder if their fingerprint is the same.
+
+        A note tells the user whether the rows are used; without valid rows, there is no note.
+        """
         paths = list(self.folder.iterdir())
         foreign = [p.name for p in paths if p.is_symlink() or not p.name.startswith(OURS)]
         if foreign:

@@ -1,8 +1,9 @@
 """Turn text files into a prepared corpus, in several processes; a stopped job can be resumed.
 
 The work is cut into pieces of text, and each piece becomes one shard. The pieces depend only on the
-files, so the result has the same bytes for any number of processes. A piece is finished when its
-``shards/00000.json`` exists, which is written after its shard. The manifest is written last.
+files, so the result has the same bytes for any number of processes. After the shard of a piece, its
+record is written, such as ``shards/00000.json``; the piece is finished when its record exists. The
+manifest is written last.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ from fastbert.jobs.reporter import SILENT, Reporter
 
 # Size of a piece, and so of the text of a shard, in bytes.
 PIECE_BYTES = 32 << 20
-# A vocabulary is trained on about this number of characters. If the files have more bytes than
-# this, the characters are from random parts of the files.
+# A vocabulary is trained on about this number of characters. If the files have more bytes than this
+# number, the characters are from random parts of the files.
 SAMPLE_BYTES = 128 << 20
 _SAMPLE_PIECE_BYTES = 1 << 20
 _OURS = (MANIFEST, RUN, SUMMARY, CHART, TOKENIZER, SHARDS)
@@ -85,7 +86,11 @@ class PrepareOptions:
             raise ValueError(f"OUT: {self.output} lies in the text, allowed: a folder elsewhere")
 
     def decisive(self, given: WordPieceTokenizer | None) -> dict[str, Any]:
-        """Return the options that determine the result, as values of JSON."""
+        """Return the options that determine the content of the corpus, as JSON values.
+
+        Args:
+            given: The tokenizer in the folder of the option `tokenizer`, or None.
+        """
         if given is not None:
             return {"tokenizer": _digest(given.backend.to_str(pretty=True))}
         return {
@@ -111,8 +116,8 @@ def prepare(options: PrepareOptions, reporter: Reporter = SILENT) -> dict[str, A
     Raises:
         ImportError: If a .parquet file is read without pyarrow, or if matplotlib is not installed.
         OSError: If a file cannot be read or written.
-        ValueError: If the text is broken, if `output` has a corpus of other options, or if a shard
-            is damaged.
+        ValueError: If a text file is damaged, if `output` has a corpus that was prepared with other
+            options or from other files, or if a shard is damaged.
     """
     _require_matplotlib()
     files, skipped = find_text(options.text)
@@ -149,7 +154,7 @@ class _Run:
         """Return the summary of a finished corpus whose options, text files and checksums match."""
         manifest = read_manifest(self.output)
         _refuse_other(self.output, {**manifest.options, **manifest.source}, self._all())
-        # A run that was killed after it wrote the manifest has left its temporary files.
+        # A run that was killed after it wrote the manifest may have left its temporary files.
         self._clean()
         self.reporter.note(f"{self.output} is complete already; its checksums are compared")
         corpus = PreparedCorpus(self.output)
@@ -207,7 +212,10 @@ class _Run:
             partial.unlink()
 
     def _tokenizer(self) -> WordPieceTokenizer:
-        """Return the tokenizer of a stopped run, or store and return the given or a trained one."""
+        """Return the tokenizer in the output folder; if there is none, store it there first.
+
+        The stored tokenizer is that of the options, or is trained on the text.
+        """
         folder = self.output / TOKENIZER
         if folder.exists():
             return WordPieceTokenizer.load(folder)
@@ -227,12 +235,11 @@ class _Run:
         shutil.rmtree(partial, ignore_errors=True)
         tokenizer.save(partial)
         partial.rename(folder)
-        # The loaded tokenizer is the same tokenizer that the other processes and a resumed run
-        # load.
+        # The tokenizer is loaded from the folder, as in the other processes and in a resumed run.
         return WordPieceTokenizer.load(folder)
 
     def _sample(self) -> Iterator[str]:
-        """Yield documents up to `SAMPLE_BYTES` characters, in random order if there are more."""
+        """Yield all documents; or, of longer text, random parts with `SAMPLE_BYTES` characters."""
         pieces = cut(self.files, _SAMPLE_PIECE_BYTES)
         if sum(span.size for piece in pieces for span in piece) > SAMPLE_BYTES:
             random.Random(f"vocabulary/{self.options.seed}").shuffle(pieces)
@@ -295,7 +302,7 @@ class _Run:
 
 
 def _key(piece: Piece) -> str:
-    """Return a digest of the parts of files that a piece reads, and of modification times."""
+    """Return a digest of the file parts that a piece reads and of the files' modification times."""
     parts = [(os.fspath(s.path), s.start, s.end, s.path.stat().st_mtime_ns) for s in piece]
     return _digest(json.dumps(parts))
 

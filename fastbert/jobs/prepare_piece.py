@@ -99,14 +99,14 @@ def prepare_piece(
         name: Stem of the files of the shard.
         key: Digest of the piece, for the record.
         tokenizer: The tokenizer.
-        stopped: Tells whether the run has been stopped.
+        stopped: Function that returns whether the run has been stopped.
 
     Returns:
         The record.
 
     Raises:
         OSError: If a file cannot be read or written. The error names the file.
-        ValueError: If the text is broken. The message names the file and the line.
+        ValueError: If the text file is damaged. The message names the file and the line.
         Stopped: If the run was stopped.
     """
     dropped: Counter[str] = Counter()
@@ -197,7 +197,7 @@ Tasks = Mapping[int, tuple[Piece, Path, str, str]]
 def pool_of(
     workers: int, tokenizer: Path
 ) -> Iterator[Callable[[Tasks], Iterator[tuple[int, PieceRecord]]]]:
-    """Start processes, and yield a function that prepares pieces with them.
+    """Start processes, and yield a function that prepares pieces in these processes.
 
     Args:
         workers: Number of processes.
@@ -208,7 +208,8 @@ def pool_of(
         when the task is done. The first error ends all processes and is raised.
     """
     methods = multiprocessing.get_all_start_methods()
-    # A fork of this process would copy the locks of its threads, in whatever state they are.
+    # A fork of this process would copy the locks of its threads, and a lock that another thread
+    # holds would never be released in the copy.
     context: Any = multiprocessing.get_context("forkserver" if "forkserver" in methods else "spawn")
     if context.get_start_method() == "forkserver":
         context.set_forkserver_preload([__name__])

@@ -18,13 +18,13 @@ class Reporter:
         return nullcontext()
 
     def progress(self, total: int, done: int) -> AbstractContextManager[Callable[[int], None]]:
-        """Return a context manager that is entered for the work on the texts.
+        """Return a context manager in whose block the job works on the texts.
 
-        The unit of the work is a text, or a byte in a preparation.
+        The work is counted in texts; `prepare` counts it in bytes of text.
 
         Args:
-            total: Amount of all work.
-            done: Amount of work that an earlier run has done.
+            total: Amount of the whole work.
+            done: Amount of the work that an earlier run has done.
 
         Returns:
             A context manager that yields a function. The function is called with the amount of work

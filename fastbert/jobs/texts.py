@@ -1,4 +1,7 @@
-"""Read and check the texts of INPUT, and read and write parquet files."""
+"""Read and check the texts of INPUT, and write parquet files.
+
+INPUT and OUT are the file arguments of a command.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ Id = str | int
 
 
 class Row(NamedTuple):
-    """The requested values of a line, and the file and the line for messages."""
+    """The values of the requested fields of a line; `place` names the file and the line."""
 
     place: str
     values: tuple[Any, ...]
@@ -32,21 +35,22 @@ class Row(NamedTuple):
 class Texts:
     r"""The texts of a .txt, .jsonl, .csv, .tsv or .parquet file, and the ids of its lines.
 
-    An iteration yields a tuple for each line, with a text for each field, and may be repeated. At
-    most a block of lines is in memory, except for a .csv or .tsv, which is in memory as a whole.
+    An iteration yields a tuple for each line, with a text for each field, and may be repeated. A
+    .csv or .tsv file is read into memory as a whole; of any other file, at most a block of lines is
+    in memory.
     The attributes ``count`` and ``digest`` are the number of lines and the SHA-256 digest of the
     texts, and of the ids if there are any, in the last complete iteration. The first iteration
     takes place in the constructor.
 
     Args:
-        path: Path of the file. All but a .parquet file may be compressed, and in UTF-16 with a byte
-            order mark; see `read_text`.
+        path: Path of the file. A file other than .parquet may be compressed, and may be in UTF-16
+            or UTF-32 with a byte order mark; see `read_text`.
         fields: Names of the fields of a .jsonl file or of the columns of a .csv, .tsv or .parquet
             file. A .txt file has the single field "text", which is the whole line.
         reporter: Object whose context manager ``reading`` surrounds the first reading of the file.
         id_field: Name of the field or column of the ids, which are texts or integers, but not both
             in one file; None means that there are no ids. The attribute ``id_type`` is ``str`` or
-            ``int``, or None without ids.
+            ``int``; it is None if there are no ids.
 
     Raises:
         FileNotFoundError: If there is no such file.
@@ -95,7 +99,7 @@ class Texts:
             yield texts
 
     def ids(self) -> Iterator[Id]:
-        """Yield the id of each line, from another iteration of the file.
+        """Yield the id of each line; the file is read again for this.
 
         Raises:
             ValueError: At the end, if the file has changed since the last complete iteration.
@@ -131,7 +135,7 @@ class Texts:
         self.count, self.digest = count, digest.hexdigest()
 
     def _checked(self, place: str, field: str, value: Any) -> bytes:
-        """Return a text in UTF-8 with its length, so that different inputs give different bytes."""
+        """Return a text in UTF-8 after its length, so that the digest separates adjacent texts."""
         if not isinstance(value, str):
             wanted = "an object with a string field" if self._is_jsonl else "a string in the column"
             raise ValueError(f"INPUT: {place}: expected {wanted} {field}")
@@ -142,7 +146,7 @@ class Texts:
         return b"%d:%b" % (len(text), text)
 
     def _checked_id(self, place: str, value: Any, *, first: bool) -> Id:
-        """Return an id; the first id decides whether all of them are texts or integers."""
+        """Return an id after a check; all ids must have the type of the first id, str or int."""
         kind = type(value)
         sound = kind is str or (kind is int and -LARGEST_ID <= value < LARGEST_ID)
         if first and sound:
@@ -159,8 +163,8 @@ class Texts:
         return content_suffix(self.path) == ".jsonl"
 
     def _lines(self, _: tuple[str, ...]) -> Iterator[Row]:
-        # Bytes that are not UTF-8 become surrogates, which `_checked` refuses with the number of
-        # the line.
+        # Bytes that are not UTF-8 become surrogates. `_checked` refuses a text with surrogates and
+        # names its line.
         for number, line in enumerate(lines_in_utf8(self.path), 1):
             text = line.decode("utf-8", "surrogateescape")
             yield Row(f"{self.path}, line {number}", (text.removesuffix("\n").removesuffix("\r"),))
@@ -197,7 +201,7 @@ class Texts:
 
 
 def check_output(target: Path, source: Path, formats: tuple[str, ...]) -> None:
-    """Check before any work that OUT can be written.
+    """Check whether OUT may be written, before the job starts.
 
     Args:
         target: The path of OUT.
@@ -221,7 +225,7 @@ def refuse_replacing(target: Path, source: Path, argument: str, itself: str) -> 
     Args:
         target: The file that is written.
         source: The file or folder that is read.
-        argument: Name of the argument `target`, for the message.
+        argument: Name of the command's argument that has the value `target`, for the message.
         itself: Name of `source` in the message.
     """
     if target.is_dir() or target.resolve() == source.resolve():
@@ -251,10 +255,10 @@ def require_parquet(argument: str) -> Any:
 
 
 def id_column(ids: Texts | None) -> dict[str, Any]:
-    """Return the pyarrow type of each column that the ids add to a parquet file, by name.
+    """Return a dict with the pyarrow type of the column ``id`` of a parquet file.
 
     Args:
-        ids: The texts whose ids the file receives; None gives no column.
+        ids: The texts whose ids the file receives; None gives an empty dict.
     """
     import pyarrow as pa
 
@@ -266,7 +270,7 @@ def write_parquet(path: Path, schema: Any, batches: Iterable[Any]) -> None:
 
     Args:
         path: Path of the file.
-        schema: The schema of pyarrow.
+        schema: The pyarrow schema of the record batches.
         batches: The record batches.
 
     Raises:
@@ -278,10 +282,10 @@ def write_parquet(path: Path, schema: Any, batches: Iterable[Any]) -> None:
 
 
 def blocks(rows: NDArray[np.float32]) -> Iterator[NDArray[np.float32]]:
-    """Yield consecutive parts of some rows, for writers that hold one part at a time in memory.
+    """Yield consecutive parts of `rows`, so that a writer has only one part in memory at a time.
 
     Args:
-        rows: fp32 of shape ``(count, width)``.
+        rows: The rows, fp32 of shape ``(count, width)``.
 
     Yields:
         Parts of at most 8192 rows.

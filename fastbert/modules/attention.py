@@ -22,12 +22,12 @@ from fastbert.modules.quantized_linear import QuantizedLinear
 from fastbert.ops.attention_context import attention_context
 from fastbert.ops.product import needs_gradient
 
-# These linear layers return their input too, for a residual connection around them.
+# The classes of linear layers that can return their input too, for a residual connection.
 OURS = (Linear, QuantizedLinear)
 
 
 class BertSelfAttention(OperationModule):
-    """Self-attention ``softmax(q kᵀ / √D) v`` for every head, on rows ``(T, H)`` of sequences.
+    """Self-attention ``softmax(q kᵀ / √D) v`` for every head of size D, on rows ``(T, H)``.
 
     ``qkv`` is one linear layer from H to 3H columns. State dicts store this layer as the three
     layers ``query``, ``key`` and ``value``.
@@ -72,8 +72,8 @@ class BertSelfAttention(OperationModule):
         Args:
             hidden: Rows of shape ``(T, H)``.
             layout: Division of the rows into sequences.
-            output_attentions: Whether the attention weights are returned. The returned weights
-                carry a gradient if a gradient is wanted.
+            output_attentions: Whether the attention weights are returned. If autograd records the
+                call, gradients flow through the returned weights.
             dropout_seed: Seed of the dropout, int64 of shape ``(1,)``; None draws a seed.
 
         Returns:
@@ -115,9 +115,9 @@ class BertSelfAttention(OperationModule):
         return attended, residual, None if weights is None else layout.weights(weights)
 
     def _project(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Return q, k and v side by side, and `hidden` for the residual connection.
+        """Return queries, keys and values side by side, and `hidden` for the residual connection.
 
-        A projection that was replaced or has hooks is called like any other module.
+        A projection that was replaced or has hooks is called with `hidden` as its only argument.
         """
         kind = type(self.qkv)
         if kind is JoinedLinear or (kind in OURS and deviation(self.qkv, kind) is None):
@@ -128,10 +128,13 @@ class BertSelfAttention(OperationModule):
 def _through_weights(
     qkv: Tensor, layout: BatchLayout, options: dict[str, Any], dropout: dict[str, Any]
 ) -> tuple[Tensor, Tensor]:
-    """Compute attention from the weights that the caller gets.
+    """Compute the attention weights in the caller's layout, and the output from these weights.
 
-    The results are the output of attention and the weights in the caller's layout. A gradient with
-    respect to the weights in the caller's layout is then the gradient of the model.
+    The output is a function of the returned weights, so that the caller can differentiate the
+    model's loss with respect to the weights.
+
+    Returns:
+        The output of attention, and the weights in the caller's layout.
     """
     q, k, v = qkv.unbind(-3)
     ends, longest = layout.cu_seqlens, layout.max_seqlen
@@ -149,8 +152,8 @@ def _through_weights(
 class BertSelfOutput(nn.Module):
     """The output projection of attention, ``LN(hidden + dropout(projection))``.
 
-    The bias is added in the layer norm. If ``dense`` was replaced or has hooks, ``dense`` is called
-    and adds its bias itself.
+    The layer norm adds the bias of the projection ``dense``. If ``dense`` was replaced or has
+    hooks, ``dense`` is called as a module and adds its own bias.
 
     Args:
         config: The configuration.
@@ -199,7 +202,7 @@ class BertAttention(nn.Module):
     """
 
     def __init__(self, config: BertConfig, backend: str | None = None, number: int = 0) -> None:
-        """Create both parts."""
+        """Create the self-attention and the output projection."""
         super().__init__()
         self.self = BertSelfAttention(config, backend, number)
         self.output = BertSelfOutput(config, backend)
@@ -227,13 +230,13 @@ class BertAttention(nn.Module):
 
 
 def _kinds(qkv: nn.Module) -> tuple[str, ...]:
-    """Return the names of the tensors of a projection in a state dict."""
+    """Return the names of the tensors that a projection has in a state dict."""
     weight = ("weight", "scale") if isinstance(qkv, QuantizedLinear) else ("weight",)
     return weight if qkv.bias is None else (*weight, "bias")
 
 
 def _split(module: nn.Module, state: dict[str, Tensor], prefix: str, _: Any) -> None:
-    """Replace ``qkv.weight`` (3H, H) with the weights of ``query``, ``key`` and ``value``.
+    """Split ``qkv.weight``, of shape ``(3H, H)``, into the weights of query, key and value.
 
     This is a state-dict hook. Scales and biases are split in the same way.
     """
@@ -256,9 +259,9 @@ def _join(
 ) -> None:
     """Join the weights of ``query``, ``key`` and ``value`` to ``qkv.weight``.
 
-    This is a load hook, the inverse of `_split`. An absent part keeps the values of the module and
-    is reported as missing under its own name. A part of a wrong shape is reported as an error, and
-    the module keeps its values.
+    This is a load hook, the inverse of `_split`. If one of the three tensors is absent or has a
+    wrong shape, the module keeps its own values for this tensor. An absent tensor is reported as
+    missing under its own name, and a wrong shape is reported as an error.
     """
     for kind in _kinds(module.qkv):
         fused = f"{prefix}qkv.{kind}"

@@ -17,34 +17,34 @@ from fastbert.ops.varlen import sequence_positions
 
 @dataclass(frozen=True)
 class BatchLayout:
-    """The division of rows into sequences, which has three cases.
+    """The division of rows into sequences: a uniform, an unpadded or a packed layout.
 
     In a uniform layout, `cu_seqlens` is None, and row ``b * length + i`` is token ``i`` of sequence
     ``b``. The rows are a view of the padded batch. In an unpadded layout, `indices` gives the index
-    of each row in the flattened padded batch. In a packed layout, the caller's tensors already have
-    ``(T, ...)`` rows.
+    of each row in the flattened padded batch. In a packed layout, the caller passes rows without
+    padding, in tensors of shape ``(T, ...)``.
 
     Attributes:
         batch: Number of sequences.
-        length: Length L of the padded batch; the longest sequence if packed.
+        length: Length L of the padded batch; in a packed layout, the longest sequence's length.
         cu_seqlens: Cumulative lengths from 0, int32 of shape ``(batch + 1,)``; None if uniform.
         max_seqlen: Length of the longest sequence, or more; 0 if uniform.
         indices: Index of each row in the flattened padded batch, int64 of shape ``(T,)``; None
             unless the layout is unpadded.
-        mask: 4-D bool mask, True where a query attends a key. A caller's mask is present in a
-            uniform layout only.
+        mask: 4-D bool mask, True where a query attends to a key. Only a uniform layout can have a
+            mask.
         bias: 4-D floating bias of the attention logits, from the caller's mask in a uniform layout
             or from the distances between tokens.
         rotations: Cosines and sines that rotate the queries and keys of the rows, for each base.
-        places: Positions of the tokens in the padded batch, int64 of shape ``(batch, max_seqlen)``.
-            The layout has them only if a sequence has padding in its middle and attention depends
-            on distances between tokens; otherwise None.
+        places: Positions of the tokens in the padded batch, int64 of shape ``(batch, max_seqlen)``,
+            if a sequence has padding in its middle and attention depends on distances between
+            tokens; otherwise None.
         tokens: Mask of the rows that are tokens, bool of shape ``(batch, length)``, if a uniform
             layout has padding; otherwise None.
         shape: Shape ``(R, C)`` of packed rows that the caller holds as ``(R, C, ...)``, with
             ``R * C = T``. None if the caller's shape is ``(T, ...)``.
-        whole: Whether the layers call their modules with the padded shape ``(B, L, H)`` instead of
-            rows.
+        whole: Whether the layers call their modules with hidden states of the padded shape
+            ``(B, L, H)`` instead of rows ``(T, H)``.
     """
 
     batch: int
@@ -66,7 +66,7 @@ class BatchLayout:
         return self.cu_seqlens is not None and self.indices is None
 
     def rows(self, x: Tensor) -> Tensor:
-        """Convert the caller's ``(B, L, ...)`` to ``(T, ...)`` rows of the tokens that exist."""
+        """Convert a tensor in the caller's layout to ``(T, ...)`` rows of this layout."""
         if self.packed:
             return x if self.shape is None else x.flatten(0, 1)
         x = x.expand(self.batch, self.length, *x.shape[2:]).flatten(0, 1)
@@ -84,14 +84,15 @@ class BatchLayout:
     def given(self, rows: Tensor) -> Tensor:
         """Convert ``(T, ...)`` rows to the caller's layout.
 
-        The result is ``(B, L, ...)``, 0 at padding. Packed rows keep the caller's shape.
+        The result has the shape ``(B, L, ...)`` and is 0 at padding. In a packed layout, the result
+        has the shape of the caller's packed input.
         """
         if not self.packed:
             return self.padded(rows)
         return rows if self.shape is None else rows.view(*self.shape, *rows.shape[1:])
 
     def padded(self, rows: Tensor) -> Tensor:
-        """Convert ``(T, ...)`` rows to ``(B, L, ...)``, 0 at padding, also for packed input."""
+        """Convert ``(T, ...)`` rows to ``(B, L, ...)`` with 0 at padding, in every layout."""
         if self.cu_seqlens is None:
             padded = rows.view(self.batch, self.length, *rows.shape[1:])
             if self.tokens is None:
@@ -124,10 +125,11 @@ class BatchLayout:
         return flat.index_fill(0, self.indices, True).view(self.batch, self.length)
 
     def near(self, window: int) -> Tensor | None:
-        """Return the pairs that are at most `window` apart in the padded batch.
+        """Return a mask of the queries and keys that are at most `window` apart.
 
-        The result is bool of shape ``(batch, 1, max_seqlen, max_seqlen)``. The result is None if
-        the distances between rows are the distances in the padded batch.
+        The distances are measured in the padded batch. The mask is bool of shape
+        ``(batch, 1, max_seqlen, max_seqlen)``. The result is None if the distances between rows are
+        equal to the distances in the padded batch.
         """
         if self.places is None:
             return None
@@ -135,10 +137,10 @@ class BatchLayout:
         return (apart <= window).unsqueeze(1)
 
     def order(self, device: torch.device) -> Tensor:
-        """Return the positions of tokens between which distances are measured.
+        """Return the positions from which the distances between tokens are computed.
 
-        The positions are int64 of shape ``(1, max_seqlen)`` or ``(batch, max_seqlen)``. In a
-        uniform layout, the second size is ``length``.
+        The positions are int64 of shape ``(1, max_seqlen)`` or ``(batch, max_seqlen)``; a uniform
+        layout has ``length`` instead of ``max_seqlen``.
         """
         if self.places is not None:
             return self.places
@@ -149,8 +151,8 @@ class BatchLayout:
         """Select the first token of each sequence, ``(T, H) → (B, H)``.
 
         The first token has position 0, as in transformers. If the mask hides position 0, because
-        the padding is on the left, the result is the first token that exists, where transformers
-        takes the padding. A sequence without tokens gives 0.
+        the padding is on the left, the result is the first token that the mask does not hide;
+        transformers would return the padding at position 0. A sequence without tokens gives 0.
         """
         if not torch.compiler.is_compiling() and rows.shape[0] == 0:
             return rows.new_zeros(self.batch, rows.shape[1])
@@ -168,8 +170,8 @@ class BatchLayout:
     def weights(self, weights: Tensor) -> Tensor:
         """Convert attention weights of rows to ``(B, heads, L, L)``, 0 at padding.
 
-        The argument has the shape ``(B, heads, max_seqlen, max_seqlen)``. Packed weights do not
-        change.
+        The argument has the shape ``(B, heads, max_seqlen, max_seqlen)``. In a packed layout, the
+        argument is returned without a change.
         """
         if self.tokens is not None:
             return weights * (self.tokens[:, None, :, None] & self.tokens[:, None, None, :])
@@ -179,7 +181,7 @@ class BatchLayout:
         assert exists is not None
         if not torch.compiler.is_compiling() and self.max_seqlen == 0:
             return weights.new_zeros(*weights.shape[:2], self.length, self.length)
-        # Token i of the padded row has the index ``cumsum - 1`` among the tokens that exist.
+        # The token at a position of the padded batch has the index ``cumsum - 1`` in its sequence.
         rank = (exists.cumsum(1) - 1).clamp(min=0)
         sizes = (*weights.shape[:2], self.length, weights.shape[3])
         weights = weights.gather(2, rank[:, None, :, None].expand(sizes))
@@ -193,7 +195,7 @@ class BatchLayout:
             return weights
         exists = self.exists()
         assert exists is not None
-        # The tokens come first, in order. The weights are 0 at padding.
+        # The sort puts the tokens before the padding and keeps the order of the tokens.
         order = exists.int().argsort(dim=1, descending=True, stable=True)[:, : self.max_seqlen]
         sizes = (*weights.shape[:2], order.shape[1], weights.shape[3])
         weights = weights.gather(2, order[:, None, :, None].expand(sizes))

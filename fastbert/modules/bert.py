@@ -22,18 +22,19 @@ from fastbert.modules.pretrained import BertPreTrainedModel
 
 
 class Encoded(NamedTuple):
-    """The result of the encoder for the heads.
+    """The result of the encoder, from which the heads compute their outputs.
 
     Attributes:
         rows: Hidden states after the last layer, of shape ``(T, H)``, without padding.
         layout: Division of the rows into sequences.
-        hidden_states: The states that the caller asked for, in the caller's layout; otherwise None.
-            A state that was not chosen is None.
-        attentions: The attention weights that the caller asked for, in the caller's layout;
+        hidden_states: A tuple of the hidden states in the caller's layout, with None for each state
+            that the caller did not choose; None if the caller chose no states.
+        attentions: A tuple of attention weights in the caller's layout, with None for each layer
+            that the caller did not choose; None if the caller chose no layers.
+        pooled: The pooled first tokens ``(B, H)`` if one C++ call computed them with the rows;
             otherwise None.
-        pooled: The pooled first tokens ``(B, H)`` if one call has computed them with the rows.
-        chosen: The rows that were computed, if the last layer computed only the rows that the head
-            reads. `rows` then has the shape ``(N, H)``. None if all rows were computed.
+        chosen: The rows that were computed, if the last layer computed only the N rows that the
+            head reads. `rows` then has the shape ``(N, H)``. None if all rows were computed.
     """
 
     rows: Tensor
@@ -45,10 +46,9 @@ class Encoded(NamedTuple):
 
     @property
     def last_hidden_state(self) -> Tensor:
-        """Rows in the caller's layout.
+        """Hidden states after the last layer, in the caller's layout.
 
-        The returned tensor is also the last element of the hidden states if the caller asked for
-        that state.
+        If the caller asked for the last hidden state, that tensor itself is returned.
         """
         last = self.hidden_states[-1] if self.hidden_states else None
         return self.layout.given(self.rows) if last is None else last
@@ -122,24 +122,24 @@ class BertModel(BertPreTrainedModel):
     ) -> BaseModelOutputWithPooling | tuple[Any, ...]:
         """Encode a batch.
 
-        The input is either padded or packed. Packed input has no batch dimension, and its sequences
-        are given by `cu_seqlens`. A packed sequence never attends to another sequence.
+        The input is either padded or packed. Packed input has no batch dimension, and `cu_seqlens`
+        divides it into sequences. A packed sequence never attends to another sequence.
 
         Args:
             input_ids: Token ids, int64 or int32 of shape ``(B, L)``; ``(T,)`` if packed.
             attention_mask: Mask of shape ``(B, L)``, 1 or True at tokens and 0 at padding. A mask
-                of shape ``(B, L, L)`` or ``(B, heads or 1, L, L)`` says which keys each query
-                attends. This mask is bool, integers 0 and 1, or additive. An additive mask is 0
-                where a query attends a key, and -1e4 or less hides the key. Packed input has no
-                mask.
+                of shape ``(B, L, L)`` or ``(B, heads or 1, L, L)`` defines the keys to which each
+                query attends. Such a mask is bool, integers 0 and 1, or additive. An additive mask
+                is 0 where a query attends to a key, and -1e4 or less where the key is hidden.
+                Packed input must have no mask.
             token_type_ids: Token types of the shape of `input_ids`, or ``(1, L)``; 0 by default.
             position_ids: Positions of the shape of `input_ids`, or ``(1, L)``. The default is the
                 index in the padded row, ``0`` to ``L - 1``, or the index in the packed sequence.
-                RoBERTa counts from its first position and does not count padding.
+                In RoBERTa, positions start at ``first_position`` and do not count padding.
             inputs_embeds: Floating word embeddings of shape ``(B, L, H)`` instead of `input_ids`;
                 ``(T, H)`` if packed. H is the width of the embedding tables.
             return_dict: Whether the result is an output object; False returns a tuple instead. None
-                reads the configuration, whose default is True.
+                takes the value of the configuration, whose default is True.
             **options: Keyword arguments of `encode`: `output_attentions`, `output_hidden_states`,
                 `cu_seqlens` and `max_seqlen`.
 
@@ -151,7 +151,7 @@ class BertModel(BertPreTrainedModel):
         Raises:
             ValueError: If a shape or a value is not allowed. The message names the argument, its
                 value and what is allowed. Values in a tensor are checked on the CPU only, because a
-                check on a GPU would synchronise.
+                check on a GPU would make the CPU wait.
             TypeError: If a dtype is not allowed.
         """
         encoded = self.encode(
@@ -181,9 +181,9 @@ class BertModel(BertPreTrainedModel):
     ) -> Encoded:
         """Encode a batch for a head, without the padded result of `forward`.
 
-        If a gradient is wanted, the model computes its later results from the returned hidden
-        states and attention weights. These states and weights therefore carry gradients. Layers
-        that return their attention weights then run on a slower path.
+        If autograd records the call, the model computes its later results from the returned hidden
+        states and attention weights, so that gradients flow through these tensors. Layers that
+        return their attention weights then run on a slower path.
 
         Args:
             input_ids: As in `forward`.
@@ -193,20 +193,21 @@ class BertModel(BertPreTrainedModel):
             inputs_embeds: As in `forward`.
             output_attentions: Whether the softmax weights before dropout are returned. A sequence
                 of layer numbers returns the weights of these layers and None for the others; a
-                negative number counts from the last layer. None reads the configuration.
+                negative number counts from the last layer. None takes the value of the
+                configuration.
             output_hidden_states: Whether the hidden states are returned. A sequence of numbers
                 returns these states and None for the others; 0 is the embedding output, N is the
                 output of layer N, and a negative number counts from the last state. The choice does
-                not change the path on which the layers run. None reads the configuration.
+                not change the code path of the layers. None takes the value of the configuration.
             cu_seqlens: Cumulative lengths of the packed sequences from 0, int32 of shape
                 ``(B + 1,)``; None if the input is padded.
-            max_seqlen: Length of the longest packed sequence, or more. None reads the length from
-                `cu_seqlens`, which synchronises with a GPU.
-            reads: Function of the layout that marks the rows that the head reads besides the first
-                tokens, bool of shape ``(T,)``, or returns None if the head reads no other rows.
-                With a gradient, on the CPU, the last layer then computes only the rows that are
-                read, unless the caller asks for hidden states or attention weights. None reads all
-                rows.
+            max_seqlen: Length of the longest packed sequence, or an upper bound. With None, the
+                length is computed from `cu_seqlens`; on a GPU, the CPU waits for this length.
+            reads: Function that takes the layout and returns a mask of the rows that the head reads
+                besides the first tokens, bool of shape ``(T,)``. The function returns None if the
+                head reads only the first tokens. In training on the CPU, the last layer then
+                computes only the rows that the head reads, unless the caller asks for hidden states
+                or attention weights. If `reads` is None, the head reads all rows.
 
         Returns:
             The rows without padding. Attention weights have shape ``(B, heads, L, L)`` for each
@@ -246,7 +247,7 @@ class BertModel(BertPreTrainedModel):
     def encode_at_once(
         self, input_ids: Any = None, attention_mask: Any = None, token_type_ids: Any = None
     ) -> Encoded | None:
-        """Encode a padded batch in one call of C++, from the ids to the pooled vectors.
+        """Compute the embeddings, layers and pooler of a padded batch in one C++ call.
 
         Args:
             input_ids: As in `forward`, of shape ``(B, L)``.
@@ -254,9 +255,10 @@ class BertModel(BertPreTrainedModel):
             token_type_ids: As in `forward`, of shape ``(B, L)``.
 
         Returns:
-            The rows without padding, or None if the modules must be called one by one. That is so
-            on a device other than the CPU, with gradients, under autocast, in training, with hooks,
-            and if an argument is not allowed; the modules then raise the error.
+            The rows without padding, or None if the modules must be called one by one. The result
+            is None on a device other than the CPU, with gradients, under autocast, in training and
+            with hooks. The result is also None if an argument is not allowed, so that the modules
+            raise the error.
         """
         result = self._prepared.run(self, input_ids, attention_mask, token_type_ids)
         if result is None:
@@ -270,7 +272,7 @@ class BertModel(BertPreTrainedModel):
         output_hidden_states: bool | Sequence[int] = False,
         reads: Reads | None = None,
     ) -> Encoded:
-        """Encode tokens that ``fastbert.modules.inputs.enter`` has checked and laid out.
+        """Encode tokens that were checked and converted to rows by ``modules.inputs.enter``.
 
         Args:
             tokens: The tokens without padding.

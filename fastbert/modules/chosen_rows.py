@@ -1,8 +1,8 @@
 """The last layer in training, computed only for the rows that a head reads.
 
-A head reads the first token of each sequence, or also the tokens with a label. The other rows of
-the last layer serve only as keys and values. The queries, the output projection and the
-feed-forward of the other rows would not change the loss.
+A head reads the first token of each sequence, and some heads also read the tokens with a label. The
+last layer needs only the keys and values of the other rows. The queries, the output projection and
+the feed-forward of the other rows are not computed, because they do not change the loss.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from fastbert.modules.batch_layout import BatchLayout
 from fastbert.modules.layer import BertLayer
 from fastbert.ops.varlen import gather_rows
 
-# A function of the layout of all rows. It returns a mask of the rows that a head reads besides the
-# first tokens, bool of shape (T,), or None if the head reads the first tokens only.
+# A function that takes the layout of all rows and returns a mask of the rows that a head reads
+# besides the first tokens, bool of shape (T,), or None if the head reads the first tokens only.
 Reads = Callable[[BatchLayout], Tensor | None]
 
 
 def first_tokens(layout: BatchLayout) -> None:
-    """Mark no rows besides the first tokens, for a head that reads the pooler only."""
+    """Return None: a head that reads only the pooler's output reads only the first tokens."""
 
 
 class ChosenRows(NamedTuple):
@@ -39,7 +39,7 @@ class ChosenRows(NamedTuple):
     layout: BatchLayout
 
     def first(self, rows: Tensor) -> Tensor:
-        """Select the first token of each sequence, ``(N, H) → (B, H)``; 0 without tokens."""
+        """Select the first token of each sequence, ``(N, H) → (B, H)``; 0 for an empty sequence."""
         ends = self.layout.cu_seqlens
         if ends is None or bool((ends.diff() == 0).any()):
             return self.layout.first(rows)
@@ -52,7 +52,7 @@ def choose_rows(hidden: Tensor, layout: BatchLayout, reads: Reads) -> ChosenRows
     Args:
         hidden: All rows, of shape ``(T, H)``, on the CPU.
         layout: Division of the rows into sequences.
-        reads: Function that marks the rows.
+        reads: Function that returns a mask of the rows that the head reads; see `Reads`.
     """
     total, ends = hidden.shape[0], ends_of(layout).long()
     marked = reads(layout)

@@ -8,8 +8,8 @@ from typing import Any
 def class_name(value: Any) -> str:
     """Return the class of a value and its library, such as ``BertModel of transformers``.
 
-    fastbert and transformers have classes of the same names, so the name alone does not say which
-    of the two a caller has passed. If `value` is itself a class, the result is ``the class
+    fastbert and transformers have classes of the same names, so a message needs the library besides
+    the name. If `value` is itself a class, the result begins with ``the class``, as in ``the class
     BertModel of transformers``.
 
     Args:

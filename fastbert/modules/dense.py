@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from fastbert.io import checkpoint, sentence_transformers_folder
 
-# These classes of torch.nn have no weights and act on each number separately.
+# The allowed activations: classes of torch.nn without weights that compute each element separately.
 ACTIVATIONS = (
     "CELU", "ELU", "GELU", "Hardshrink", "Hardsigmoid", "Hardswish", "Hardtanh", "Identity",
     "LeakyReLU", "LogSigmoid", "Mish", "ReLU", "ReLU6", "SELU", "SiLU", "Sigmoid", "Softplus",
@@ -23,8 +23,8 @@ class Dense(nn.Module):
         out_features: Size of the output.
         bias: Whether the projection has a bias.
         activation: Name of a class of ``torch.nn`` in `ACTIVATIONS`.
-        residual: Whether the input is added to the result. If the sizes differ, a projection
-            without a bias maps the input to the size of the output.
+        residual: Whether the input is added to the result. If `in_features` and `out_features`
+            differ, a second projection without a bias maps the input to the size of the output.
 
     Raises:
         ValueError: If `activation` is not allowed.
@@ -59,7 +59,7 @@ class Dense(nn.Module):
             self.residual = nn.Linear(in_features, out_features, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Compute the projection of `x` ``(B, in_features)``."""
+        """Compute the projection of `x`, which has the shape ``(B, in_features)``."""
         out = self.activation(self.linear(x))
         return out if self.residual is None else out + self.residual(x)
 

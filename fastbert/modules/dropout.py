@@ -1,4 +1,4 @@
-"""The dropouts of an encoder: their probabilities, and the seeds of a call from one launch."""
+"""The dropouts of an encoder: their probabilities, and all seeds of a call from one kernel."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Probabilities(NamedTuple):
 class LayerSeeds(NamedTuple):
     """Seeds of the dropouts of a layer, int64 of shape ``(1,)``; see `Probabilities`.
 
-    None lets an operation draw its own seed.
+    If a seed is None, the operation draws its own seed.
     """
 
     attention: Tensor | None = None
@@ -68,7 +68,7 @@ class Seeds(NamedTuple):
 
 
 def draw_seeds(config: BertConfig, training: bool, device: torch.device) -> Seeds:
-    """Draw the seeds of one call from torch's generator of a device.
+    """Draw the seeds of one call of the encoder from torch's random generator for `device`.
 
     Args:
         config: The configuration.
@@ -76,9 +76,9 @@ def draw_seeds(config: BertConfig, training: bool, device: torch.device) -> Seed
         device: The device.
 
     Returns:
-        The seeds of the embeddings and of each layer, in the order of the layers. A seed is None if
-        nothing is dropped. Seeds of inner dropouts are drawn only if the configuration has inner
-        dropouts.
+        The seeds of the embeddings and of each layer, in the order of the layers. All seeds are
+        None if no dropout is active. A seed of an inner dropout is None if the probability of the
+        inner dropout is 0.
     """
     probabilities = Probabilities.of(config)
     layers = len(config.architecture.order(config.num_hidden_layers))

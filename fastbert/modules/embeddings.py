@@ -19,7 +19,7 @@ from fastbert.modules.plain import deviation
 
 
 class BertEmbeddings(OperationModule):
-    """Embedding ``dropout(LN(word + token type + position))`` of tokens.
+    """Embeddings ``dropout(LN(word + token type + position))`` of tokens.
 
     Devlin et al. 2019, figure 2, describes this sum. The result has shape ``(T, H)``. Embeddings
     from tables of another width are projected to H. A table that the architecture lacks is None and
@@ -84,7 +84,7 @@ class BertEmbeddings(OperationModule):
         if embeds is None:
             table, padding_idx = words.weight, words.padding_idx
         else:
-            # Each token has its own row in a table of the given embeddings.
+            # `embeds` is used as the word table, and token i has the id i.
             ids, padding_idx = torch.arange(embeds.shape[0], device=embeds.device), None
             table, type_table, position_table = _promoted(embeds, type_table, position_table)
         return ops.embedding(
@@ -117,7 +117,7 @@ def _look_up(
 
 
 class _FixedRow(torch.autograd.Function):
-    """A table whose gradient is 0 in one row, as ``nn.Embedding`` does for its padding index."""
+    """A table whose gradient is 0 in one row, as in ``nn.Embedding`` for the padding index."""
 
     @staticmethod
     def forward(ctx: Any, table: Tensor, row: int) -> Tensor:

@@ -26,15 +26,16 @@ from fastbert.ops.product import needs_gradient
 class BertEncoder(nn.Module):
     """All layers, in the order in which they run.
 
-    With ``gradient_checkpointing``, a training step keeps one tensor of shape ``(T, H)`` per layer.
-    The backward pass computes the other activations again, with the same dropout masks.
+    With ``gradient_checkpointing``, a training step stores only one tensor of shape ``(T, H)`` per
+    layer. The backward pass computes the other activations again, with the same dropout masks.
 
     Args:
         config: The configuration.
         backend: Backend of every operation; None lets each operation choose.
 
     Attributes:
-        order: Index of the stored layer of each step; a stored layer may run more than once.
+        order: Index in ``layer`` of each layer in the order of computation. With groups of layers
+            (ALBERT), an index is repeated.
         gradient_checkpointing: Whether activations are computed again in the backward pass.
     """
 
@@ -70,17 +71,17 @@ class BertEncoder(nn.Module):
     ) -> tuple[Tensor, list[Tensor | None], list[Tensor | None]]:
         """Run the layers.
 
-        The returned states and weights carry a gradient if a gradient is wanted.
+        If autograd records the call, gradients flow through the returned states and weights.
 
         Args:
             hidden: Rows of shape ``(T, H)``.
             layout: Division of the rows into sequences.
-            output_attentions: Whether attention weights are returned; or the numbers of the layers
-                whose weights are returned.
-            output_hidden_states: Whether the hidden states are returned; or the numbers of the
-                states that are returned. State 0 is the input of the first layer.
+            output_attentions: True returns the attention weights of all layers, and False none. A
+                sequence has the numbers of the layers whose weights are returned.
+            output_hidden_states: True returns all hidden states, and False none. A sequence has the
+                numbers of the states that are returned. State 0 is the input of the first layer.
             seeds: Dropout seeds of each layer; None lets every operation draw its own seed.
-            chosen: The rows that `choose` has returned; None computes all rows. With a choice, no
+            chosen: The result of `choose`; None computes all rows. If `chosen` is not None, no
                 states and no attention weights are returned.
 
         Returns:
@@ -88,7 +89,7 @@ class BertEncoder(nn.Module):
             both in the caller's layout. The N + 1 hidden states are the input of the first layer
             and the output of each of the N layers. The last state includes the final norm, if the
             encoder has one. A state that was not chosen is None, and so are the attention weights
-            of a layer that was not chosen. A list that was not asked for is empty.
+            of a layer that was not chosen. If no state or no layer was chosen, its list is empty.
 
         Raises:
             ValueError: If `output_attentions` or `output_hidden_states` names a layer that does not
@@ -96,10 +97,10 @@ class BertEncoder(nn.Module):
             TypeError: If one of them is neither a bool nor a sequence.
 
         Note:
-            The choice of states does not change the path of the layers. A call that runs all layers
-            at once returns the rows after either every layer or the last layer only. If a state
-            between the first and the last is chosen, the call therefore keeps the rows after every
-            layer until it returns. The states that were not chosen are then released.
+            The choice of states does not change the code path of the layers. One call that runs all
+            layers returns the rows after every layer, or after the last layer only. If a state
+            between the first and the last is chosen, the call therefore stores the rows after every
+            layer. When the call returns, the states that were not chosen are freed.
         """
         attentions: list[Tensor | None] = []
         layers = self.running()
@@ -112,13 +113,13 @@ class BertEncoder(nn.Module):
             layout = dataclasses.replace(layout, bias=bias if given is None else bias + given)
 
         def after(number: int, rows: Tensor) -> Tensor:
-            """Take the rows after `number` layers, and return those of the next layer."""
+            """Store the rows after `number` layers if chosen; return the next layer's input."""
             if number == len(layers) and self.final_norm is not None:
                 rows = self.final_norm(rows)
             if number not in stated:
                 return rows
             state = states[number] = layout.given(rows)
-            # If a gradient is wanted, the later layers are computed from the state.
+            # With a gradient, the later layers are computed from the returned state.
             return layout.rows(state) if needs_gradient(rows) else rows
 
         hidden = after(0, hidden)
@@ -157,17 +158,17 @@ class BertEncoder(nn.Module):
         Args:
             hidden: Rows of shape ``(T, H)`` before the first layer.
             layout: Division of the rows into sequences.
-            reads: Function that marks the rows that the head reads.
+            reads: Function that returns a mask of the rows that the head reads; see `Reads`.
 
         Returns:
-            The rows, or None if all rows must be computed. None is returned without a gradient,
-            where one call runs all layers, and if the head reads most rows, because computing all
-            rows then takes no longer.
+            The rows, or None if all rows must be computed. The result is None without a gradient,
+            because one call then runs all layers. The result is also None if the head reads more
+            than half of the rows, because computing all rows then takes no longer.
         """
         last = self.running()[-1]
         if self.final_norm is not None or not needs_gradient(hidden, *last.parameters()):
             return None
-        # On a GPU, finding the rows would make the CPU wait.
+        # On a GPU, the CPU would have to wait for the number of chosen rows.
         if hidden.device.type != "cpu" or torch.compiler.is_compiling():
             return None
         if layout.mask is not None or layout.bias is not None or layout.tokens is not None:
@@ -183,18 +184,18 @@ class BertEncoder(nn.Module):
         return [self.layer[number] for number in self.order]
 
     def choice(self, device: str, dtype: torch.dtype, layers: str, length: int = 0) -> Choice:
-        """Return the backend of the layers in inference without attention weights, and the reason.
+        """Choose the backend of the layers for inference without attention weights.
 
         Args:
             device: Type of the device, such as ``"cpu"``.
             dtype: Dtype of the rows.
-            layers: Backend that serves the layers one by one.
-            length: Class of the length of the sequences (`ops.gpu_times.length_class`).
+            layers: Backend of the layers if they run one by one.
+            length: Result of ``ops.gpu_times.length_class`` for the length of the sequences.
 
         Returns:
-            The backend of the call if one call runs all layers. Otherwise the backend of the first
-            operation that another backend serves, or `layers` if the layers run one by one for
-            another reason.
+            A `Choice` with the backend and the reason. If one call runs all layers, the backend is
+            that of the call. If an operation needs another backend, it is the backend of the first
+            such operation. Otherwise it is `layers`.
         """
         planned = plan(self.running(), Mode.now(device, dtype, False, length=length))
         return Choice(planned.backend or layers, planned.reason)
@@ -204,8 +205,9 @@ def chosen_layers(name: str, wanted: bool | Sequence[int], count: int) -> frozen
     """Return the numbers that `wanted` chooses among the layers, or among the hidden states.
 
     Args:
-        name: Name of the argument, for errors.
-        wanted: True for all, False for none, or numbers. A negative number counts from the end.
+        name: Name of the argument that has the value `wanted`, for the messages of errors.
+        wanted: True for all, False for none, or a sequence of numbers. A negative number counts
+            from the end.
         count: Number of layers, or of hidden states.
 
     Returns:

@@ -1,9 +1,9 @@
-"""The four ways in which the layers of an encoder run fused: (CPU, GPU) × (inference, training).
+"""The four executors of fused layers, for inference and training on the CPU and on the GPU.
 
 An executor is made once for a plan (``fastbert.modules.plan``), from the parameters and the
-settings of the layers, and runs any number of calls. The executors of the GPU run the kernels of
-Triton and of CUDA C++, by operation; they also run on CPU tensors where a stand-in runs these
-kernels.
+settings of the layers, and runs any number of calls. The executors of the GPU choose between Triton
+and CUDA C++ for each operation. They also take CPU tensors if a substitute, such as Triton's
+interpreter, executes the kernels on the CPU.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from fastbert.ops.register import TENSOR_TYPES, is_watched
 
 
 class Settings(NamedTuple):
-    """The numbers of the layers of a plan.
+    """The settings that the layers of a plan have in common, and their dropouts and positions.
 
     Attributes:
         heads: Number of attention heads.
         eps: Term that is added to the variance in layer norms.
         activation: Name of the activation.
-        dtype: Dtype of the products.
+        dtype: Dtype in which matrix products are computed.
         backend: Backend of the layers, ``"cpu"`` or ``"triton"``.
-        requested: Requested backend by operation.
+        requested: Maps the name of an operation to the backend that its module asks for, or None.
         scales: Scales and column sums of int8 weights of all layers; empty for other weights.
-        dropouts: Dropout probabilities of each layer in training: of the attention weights, and
-            before both layer norms.
-        bases: Base of the rotary positions of each layer, or none.
-        windows: Window of each layer, -1 without a limit; or none.
+        dropouts: Dropout probabilities of each layer in training: for the attention weights, and
+            before both layer norms. Empty in inference.
+        bases: Base of the rotary embedding of each layer; empty without rotary embeddings.
+        windows: Window of each layer, -1 without a limit; empty if no layer has a window.
         pre_norm: Whether the layer norms are before attention and feed-forward.
     """
 
@@ -65,13 +65,13 @@ class Call(NamedTuple):
     Attributes:
         hidden: Rows of shape ``(T, H)`` before the first layer.
         layout: Division of the rows into sequences.
-        after: Function of the number of a layer, counted from 1, and of the rows after that layer.
-            The function returns the rows with which the next layer continues.
-        between: Whether `after` must see the rows after every layer, not only after the last one.
+        after: Function that takes the number of a layer, counted from 1, and the rows after that
+            layer. The function returns the input of the next layer.
+        between: Whether `after` must be called after every layer, not only after the last layer.
         seeds: Dropout seeds of each layer, or None.
         chosen: The rows that the last layer computes; None computes all rows.
-        recompute: Whether the backward pass computes the activations of a layer again instead of
-            keeping them.
+        recompute: Whether the backward pass computes the activations of a layer again, so that they
+            need not be stored.
     """
 
     hidden: Tensor
@@ -88,11 +88,11 @@ class Executor:
 
     Args:
         layers: The parameters of the layers in the order in which they run.
-        settings: The numbers of the layers.
+        settings: The settings of the layers.
     """
 
     def __init__(self, layers: list[LayerWeights], settings: Settings) -> None:
-        """Keep the parameters in the order of the kernels."""
+        """Store the parameters in the order in which the kernels take them."""
         self.layers = [layer.flat() for layer in layers]
         self.parameters = [tensor for layer in self.layers for tensor in layer]
         self.settings = settings
@@ -100,7 +100,7 @@ class Executor:
         self.inner_projections = len(layers[0].inner)
 
     def refuses(self, call: Call) -> str | None:
-        """Return the reason why the layers must run one by one in a call, or None."""
+        """Return the reason why the executor cannot run a call, or None if it can."""
         raise NotImplementedError
 
     def run(self, call: Call) -> Tensor:
@@ -110,12 +110,12 @@ class Executor:
             call: A call that the executor does not refuse.
 
         Returns:
-            Rows of shape ``(T, H)``; only the chosen rows in a call that chooses rows.
+            Rows of shape ``(T, H)``, or the rows of ``call.chosen`` only if it is not None.
         """
         raise NotImplementedError
 
     def parts(self, call: Call) -> Parts:
-        """Return the backends of the operations that Triton and CUDA C++ both have."""
+        """Return the backend of each operation that exists both in Triton and in CUDA C++."""
         settings, hidden, layout = self.settings, call.hidden, call.layout
         columns, on_gpu = hidden.shape[1], hidden.device.type == "cuda"
         request = Request(
@@ -133,10 +133,10 @@ class Executor:
 
 
 class CpuInference(Executor):
-    """All layers in one call of C++, without gradients."""
+    """Runs all layers in one C++ call, without gradients."""
 
     def refuses(self, call: Call) -> str | None:
-        """Refuse a window over padding inside a sequence."""
+        """Refuse windows if a sequence has padding between its tokens."""
         if self.settings.windows and call.layout.places is not None:
             return "a window over padding in a sequence"
         return None
@@ -178,7 +178,7 @@ class CpuInference(Executor):
 
 
 class GpuInference(CpuInference):
-    """All layers in one call of Python that launches kernels, without gradients."""
+    """Runs all layers in one Python function that launches the kernels, without gradients."""
 
     def refuses(self, call: Call) -> str | None:
         """Refuse a bias with packed sequences, which the kernels do not support."""
@@ -192,7 +192,7 @@ class GpuInference(CpuInference):
 
 
 class _Training(Executor):
-    """Each layer as one autograd function; `Call.after` gets the rows after each layer."""
+    """Runs each layer as one autograd function, and calls `Call.after` after each layer."""
 
     def refuses(self, call: Call) -> str | None:
         if type(call.hidden) not in TENSOR_TYPES or is_watched():
@@ -214,15 +214,15 @@ class _Training(Executor):
         return hidden
 
     def _layer(self, call: Call) -> Callable[[int, Tensor], Tensor]:
-        """Return the function that runs one layer, given its number from 0 and the rows."""
+        """Return the function that runs one layer; it takes the layer's number from 0 and rows."""
         raise NotImplementedError
 
 
 class CpuTraining(_Training):
-    """Each layer as one autograd function, in C++."""
+    """Runs each layer as one autograd function in C++."""
 
     def refuses(self, call: Call) -> str | None:
-        """Refuse masks and biases, and apply the checks of all training executors."""
+        """Refuse masks, biases and padding between tokens, and call `_Training.refuses`."""
         layout = call.layout
         if layout.mask is not None or layout.bias is not None or layout.tokens is not None:
             return "attention has a mask or a bias"
@@ -268,7 +268,7 @@ class CpuTraining(_Training):
 
 
 class GpuTraining(_Training):
-    """Refuse chosen rows and a trained bias, and apply the checks of all training executors."""
+    """Runs each layer as one autograd function that launches GPU kernels."""
 
     def refuses(self, call: Call) -> str | None:
         """Refuse chosen rows and a trained bias, and apply the checks of all training executors."""
@@ -281,7 +281,8 @@ class GpuTraining(_Training):
     def _layer(self, call: Call) -> Callable[[int, Tensor], Tensor]:
         layout, settings, longest = call.layout, self.settings, _longest(call.layout)
         full = (layout.batch, settings.heads, longest, longest)
-        # The kernels take views of the full shape, with stride 0 where a dimension is broadcast.
+        # The kernels take masks and biases of the full shape. `expand` makes views of this shape,
+        # in which a broadcast dimension has stride 0.
         mask = None if layout.mask is None else layout.mask.expand(full)
         bias = None if layout.bias is None else layout.bias.to(settings.dtype).expand(full)
         numbers = (

@@ -16,10 +16,10 @@ from fastbert.ops.dropout import dropout
 
 
 class BertIntermediate(nn.Module):
-    """The parameters of the first projection, which `BertOutput` uses.
+    """The parameters of the feed-forward's first projection, which `BertOutput` computes.
 
-    The weight has the shape ``(F, H)`` and the bias ``(F,)``. Both have 2F rows if the feed-forward
-    is gated.
+    The weight has the shape ``(F, H)`` and the bias ``(F,)``, with F the intermediate size. If the
+    feed-forward is gated, both have 2F rows.
 
     Args:
         config: The configuration.
@@ -36,8 +36,9 @@ class BertIntermediate(nn.Module):
 class BertOutput(OperationModule):
     """The feed-forward ``LN(hidden + dropout(feed_forward(hidden)))``.
 
-    The layer norm adds the second bias. If one of the linear layers was replaced or has hooks, or
-    if there is dropout between them, both are called as modules instead.
+    The layer norm adds the bias of the second projection. If one of the two linear layers was
+    replaced or has hooks, or if there is dropout between them, both linear layers are called as
+    modules, and the second linear layer adds its own bias.
 
     Args:
         config: The configuration.

@@ -49,10 +49,10 @@ class PredictionTransform(OperationModule):
 
 
 class LMPredictionHead(OperationModule):
-    """The masked-LM head, which computes the loss, and the logits ``(T, V)`` if they are wanted.
+    """The masked-LM head, which computes the loss, the logits ``(T, V)`` or both.
 
-    If the configuration ties the word embeddings, the model ties ``decoder.weight`` to its word
-    table and ``decoder.bias`` to ``bias``.
+    If ``config.tie_word_embeddings`` is True, the model of this head ties ``decoder.weight`` to the
+    word embeddings and ``decoder.bias`` to ``bias``.
 
     Args:
         config: The configuration.
@@ -73,14 +73,15 @@ class LMPredictionHead(OperationModule):
     ) -> tuple[Tensor | None, Tensor | None]:
         """Compute the loss and the logits.
 
-        If logits are not wanted, only the labelled rows are transformed on the CPU. On a GPU and
-        under ``torch.compile``, all rows are transformed, and the operation skips the rows without
-        a label. Selecting the labelled rows first would make the CPU wait for the GPU.
+        If `output_logits` is False, only the labelled rows are transformed on the CPU. On a GPU and
+        under ``torch.compile``, all rows are transformed, and ``ops.linear_cross_entropy`` skips
+        the rows without a label. To select the labelled rows first, the CPU would have to wait for
+        the GPU.
 
         Args:
             hidden: Rows of shape ``(T, H)``.
             labels: Integers of shape ``(T,)``; -100 at rows without a label. None computes no loss.
-            output_logits: Whether the logits are wanted.
+            output_logits: Whether the logits are computed.
 
         Returns:
             The mean loss over the labelled rows, which is 0 if no row has a label, or None without
@@ -94,7 +95,8 @@ class LMPredictionHead(OperationModule):
         if labels is None:
             return None, self.decoder(self.transform(hidden)) if output_logits else None
         check_range("labels", labels, weight.shape[0], ignored=IGNORED)
-        # The number of labelled rows depends on the values of the labels.
+        # The number of labelled rows depends on the values of the labels, which the CPU can read at
+        # once only if the labels are on the CPU and are not traced.
         here = labels.device.type == "cpu" and not torch.compiler.is_compiling()
         if here and not output_logits:
             labelled = (labels != IGNORED).nonzero().flatten()
@@ -129,7 +131,7 @@ class OnlyNSPHead(nn.Module):
 
 
 class PreTrainingHeads(OnlyMLMHead):
-    """Both heads of pre-training."""
+    """The masked-LM head ``predictions`` and the next-sentence head ``seq_relationship``."""
 
     def __init__(self, config: BertConfig, backend: str | None = None) -> None:
         """Create both heads."""
@@ -138,7 +140,7 @@ class PreTrainingHeads(OnlyMLMHead):
 
 
 def classifier_dropout(config: BertConfig) -> nn.Dropout:
-    """Return the dropout before a classifier, whose mask torch draws, as in transformers."""
+    """Return the dropout before a classifier; as in transformers, torch draws its mask."""
     own = config.classifier_dropout
     return nn.Dropout(config.hidden_dropout_prob if own is None else own)
 
@@ -147,8 +149,8 @@ def cross_entropy(name: str, logits: Tensor, labels: Tensor, ignored: int = IGNO
     """Compute the mean cross entropy over the labels that differ from `ignored`.
 
     Args:
-        name: Name of the argument `labels`, for messages.
-        logits: Logits of shape ``(N, C)``, which are converted to fp32 at least.
+        name: Name of the caller's argument with the labels, for messages.
+        logits: Logits of shape ``(N, C)``, which are converted to fp32 unless they are fp64.
         labels: Integers of shape ``(N,)``.
         ignored: Label that the loss ignores.
 

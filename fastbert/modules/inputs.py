@@ -14,10 +14,11 @@ from fastbert.modules.positions import frequencies, rotation
 from fastbert.ops.arguments import check_cu_seqlens, require_shape
 from fastbert.ops.varlen import any_outside, longest, sequence_positions, unpad_indices
 
-# An additive mask of at most this value hides a key. The limit covers -1e4, ``finfo.min`` of every
-# dtype, and -inf.
+# A value of an additive mask hides the key if it is at most this number. The usual values are all
+# covered: -1e4, ``finfo.min`` of every dtype, and -inf.
 HIDDEN = -1e4
-# Rotary embeddings are computed, so they set no maximum sequence length.
+# The largest position of a model without a position table. Rotary embeddings are computed, so they
+# set no smaller limit.
 LAST_POSITION = 2**31 - 1
 
 
@@ -26,8 +27,8 @@ class EncoderInput(NamedTuple):
 
     Attributes:
         ids: Token ids, int64 or int32 of shape ``(T,)``, or None.
-        embeds: Word embeddings of shape ``(T, H)``, or None. Either `ids` or `embeds` is given. H
-            is the width of the embedding tables.
+        embeds: Word embeddings of shape ``(T, H)``, or None. Exactly one of `ids` and `embeds` is
+            not None. H is the width of the embedding tables.
         token_types: Token types, int64 or int32 of shape ``(T,)``; None if the model has no table
             of token types.
         positions: Positions, int64 or int32 of shape ``(T,)``.
@@ -56,7 +57,7 @@ def enter(
     *,
     unpads: bool = True,
 ) -> EncoderInput:
-    """Check the arguments of ``BertModel.forward`` and lay the tokens out as rows.
+    """Check the arguments of ``BertModel.forward`` and convert the tokens to rows.
 
     Args:
         config: The configuration.
@@ -68,8 +69,8 @@ def enter(
         inputs_embeds: As in ``BertModel.forward``.
         cu_seqlens: As in ``BertModel.encode``.
         max_seqlen: As in ``BertModel.encode``.
-        unpads: Whether padding is removed. If not, the layers compute padding as transformers does,
-            and `BatchLayout.whole` is set.
+        unpads: Whether padding is removed. If False, the layers compute padding as transformers
+            does, and `BatchLayout.whole` is set.
 
     Returns:
         The tokens, without padding if `unpads` is True.
@@ -77,7 +78,7 @@ def enter(
     Raises:
         ValueError: If a shape or a value is not allowed. The message names the argument, its value
             and what is allowed. Values in a tensor are checked on the CPU only, because a check on
-            a GPU would synchronise.
+            a GPU would make the CPU wait.
         TypeError: If a dtype is not allowed.
     """
     given = _tokens(config, input_ids, inputs_embeds, packed=cu_seqlens is not None)
@@ -133,10 +134,10 @@ def check_range(name: str, index: Tensor, size: int, ignored: int | None = None)
     Values are checked on the CPU only, and not while ``torch.compile`` traces.
 
     Args:
-        name: Name of the argument `index`, for messages.
+        name: Name of the caller's argument with the index, for messages.
         index: The index.
         size: Upper bound of the indices, exclusive.
-        ignored: Value outside the range that is allowed too, or None.
+        ignored: A value outside the range that is allowed as well, or None.
 
     Raises:
         TypeError: If `index` is not int64 or int32.
@@ -157,7 +158,7 @@ def check_range(name: str, index: Tensor, size: int, ignored: int | None = None)
 def _tokens(
     config: BertConfig, input_ids: Tensor | None, inputs_embeds: Tensor | None, packed: bool
 ) -> Tensor:
-    """Return `input_ids` or `inputs_embeds`, whichever was given, after checks."""
+    """Return `input_ids` or `inputs_embeds`, whichever is not None, after checks."""
     if (input_ids is None) == (inputs_embeds is None):
         got = "neither" if input_ids is None else "both"
         raise ValueError(f"input_ids, inputs_embeds: got {got}, allowed: exactly one of them")
@@ -180,10 +181,10 @@ def _tokens(
 
 
 def _index(name: str, index: Tensor | None, shape: tuple[int, ...], size: int) -> Tensor | None:
-    """Return an index after checks; None stays None.
+    """Return an index after checks; return None if the index is None.
 
-    In a padded batch, an index may have the shape ``(L,)``, ``(1, L)`` or ``(B, 1)`` and then
-    stands for all sequences or all tokens of a sequence, as in transformers.
+    In a padded batch, an index of shape ``(L,)`` or ``(1, L)`` applies to all sequences, and an
+    index of shape ``(B, 1)`` applies to all tokens of a sequence, as in transformers.
     """
     if index is None:
         return None
@@ -205,9 +206,9 @@ def _default_types(layout: BatchLayout, given: Tensor) -> Tensor:
 
 
 def _default_positions(layout: BatchLayout, given: Tensor) -> Tensor:
-    """Return positions counted from 0 in the padded row, or in the sequence if packed.
+    """Return the index of each token in its row of the padded batch, or in its packed sequence.
 
-    Positions in a padded row count its padding, as in transformers.
+    The index in a padded row counts the padding before the token, as in transformers.
     """
     if layout.packed:
         assert layout.cu_seqlens is not None
@@ -221,7 +222,8 @@ def _default_positions(layout: BatchLayout, given: Tensor) -> Tensor:
 def _counted_positions(layout: BatchLayout, given: Tensor, first: int) -> Tensor:
     """Return positions counted from `first` over the tokens that are not padding, as in RoBERTa.
 
-    The id of padding is ``first - 1``. If ids are not given, all tokens of a row are counted.
+    The id of padding is ``first - 1``. If the input has embeddings instead of ids, or is packed,
+    all tokens are counted.
     """
     if layout.packed or given.dim() == 3:
         return _default_positions(layout, given) + first
@@ -234,8 +236,8 @@ def _check_length(name: str, config: BertConfig, layout: BatchLayout) -> None:
     first = config.architecture.first_position
     counted = first is not None and layout.cu_seqlens is not None
     if counted and torch.compiler.is_compiling():
-        # A graph cannot check the number of tokens that the mask keeps, because that number depends
-        # on the values of the mask.
+        # Under `torch.compile`, the number of tokens that are not padding cannot be checked,
+        # because the number depends on the values of the mask.
         return
     length = layout.max_seqlen if counted else layout.length
     if length > config.max_length:
@@ -247,7 +249,7 @@ def _check_length(name: str, config: BertConfig, layout: BatchLayout) -> None:
 
 
 def _with_places(layout: BatchLayout) -> BatchLayout:
-    """Add the positions of tokens to a layout if the tokens of a sequence are not adjacent."""
+    """Set `places` of a layout if a sequence has padding between its tokens."""
     if layout.indices is None or layout.cu_seqlens is None:
         return layout
     sequence, position = sequence_positions(layout.cu_seqlens, layout.indices.shape[0])
@@ -285,7 +287,8 @@ def _padded_layout(
     choices = config.architecture
     if attention_mask.dim() <= 2:
         attention_mask = _mask_of_tokens(attention_mask, batch, length)
-        # A graph cannot depend on whether the tokens of a row are adjacent.
+        # Under `torch.compile`, the code cannot depend on whether a sequence has padding between
+        # its tokens, so attention that depends on distances computes the padding.
         measures = choices.distance_buckets or choices.windows
         if not unpads or (torch.compiler.is_compiling() and measures):
             exists = attention_mask.bool()
@@ -297,8 +300,8 @@ def _padded_layout(
 def _mask_of_tokens(attention_mask: Tensor, batch: int, length: int) -> Tensor:
     """Return a mask of tokens with the shape ``(B, L)``, after checks.
 
-    The mask is bool or 0 and 1, and a nonzero value means that the token exists. A mask ``(L,)`` or
-    ``(1, L)`` applies to all sequences.
+    The values of the mask are bool, or 0 and 1; 1 means that the position has a token. A mask of
+    shape ``(L,)`` or ``(1, L)`` applies to all sequences.
     """
     if tuple(attention_mask.shape) in ((length,), (1, length)):
         attention_mask = attention_mask.expand(batch, length)
@@ -319,7 +322,7 @@ def _mask_of_tokens(attention_mask: Tensor, batch: int, length: int) -> Tensor:
 
 
 def _unpadded_layout(given: Tensor, attention_mask: Tensor) -> BatchLayout:
-    """Return the layout of a mask of tokens ``(B, L)``."""
+    """Return the layout of a batch with a mask of tokens ``(B, L)``."""
     batch, length = given.shape[:2]
     indices, cu_seqlens, longest = unpad_indices(attention_mask)
     if not torch.compiler.is_compiling() and indices.shape[0] == batch * length:
@@ -328,11 +331,11 @@ def _unpadded_layout(given: Tensor, attention_mask: Tensor) -> BatchLayout:
 
 
 def _masked_layout(batch: int, length: int, attention_mask: Tensor) -> BatchLayout:
-    """Return the layout of a mask ``(B, L, L)`` or ``(B, heads, L, L)``.
+    """Return the layout of a batch with a mask ``(B, L, L)`` or ``(B, heads, L, L)``.
 
-    Nothing is unpadded, and attention gets the mask. The mask may be bool or integers 0 and 1; a
-    query then attends a key where the mask is true. A floating mask is added to the scores, and a
-    value of -1e4 or less hides the key.
+    Padding is not removed, and the attention applies the mask. If the mask is bool or integers 0
+    and 1, a query attends to a key where the mask is true. A floating mask is added to the scores,
+    and a value of -1e4 or less hides the key.
     """
     mask = attention_mask.unsqueeze(1) if attention_mask.dim() == 3 else attention_mask
     sizes = ((1, batch), None, (1, length), (1, length))

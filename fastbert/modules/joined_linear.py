@@ -13,16 +13,16 @@ from fastbert.modules.plain import Joined, deviation
 
 
 class JoinedLinear(Joined, OperationModule):
-    """One linear layer for several layers that share their input.
+    """One linear layer that computes several linear layers with the same input.
 
-    An example is the query, key and value of a model that stores three layers.
+    An example is the query, key and value of a model that has three separate linear layers.
 
     One call of ``fastbert.ops.linear`` computes the outputs of `parts` side by side. If one part
     was replaced or has hooks, every part is called.
 
     ``weight`` and ``bias`` are the weights and biases of `parts`, concatenated along the outputs.
-    Each access to ``weight`` or ``bias`` concatenates the parts. On the CPU backend, the forward
-    reads the parts without concatenating them.
+    Each access to ``weight`` or ``bias`` concatenates the parts. On the CPU backend, `forward`
+    reads the parts' parameters without concatenating them.
 
     Args:
         parts: The linear layers.
@@ -32,7 +32,7 @@ class JoinedLinear(Joined, OperationModule):
     operation = "linear"
 
     def __init__(self, parts: Sequence[nn.Module], backend: str | None = None) -> None:
-        """Keep the parts."""
+        """Store the parts."""
         OperationModule.__init__(self, backend)
         self.parts = nn.ModuleList(parts)
 
@@ -67,8 +67,9 @@ class JoinedLinear(Joined, OperationModule):
         """Return the weights and biases of the parts.
 
         Returns:
-            The weights, of shapes ``(N_i, K)``, and the biases, of shapes ``(N_i,)``, or None if no
-            part has a bias. If only some parts have a bias, the others have zeros.
+            The weight of each part i, of shape ``(N_i, K)``, and the bias of each part, of shape
+            ``(N_i,)``. If only some parts have a bias, the biases of the other parts are zeros. If
+            no part has a bias, None is returned instead of the biases.
         """
         weights = [part.weight for part in self.parts]
         biases = [part.bias for part in self.parts]

@@ -14,7 +14,7 @@ from fastbert.ops.dropout import dropout
 
 
 class BertLayer(nn.Module):
-    """A layer: attention and feed-forward, each with its residual and layer norm.
+    """A layer: attention and feed-forward, each with a residual connection and a layer norm.
 
     Args:
         config: The configuration.
@@ -23,7 +23,7 @@ class BertLayer(nn.Module):
     """
 
     def __init__(self, config: BertConfig, backend: str | None = None, number: int = 0) -> None:
-        """Create both parts."""
+        """Create attention and feed-forward."""
         super().__init__()
         self.attention = BertAttention(config, backend, number)
         self.intermediate = BertIntermediate(config)
@@ -54,9 +54,10 @@ class BertLayer(nn.Module):
 class PreNormLayer(BertLayer):
     """A layer with layer norms before attention and feed-forward (Xiong et al. 2020).
 
-    The layer computes ``hidden + attention(LN(hidden))``, and then the same with the feed-forward.
-    A state dict has each norm under the name of the norm that follows the same block in BERT. The
-    first layer has no norm before attention, because the embeddings end in a layer norm.
+    The layer computes ``hidden = hidden + attention(LN(hidden))``, and then
+    ``hidden + feed_forward(LN(hidden))``. In a state dict, the norm before a block has the name
+    that BERT gives to the norm after the same block. The first layer has no norm before attention,
+    because the embeddings end in a layer norm.
 
     Args:
         config: The configuration.
@@ -65,7 +66,7 @@ class PreNormLayer(BertLayer):
     """
 
     def __init__(self, config: BertConfig, backend: str | None = None, number: int = 0) -> None:
-        """Create both parts and move the dropouts out of the layer norms."""
+        """Create attention and feed-forward, and move the dropouts out of the layer norms."""
         super().__init__(config, backend, number)
         norms = (self.attention.output.LayerNorm, self.output.LayerNorm)
         self.dropout_p, self.output_dropout_p = (norm.dropout_p for norm in norms)

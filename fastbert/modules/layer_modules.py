@@ -1,4 +1,4 @@
-"""The modules of a layer by path: a table of the expected classes, and a comparison with it."""
+"""The expected class of each module of a layer, and a comparison of a layer with these classes."""
 
 from __future__ import annotations
 
@@ -44,23 +44,24 @@ def _paths(*kinds: type[nn.Module]) -> tuple[str, ...]:
 
 
 NORMS, LINEARS, LEAVES = _paths(LayerNorm), _paths(nn.Linear), _paths(LayerNorm, nn.Linear)
-# The modules that ask for a backend.
+# The modules that ask for a backend, in a floating layer and in a layer with int8 weights.
 ASKING, INT8_ASKING = _paths(OperationModule), _paths(OperationModule, nn.Linear)
 DROPPING = (ATTENTION, OUTPUT, *NORMS)
-# A layer that computes chosen rows calls these modules instead of reading their parameters, so they
-# may be of any class.
+# A layer that computes only chosen rows calls these modules and does not read their parameters, so
+# these modules may be of any class.
 CALLED_FOR_CHOSEN_ROWS = {"attention.output.dense", INNER, "output.dense"}
-# A dictionary from paths to the modules of a layer.
+# Maps paths to the modules of a layer.
 Modules = dict[str, Any]
 
 
 class Walked(NamedTuple):
-    """The result of a walk over a layer.
+    """The result of `walk`.
 
     Attributes:
-        modules: The modules without a deviation by path; the layer itself is always among them.
-        problems: The deviations of the other modules by path, in the order of the table. Modules
-            inside a module that deviates are in neither dictionary.
+        modules: Maps paths to the modules that have the expected class; the layer itself is always
+            included.
+        problems: Maps paths to the deviations of the other modules, in the order of the table. The
+            modules inside a module that deviates are in neither dictionary.
     """
 
     modules: Modules
@@ -68,13 +69,14 @@ class Walked(NamedTuple):
 
 
 def walk(layer: Any) -> Walked:
-    """Find the modules of a layer, and compare each with its row in the table.
+    """Find the modules of a layer, and compare each module with its row in `MODULES`.
 
     Args:
         layer: A layer, or a module that replaces a layer.
 
     Returns:
-        The modules without a deviation, and the deviations. The layer's path is an empty string.
+        The modules with the expected class, and the deviations of the other modules. The path of
+        the layer itself is an empty string.
     """
     pre_norm = type(layer) is PreNormLayer
     modules: Modules = {"": layer}
@@ -104,12 +106,12 @@ def walk(layer: Any) -> Walked:
 
 
 def may_choose_rows(walked: Walked) -> bool:
-    """Tell whether a layer can compute chosen rows only."""
+    """Return whether a layer can compute only the rows that a head reads."""
     modules, problems = walked
     layer = modules[""]
     if type(layer) is not BertLayer or not problems.keys() <= CALLED_FOR_CHOSEN_ROWS:
         return False
-    # A hook on a module expects all rows.
+    # A hook of the caller expects all rows.
     inside = list(layer.modules())
     if has_backward_hooks(inside) or any(m._forward_hooks or m._forward_pre_hooks for m in inside):
         return False

@@ -1,4 +1,4 @@
-"""A linear layer with a gradient that launches only matrix products and the sums of fastbert."""
+"""A linear layer whose backward pass launches only matrix products and fastbert's sum kernels."""
 
 from __future__ import annotations
 

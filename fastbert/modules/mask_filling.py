@@ -30,8 +30,8 @@ def fill_masks(
 
     Returns:
         One dictionary for each mask, with its ``position`` and its ``candidates``. The likeliest
-        candidate is first. A candidate has ``token``, ``id``, ``probability`` and ``sentence``. The
-        sentence still has the other masks.
+        candidate is first. A candidate has ``token``, ``id``, ``probability`` and ``sentence``. In
+        the sentence, only this mask is filled.
     """
     top = logits.float().softmax(-1).topk(min(top_k, logits.shape[-1]), dim=-1)
     filled = []

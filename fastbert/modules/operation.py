@@ -15,7 +15,7 @@ class OperationModule(nn.Module):
 
     Attributes:
         operation: Name of the operation.
-        activation: Name of the activation in a request for a backend.
+        activation: Name of the activation that the backend must support.
         backend: Backend that every call asks for, or None.
     """
 

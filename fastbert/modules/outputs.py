@@ -17,8 +17,8 @@ class ModelOutput:
     """The base of the outputs.
 
     ``output.loss``, ``output["loss"]``, ``output[0]``, ``output[:2]`` and ``loss, logits = output``
-    work. So do ``keys()``, ``items()``, ``values()``, ``len``, ``in`` and ``**output``. A field
-    that is None is present as an attribute only.
+    are supported, and so are ``keys()``, ``items()``, ``values()``, ``len``, ``in`` and
+    ``**output``. A field that is None can be read only as an attribute.
 
     Examples:
         >>> import torch
@@ -107,7 +107,7 @@ class BertForPreTrainingOutput(ModelOutput):
     as in transformers.
 
     Attributes:
-        loss: ``mlm_loss + nsp_loss`` if both labels were given, otherwise None.
+        loss: ``mlm_loss + nsp_loss``; None if one of the two losses is None.
         prediction_logits: Logits of the tokens, of shape ``(B, L, V)``, or ``(T, V)`` for packed
             input; None if they were not computed.
         seq_relationship_logits: Logits of next sentence prediction, of shape ``(B, 2)``.
@@ -167,7 +167,7 @@ class SequenceClassifierOutput(_LogitsOutput):
     """The output of `BertForSequenceClassification`.
 
     Attributes:
-        loss: Loss of the problem type; None without labels.
+        loss: Loss that ``config.problem_type`` selects; None without labels.
         logits: Logits of shape ``(B, num_labels)``.
         hidden_states: As in `BaseModelOutputWithPooling`.
         attentions: As in `BaseModelOutputWithPooling`.
@@ -203,7 +203,8 @@ class QuestionAnsweringModelOutput(ModelOutput):
     """The output of `BertForQuestionAnswering`.
 
     Attributes:
-        loss: Mean of the cross entropies of start and end; None without both positions.
+        loss: Mean of the cross entropies of start and end; None unless the caller passed both
+            ``start_positions`` and ``end_positions``.
         start_logits: Logits of shape ``(B, L)``, or ``(B, max_seqlen)`` for packed input.
         end_logits: Logits of the shape of `start_logits`.
         hidden_states: As in `BaseModelOutputWithPooling`.
@@ -218,5 +219,5 @@ class QuestionAnsweringModelOutput(ModelOutput):
 
 
 def as_asked(output: Output, return_dict: bool) -> Output | tuple[Any, ...]:
-    """Return `output` itself, or its tuple if `return_dict` is False."""
+    """Return `output` itself, or a tuple of its fields if `return_dict` is False."""
     return output if return_dict else output.to_tuple()

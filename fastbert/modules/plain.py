@@ -1,4 +1,8 @@
-"""A check whether a module is a plain instance of its class, so that its parameters are usable."""
+"""A check whether a module's parameters may be used directly, without calling the module.
+
+This holds for a plain module: an instance of exactly the expected class, without hooks and without
+a ``forward`` of its own.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ from torch import nn
 
 
 class Joined(nn.Module):
-    """A module that represents several linear layers with their outputs side by side.
+    """A module that computes several linear layers and puts their outputs side by side.
 
     Attributes:
         parts: The linear layers.
@@ -18,11 +22,11 @@ class Joined(nn.Module):
 
 
 def deviation(module: nn.Module, kind: type[nn.Module]) -> str | None:
-    """Return the difference between a module and a plain instance of a class, or None.
+    """Return the difference between a module and a plain instance of `kind`, or None.
 
     The parameters of a plain module may be used without calling the module. A module of another
     class, such as an adapter, a quantised layer, a parametrization or a shard, must be called. A
-    module with hooks or with its own ``forward`` must be called too.
+    module with hooks or with its own ``forward`` must be called as well.
 
     Args:
         module: The module.

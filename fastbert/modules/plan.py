@@ -1,10 +1,10 @@
 """The plan of an encoder: the executor of its layers, or the reason why layers run one by one.
 
-Only this file and its table (``fastbert.modules.layer_modules``) look at the modules of the layers.
-One walk finds the modules of every layer and reports each module that is not a plain instance of
-its class. The parameters and settings of plain layers then decide which executor
-(``fastbert.modules.executors``) runs the layers. Without an executor, each module of a layer runs
-its own forward.
+Only this file and the table in ``fastbert.modules.layer_modules`` look at the modules of the
+layers. `walk` finds the modules of a layer and reports each module that is not a plain instance of
+its expected class (``fastbert.modules.plain``). If no module is reported, the parameters and
+settings of the layers determine the executor (``fastbert.modules.executors``) that runs the layers.
+Without an executor, each module of a layer runs its own forward.
 """
 
 from __future__ import annotations
@@ -51,15 +51,16 @@ from fastbert.ops.layer_weights import LayerWeights
 
 
 class Mode(NamedTuple):
-    """The properties of a call, besides the modules, on which a plan depends.
+    """The properties of a call on which a plan depends, in addition to the modules.
 
     Attributes:
         device: Type of the device that holds the rows, such as ``"cpu"``.
         dtype: Dtype of the rows.
-        autocast: Dtype of the products under autocast, otherwise None.
-        gradient: Whether a gradient is wanted.
-        rows: Class of the number of rows on a GPU (``ops.gpu_times.rows_class``), otherwise 0.
-        length: Class of the length of the sequences, which the reason mentions.
+        autocast: Dtype of matrix products under autocast; None without autocast.
+        gradient: Whether autograd records the call.
+        rows: Result of ``ops.gpu_times.rows_class`` for the number of rows on a GPU, otherwise 0.
+        length: Result of ``ops.gpu_times.length_class`` for the length of the sequences, which the
+            reason of the plan mentions.
     """
 
     device: str
@@ -90,12 +91,13 @@ class Plan(NamedTuple):
     """The way in which the layers of an encoder run.
 
     Attributes:
-        layers: The parameters of the layers in the order in which they run; empty without executor.
-        settings: The numbers of the layers; None without executor.
+        layers: The parameters of the layers in the order in which the layers run; empty without an
+            executor.
+        settings: The settings of the layers; None without an executor.
         run: The executor, or None if the layers run one by one.
-        backend: Backend of the executor. Without an executor, the backend of the first operation
-            that prevents an executor, or an empty string if the reason is not an operation.
-        reason: The reason in words.
+        backend: Backend of the executor. Without an executor, it is the backend of the first
+            operation that prevents an executor, or an empty string if no operation is the reason.
+        reason: The reason for `backend`, or for the lack of an executor, in words.
         chooses: Whether the last layer may compute only the rows that a head reads.
     """
 
@@ -117,7 +119,7 @@ def plan(layers: Sequence[nn.Module], mode: Mode) -> Plan:
 
     Args:
         layers: The layers in the order in which they run.
-        mode: The other properties of the call.
+        mode: The properties of the call.
 
     Returns:
         The plan. It is valid for the present state of the modules and for `mode`.
@@ -146,7 +148,7 @@ def plan(layers: Sequence[nn.Module], mode: Mode) -> Plan:
 
 
 class _NoExecutor(Exception):
-    """No executor can run the layers.
+    """Error if no executor can run the layers.
 
     Args:
         reason: The reason in words.
@@ -164,7 +166,7 @@ def _require(holds: bool, reason: str) -> None:
         raise _NoExecutor(reason)
 
 
-# The class of the executor with its arguments, and the reason in words.
+# The class of an executor, the two arguments of the class, and the reason for the backend in words.
 _Planned = tuple[type[Executor], list[LayerWeights], Settings, str]
 
 
@@ -177,7 +179,7 @@ def _training(layers: list[Modules], mode: Mode) -> _Planned:
     kinds = {type(modules[path]) for modules in layers for path in LINEARS}
     _require(QuantizedLinear not in kinds, "a linear layer is int8")
     on_cpu = mode.device == "cpu"
-    # Only the training function of the CPU backend supports these layers.
+    # Of the training executors, only that of the CPU supports joined linear layers.
     _require(on_cpu or JoinedLinear not in kinds, "a linear layer is joined")
     _require_uniform_parts(layers)
     beyond = _beyond_bert(layers)
@@ -218,7 +220,7 @@ def _inference(layers: list[Modules], mode: Mode) -> _Planned:
     kinds = {type(modules[path]) for modules in layers for path in LINEARS}
     int8, joined, on_cpu = QuantizedLinear in kinds, JoinedLinear in kinds, mode.device == "cpu"
     _require(not int8 or kinds == {QuantizedLinear}, "some linear layers are int8, others are not")
-    # Only the CPU backend supports these weights.
+    # Only the CPU backend supports int8 weights and joined linear layers.
     _require(
         on_cpu or not (int8 or joined),
         f"a linear layer is int8 or joined, and the rows are on {mode.device}",
@@ -268,9 +270,10 @@ def _drops(modules: Modules) -> bool:
 
 
 def _dropouts(modules: Modules) -> tuple[float, ...]:
-    """Return the probabilities of dropout: of the attention weights, and before both sums.
+    """Return the dropout probabilities of a layer: for the attention weights, and before both sums.
 
-    A layer with norms before attention has dropouts itself; the dropouts of its norms follow.
+    In a `PreNormLayer`, the dropouts before the sums belong to the layer itself. The probabilities
+    of its layer norms come after them in the result.
     """
     layer, attention = modules[""], modules[ATTENTION]
     first = attention.dropout_p if attention.training else 0.0
@@ -288,7 +291,7 @@ def _require_uniform_parts(layers: list[Modules]) -> None:
 
 
 def _beyond_bert(layers: list[Modules]) -> str | None:
-    """Return the first feature that a layer has and a layer of BERT does not, or None."""
+    """Return the first feature of a layer that a layer of BERT does not have, or None."""
     for number, modules in enumerate(layers):
         if type(modules[""]) is PreNormLayer:
             return f"layer.{number} has its layer norms before attention and feed-forward"
@@ -317,7 +320,7 @@ def _agreed(
     )
     heads = {modules[ATTENTION].heads for modules in layers}
     activations = {modules[OUTPUT].activation for modules in layers}
-    # The first layer with norms before attention has an Identity instead of a norm.
+    # In a `PreNormLayer` encoder, the first layer has an Identity instead of its first norm.
     leaves = [m[path] for m in layers for path in NORMS if type(m[path]) is not nn.Identity]
     eps = {norm.eps for norm in leaves}
     modules = [m[path] for m in layers for path in asking] + rotaries
@@ -355,8 +358,8 @@ def _require_parameters(tensors: list[Any], int8: bool = False) -> None:
 def _absent() -> nn.Parameter:
     """Return the tensor that represents an absent parameter in a call.
 
-    The tensor is created for each plan. A constant of this Python module would have the device, the
-    dtype and the inference mode that were active at the first import of this file.
+    The tensor is created for each plan. A constant of this Python module would depend on the
+    default device, the default dtype and the inference mode at the first import of this file.
     """
     with torch.inference_mode(False):
         nothing = torch.empty(0, dtype=torch.float32, device="cpu")
@@ -369,7 +372,7 @@ def _parts_of(linear: nn.Module) -> int:
 
 def _weights(modules: Modules, absent: Tensor | None) -> LayerWeights:
     """Return the parameters of a layer, with `absent` for each parameter that the layer lacks."""
-    # The norms after attention and feed-forward always have all their parameters.
+    # Only the norms of a `PreNormLayer` may lack a parameter.
     of_norm = absent if type(modules[""]) is PreNormLayer else None
     return LayerWeights(
         *[
@@ -381,7 +384,7 @@ def _weights(modules: Modules, absent: Tensor | None) -> LayerWeights:
 
 
 def _of_leaf(leaf: nn.Module, absent: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Return the weights and the biases of a module, with `absent` for a bias that is not there.
+    """Return the weights and the biases of a module, with `absent` for a missing bias.
 
     An Identity instead of a norm has neither a weight nor a bias.
     """
@@ -395,7 +398,7 @@ def _of_leaf(leaf: nn.Module, absent: Any) -> tuple[tuple[Any, ...], tuple[Any, 
 
 
 def _int8_weights(layers: list[Modules]) -> tuple[list[LayerWeights], tuple[Tensor, ...]]:
-    """Return the parameters of the layers, and the scales and column sums of the weights."""
+    """Return the parameters of int8 layers, and the scales and column sums of the weights."""
     weights: list[LayerWeights] = []
     scales: list[Tensor] = []
     now = layout()

@@ -1,7 +1,8 @@
-"""The plans of an encoder; each plan is valid until a fact on which it depends changes.
+"""The plans of an encoder, which are reused until a fact on which they depend changes.
 
-A walk over the modules takes as long as two layers of a small encoder. The plan of a call is
-therefore reused while a snapshot of the modules is still valid and the parameters have not changed.
+To make a plan, the modules of every layer are compared with a table, which takes as long as two
+layers of a small encoder. The plan of a call is therefore reused while a snapshot of the modules is
+still valid and the parameters have not changed.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ OF_TRAINING: tuple[Read, ...] = (*OF_INFERENCE, attrgetter("requires_grad"), att
 
 
 class _Parameters:
-    """The properties of parameters that change in place, which a snapshot does not record.
+    """The properties of parameters that can change in place and that a snapshot does not record.
 
     ``parameter.data = …`` changes the dtype and the device of a parameter, ``requires_grad_``
     changes whether it is trained, and ``torch.utils.swap_tensors`` changes its class.
@@ -61,26 +62,27 @@ class _Guarded(NamedTuple):
         """Return whether the plan of `encoder` would be the same now."""
         if not self.snapshot.holds(encoder) or not self.parameters.unchanged():
             return False
-        # The layout of int8 weights depends on the instruction set in use.
+        # The memory layout of int8 weights depends on the instruction set in use.
         return self.int8_layout is None or self.int8_layout == layout()
 
 
 class PlanCache(NotCopied):
     """The plans of one encoder.
 
-    A plan without an executor is not kept. Without an executor the walk mostly stops early. Modules
-    that change an attribute at every call would also change the facts at every call.
+    A plan without an executor is not stored, for two reasons. Such a plan is usually made fast,
+    because the search stops at the first obstacle. The modules that prevent an executor may change
+    an attribute at every call, so that a stored plan would never be valid.
     """
 
     # The attribute of the encoder that holds this object.
     HOLDER = "_plans"
 
     def __init__(self) -> None:
-        """Make an empty object."""
+        """Start without plans."""
         self._guarded: dict[Any, _Guarded] = {}
 
     def clear(self) -> None:
-        """Forget the plans, which hold the parameters of the encoder."""
+        """Delete the plans, because they keep the parameters of the encoder alive."""
         self._guarded = {}
 
     def plan(self, encoder: Any, hidden: Tensor) -> Plan:
@@ -104,7 +106,7 @@ class PlanCache(NotCopied):
         if guarded is not None:
             if guarded.holds(encoder):
                 return guarded.plan
-            # A fact has changed, and the other plans depend on this fact too.
+            # A fact has changed, and the other plans may depend on the same fact.
             self.clear()
         layers = encoder.running()
         parameters = [p for layer in dict.fromkeys(layers) for p in layer.parameters()]
@@ -115,8 +117,9 @@ class PlanCache(NotCopied):
             return made
         snapshot = Snapshot(encoder, self.HOLDER, [vars(gpu_times)])
         facts = _Parameters(parameters, recorded)
-        # Another thread may have changed a module since the first plan. This plan includes the
-        # change, or else the facts differ at the next call.
+        # Another thread may have changed a module after the first plan was made. If the change came
+        # before the snapshot, this second plan includes it; otherwise `holds` finds it at the next
+        # call.
         made = plan(layers, mode)
         now = layout() if made.settings is not None and made.settings.scales else None
         self._guarded[key] = _Guarded(made, snapshot, facts, now)

@@ -18,13 +18,15 @@ def pool(rows: Tensor, cu_seqlens: Tensor, pooling: str = "mean", *, skip: int =
 
     Args:
         rows: Floating tensor of shape ``(T, H)``, such as the ``last_hidden_state`` of packed
-            input. For transformers' ``(1, T, H)``, pass its ``[0]``.
+            input. The packed output of transformers has the shape ``(1, T, H)``; pass
+            ``last_hidden_state[0]``.
         cu_seqlens: Cumulative lengths from 0, int32 of shape ``(B + 1,)``. Sequence ``b`` has the
             rows from ``cu_seqlens[b]`` up to ``cu_seqlens[b + 1]``, exclusive. Rows after the last
             sequence are not read.
         pooling: Name of the pooling. ``"cls"`` takes the first row, and ``"last"`` takes the last
-            row. ``"mean"`` is the mean of the rows, with a sum in fp32 for 16-bit rows. ``"max"``
-            is the maximum of each column; equal maxima share the gradient.
+            row. ``"mean"`` is the mean of the rows; the sum of 16-bit rows is computed in fp32.
+            ``"max"`` is the maximum of each column; if several rows have the maximum, they share
+            the gradient.
             ``"mean_sqrt_len_tokens"`` divides the sum by the square root of the length.
             ``"weightedmean"`` weights row ``i`` of a sequence by ``i + 1``.
         skip: Number of rows at the start of each sequence, such as a prompt, that are left out.
@@ -64,7 +66,8 @@ def pool(rows: Tensor, cu_seqlens: Tensor, pooling: str = "mean", *, skip: int =
     if pooling == "last":
         return _rows_at(rows, bounds[1:] - 1, lengths == 0)
     wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
-    # With `unsafe`, torch does not check that the offsets cover all rows. The check synchronises.
+    # With `unsafe=True`, torch does not check that the offsets cover all rows. The check would make
+    # the CPU wait for a GPU.
     if pooling == "max":
         largest = torch.segment_reduce(wide, "max", offsets=bounds, unsafe=True)
         return largest.masked_fill(lengths == 0, 0.0).to(rows.dtype)
@@ -88,8 +91,11 @@ def _places(rows: Tensor, bounds: Tensor) -> Tensor:
 def _rows_at(rows: Tensor, places: Tensor, empty: Tensor) -> Tensor:
     """Return the row at each index, or 0 for an empty sequence.
 
-    `rows` has shape ``(T, H)``, `places` is int64 of shape ``(B,)``, and `empty` has shape ``(B,
-    1)``. The index of an empty sequence may be out of range.
+    Args:
+        rows: Tensor of shape ``(T, H)``.
+        places: Index of a row for each sequence, int64 of shape ``(B,)``. The index of an empty
+            sequence may be out of range.
+        empty: Whether each sequence is empty, bool of shape ``(B, 1)``.
     """
     if not torch.compiler.is_compiling() and rows.shape[0] == 0:
         return rows.new_zeros(places.shape[0], rows.shape[1])

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fastbert import ops
 from fastbert.modules.operation import OperationModule
 
-# A rotation is a pair of cosines and sines.
+# The cosines and the sines of the rotary angles.
 Rotation = tuple[Tensor, Tensor]
 
 
@@ -60,17 +60,17 @@ class Rotary(OperationModule):
     operation = "rotary"
 
     def __init__(self, base: float, backend: str | None = None) -> None:
-        """Keep the base."""
+        """Store the base."""
         super().__init__(backend)
         self.base = base
 
     def forward(self, qkv: Tensor, rotations: dict[float, Rotation], heads: int) -> Tensor:
-        """Rotate the first heads of a tensor.
+        """Rotate the heads of the queries and keys, which come before the heads of the values.
 
         Args:
-            qkv: Tensor of shape ``(T, N, D)``.
-            rotations: Cosines and sines of each base.
-            heads: Number of the N heads that are rotated.
+            qkv: Queries, keys and values with N heads in all, of shape ``(T, N, D)``.
+            rotations: Maps each base to its cosines and sines.
+            heads: Number of heads that are rotated, from the first.
 
         Returns:
             Tensor of shape ``(T, N, D)``.
@@ -79,11 +79,12 @@ class Rotary(OperationModule):
 
 
 class DistanceBias(nn.Embedding):
-    """Bias of attention logits by the distance between a query and a key.
+    """A learned bias of the attention logits, by the distance between a query and a key.
 
-    ``weight`` has the shape ``(buckets, heads)``. Half of the buckets are for keys after the query.
-    In each half, the first half of the buckets has one distance per bucket. The other buckets cover
-    ranges that grow geometrically up to `FARTHEST` tokens.
+    ``weight`` has the shape ``(buckets, heads)``. One half of the buckets is for keys after the
+    query, and the other half for all other keys. In each half, the first half of the buckets has
+    one distance per bucket. The other buckets cover ranges of distances, which grow geometrically
+    up to `FARTHEST` tokens.
     """
 
     FARTHEST = 128
@@ -102,7 +103,7 @@ class DistanceBias(nn.Embedding):
         return bias.movedim(-1, -3)
 
     def buckets(self, distance: Tensor) -> Tensor:
-        """Return the bucket of each distance, key minus query."""
+        """Return the bucket of each distance, which is the key's position minus the query's."""
         half = self.num_embeddings // 2
         exact = half // 2
         far = distance.abs()

@@ -1,4 +1,4 @@
-"""One call of C++ from token ids to hidden states, for inference on the CPU.
+"""One C++ call that computes hidden states from token ids, for inference on the CPU.
 
 The path through the modules chooses the backend of every operation again at each call, and crosses
 from Python to C++ several times. This takes as long as a quarter of a small encoder with one
@@ -27,8 +27,8 @@ from fastbert.modules.snapshot import NotCopied, Snapshot
 from fastbert.ops import backend as backends
 from fastbert.ops.register import is_watched
 
-# The functions of ``fastbert.ops`` that the modules call and the prepared call replaces, with the
-# files that define them.
+# The functions of ``fastbert.ops`` that a prepared call replaces. The file that defines a function
+# has the same name as the function.
 FUNCTIONS = ("encoder", "embedding", "linear")
 
 
@@ -47,21 +47,21 @@ class PreparedResult(NamedTuple):
 
 
 class PreparedCall(NotCopied):
-    """The prepared call of a `BertModel`, which is made at the first call and when facts change."""
+    """The prepared call of a `BertModel`, made at the first call and after changes of the facts."""
 
     # The attribute of the model that holds this object.
     HOLDER = "_prepared"
 
     def __init__(self) -> None:
-        """Make an empty object."""
+        """Start without a prepared call."""
         self._prepared: tuple[Snapshot, tuple[Any, ...] | None] | None = None
 
     def clear(self) -> None:
-        """Forget the prepared call, which holds the parameters of the model."""
+        """Delete the prepared call, because it keeps the parameters of the model alive."""
         self._prepared = None
 
     def run(self, model: Any, ids: Any, mask: Any, token_types: Any) -> PreparedResult | None:
-        """Run the whole encoder as one call, if the model and the arguments allow it.
+        """Run embeddings, layers and pooler as one C++ call, if the model and arguments allow it.
 
         Args:
             model: The model that holds this object.
@@ -96,7 +96,7 @@ class PreparedCall(NotCopied):
 
 
 def forget_prepared_calls(model: nn.Module) -> None:
-    """Release the parameters that prepared calls and plans in a model hold until the next call.
+    """Delete the prepared calls and plans in a model, so that replaced parameters can be freed.
 
     Args:
         model: A model whose parameters are about to be replaced one by one.
@@ -115,14 +115,14 @@ def _is_plain_inference() -> bool:
 
 
 def _prepare(model: Any) -> tuple[Snapshot, tuple[Any, ...] | None] | None:
-    """Return a snapshot of the facts, and the arguments or None; None without the extension."""
+    """Return a snapshot, and the result of `_arguments`; return None without the extension."""
     if backends.EXTENSION is None:
         return None
     return Snapshot(model, PreparedCall.HOLDER, [vars(ops)]), _arguments(model)
 
 
 def _arguments(model: Any) -> tuple[Any, ...] | None:
-    """Return the arguments of ``fastbert_C::bert`` after the inputs, or None if it is unusable."""
+    """Return the arguments of ``fastbert_C::bert`` after the inputs; None if it cannot be used."""
     config, encoder = model.config, model.encoder
     choices = config.architecture
     if model.training or not choices.position_table:
@@ -158,19 +158,22 @@ def _arguments(model: Any) -> tuple[Any, ...] | None:
 
 
 def _is_called(module: nn.Module) -> bool:
-    """Return whether a module must be called because the module or its class was changed."""
+    """Return whether a module must be called, because the module or its class was changed."""
     kind = type(module)
     return not _defined_in(kind.forward, kind.__module__) or deviation(module, kind) is not None
 
 
 def _defined_in(function: Any, name: str) -> bool:
-    """Return whether a function is defined in the file of a Python module, not patched in."""
+    """Return whether a function is defined in the file of the Python module `name`.
+
+    The result is False if the function was replaced by a function from another file.
+    """
     code = getattr(function, "__code__", None)
     return code is not None and code.co_filename == sys.modules[name].__file__
 
 
 def _embedding(model: Any) -> list[Tensor] | None:
-    """Return the tensors of the embedding if the CPU kernel serves it as a plain embedding."""
+    """Return the tensors of the embeddings, or None if the CPU kernel cannot compute them."""
     config, embeddings = model.config, model.embeddings
     if type(embeddings) is not BertEmbeddings or embeddings.projection is not None:
         return None
@@ -198,7 +201,7 @@ def _embedding(model: Any) -> list[Tensor] | None:
 
 
 def _pooler(pooler: Any) -> list[Tensor] | None:
-    """Return the weight and the bias of the pooler, and nothing if there is no pooler."""
+    """Return the weight and bias of the pooler; [] without a pooler; None if it must be called."""
     if pooler is None:
         return []
     dense = pooler.dense

@@ -40,7 +40,7 @@ class BertPreTrainedModel(nn.Module):
     body_prefix = ""
 
     def __init__(self, config: BertConfig, backend: str | None = None) -> None:
-        """Keep the configuration and the backend."""
+        """Store the configuration and the backend."""
         super().__init__()
         self.config = config
         self.backend = validate(backend)
@@ -60,7 +60,7 @@ class BertPreTrainedModel(nn.Module):
         for part in module.modules():
             if isinstance(part, (nn.Linear, nn.Embedding)):
                 if part.weight.is_meta:
-                    continue  # There are no values, and torch would take 0.3 ms for each weight.
+                    continue  # A meta tensor has no values; `normal_` would take 0.3 ms for it.
                 part.weight.normal_(0.0, self.config.initializer_range)
             if isinstance(part, nn.Linear) and part.bias is not None:
                 part.bias.zero_()
@@ -79,8 +79,9 @@ class BertPreTrainedModel(nn.Module):
         """Load a model from a Hugging Face folder, or from a hub id if there is no such folder.
 
         The files are ``config.json`` and ``model.safetensors`` or its shards. ``pytorch_model.bin``
-        is read with ``weights_only=True``. A checkpoint of another head loads too: parts of this
-        model that the checkpoint lacks are initialised, and one warning names these parts.
+        is read with ``weights_only=True``. A checkpoint of a model with another head can be loaded:
+        parts of this model that the checkpoint lacks are initialised, and one warning names these
+        parts.
 
         Args:
             path_or_hub_id: Folder or hub id.
@@ -99,7 +100,7 @@ class BertPreTrainedModel(nn.Module):
                 missing. The same error is raised if the configuration has no parameter for stored
                 weights of the encoder, for example because `num_hidden_layers` is below the stored
                 number. The message names the file and the reason.
-            OSError: If a save that was killed after its commit point cannot be finished.
+            OSError: If a save was killed after its commit point, and this call cannot finish it.
 
         Examples:
             >>> import tempfile
@@ -114,7 +115,8 @@ class BertPreTrainedModel(nn.Module):
         validate(backend)
         stored = checkpoint.read(path_or_hub_id)
         config = stored.config(config_overrides)
-        # The meta device takes no memory, whatever size config.json gives for the model.
+        # On the meta device, the model takes no memory, so the shapes of the checkpoint are checked
+        # before memory is allocated.
         with torch.device("meta"):
             tensors = checkpoint.fit(cls(config, backend=backend), stored)
         model = cls(config, backend=backend)
@@ -125,10 +127,10 @@ class BertPreTrainedModel(nn.Module):
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """Write ``config.json`` and ``model.safetensors``, which transformers opens, to a folder.
 
-        The two files replace the files of an earlier save together; other files of the folder stay.
-        If the process is killed at any moment, ``from_pretrained`` finds the whole old model or the
-        whole new model. Another reader may then find a file missing, but never an old file next to
-        a new file.
+        Both files replace the files of an earlier save together. Other files of the folder stay.
+        If the process is killed at any moment, ``from_pretrained`` loads the complete old model or
+        the complete new model. A program other than fastbert may then miss a file, but it never
+        finds one old file and one new file.
 
         Args:
             folder: Folder, which is created if it does not exist.
@@ -148,7 +150,7 @@ class BertPreTrainedModel(nn.Module):
     # Switches
 
     def set_backend(self, backend: str | None) -> None:
-        """Ask for a backend in every operation of the model.
+        """Set the backend that every operation of the model asks for.
 
         Args:
             backend: ``"reference"``, ``"triton"``, ``"cuda"`` or ``"cpu"``; None lets each
@@ -167,9 +169,9 @@ class BertPreTrainedModel(nn.Module):
     def backends(self, device: str | None = None) -> dict[str, Choice]:
         """Return the backend of each operation of this model, and the reason for the choice.
 
-        The entry ``"encoder"`` says whether the layers run as one call in inference. On a GPU, the
-        result is the choice for the longest sequences that the model takes, up to 2,048 tokens. For
-        shorter sequences, the choice may differ.
+        The entry ``"encoder"`` states whether the layers run as one call in inference. On a GPU,
+        the result is the choice for the longest sequences that the model takes, up to 2,048 tokens.
+        The choice for shorter sequences may differ.
 
         Args:
             device: Device type, such as ``"cpu"`` or ``"cuda"``; None means the device of the
@@ -242,14 +244,14 @@ class BertPreTrainedModel(nn.Module):
         return self.get_submodule(self.body_prefix + "embeddings.word_embeddings")
 
     def flag(self, name: str, given: bool | None, default: bool = False) -> bool:
-        """Return the value of an argument, or its value in ``config.json`` if the argument is None.
+        """Return `given`, or the value of the key `name` in ``config.json`` if `given` is None.
 
-        transformers reads the flags in the same way.
+        transformers has the same rule for these arguments.
 
         Args:
-            name: Name of the argument.
+            name: Name of the argument of ``forward``, and of the key in ``config.json``.
             given: Value of the argument.
-            default: Value if ``config.json`` does not have the name.
+            default: Value if ``config.json`` does not have the key.
 
         Returns:
             The value.
@@ -259,7 +261,7 @@ class BertPreTrainedModel(nn.Module):
     # Tied parameters
 
     def tied(self) -> dict[str, str]:
-        """Return the state-dict names of tied parameters, with the names of their originals."""
+        """Map the state-dict names of tied parameters to the names to which they are tied."""
         return {}
 
     def tie_weights(self) -> None:
@@ -269,7 +271,7 @@ class BertPreTrainedModel(nn.Module):
             setattr(self.get_submodule(module), attribute, self.get_parameter(target))
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        # A move from the meta device creates one new parameter per name.
+        # A move from the meta device creates a new parameter for each name, which unties them.
         super()._apply(fn, recurse)
         self.tie_weights()
         return self

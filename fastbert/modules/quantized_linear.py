@@ -13,11 +13,12 @@ from fastbert.ops.int8_linear import Int8Weight, int8_weight, layout, pack, unpa
 
 
 class QuantizedLinear(OperationModule):
-    """A linear layer with int8 weights, for inference on the CPU, by ``fastbert.ops.int8_linear``.
+    """A linear layer with int8 weights for inference on the CPU, by ``fastbert.ops.int8_linear``.
 
-    The weight W is stored once, in the layout of the instruction set in use, with one byte per
-    element. ``weight`` (int8, ``(N, K)``) and ``scale`` (fp32, ``(N,)``) are copies, also in state
-    dicts: W ≈ scale · weight. ``scale`` stays fp32 when the model changes its dtype.
+    The weight W is stored once, in the memory layout of the instruction set in use, with one byte
+    per element. The properties ``weight`` (int8, ``(N, K)``) and ``scale`` (fp32, ``(N,)``), which
+    are also the entries of a state dict, are copies with W ≈ scale · weight. ``scale`` stays fp32
+    when the model changes its dtype.
 
     Args:
         values: Weights, int8 of shape ``(N, K)``.
@@ -79,21 +80,21 @@ class QuantizedLinear(OperationModule):
         return (y, x) if return_residual else y
 
     def weight_now(self, layout: tuple[int, int]) -> Int8Weight:
-        """Return W, repacked if the instruction set in use now needs another `layout`."""
+        """Return W in the memory layout `layout`; it is packed again if its layout differs."""
         if self._layout != layout:
-            # A buffer from inference mode could not be changed outside of inference mode.
+            # A buffer that is made in inference mode could not be changed outside inference mode.
             with torch.inference_mode(False):
                 self._prepack(*unpack(self._int8()))
         return self._int8()
 
     @property
     def weight(self) -> Tensor:
-        """Integers of W, int8 of shape ``(N, K)``; a copy."""
+        """A copy of the integers of W, int8 of shape ``(N, K)``."""
         return unpack(self._int8())[0]
 
     @property
     def scale(self) -> Tensor:
-        """Scale of each output, fp32 of shape ``(N,)``; a copy."""
+        """A copy of the scale of each output, fp32 of shape ``(N,)``."""
         return unpack(self._int8())[1]
 
     def _int8(self) -> Int8Weight:

@@ -1,10 +1,11 @@
 """A record of all Python objects on which a prepared call of a module depends.
 
-A module computes with the attributes, parameters and hooks that it has at the time of the call, and
-users change all of them: they register hooks, replace parameters and submodules, move the model and
-patch classes. Looking at each fact in Python takes longer than two layers of a small encoder. A
-snapshot records the facts, and C++ compares them in a few microseconds. The comparison detects
-every change of an attribute, because it compares whole dictionaries by the identity of the values.
+A module computes with the attributes, parameters and hooks that it has at the time of the call.
+Users may change all of them: they register hooks, replace parameters and submodules, move the model
+and patch classes. A check of each attribute in Python takes longer than two layers of a small
+encoder. A snapshot records the attributes, and C++ compares them in a few microseconds. The
+comparison detects every change of an attribute, because it compares whole dictionaries by the
+identity of the values.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch.nn.modules import module as modules_of_torch
 
 from fastbert.ops import backend as backends
 
-# The hooks that torch calls for every module.
+# The dictionaries of the hooks that torch calls for every module.
 GLOBAL_HOOKS = tuple(
     value
     for name, value in vars(modules_of_torch).items()
@@ -34,11 +35,13 @@ class Snapshot:
     classes and the attributes of these classes, the names in the Python files of fastbert that
     define the classes, the hooks of torch for all modules, and the table of backends.
 
-    The values and the memory of a tensor are not facts, because a call reads them.
+    The values and the memory of a tensor are not facts, because every call reads them again.
 
     Args:
-        root: The module. The snapshot holds no reference to `root`, which may hold the snapshot.
-        holder: Name of the attribute of `root` that holds the snapshot, which is not a fact.
+        root: The module. The snapshot has no reference to `root`, because `root` may have a
+            reference to the snapshot.
+        holder: Name of the attribute of `root` that holds the snapshot. This attribute is not a
+            fact.
         others: Further dictionaries that are facts, such as the names in a Python module.
         classes: Further classes whose attributes are facts.
         functions: Functions whose code and defaults are facts.
@@ -75,7 +78,7 @@ class Snapshot:
         self._tag = backends.EXTENSION.tag_of(vars(root))
 
     def holds(self, root: nn.Module) -> bool:
-        """Return whether all facts about `root` are as recorded."""
+        """Return whether no fact about `root` has changed since the snapshot."""
         return (
             type(root) is self._kind
             and self._same(root)
@@ -89,7 +92,7 @@ class Snapshot:
         tag = backends.EXTENSION.tag_of(now)
         if tag != 0 and tag == self._tag:
             return True
-        # The attribute that holds the snapshot may be absent while the snapshot is made.
+        # `root` may not yet have the attribute that holds the snapshot.
         others = len(now) - (self._holder in now)
         if len(own) != others or not all(now.get(k) is v for k, v in own.items()):
             return False
@@ -101,9 +104,9 @@ class Snapshot:
 
 
 class NotCopied:
-    """An object that a module holds about itself.
+    """The base of objects that a module stores about itself, such as its plans.
 
-    Copies and pickles of the module get an empty object, because a copy has other modules.
+    Copies and pickles of the module get an empty object, because a copy consists of other modules.
     """
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

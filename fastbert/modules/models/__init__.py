@@ -1,8 +1,9 @@
 """BERT with a head: one model for each pre-training and fine-tuning task.
 
 Arguments, outputs, losses and state-dict names match the transformers classes with the same names.
-Padding is different on purpose. Nothing is computed at padded positions, so logits are 0 and labels
-do not count there. In question answering, these logits are the lowest number of the dtype instead.
+Only padding is treated differently. Nothing is computed at padded positions, so their logits are 0
+and their labels do not count. In question answering, the logits of padded positions are the lowest
+number of the dtype instead of 0.
 """
 
 from fastbert.modules.models.classification import (

@@ -69,9 +69,10 @@ class BertForSequenceClassification(TaskModel):
                 floating numbers of shape ``(B,)`` or ``(B, num_labels)`` and computes the squared
                 error. ``"single_label_classification"`` takes integers of shape ``(B,)`` and
                 computes the cross entropy. ``"multi_label_classification"`` takes floating numbers
-                of shape ``(B, num_labels)`` and computes the binary cross entropy. If the problem
-                type is None, one label means regression; otherwise integers mean a single label and
-                floating numbers mean multiple labels.
+                of shape ``(B, num_labels)`` and computes the binary cross entropy. If
+                ``problem_type`` is None, the problem is regression if ``num_labels`` is 1.
+                Otherwise it is single-label classification for integer labels and multi-label
+                classification for floating labels.
             return_dict: As in `BertModel.forward`.
             **options: Keyword arguments of `BertModel.encode`.
 

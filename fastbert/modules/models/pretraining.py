@@ -26,7 +26,7 @@ from fastbert.modules.outputs import (
 
 
 class _MaskedLM(TaskModel):
-    """The base of the two models with a projection to the vocabulary."""
+    """The base of `BertForPreTraining` and `BertForMaskedLM`, which have a masked-LM head."""
 
     cls: OnlyMLMHead
 
@@ -47,7 +47,7 @@ class _MaskedLM(TaskModel):
         return (labels is None or not self.training) if output_logits is None else output_logits
 
     def _reads(self, labels: Tensor | None, output_logits: bool | None) -> Reads | None:
-        """Return the function that marks the labelled tokens, or None if the head reads all."""
+        """Return a function that marks the labelled tokens, or None if the head reads all rows."""
         if labels is None or self._wants_logits(labels, output_logits):
             return None
         return lambda layout: label_rows(labels, layout) != IGNORED
@@ -57,7 +57,8 @@ class _MaskedLM(TaskModel):
     ) -> tuple[Tensor | None, Tensor | None]:
         """Compute the loss over labelled tokens and the logits in the caller's layout.
 
-        The loss is None without labels. The logits are None if they are not wanted.
+        The loss is None without labels. The logits are None if `output_logits` is False, or if it
+        is None and the loss is computed in training mode.
         """
         output_logits = self._wants_logits(labels, output_logits)
         head: LMPredictionHead = self.cls.predictions
@@ -112,7 +113,7 @@ class BertForPreTraining(_MaskedLM):
         return_dict: bool | None = None,
         **options: Any,
     ) -> Result:
-        """Compute the logits of both tasks and the losses of the given labels.
+        """Compute the logits of both tasks, and the loss of each task whose labels are not None.
 
         Args:
             input_ids: As in `BertModel.forward`.
@@ -124,15 +125,15 @@ class BertForPreTraining(_MaskedLM):
                 tokens that do not count. The shape is ``(T,)`` for packed input.
             next_sentence_label: Integers of shape ``(B,)``; 0 if the second sentence follows the
                 first, and 1 otherwise.
-            output_logits: Whether ``prediction_logits`` are computed. None computes them without
-                labels or in eval mode.
+            output_logits: Whether ``prediction_logits`` are computed. With None, the logits are
+                computed if `labels` is None or the model is in eval mode.
             return_dict: As in `BertModel.forward`.
             **options: Keyword arguments of `BertModel.encode`.
 
         Returns:
             ``prediction_logits`` of shape ``(B, L, V)`` and ``seq_relationship_logits`` of shape
-            ``(B, 2)``. ``loss`` is ``mlm_loss + nsp_loss`` if both labels are given, and None
-            otherwise. ``mlm_loss`` is 0 if no token has a label.
+            ``(B, 2)``. ``loss`` is ``mlm_loss + nsp_loss``, or None if `labels` or
+            `next_sentence_label` is None. ``mlm_loss`` is 0 if no token has a label.
 
         Raises:
             ValueError: As in `BertModel.forward`, or if a label is out of range.

@@ -79,8 +79,8 @@ class BertForQuestionAnswering(TaskModel):
 
         Returns:
             ``start_logits`` and ``end_logits`` of shape ``(B, L)``, or ``(B, max_seqlen)`` for
-            packed input. ``loss`` is None unless both positions are given. The cross entropy of
-            starts or ends is 0 if none of them counts.
+            packed input. ``loss`` is None if `start_positions` or `end_positions` is None. The
+            cross entropy of the starts is 0 if no start counts, and likewise for the ends.
 
         Raises:
             ValueError: As in `BertModel.forward`.

@@ -13,12 +13,12 @@ from fastbert.modules.outputs import ModelOutput, as_asked
 from fastbert.modules.pretrained import BertPreTrainedModel
 from fastbert.ops.arguments import require_shape
 
-# The output object of a model, or its tuple.
+# The result of `forward`: an output object, or a tuple of its fields.
 Result = Any
 
 
 class TaskModel(BertPreTrainedModel):
-    """The base of an encoder named ``bert`` with a head.
+    """The base of the models with a head; the encoder is the attribute ``bert``.
 
     The `options` of every `forward` are the keyword arguments of ``BertModel.encode``.
 
