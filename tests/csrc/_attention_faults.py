@@ -1,7 +1,7 @@
-"""Faults that tests insert into the PTX that nvcc makes of attention for sm_80 and later.
+"""Mistakes that tests insert into nvcc's PTX of the attention kernels for sm_80 and later.
 
-Each fault is a mistake that the source could have. The matches of a regular expression are numbered
-in the order of the PTX, which is the order of the source.
+Each `Fault` is a mistake that the source could have. Its `which` counts the matches of its regular
+expression in the order of the PTX, which is the order of the source.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FORWARD, FORWARD_PAIRS = "forward", "forward pairs"
 BACKWARD, BACKWARD_PAIRS = "backward", "backward pairs"
 
 
-# Each kernel has its own list of faults.
+# Each kernel has its own list of mistakes.
 FAULTS = {
     FORWARD: [
         Fault("no barrier before a tile", BARRIER, ""),

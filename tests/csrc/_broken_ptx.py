@@ -1,4 +1,4 @@
-"""Insert a fault into PTX text of nvcc, and find the errors that the fault causes."""
+"""Insert a mistake into PTX that nvcc generated, and return the errors that the mistake causes."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from torch import Tensor
 from fastbert.testing.ptx.cuda_library import CudaLibrary
 from ptxmachine import PtxFault, load
 
-# Without a fault, a warp executes far fewer instructions in a small problem.
+# In the small problems of the tests, a warp of a correct kernel executes far fewer instructions.
 LONGEST = 200_000
 
 
 class Fault(NamedTuple):
-    """A change of the PTX.
+    """A mistake that a test inserts into PTX.
 
     Args:
-        name: What is wrong.
+        name: Name of the mistake.
         old: Regular expression that matches the text to change, inside one kernel.
         new: Replacement of the text, as in `re.sub`.
-        which: Numbers of the matches that change; an empty tuple means all matches.
+        which: Numbers, from 0, of the matches to change; an empty tuple changes all matches.
     """
 
     name: str
@@ -34,7 +34,7 @@ class Fault(NamedTuple):
     which: tuple[int, ...] = ()
 
     def broken(self, ptx: str) -> str:
-        """Return the PTX of a kernel with the fault, or raise ValueError if it does not fit."""
+        """Return the PTX with this mistake, or raise ValueError if `old` does not match."""
         matches = list(re.finditer(self.old, ptx))
         chosen = [matches[i] for i in self.which] if self.which else matches
         if not chosen:
@@ -45,7 +45,7 @@ class Fault(NamedTuple):
 
 
 def kernel_in(path: Path, *parts: str) -> str:
-    """Return the PTX of the only kernel of a file whose mangled name contains all parts."""
+    """Return the PTX of the file's only kernel whose mangled name contains all `parts`."""
     header, *kernels = re.split(r"(?m)^(?=\.entry)", path.read_text(encoding="utf-8"))
     [text_of_kernel] = [
         text for text in kernels if all(part in text.split("(")[0] for part in parts)
@@ -68,7 +68,7 @@ def replaced(library: CudaLibrary, text: str) -> Iterator[None]:
 def outcome(
     run: Callable[[int], Sequence[Tensor]], expected: Sequence[Tensor], seeds: int = 4
 ) -> str:
-    """Return the errors of the first seed whose results are wrong, or "" if all are right."""
+    """Return the errors for the first seed with wrong results, or "" if all results are right."""
     for seed in range(seeds):
         try:
             results = run(seed)

@@ -1,8 +1,8 @@
 """Operators that run while another thread writes invalid numbers into their tensors of indices.
 
 As a program, the file runs the case ``argv[1]`` for ``argv[2]`` seconds and prints how many calls
-returned and how many raised an error. The program fails if a call returns a result that no content
-of the tensor would give.
+returned and how many calls raised an error. The program fails if a call returns a result that no
+possible content of the tensor explains.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ HOSTILE = {torch.int64: 1 << 44, torch.int32: (1 << 31) - 1}
 
 
 class Case:
-    """A call, the tensor that changes, the indices of its changing elements, and a check."""
+    """A call, its tensor of indices that changes, the places that change, and a check."""
 
     def __init__(self, call: Callable[[], Any], changing: Tensor, places: list[int]) -> None:
         self.call, self.changing, self.places = call, changing, places
@@ -38,7 +38,7 @@ class Case:
         return all(map(torch.equal, results, self.expected))
 
     def write(self, stop: threading.Event) -> None:
-        """Write with NumPy, which changes an element thousands of times without Python's lock."""
+        """Write with NumPy, whose copy changes an element many times without Python's lock."""
         numbers = self.changing.numpy()
         flickers = []
         for place in self.places:
@@ -51,7 +51,7 @@ class Case:
 
 
 class Mask(Case):
-    """A mask that another thread changes; any consistent choice of tokens is a right result."""
+    """A mask that changes during the call; the result must be right for some choice of tokens."""
 
     def is_right(self, results: list[Tensor]) -> bool:
         indices, cu_seqlens, longest = results

@@ -1,4 +1,4 @@
-"""Products with GELU in the epilogue, run on the PTX machine from original or changed PTX."""
+"""Linear layers with GELU in the epilogue, run on the PTX machine with original or changed PTX."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fastbert import reference
 from fastbert.testing.ptx.cuda_gemm import GemmOperators
 from fastbert.testing.yardstick import Yardstick
 
-# The names of the kernels, by architecture.
+# The names of the matrix product kernels, by architecture (80 is sm_80, 90 is sm_90a).
 KERNELS = {80: "gemm_kernel", 90: "persistent_gemm_kernel"}
 FILES = {80: "cuda-gemm-80", 90: "hopper-gemm-90a"}
 
@@ -22,20 +22,20 @@ def compiled_in(folder, arch: int) -> Breakable:
 
 
 class Breakable(GemmOperators):
-    """The kernels, and the PTX that nvcc made of them."""
+    """The product kernels, and the PTX that nvcc made of them."""
 
     def __init__(self, folder, arch: int) -> None:
         self.folder, self.arch = folder, arch
         super().__init__(folder, arch)
 
     def ptx(self, *parts: str) -> str:
-        """Return the PTX of the only kernel whose mangled name contains all parts."""
+        """Return the PTX of the only kernel whose mangled name contains all `parts`."""
         [path] = self.folder.glob(f"{FILES[self.arch]}/*.ptx")
         return kernel_in(path, *parts)
 
 
 class Problem:
-    """A forward and a backward product, their oracle in float64 and their yardstick.
+    """Inputs of a forward and a backward product, with the results in float64 and of PyTorch.
 
     x and dy have the shape (rows, depth), and the results have the shape (rows, columns).
     """
@@ -53,7 +53,7 @@ class Problem:
         self.bias = drawn(columns) if with_bias else None
 
     def run(self, operators):
-        """Return y, the pre-activation h, dh, dbias and the activation a of the backward."""
+        """Return y, the pre-activation h, dh, dbias, and the backward's activation a."""
         y, h = operators.linear_gelu_forward(self.x, self.weight, self.bias, self.activation, True)
         return y, h, *self.backward(operators, h)
 
@@ -61,7 +61,7 @@ class Problem:
         return operators.linear_gelu_gradient(self.dy, self.w2, h, self.activation, True)
 
     def solved(self, dtype, saved=None):
-        """Return the results of `run` from PyTorch; gradients are taken at `saved` instead of h."""
+        """Return PyTorch's results in `dtype`; GELU's derivative is at `saved`, by default at h."""
         x, weight, dy, w2 = (t.to(dtype) for t in (self.x, self.weight, self.dy, self.w2))
         bias = None if self.bias is None else self.bias.to(dtype)
         h = torch.nn.functional.linear(x, weight, bias)

@@ -1,8 +1,9 @@
-"""Faults that tests insert into the PTX of products with GELU, for sm_80 and sm_90a.
+"""Mistakes that tests insert into the PTX of products with GELU, for sm_80 and sm_90a.
 
-Each fault is a mistake that the source could have. The matches of a regular expression are numbered
-in the order of the PTX of one kernel. On sm_90a, the order is the consumers, and the epilogue with
-the copies. On sm_80, it is the first copies, the loop over slices, and the epilogue.
+Each `Fault` is a mistake that the source could have. Its `which` counts the matches of its regular
+expression in the order of the PTX of one kernel. On sm_90a, the PTX has first the consumers, and
+then the epilogue with the copies. On sm_80, it has the first copies, the loop over slices, and the
+epilogue.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ HOPPER_WAITS = (
     "consumer: first stage full", "consumer: next stage full", "consumer: result empty",
     "epilogue: result full",
 )  # fmt: skip
-# The first warp tests barriers without waiting: three times for its copies, and once for a result.
+# The first warp tests barriers without waiting: three times for copies, and once for a result.
 QUESTION = WAIT.replace("try_wait", "test_wait")
 QUESTIONS = {"copies: stage empty": (0, 2, 3), "first warp: result full": (1,)}
 HOPPER_ARRIVALS = (

@@ -10,7 +10,7 @@ import torch
 from fastbert.ops.int8_linear import pack
 
 T, H, HEADS, INNER = 6, 8, 2, 12
-# The matrix products of a layer in training run in these dtypes.
+# The operators of a layer in training support these dtypes for their matrix products.
 PRODUCTS = (torch.float32, torch.bfloat16)
 SEED = 0x0123456789ABCDEF
 
@@ -50,7 +50,7 @@ def good_calls() -> dict[str, list[Call]]:
 
 
 def _rows(ops: Any, calls: dict[str, list[Call]]) -> None:
-    """Add calls of the operators whose results depend on one row at a time."""
+    """Add calls of the operators that compute each row of the result from one row."""
     x, dy, weight, bias = torch.randn(T, H), torch.randn(T, H), torch.randn(H), torch.randn(H)
     norm = {"x": x, "weight": weight}
     extra = {"residual": torch.randn(T, H), "x_bias": torch.randn(H)}
@@ -268,11 +268,11 @@ def _encoder(calls: dict[str, list[Call]]) -> None:
 
 
 def _layer(ops: Any, calls: dict[str, list[Call]]) -> None:
-    """Add calls of one layer in training, forward and backward.
+    """Add to `calls` the forward and the backward of one layer in training.
 
-    The first form has dense sequences. The second form has packed sequences with chosen queries,
-    dropout, and separate weights of q, k and v. The third form has norms before attention without
-    the first norm, a rotation, a window and a gate.
+    The call `dense` has dense sequences. The call `chosen` has packed sequences with chosen
+    queries, dropout, and separate weights of q, k and v. The call `before` has norms before
+    attention without the first norm, a rotation, a window and a gate.
     """
     calls["sum_rows"] = [{"x": torch.randn(T, H).to(dtype)} for dtype in PRODUCTS]
     _, _, parted, rotated = calls["encoder"]

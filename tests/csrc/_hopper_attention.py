@@ -10,12 +10,12 @@ from torch import Tensor
 from fastbert.testing.ptx.hopper_attention import HopperAttention
 
 SEED = torch.tensor([0x0123456789ABCDEF])
-# Without a fault, a warp executes far fewer instructions.
+# In the problems of the tests, a warp of a correct kernel executes far fewer instructions.
 LONGEST = 400_000
 
 
 def drawn(batch, heads, queries, keys, dim=64, dtype=torch.bfloat16, seed=0) -> list[Tensor]:
-    """Return q, k, v and dout."""
+    """Return random q, k and v, and a random gradient dout of the output."""
     generator = torch.Generator().manual_seed(seed)
     return [
         torch.randn(batch, n, heads, dim, generator=generator).to(dtype).transpose(1, 2)
@@ -24,19 +24,19 @@ def drawn(batch, heads, queries, keys, dim=64, dtype=torch.bfloat16, seed=0) -> 
 
 
 def compiled_in(folder) -> Breakable:
-    """Return the compiled kernels, or skip the test if nvcc is missing."""
+    """Return the attention kernels, or skip the test if nvcc is missing."""
     require_nvcc()
     return Breakable(folder)
 
 
 class Breakable(HopperAttention):
-    """The kernels, and the PTX that nvcc made of them."""
+    """The attention kernels, and the PTX that nvcc made of them."""
 
     def __init__(self, folder) -> None:
         self.folder = folder
         super().__init__(folder)
 
     def ptx(self, kernel: str, source: str = "attention_forward") -> str:
-        """Return the PTX of the kernel whose mangled name contains `kernel`."""
+        """Return the PTX of the only kernel whose mangled name contains `kernel`."""
         [path] = self.folder.glob(f"hopper-{source}-90a/*.ptx")
         return kernel_in(path, kernel)

@@ -1,8 +1,9 @@
-"""Faults that tests insert into the PTX of the backward of attention for Hopper.
+"""Mistakes that tests insert into the PTX of the backward of attention for Hopper GPUs.
 
-Each fault is a mistake that the source could have. The matches of a regular expression are numbered
-in the order of the PTX and the source: the producer, the warp that zeroes keys, and the warps that
-prepare statistics. The consumers follow, with the first tile, the next tiles and the last products.
+Each `Fault` is a mistake that the source could have. Its `which` counts the matches of its regular
+expression in the order of the PTX: the producer, the warp that zeroes keys, the warps that prepare
+statistics, and the consumers. The consumers have the first tile, the next tiles and the last
+products.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from _broken_ptx import Fault
 from _hopper_faults import ARRIVE, REGISTERS, WAIT
 
-# The waits are named by the event that each waits for, in the order of the PTX.
+# Each wait is named by the event that the wait is for. The order is the order of the PTX.
 WAITS = (
     "producer: keys empty", "producer: tile empty", "mask: keys landed", "statistics: tile landed",
     "consumer: keys full", "first tile: landed", "first tile: statistics", "next tile: landed",
@@ -111,13 +112,13 @@ FAULTS = [
     ),
 ]  # fmt: skip
 
-# The machine reports no fault for these changes, because the changed kernels are still right.
+# For these changes, the PTX machine reports no error, because the changed kernels are still right.
 UNCAUGHT = [
     # The fence before the scores covers these registers too; only ptxas requires a second fence.
     *(
         Fault(f"no wgmma.fence ({name})", r"wgmma\.fence\.sync\.aligned;", "", (i,))
         for i, name in ((2, "next tile: dv"), (3, "next tile: dq"), (5, "last products: dq"))
     ),
-    # The last wait is for all products, however they are grouped.
+    # The last wait is for all products, so the grouping of the products does not matter.
     Fault("one group of the last products", r"wgmma\.commit_group\S*;", "", (6,)),
 ]

@@ -1,8 +1,8 @@
-"""Faults of copies, barriers and wgmma that tests insert into the PTX of attention for Hopper.
+"""Mistakes in copies, barriers and wgmma that tests insert into the PTX of attention for Hopper.
 
-Each fault is a mistake that the source could have. The matches of a regular expression are numbered
-in the order of the PTX and the source: the producer, and the warp that zeroes values. The consumers
-follow, with the first tile, the other tiles, the last product and the store.
+Each `Fault` is a mistake that the source could have. Its `which` counts the matches of its regular
+expression in the order of the PTX: the producer, the warp that zeroes values, and the consumers.
+The consumers have the first tile, the other tiles, the last product and the store.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from _broken_ptx import Fault
 
 WAIT = r"mbarrier\.try_wait\.parity\.shared::cta\.b64 p, \[(%r\d+)\], (%r\d+);"
-# The waits are named by the event that each waits for, in the order of the PTX.
+# Each wait is named by the event that the wait is for. The order is the order of the PTX.
 WAITS = (
     "producer: queries empty", "producer: keys empty", "producer: values empty",
     "mask: keys empty", "mask: values landed", "consumer: queries full",
@@ -25,8 +25,8 @@ ARRIVALS = (
 )  # fmt: skip
 PARTS = ("first tile", "next tile: scores", "next tile: sums", "last product")
 
-# The first group of four warps releases registers to the two other groups. A block of 384 threads
-# owns 168 registers for each thread, and the groups use all of them.
+# The first group of four warps releases registers, and the two other groups take them. A block of
+# 384 threads owns 168 registers per thread, and the groups use all of them.
 REGISTERS = [
     Fault(
         "groups take more registers than the block owns",
@@ -125,10 +125,10 @@ FAULTS = [
     Fault("another constant of the rounding", "0f4B400000", "0f4B000000"),
 ]
 
-# The machine reports no fault for these changes.
+# For these changes, the PTX machine reports no error.
 UNCAUGHT = [
-    # In the machine, each warp of a wgmma reads only its own 16 rows of the left operand, so no
-    # warp can overwrite the queries of another warp. No document guarantees this for a GPU.
+    # In the PTX machine, each warp of a wgmma reads only its own 16 rows of the left operand, so no
+    # warp can overwrite the queries of another warp. NVIDIA does not document this for a GPU.
     Fault(
         "no barrier before out is written over the queries", r"bar\.sync %r\d+, %r\d+;", "", (2,)
     ),

@@ -1,7 +1,7 @@
-"""Faults of attention for Hopper in which the kernels of head dim 32 differ from head dim 64.
+"""Mistakes for the parts of attention for Hopper that differ between head dim 32 and 64.
 
-Rows of 64 bytes have a different layout. In the backward, the values are a left operand in
-registers, and the two groups of warps compute the products of dq alternately.
+At head dim 32, rows of 64 bytes have a different layout. In the backward, the values are a left
+operand in registers, and the two groups of warps compute the products of dq in turns.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 from _broken_ptx import Fault
 from _hopper_faults import WAIT
 
-# With this branch, a group skips the dq of a tile that the other group computes. The branch occurs
-# at the products, at the store, and at the last products.
+# By this branch, a group of warps skips the dq of a tile that the other group computes. The branch
+# occurs before the products, before the store, and before the last products.
 TURN = r"setp\.ne\.s32 (\t%p\d+, %r\d+, %r\d+;(?:\s+\.loc[^\n]*)*\s+@%p\d+ bra)"
 
 LAYOUT = [

@@ -1,8 +1,8 @@
-"""Faults of (query, key) masks that tests insert into the PTX of attention for Hopper.
+"""Mistakes in the handling of (query, key) masks, which tests insert into attention for Hopper.
 
-Each fault is a mistake that the source could have. The matches of a regular expression are numbered
-in the order of the PTX: the producer, the warp that publishes the mask or zeroes keys, the warps
-that prepare statistics, and the consumers.
+Each `Fault` is a mistake that the source could have. Its `which` counts the matches of its regular
+expression in the order of the PTX: the producer, the warp that publishes the mask or zeroes keys,
+the warps that prepare statistics, and the consumers.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ NEVER = "setp.eq.u32 p, 0, 0;"
 SKIP = r"vote\.sync\.all\.pred (\t%p\d+), ([^;]*);"
 LINES = r"(?:\s+\.loc[^\n]*)*\s+"
 
-# These are faults of the consumers in both directions.
+# These mistakes are inserted into the consumers of the forward and of the backward.
 HIDING = [
     Fault("all pairs are attended", SKIP, r"setp.eq.u32 \1, 0, 0;"),
     Fault("a warp skips a tile that one lane attends whole", SKIP, r"vote.sync.any.pred \1, \2;"),
@@ -71,7 +71,7 @@ BACKWARD = [
         r"ld.shared.u32 \1, [\3];\nmov.b32 \2, \1;",
     ),
 ]
-# These are faults of the kernel that packs a mask into bits.
+# These mistakes are inserted into the kernel that packs a mask into bits.
 PACKING = [
     Fault(
         "keys beyond the end are read", r"min\.s32 (\t%r\d+), (%r\d+), %r\d+;", r"mov.b32 \1, \2;"

@@ -1,4 +1,4 @@
-"""Small problems that reveal faults of (query, key) masks in attention for Hopper."""
+"""Small problems that reveal mistakes in (query, key) masks of attention for Hopper GPUs."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from _hopper_problems import SCALE, Problems, statistics
 
 
 class Pairs(Problems):
-    """Problems with masks of (query, key) pairs; warps skip the selection where a mask is all true.
+    """Problems with (query, key) masks; kernels do not apply the mask in a tile where all is true.
 
     Args:
-        hopper: The kernels.
+        hopper: The attention kernels.
         dim: The head dim.
-        packing: Whether the kernel that packs the mask is tested instead of the attention kernel.
+        packing: Whether the mistakes are in the kernel that packs the mask, not in attention.
     """
 
     columns: int
@@ -30,7 +30,7 @@ class Pairs(Problems):
             return torch.randn(*shape, self.dim, generator=generator).bfloat16()
 
         # The first tile has no attended pair, and query 65 attends no key. Keys that no query
-        # attends are NaN. In a tile, some lanes attend all pairs and other lanes do not. Only the
+        # attends are NaN. In one tile, some lanes attend all pairs and other lanes do not. Only the
         # queries 40 to 63 attend key 200.
         self.mask = torch.rand(1, 1, 70, self.keys, generator=generator) > 0.3
         self.mask[..., 256:384] = True
@@ -45,7 +45,7 @@ class Pairs(Problems):
         for x in (k, v):
             x.masked_fill_(~self.mask.any(2)[..., None], torch.nan)
         self.dense = [dout, q, k, v, out, lse]
-        # Two packed sequences have a mask each, and the rows after them are NaN.
+        # Two packed sequences have one mask each, and the rows after the sequences are NaN.
         self.ends = [torch.tensor(x, dtype=torch.int32) for x in ([0, 40, 110], [0, 130, 170])]
         self.masks = torch.rand(2, 1, 70, 130, generator=generator) > 0.5
         q, dout, k, v = drawn(120, 1), drawn(120, 1), drawn(180, 1), drawn(180, 1)
@@ -61,13 +61,13 @@ class Pairs(Problems):
         self.packed = [dout, q, k, v, out, lse]
 
     def calls(self):
-        """Yield the tensors and the other arguments of each problem."""
+        """Yield the tensors and the other arguments of each call of a kernel."""
         yield self.dense, (self.mask, None, None, None, 70, self.keys, 0.0, SCALE)
         yield self.packed, (self.masks, *self.ends, None, 70, 130, 0.0, SCALE)
 
 
 class ForwardPairs(Pairs):
-    """Forward problems; their five tiles of keys reuse a stage of the ring of four."""
+    """Forward problems; five tiles of keys make the ring of four stages reuse a stage."""
 
     source, keys, columns = "attention_forward", 520, 128
 
@@ -79,7 +79,7 @@ class ForwardPairs(Pairs):
 
 
 class BackwardPairs(Pairs):
-    """Backward problems; three blocks of keys and six tiles reuse stages of both rings."""
+    """Backward problems; three blocks of keys and six tiles of queries reuse both rings."""
 
     source, keys, columns = "attention_backward", 300, 64
 

@@ -1,4 +1,4 @@
-"""Small problems that reveal every fault that attention for Hopper could have."""
+"""Small problems that reveal every mistake that tests insert into attention for Hopper GPUs."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ SCALE = 0.125
 
 
 class Problems:
-    """Problems of one bf16 kernel without dropout, and their right results.
+    """Problems for one bf16 kernel without dropout, and their right results.
 
     Args:
-        hopper: The kernels.
+        hopper: The attention kernels.
         dim: The head dim.
     """
 
@@ -31,11 +31,11 @@ class Problems:
         self.expected = self.run(seed=1)
 
     def prepare(self, generator: torch.Generator) -> None:
-        """Draw the inputs of all problems."""
+        """Draw the inputs of all problems from `generator`."""
         raise NotImplementedError
 
     def source_of(self, dim: int) -> str:
-        """Return the name of the source file that contains the kernel of a head dim."""
+        """Return the name of the source file that contains the kernel for head dim `dim`."""
         return self.source
 
     def results(self) -> list[Tensor]:
@@ -43,19 +43,19 @@ class Problems:
         raise NotImplementedError
 
     def run(self, seed: int) -> list[Tensor]:
-        """Return the results of all problems; a single block computes all items of a problem."""
+        """Return the results of all problems; one block computes all work items of a problem."""
         self.hopper.options = {"seed": seed, "limit": LONGEST, "threads": 1}
         self.hopper.compiled.set_multiprocessors(1)
         return self.results()
 
     def outcome(self, fault: Fault) -> str:
-        """Return the errors that a fault in the kernel causes, or "" if the results are right."""
+        """Return the errors that `fault` in the kernel causes, or "" if the results are right."""
         with replaced(self.hopper.compiled, fault.broken(self.ptx)):
             return outcome(self.run, self.expected)
 
 
 class Forward(Problems):
-    """Problems of the forward kernel."""
+    """Problems for the forward kernel."""
 
     source = "attention_forward"
 
@@ -63,14 +63,14 @@ class Forward(Problems):
         def drawn(*shape):
             return [torch.randn(shape, generator=generator).bfloat16() for _ in range(3)]
 
-        # Five tiles of keys reuse a stage of the ring of four. The mask hides all keys of the first
-        # tile.
+        # With five tiles of keys, the ring of four stages reuses a stage. The mask hides all keys
+        # of the first tile.
         self.dense = drawn(1, 2, 520, self.dim)
         self.dense[0] = self.dense[0][:, :, :70]
         self.mask = torch.rand(1, 1, 1, 520, generator=generator) > 0.3
         self.mask[..., :140] = False
         self.dense[2].masked_fill_(~self.mask.transpose(2, 3), torch.nan)
-        # The sequences have a part of a tile, no key, or two tiles; the other rows are NaN.
+        # A sequence has part of a tile, no key, or two tiles. Rows after the sequences are NaN.
         self.queries = torch.tensor([0, 40, 170, 370, 380], dtype=torch.int32)
         self.keys = torch.tensor([0, 40, 40, 240, 250], dtype=torch.int32)
         rows = 390, 260, 260
@@ -90,7 +90,7 @@ class Forward(Problems):
 
 
 class Backward(Problems):
-    """Problems of the backward kernel."""
+    """Problems for the backward kernel."""
 
     source = "attention_backward"
 
@@ -111,8 +111,8 @@ class Backward(Problems):
         for x in (k, v):
             x.masked_fill_(~self.mask.transpose(2, 3), torch.nan)
         self.dense = [dout, q, k, v, out, lse]
-        # The sequences have a part of a tile, no key, two blocks of keys, or no query; the other
-        # rows are NaN.
+        # A sequence has part of a tile, no key, two blocks of keys, or no query. Rows after the
+        # sequences are NaN.
         self.queries = torch.tensor([0, 40, 45, 175, 175], dtype=torch.int32)
         self.keys = torch.tensor([0, 40, 40, 170, 180], dtype=torch.int32)
         q, dout = (drawn(180, 1) for _ in range(2))

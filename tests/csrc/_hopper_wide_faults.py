@@ -1,6 +1,6 @@
-"""Faults of the backward of attention for Hopper at head dim 128, which has its own consumers.
+"""Mistakes that tests insert into the backward for Hopper at head dim 128, which has own consumers.
 
-The matches of a regular expression are numbered as in `_hopper_backward_faults`.
+The matches of a regular expression are counted as in `_hopper_backward_faults`.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ class Problem:
     seed: Tensor
 
     def gradients(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Return the reference's result and gradients, computed in ``dtype``."""
+        """Return the PyTorch reference's result and gradients, computed in ``dtype``."""
         inputs = {
             name: getattr(self, name).detach().to(dtype).requires_grad_()
             for name in ("x", "weight", "bias", "residual", "x_bias")
@@ -42,7 +42,7 @@ class Problem:
         return operators.layer_norm_forward(self.x, self.weight, self.bias, *optional, EPS)
 
     def run(self, operators) -> dict[str, Tensor]:
-        """Return the operators' results under the names of ``gradients``."""
+        """Return the C++ operators' result and gradients, with the names of ``gradients``."""
         y, mean, rstd = self.forward(operators)
         optional = (self.residual, self.x_bias, self.seed, self.bias is not None, self.dropout_p)
         dsum, dx, dweight, dbias, dx_bias = operators.layer_norm_backward(

@@ -2,10 +2,10 @@
 
     python tests/csrc/_machine_code.py    # rewrites machine_code.json
 
-The loop is the shortest loop of the machine code that contains every matrix instruction. It runs
-over tiles of keys in the forward of attention, and over tiles of queries in the backward. The
-record has loops only for the attention kernels for sm_80 and later. test_hopper_code.py and
-test_cuda_gemm_code.py limit the loops of the other kernels.
+The loop of a kernel is the shortest loop of its machine code that contains every matrix
+instruction. The loop runs over tiles of keys in the forward of attention, and over tiles of queries
+in the backward. machine_code.json has loops only for the attention kernels for sm_80 and later.
+test_hopper_code.py and test_cuda_gemm_code.py limit the loops of the other kernels.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ from fastbert.testing.ptx import cuda_gemm, hopper_attention
 ROOT = Path(__file__).parents[2]
 RECORD = Path(__file__).with_name("machine_code.json")
 SOURCES = sorted((ROOT / "csrc" / "cuda").glob("attention_*.cu"))
-# The binaries for sm_80 run on sm_86 and sm_89 too, and the PTX for sm_100 becomes code for sm_120.
+# The binaries for sm_80 also run on sm_86 and sm_89, and sm_120 runs code compiled from the PTX for
+# sm_100.
 TARGETS = {"80": ("80", "89"), "90": ("90",), "100": ("100", "120")}
-# gemm.cu is compiled for these architectures; the products of Hopper GPUs are in hopper/gemm.cu.
+# gemm.cu is compiled for these architectures; hopper/gemm.cu has the products for Hopper GPUs.
 PRODUCTS = ("80", "89", "100", "120")
 PRODUCT = re.compile(r"gemm_kernelI\S*?Store(Gelu|Gradient)\S*?Gelu(Tanh)?By")
 HOPPER = re.compile(r"persistent_(forward|backward)_kernelI\d+__[a-z_\d]+?Li(\d+)ELb(\d)ELb(\d)E")
@@ -37,7 +38,7 @@ KERNEL = re.compile(r"(forward|backward)_kernelI(6__half|13__nv_bfloat16)Li(\d+)
 
 
 def compile_kernels(nvcc: Path | str, source: Path, folder: Path) -> tuple[Path, str]:
-    """Compile a source for all architectures, and return the object and the report of ptxas."""
+    """Compile a source for all architectures; return the object file and the report of ptxas."""
     target = folder / f"{source.stem}.o"
     command = [nvcc, "-c", "-O3", "-std=c++17", "-Xptxas", "-v", source, "-o", target]
     for virtual, real in TARGETS.items():
@@ -55,7 +56,7 @@ def version(nvcc: Path | str) -> str:
 
 
 def loop(text: str) -> dict[str, int]:
-    """Count all instructions and the matrix instructions in the loop of a kernel.
+    """Count all instructions, and the matrix instructions, in the loop of a kernel.
 
     Examples:
         >>> from _machine_code import loop
@@ -74,10 +75,10 @@ def loop(text: str) -> dict[str, int]:
 
 
 def properties(target: Path) -> dict[str, dict[str, dict[str, int]]]:
-    """Return registers, shared memory and loop of each kernel and architecture in an object file.
+    """Return registers, shared memory and loop of each kernel in an object file, by architecture.
 
-    The shared memory is the static memory, without the dynamic memory that a launch requests. fp16
-    and bf16 share an entry, which has the larger number of each kind.
+    The shared memory is the static memory, without the dynamic memory that a launch requests. The
+    fp16 and the bf16 kernel share an entry, which has the larger of their two figures.
     """
     by_kernel: dict[str, dict[str, dict[str, int]]] = {}
     usage, dumped = cuobjdump("-res-usage", target), cuobjdump("--dump-sass", target)
@@ -123,9 +124,9 @@ def resources(binary: Path) -> dict[str, dict[str, int]]:
 
 
 def recorded(arch: str, prefix: str) -> dict[str, dict[str, int]]:
-    """Return the recorded resources of an architecture for the kernels with a prefix.
+    """Return the figures of machine_code.json for the kernels whose names begin with `prefix`.
 
-    The test is skipped if the version of nvcc differs from the version in the record.
+    The test is skipped if nvcc has another version than the nvcc of machine_code.json.
     """
     record = json.loads(RECORD.read_text(encoding="utf-8"))
     nvcc_version = version(shutil.which("nvcc"))
@@ -143,13 +144,13 @@ def recorded(arch: str, prefix: str) -> dict[str, dict[str, int]]:
 def merge(
     record: dict[str, dict[str, Any]], arch: str, by_kernel: dict[str, dict[str, int]]
 ) -> None:
-    """Add the entries of one architecture to a record."""
+    """Add the entries of one architecture to the content of machine_code.json."""
     for name, line in by_kernel.items():
         record.setdefault(name, {})[f"sm_{arch}"] = line
 
 
 def by_architecture(text: str) -> list[tuple[str, str]]:
-    """Return pairs of architecture and its part of cuobjdump's output, sorted by architecture."""
+    """Split the output of cuobjdump into pairs of architecture and text, sorted by architecture."""
     parts = re.split(r"^arch = sm_(\d+)$", text, flags=re.M)[1:]
     return sorted(zip(parts[::2], parts[1::2], strict=True))
 

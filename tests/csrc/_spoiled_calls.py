@@ -30,11 +30,11 @@ class Spoiled(NamedTuple):
     argument: str
     spoil: str
     call: Call
-    same: Call | None  # if `call` returns, its result must equal the result of `same`
+    same: Call | None  # if `call` returns, the results must equal those of the call `same`
 
 
 def clone(value: Any) -> Any:
-    """Return a copy in which every tensor has its own storage; other values stay as they are."""
+    """Return a copy in which each tensor has its own storage; other values are not copied."""
     if isinstance(value, Tensor):
         return value.clone()
     if isinstance(value, list):
@@ -55,7 +55,7 @@ def filled(t: Tensor, value: Any, place: int | None = None) -> Tensor:
 
 
 def other_tensors(t: Tensor) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Yield tensors of another dtype, shape, device, layout or content."""
+    """Yield names and factories of tensors that differ in dtype, shape, device or content."""
     for dtype in DTYPES:
         if dtype != t.dtype:
             yield f"dtype {dtype}", lambda dtype=dtype: t.to(dtype)
@@ -93,7 +93,7 @@ def other_tensors(t: Tensor) -> Iterator[tuple[str, Callable[[], Any]]]:
 
 
 def other_layouts(t: Tensor) -> Iterator[tuple[str, Callable[[], Tensor]]]:
-    """Yield tensors with the same numbers at other addresses in memory."""
+    """Yield names and factories of tensors with the same elements in other memory layouts."""
     if t.numel() == 0:
         return
     yield "offset", lambda: torch.cat([t.new_zeros(1), t.flatten()])[1:].view(t.shape)
@@ -167,7 +167,7 @@ def kind_of(argument: Any) -> str:
 
 
 def spoiled_values(kind: str, value: Any) -> Iterator[tuple[str, Callable[[], Any], Any]]:
-    """Yield the kind of change, the changed value, and a value with the same result or None."""
+    """Yield a change's name, the changed value, and a value that gives the same result, or None."""
     for spoil, other in OTHER_TYPES:
         if other is not value:
             yield spoil, lambda other=other: other, None
@@ -176,7 +176,7 @@ def spoiled_values(kind: str, value: Any) -> Iterator[tuple[str, Callable[[], An
         for spoil, make in other_tensors(value):
             yield spoil, make, None
         for spoil, make in other_layouts(value):
-            # The third value is a clone of the same numbers in torch's default layout.
+            # The third value is a copy of the same elements in torch's default layout.
             yield (
                 spoil,
                 make,
@@ -233,7 +233,7 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 def run(operator: str, call: Call) -> list[Tensor]:
-    """Return the results, and the arguments that the operator writes to."""
+    """Return the results of the operator, and the arguments that the operator writes to."""
     arguments = {k: v for k, v in call.items() if v is not ABSENT}
     result = getattr(torch.ops.fastbert_C, operator)(**arguments)
     written = [
@@ -259,7 +259,7 @@ def equal(a: list[Tensor], b: list[Tensor]) -> bool:
 def outcome(spoiled: Spoiled) -> dict[str, str]:
     try:
         result = run(spoiled.operator, spoiled.call)
-    except Exception as error:  # the parent process judges every exception
+    except Exception as error:  # the parent process decides whether the exception is right
         return {"error": type(error).__name__, "message": str(error)[:1000]}
     if spoiled.same is not None:
         try:

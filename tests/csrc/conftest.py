@@ -1,4 +1,4 @@
-"""The operators for the tests of the C++ code; tests/_levels.py has the instruction-set levels."""
+"""The fixture of the C++ operators; tests/_levels.py has those of the instruction-set levels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""C++ attention at every instruction-set level, by the tolerance rule, and its exact properties."""
+"""C++ attention is within tolerance and has exact properties at every instruction-set level."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def qkv(*shape: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
 
 
 def run(function, tensors, dout, *arguments, **options) -> list[torch.Tensor]:
-    """Return the output and the gradients."""
+    """Return the output of `function`, and its gradients for `dout` of the `tensors`."""
     leaves = [x.detach().requires_grad_() for x in tensors]
     out = function(*leaves, *arguments, backend="cpu", **options)
     return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
 
 
 def oracle_and_yardstick(tensors, dout, **options) -> tuple[list[torch.Tensor], Yardstick]:
-    """Return output and gradients of the reference in float64 and in the dtype of the tensors."""
+    """Return the reference's output and gradients in float64, and those in the tensors' dtype."""
 
     def solve(dtype):
         leaves = [x.detach().to(dtype).requires_grad_() for x in tensors]
@@ -65,8 +65,8 @@ def test_random_cases(isa, op, dtype):
 @pytest.mark.parametrize("dim", [1, 16, 32, 59, 64, 111, 256])
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (40, 140)}, {"scale": -0.3}])
 def test_several_blocks_of_queries_and_keys(isa, dim, options):
-    # Most of the error is in the few rows in which one key has nearly all the weight. With a small
-    # head dim, more sequences supply enough such rows.
+    # Most of the rounding error is in the few rows in which one key has nearly all the weight. With
+    # a small head dim, more sequences supply enough such rows.
     shape = (max(1, 32 // dim), 2, 203, dim)
     tensors, dout = qkv(*shape), torch.randn(shape)
     results = run(ops.attention, tensors, dout, **options)
@@ -90,7 +90,7 @@ def test_several_blocks_of_queries_and_keys_in_16_bits(isa, dim, options, dtype)
 
 
 def test_more_keys_than_scores_are_kept_of(isa):
-    """With more than 1,024 keys, the backward pass computes the logits twice."""
+    """Gradients are right for more than 1,024 keys, where the backward recomputes the logits."""
     shape = (1, 1, 1100, 16)
     tensors, dout = qkv(*shape), torch.randn(shape)
     options = {"dropout_p": 0.2, "dropout_seed": torch.tensor([3])}
@@ -118,7 +118,7 @@ def test_a_sequence_alone_and_in_any_batch_has_the_same_bits(isa, length, dtype)
 
 @pytest.mark.parametrize("length", [150, 1030])
 def test_threads_change_no_bit(isa, length):
-    """Four threads split one long head by queries and keys; one thread does not."""
+    """Four threads, which split one long head by queries and keys, give the bits of one thread."""
     tensors, dout = qkv(1, 1, length, 16), torch.randn(1, 1, length, 16)
     bias = torch.randn(1, 1, length, length).requires_grad_()
     threads = torch.get_num_threads()
@@ -220,7 +220,7 @@ def test_nan_in_a_query_stays_in_its_row(isa):
 @pytest.mark.parametrize("bits", [0x7FC00000, 0x7FC00001, 0x7FFFFFFF])
 def test_nan_in_a_key_reaches_every_query_that_attends_it(isa, bits):
     q, k, v = (torch.randn(1, 1, 9, 16) for _ in range(3))
-    # The bits of a NaN below the quiet bit are arbitrary, and a multiplication preserves them.
+    # A NaN may have any bits below its quiet bit, and a multiplication preserves these bits.
     k[0, 0, 5] = torch.tensor(bits, dtype=torch.int32).view(torch.float32)
     out = ops.attention(q, k, v, causal=True, backend="cpu")
     assert out[0, 0, 5:].isnan().all()
@@ -300,7 +300,7 @@ def test_weights_of_chosen_heads_and_rows(isa, rows):
 
 
 def test_weights_whose_largest_logit_is_in_the_first_block_of_keys(isa):
-    """If a later block subtracted only its own maximum, the largest exponential would overflow."""
+    """The weights are exact when a later block of keys has a far smaller maximum than the first."""
     q, k = torch.ones(1, 1, 3, 16), torch.full((1, 1, 300, 16), -10.0)
     k[..., 5, :] = 10.0
     got = ops.attention_weights(q, k, scale=1.0, backend="cpu")

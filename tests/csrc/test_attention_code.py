@@ -1,7 +1,7 @@
-"""The registers, shared memory and loop lengths of compiled attention for sm_80 and later.
+"""The registers, shared memory and loop lengths of compiled attention do not grow, sm_80 and later.
 
 These tests find a regression of the machine code without a GPU and without timing. The expected
-figures are in machine_code.json; after a change of the kernels, _machine_code.py rewrites the file.
+figures are in machine_code.json, which _machine_code.py rewrites after a deliberate change.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import pytest
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory):
-    """Return the object file and the report of ptxas for each source, with all architectures."""
+    """Return each source's object file for all architectures, and the report of ptxas."""
     nvcc = shutil.which("nvcc")
     if nvcc is None:
         pytest.skip("no nvcc on this machine")
@@ -34,8 +34,8 @@ def compiled(tmp_path_factory):
 def test_no_register_spills(compiled):
     for source, (_, report) in zip(_machine_code.SOURCES, compiled, strict=True):
         usage = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores", report)
-        # There are two dtypes, three head dims, four combinations of pairs and dropout, and five
-        # architectures.
+        # The kernels are for two dtypes, three head dims, and five architectures, and with or
+        # without a mask of (query, key) pairs and dropout.
         assert len(usage) == 2 * 3 * 4 * 5
         assert set(usage) == {("0", "0")}, source.name
 
@@ -55,9 +55,9 @@ def test_the_code_is_that_of_the_record(compiled):
 
 @pytest.mark.parametrize(
     ("kernel", "products"),
-    # The numbers count a warp's 16 x 8 x 16 products for a tile. In the forward, a tile has two
-    # products of 32 queries, 32 keys and D. In the backward, four warps share five products of 32
-    # queries, 128 keys (64 at D = 128) and D.
+    # The numbers count a warp's 16 x 8 x 16 products per tile, by head dim D. In the forward, a
+    # tile has two products of 32 queries, 32 keys and D. In the backward, four warps share five
+    # products of 32 queries, 128 keys (64 at D = 128) and D.
     [("forward", {32: 32, 64: 64, 128: 128}), ("backward", {32: 80, 64: 160, 128: 160})],
 )
 def test_the_loop_has_the_products_of_one_tile(kernel, products):

@@ -1,4 +1,4 @@
-"""The PTX machine catches faults in the kernels of attention for sm_80 and later."""
+"""The PTX machine catches mistakes that tests insert into the attention kernels for sm_80."""
 
 from __future__ import annotations
 
@@ -28,19 +28,21 @@ int64_t attention_forward_pair_words(AttentionForward* p) { return attention_pai
 int64_t attention_backward_pair_words(AttentionBackward* p) { return attention_pair_words(*p); }
 }
 """
-# These bf16 kernels of head dim 64 have a mask of keys, or dropout and a mask of pairs.
+# These bf16 kernels of head dim 64 have a mask of keys, or dropout and a mask of (query, key)
+# pairs.
 VARIANTS = {"": "bfloat16Li64ELb0ELb0E", "pairs": "bfloat16Li64ELb1ELb1E"}
 SEED = torch.tensor([7])
 
 
 class Attention(AttentionOperators):
-    """The kernels, called with the arguments of ``torch.ops.fastbert_C.flash_attention_*``."""
+    """The attention kernels, called like ``torch.ops.fastbert_C.flash_attention_*``."""
 
     def __init__(self, folder):
         front = folder / "front.cu"
         front.write_text(FRONT)
         sources = [CUDA / f"attention_{name}.cu" for name in ("forward", "backward")]
-        # The launcher first looks for a kernel for Hopper GPUs, so it needs their sources.
+        # The launcher first looks for a kernel for Hopper GPUs, so it needs the sources of these
+        # kernels.
         hopper = sorted((CUDA / "hopper").glob("*.cu"))
         flags = ["-I", str(CUDA)]
         self.compiled = CudaLibrary([*sources, *hopper, front], folder, "80", flags)
@@ -52,14 +54,14 @@ class Attention(AttentionOperators):
         return self.compiled.call(name, byref(params), memory=self.tensors, **self.options)
 
     def ptx(self, kernel):
-        """Return the PTX of a kernel that `FAULTS` names."""
+        """Return the PTX of the kernel with the name `kernel` in `FAULTS`."""
         name, _, variant = kernel.partition(" ")
         [path] = self.folder.glob(f"cuda-attention_{name}-80/*.ptx")
         return kernel_in(path, VARIANTS[variant])
 
 
 class Problems:
-    """Small problems whose results each fault would change, and their right results."""
+    """Small problems whose results every inserted mistake changes, and their right results."""
 
     def __init__(self, attention):
         self.attention = attention
@@ -68,8 +70,8 @@ class Problems:
         def drawn(*shape):
             return torch.randn(shape, generator=generator).bfloat16()
 
-        # Five tiles of keys reuse stages of the ring of three, and the backward has two blocks of
-        # keys. The mask hides all keys of the first tile, and hidden keys are NaN.
+        # With five tiles of keys, the ring of three stages reuses stages. The backward has two
+        # blocks of keys. The mask hides all keys of the first tile, and hidden keys are NaN.
         self.queries, self.keys, self.values = drawn(1, 1, 70, 64), *drawn(2, 1, 1, 140, 64)
         self.queries[..., :16] *= 3
         self.dout = drawn(1, 1, 70, 64)
@@ -78,8 +80,8 @@ class Problems:
         self.pairs = self.mask & (torch.rand(1, 1, 70, 140, generator=generator) > 0.3)
         for x in (self.keys, self.values):
             x.masked_fill_(~self.mask.transpose(2, 3), torch.nan)
-        # The sequences have a part of a tile, no row, or one row; one of the single rows has a
-        # score far below 0. Rows that belong to no sequence are NaN.
+        # A sequence has part of a tile, no row, or one row. The score of one of the single rows is
+        # far below 0. Rows that belong to no sequence are NaN.
         self.starts = torch.tensor([0, 20, 20, 21, 22, 57], dtype=torch.int32)
         self.packed = drawn(4, 66, 1, 64)
         self.packed[0, 20], self.packed[1, 20] = 1.0, -20.0
@@ -88,7 +90,7 @@ class Problems:
         self.expected = {name: self.run(name, seed=1) for name in FAULTS}
 
     def run(self, kernel, seed):
-        """Return the results of all problems that test a kernel."""
+        """Return the results of all problems for one kernel."""
         self.attention.options = {"seed": seed, "limit": LONGEST, "threads": 1}
         name, _, variant = kernel.partition(" ")
         options = (self.mask, None, None, None, 70, 140, 0.0, 0.125)
@@ -98,11 +100,11 @@ class Problems:
         if not variant:
             options = (None, self.starts, self.starts, None, 37, 37, 0.0, 0.125)
             problems += self.one(name, self.packed.unbind(), options)
-            # The softmax of a single key is constant, so the gradients of its score are 0.
+            # The softmax of a single key is constant, so the score of this key has the gradient 0.
             tensors = (self.queries, *self.single, self.dout)
             options = (None, None, None, None, 70, 1, 0.0, 0.125)
             problems += self.one(name, tensors, options)
-            # Without queries, a block proceeds to the next block of keys without any product.
+            # Without queries, a block continues with its next block of keys without any product.
             keys = torch.ones(1, 1, 300, 64, dtype=torch.bfloat16)
             options = (None, None, None, None, 0, 300, 0.0, 0.125)
             problems += self.one(name, (keys[:, :, :0], keys, keys, keys[:, :, :0]), options)
@@ -112,14 +114,14 @@ class Problems:
         *inputs, dout = tensors
         if name == "forward":
             return self.attention.flash_attention_forward(*inputs, *options)
-        # The results of the forward are right, because only the backward has a fault.
+        # The results of the forward are right, because the inserted mistake is in the backward.
         out, lse = self.attention.flash_attention_forward(*inputs, *options)
         gradients = [torch.full_like(x, torch.nan) for x in inputs]
         self.attention.flash_attention_backward(*gradients, dout, *inputs, out, lse, *options)
         return tuple(gradients)
 
     def outcome(self, kernel, fault):
-        """Return the errors that a fault in a kernel causes, or "" if the results are right."""
+        """Return the errors that `fault` causes in `kernel`, or "" if the results are right."""
         with replaced(self.attention.compiled, fault.broken(self.attention.ptx(kernel))):
             return outcome(lambda seed: self.run(kernel, seed), self.expected[kernel], seeds=3)
 

@@ -1,4 +1,4 @@
-"""An operator stays safe while another thread changes the indices that the operator reads."""
+"""An operator never crashes while another thread changes the indices that the operator reads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""For bad input, a C++ operator's error names the argument, its value and the allowed values."""
+"""A C++ operator's error for bad input names the argument, its value and the allowed values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The C++ linear cross entropy against float64, at every instruction-set level."""
+"""The C++ linear cross entropy agrees with float64, at every instruction-set level."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fastbert.testing.yardstick import Yardstick
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 IGNORED = -100
 NAMES = ("dhidden", "dweight", "dbias")
-# The kernel splits the vocabulary into parts; this size has two whole parts and an odd remainder.
+# The kernel splits the classes into parts; 4,101 classes are two whole parts and an odd remainder.
 CLASSES = 4101
 
 
@@ -80,7 +80,7 @@ def test_no_label_at_all(isa, operators, dtype):
 
 
 def test_large_logits(isa, operators):
-    """For logits around 1e4, a log-sum-exp in fp32 would be off by 5e-4."""
+    """The loss is exact for logits around 1e4, where a log-sum-exp in fp32 would be off by 5e-4."""
     hidden, weight, bias, labels = draw(9, 16, 67, torch.float32, share=1.0)
     check(operators, (hidden, weight, 1e4 + bias, labels))
     check(operators, (hidden, weight, bias - 1e4, labels))

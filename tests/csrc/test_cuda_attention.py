@@ -1,4 +1,4 @@
-"""The CUDA C++ attention kernels, compiled by nvcc and run on the PTX machine."""
+"""The CUDA C++ attention kernels are right when the PTX machine runs the PTX that nvcc compiles."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def operators(compiled):
 
 
 def drawn(batch, heads, queries, keys, dim, dtype=torch.bfloat16, seed=0):
-    """Return q, k, v and dout."""
+    """Return random q, k and v, and a random gradient dout of the output."""
     generator = torch.Generator().manual_seed(seed)
     lengths = (queries, keys, keys, queries)
     return [
@@ -46,7 +46,7 @@ def drawn(batch, heads, queries, keys, dim, dtype=torch.bfloat16, seed=0):
 
 
 def solve(function, tensors, dtype=None, **options):
-    """Return out, dq, dk and dv."""
+    """Return the output and the gradients dq, dk and dv of `function`."""
     *inputs, dout = tensors
     leaves = [x.detach().to(dtype or x.dtype).requires_grad_() for x in inputs]
     out = function(*leaves, **options)
@@ -94,7 +94,7 @@ def test_no_queries_or_no_keys(operators, sizes):
 @pytest.mark.parametrize("sign", [-1.0, 1.0])
 @pytest.mark.parametrize("dim", [32, 64, 128])
 def test_the_softmax_of_a_single_key_is_1(operators, dim, sign):
-    """The weight of a single key is 1, even if its score is far below or above 0."""
+    """The weight of a single key is 1, even if the score of this key is far below or above 0."""
     q, k, v, _ = drawn(1, 2, 129, 1, dim)
     out = ops.attention(10 * q.abs(), 10 * sign * k.abs(), v, backend="cuda")
     assert torch.equal(out, v.expand_as(out))
@@ -197,8 +197,8 @@ def test_shared_memory_has_no_bank_conflicts_and_whole_sectors_move(operators, d
     forward, backward = [report.counts for _, report in operators.compiled.reports]
     assert forward["shared_wavefronts"] == forward["shared_least_wavefronts"]
     assert forward["global_sectors"] == forward["global_least_sectors"]
-    # The backward moves slightly more than the least, because delta is summed from rows of out and
-    # dout, and dq is stored in halves of sectors.
+    # The backward reads and writes slightly more sectors than the minimum, because it computes
+    # delta from rows of out and dout, and stores dq in halves of sectors.
     assert backward["shared_wavefronts"] <= 1.03 * backward["shared_least_wavefronts"]
     assert backward["global_sectors"] <= 1.1 * backward["global_least_sectors"]
 

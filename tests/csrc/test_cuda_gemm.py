@@ -1,4 +1,4 @@
-"""Products with GELU in the epilogue for sm_80 and sm_90a, compiled by nvcc, on the PTX machine."""
+"""Products with GELU in the epilogue are right on the PTX machine, for sm_80 and sm_90a."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ def check(problem, gemm):
     ],
 )
 def test_against_float64(gemm, dtype, activation, with_bias, seed):
-    """Both directions agree with float64 when a block has two of the four tiles, in many slices."""
+    """Both directions agree with float64; a block computes two of four tiles, in many slices."""
     gemm.options["seed"] = seed
     y, h, *_, a = check(Problem(140, 328, 264, dtype, activation, with_bias, seed), gemm)
-    # The backward computes the activation again, with the same bits.
+    # The backward recomputes the activation with the same bits.
     assert torch.equal(y, a)
     assert not torch.equal(y, h)
 
@@ -82,7 +82,7 @@ def test_any_schedule_gives_the_same_bits(gemm, blocks):
 
 
 def test_rows_and_columns_around_the_operands_are_not_read(gemm):
-    """The results are finite if the operands are slices of larger tensors full of NaN."""
+    """With operands that are slices of larger tensors full of NaN, the results are finite."""
     problem = Problem(70, 72, 72, torch.bfloat16)
     expected = problem.run(gemm)
     for name in ("x", "weight", "dy", "w2"):
@@ -127,7 +127,7 @@ def test_memory_is_moved_in_whole_sectors_and_without_bank_conflicts(gemm):
 
 
 def test_large_values(gemm):
-    """For large |x|, GELU is exactly x or 0, and its derivative is exactly 1 or 0."""
+    """For large |x|, GELU(x) is exactly x or 0, and its derivative is exactly 1 or 0."""
     problem = Problem(8, 8, 16, torch.float16)
     problem.x.fill_(100.0)
     problem.weight.copy_(torch.eye(16, 8) - 2 * torch.eye(16, 8).roll(8, 0))

@@ -1,4 +1,4 @@
-"""The registers, functional units and loop lengths in the machine code of products with GELU."""
+"""The machine code of products with GELU has few registers, functional units and instructions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fastbert.testing.wgmma_hazards import overwritten_operands
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Return the folder into which the kernels are compiled."""
+    """Return the temporary folder that contains the compiled kernels."""
     require_nvcc()
     pytest.importorskip("triton", reason="its wheel has cuobjdump")
     return tmp_path_factory.mktemp("code")
@@ -32,9 +32,10 @@ def test_two_blocks_of_sm_80_share_a_multiprocessor_and_nothing_spills(compiled)
     registers = [int(n) for n in re.findall(r"Used (\d+) registers", report)]
     assert len(kernels) == len(registers) == 8
     assert set(re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill", report)) == {("0", "0")}
-    # Messages with such numbers say that ptxas serialises wgmma.
+    # A message of ptxas with a number C75.. says that ptxas serialises wgmma.
     assert "(C75" not in report
-    # The 65,536 registers of a multiprocessor suffice for two blocks of 128 threads, or one of 384.
+    # A multiprocessor has 65,536 registers. They suffice for two blocks of 128 threads (sm_80), or
+    # for one block of 384 threads (sm_90a).
     assert max(registers) <= (256 if arch == 80 else 168)
 
 
@@ -72,10 +73,11 @@ def test_kernels_use_the_units_of_their_architecture(compiled, dtype, direction,
 
 @pytest.mark.parametrize(("direction", "limit"), [("forward", 52), ("backward", 49)])
 def test_the_loop_over_slices_has_little_beside_the_products(compiled, direction, limit):
-    """Few instructions of the loop are not products, so the tensor cores stay busy.
+    """The loop has few instructions other than products, so the tensor cores stay busy.
 
     On Hopper, four products of a group of warps take 512 cycles of the tensor cores. On Ampere, 64
-    products of each of four warps take as long, and each scheduler issues for one of these warps.
+    products of each of four warps take as long. Each scheduler issues instructions for one warp of
+    a group or block.
     """
     arch, kernels, _ = compiled
     for dtype in ("bfloat16", "float16"):
@@ -98,16 +100,16 @@ LIMITS = {
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_the_epilogue_has_few_instructions_for_an_element(compiled, direction):
-    """The loop of the epilogue, which computes 32 elements in each lane, has few instructions.
+    """The loop of the epilogue, which computes 32 elements per lane, has few instructions.
 
-    On Hopper, the loop also contains the code of the copies three times, which only the first warp
-    executes. csrc/cuda/hopper/README.md has the counts without the copies.
+    On Hopper, the loop also contains three copies of the code that only the first warp executes to
+    copy tiles. csrc/cuda/hopper/README.md has the counts without this code.
     """
     arch, kernels, _ = compiled
     for dtype in ("bfloat16", "float16"):
         inside = cuda_gemm.loop(kernels[dtype, direction, "gelu"], "MUFU", 64)
         print(dtype, inside.total(), dict(inside))
-        # An element needs a reciprocal and an exponential; the copies on Hopper need divisions.
+        # Each element needs a reciprocal and an exponential. On Hopper, the copies need divisions.
         assert inside["MUFU"] == (64 if arch == 80 else 70)
         assert inside["STG"] == 8
         assert inside.total() <= LIMITS[arch, direction]

@@ -1,4 +1,4 @@
-"""The PTX machine catches faults in the product kernels with GELU."""
+"""The PTX machine catches mistakes that tests insert into the product kernels with GELU."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from _cuda_gemm import Problem, compiled_in
 from _cuda_gemm_faults import BACKWARD, FAULTS, FORWARD
 from quick_cases import first_of_each
 
-# Faults test the tests, and compiling the kernels takes long.
+# These tests check other tests, and nvcc needs long to compile the kernels.
 pytestmark = pytest.mark.every_case
 
 
 class Small:
-    """A problem whose results each fault would change, and its right results.
+    """A problem whose results every inserted mistake changes, and its right results.
 
     One block computes two tiles of the result, and five slices reuse the ring of three stages.
     """
@@ -34,7 +34,7 @@ class Small:
         self.expected = {name: self.run(name, 1) for name in (FORWARD, BACKWARD)}
 
     def run(self, kernel, seed):
-        """Return the results of a kernel; on Hopper, one block computes both tiles."""
+        """Return the results of `kernel`; on Hopper, one block computes both tiles."""
         self.gemm.options = {"seed": seed, "limit": LONGEST, "threads": 1}
         self.gemm.compiled.set_multiprocessors(1)
         p = self.problem
@@ -43,7 +43,7 @@ class Small:
         return p.backward(self.gemm, self.saved)
 
     def outcome(self, kernel, fault):
-        """Return the errors that a fault in a kernel causes, or "" if the results are right."""
+        """Return the errors that `fault` causes in `kernel`, or "" if the results are right."""
         ptx = self.gemm.ptx(kernel, "bfloat16", "GeluByI")
         with replaced(self.gemm.compiled, fault.broken(ptx)):
             return outcome(lambda seed: self.run(kernel, seed), self.expected[kernel])

@@ -57,13 +57,14 @@ def test_layer_norm_of_rows_that_fill_the_lanes(operators, columns, dtype):
 
 @pytest.mark.parametrize(
     ("rows", "columns"),
-    # In the backward, a warp gets several rows from 1,056 rows on, and a half warp from 2,112 rows
-    # on. A block computes rows of more than 1,024 columns one at a time. In the forward, 396 blocks
-    # compute four rows of one column each, so they iterate from 1,585 rows on.
+    # In the backward, a warp gets several rows if there are 1,056 rows or more, and a half warp
+    # does if there are 2,112 or more. A block computes rows of more than 1,024 columns one at a
+    # time. In the forward, 396 blocks compute four rows of one column each, so they iterate from
+    # 1,585 rows on.
     [
         (1100, 40),
         *(long_case(*x) for x in ((1100, 768), (2200, 384), (600, 1032), (1600, 1))),
-        # This case takes 40 s on the PTX machine.
+        # The next case takes 40 s on the PTX machine.
         long_case(16391, 1),
     ],
 )
@@ -102,7 +103,7 @@ def test_row_strides_and_odd_addresses(operators):
 @pytest.mark.parametrize("parameters", DTYPES[:2])
 @pytest.mark.parametrize("dtype", DTYPES[:2])
 def test_layer_norm_moves_whole_sectors(operators, dtype, parameters, columns):
-    """The kernels move few more sectors than needed; scalar accesses would move up to 16 times."""
+    """The kernels move few more sectors than the minimum; scalar accesses would move up to 16x."""
     case = problem(10, columns, dtype, dropout_p=0.1)
     for name in ("weight", "bias", "x_bias"):
         setattr(case, name, getattr(case, name).to(parameters))
@@ -111,15 +112,15 @@ def test_layer_norm_moves_whole_sectors(operators, dtype, parameters, columns):
     counts = {name: report.counts for name, report in operators.compiled.reports}
     assert set(counts) > {"layer_norm.forward_kernel", "layer_norm.backward_kernel"}
     for name, count in counts.items():
-        # Here a block has one row, and half of the bytes of a 16-bit backward are fp32 sums. A lane
-        # writes 8 of these sums in two accesses, each of which covers half a sector.
+        # Here a block has one row. In the backward in 16 bits, half of the bytes are fp32 sums. A
+        # lane writes 8 of these sums in two accesses, and each access covers half a sector.
         limit = 1.5 if dtype != torch.float32 and "backward" in name else 1.3
         assert count["global_sectors"] <= limit * count["global_least_sectors"], name
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_layer_norm_has_no_approximate_instruction(operators, dtype):
-    """No bit changes when the machine adds the largest error to approximate instructions."""
+    """The results have the same bits if approximate instructions have their largest error."""
     case = problem(5, 111, dtype, dropout_p=0.1)
     exact = case.run(operators)
     for error in (-1, 1):
@@ -171,7 +172,7 @@ def test_the_sum_over_the_rows_needs_no_bias(operators):
         dy.float(), h.float(), torch.zeros(111), "gelu", True, False
     )
     _, total, _ = operators.activation_backward(dy, h, None, "gelu", True, False)
-    assert total.dtype == torch.float32  # without a bias, the gradient is in fp32
+    assert total.dtype == torch.float32  # without a bias, dbias is in fp32
     assert torch.equal(total, expected)
 
 
@@ -212,7 +213,7 @@ def test_attention_chooses_a_kernel(operators, head_dim, options):
     on_hopper = operators.compiled.modules[0].text.target == "sm_90a"
     wide = "_wide" if on_hopper and head_dim == 128 else ""
     persistent = "persistent_" if on_hopper else ""
-    # A mask that differs between queries is packed into bits before each direction.
+    # In each direction, an extra kernel first packs a mask that differs between queries into bits.
     pairs = on_hopper and mask is not None and mask.shape[2] > 1
     packing = ["pairs.pack_pairs_kernel"] * pairs
     assert [name for name, _ in operators.compiled.reports] == [

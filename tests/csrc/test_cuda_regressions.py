@@ -1,8 +1,8 @@
-"""Attention bugs of other libraries, tested on the CUDA C++ kernels of both architectures.
+"""Attention bugs of other libraries do not occur in the CUDA C++ kernels of both architectures.
 
-The numbers in the names are the same as in tests/ops/test_regressions.py, which tests the backends
-of this machine. Here the kernels run on the PTX machine instead of a GPU. test_cuda_attention.py,
-test_hopper_attention.py and test_hopper_backward.py test the other cases.
+A number in a test's name is the number of the bug in tests/ops/test_regressions.py, which tests the
+backends of this machine. Here the PTX machine runs the kernels instead of a GPU.
+test_cuda_attention.py, test_hopper_attention.py and test_hopper_backward.py test the other bugs.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def operators(compiled):
 
 
 def drawn(queries: int = 40, keys: int = 70, dim: int = 64) -> list[Tensor]:
-    """Return q, k, v and dout."""
+    """Return random q, k and v, and a random gradient dout of the output."""
     generator = torch.Generator().manual_seed(0)
     return [
         torch.randn(2, 2, length, dim, generator=generator).bfloat16()
@@ -45,7 +45,7 @@ def drawn(queries: int = 40, keys: int = 70, dim: int = 64) -> list[Tensor]:
 
 
 def solve(tensors: list[Tensor], **options) -> list[Tensor]:
-    """Return out, dq, dk and dv."""
+    """Return the output and the gradients dq, dk and dv."""
     *inputs, dout = tensors
     leaves = [x.detach().requires_grad_() for x in inputs]
     out = ops.attention(*leaves, backend="cuda", **options)
@@ -53,7 +53,7 @@ def solve(tensors: list[Tensor], **options) -> list[Tensor]:
 
 
 def spread(x: Tensor, dim: int) -> Tensor:
-    """Copy x to a memory mapping whose pages occupy memory only after they are written.
+    """Copy `x` to a memory mapping whose pages occupy memory only after a write.
 
     The last slice along `dim` begins at least 2³¹ elements after the first slice.
     """
@@ -70,7 +70,7 @@ def spread(x: Tensor, dim: int) -> Tensor:
 @pytest.mark.parametrize("dim", [0, 2], ids=["sequences", "rows"])
 @pytest.mark.every_case
 def test_09_offsets_beyond_2_to_the_31(compiled, monkeypatch, number, dim):
-    # The search for races would record every byte of the mapping, also the bytes between rows.
+    # The check for races would record every byte of the mapping, including the bytes between rows.
     monkeypatch.setattr(compiled, "options", {"races": False})
     tensors = drawn(3, 3)
     near = solve(tensors)
@@ -85,7 +85,7 @@ def test_16_dropout_of_everything_and_of_nearly_everything(dim):
     seed = torch.tensor([7])
     for result in solve(tensors, dropout_p=1.0, dropout_seed=seed):
         assert (result == 0).all()
-    # Dropout leaves an element with probability 2⁻²⁰, and then scales it by 2²⁰.
+    # Dropout keeps an element with probability 2⁻²⁰, and multiplies a kept element by 2²⁰.
     for result in solve(tensors, dropout_p=1.0 - 2.0**-20, dropout_seed=seed):
         assert torch.isfinite(result).all()
 
@@ -102,7 +102,7 @@ def test_28_logits_of_ten_thousand(dim):
     q, k, v, dout = drawn(dim=dim)
     results = solve([1e4 * q, k, v, dout])
     assert all(torch.isfinite(x).all() for x in results)
-    # For nearly every query, the key with the largest logit has the whole weight.
+    # For nearly every query, the key with the largest logit gets the weight 1.
     largest = (q.float() @ k.float().transpose(2, 3)).argmax(-1)
     expected = torch.take_along_dim(v, largest[..., None], dim=2)
     same = (results[0] == expected).all(-1)
@@ -110,7 +110,7 @@ def test_28_logits_of_ten_thousand(dim):
 
 
 def test_28_equal_logits_far_from_0():
-    """With equal logits of any size, the output is exactly the mean of the values."""
+    """With equal logits of any size, the output equals the mean of the values exactly."""
     q, k, v, dout = drawn()
     v = v.sign()
     v[:, :, 64:] = 0

@@ -1,4 +1,4 @@
-"""The PTX machine's runtime refuses the launches and calls that a GPU's runtime refuses."""
+"""The PTX machine's CUDA runtime refuses the launches and calls that a GPU's runtime refuses."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ KIB = 1024
 SUCCESS, INVALID_VALUE, INVALID_CONFIGURATION, INVALID_CONTEXT, OUT_OF_RESOURCES = 0, 1, 9, 201, 701
 INVALID_CLUSTER_SIZE = 912
 # The kernels have 32 KiB of static shared memory and at most 256 threads. Each test uses new
-# kernels, because an attribute of a kernel lasts until the process ends.
+# kernels, because an attribute that a test sets for a kernel lasts until the process ends.
 SOURCE = """
 #include "driver.cuh"
 #include "hopper/tma.cuh"
@@ -142,14 +142,14 @@ numbers = itertools.count()
 
 
 class Params(Structure):
-    """The parameter of the kernels, a pointer."""
+    """The single parameter of the kernels, which is a pointer."""
 
     _fields_ = [("out", c_void_p)]
 
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
-    """Return the kernels and csrc/cuda's encoder of tensor maps."""
+    """Return the library of the kernels above and of csrc/cuda's encoder of tensor maps."""
     require_nvcc()
     folder = tmp_path_factory.mktemp("runtime")
     source = folder / "front.cu"
@@ -165,7 +165,7 @@ def kernel():
 
 
 def run(library, kernel, grid=(1, 1, 1), threads=256, shared=1 * KIB):
-    """Launch a kernel and return the error code of the launch."""
+    """Launch a kernel and return the error code of the launch; 0 means success."""
     out = torch.zeros(256, dtype=torch.int32)
     params = Params(out.data_ptr())
     error = library.call("run_kernel", byref(params), kernel, *grid, threads, shared, memory=[out])
@@ -175,7 +175,7 @@ def run(library, kernel, grid=(1, 1, 1), threads=256, shared=1 * KIB):
 
 
 def in_new_thread(function):
-    """Call a function in a new thread, which has made no call of the runtime, for its result."""
+    """Return the result of `function` in a new thread, which has not called the runtime."""
     results = []
     thread = threading.Thread(target=lambda: results.append(function()))
     thread.start()
@@ -184,7 +184,7 @@ def in_new_thread(function):
 
 
 def data():
-    """Return an address that is a multiple of 16 bytes, for 256 elements of 16 bits."""
+    """Return a 16-byte-aligned address for a tensor map; no test accesses its memory."""
     return c_void_p(1 << 20)
 
 
@@ -204,7 +204,7 @@ def data():
     ],
 )
 def test_a_launch_within_the_limits_of_a_gpu(library, options, error):
-    # These launches change no attribute, so all cases use the same kernel.
+    # These launches change no attribute of the kernel, so all cases use the same kernel.
     assert run(library, 14, **options) == error
 
 
@@ -213,7 +213,7 @@ def test_a_launch_within_the_limits_of_a_gpu(library, options, error):
     [
         (64 * KIB, 64 * KIB, SUCCESS),
         (64 * KIB, 65 * KIB, INVALID_VALUE),
-        # A limit below the default is enforced, too.
+        # The runtime also enforces a limit below the default of 48 KiB.
         (8 * KIB, 9 * KIB, INVALID_VALUE),
         (195 * KIB, 195 * KIB, SUCCESS),
     ],
@@ -224,7 +224,7 @@ def test_a_kernel_may_ask_for_more_shared_memory(library, kernel, allowed, share
 
 
 def test_no_kernel_has_more_shared_memory_than_a_multiprocessor(library, kernel):
-    """On a Hopper GPU, static and dynamic shared memory of a block are at most 227 KiB together."""
+    """A block on a Hopper GPU has at most 227 KiB of static and dynamic shared memory together."""
     assert library.functions.set_shared(kernel, 195 * KIB + 1) == INVALID_VALUE
     assert run(library, kernel, shared=17 * KIB) == INVALID_VALUE
 
@@ -285,7 +285,7 @@ def test_the_driver_needs_a_context_in_the_calling_thread(library, kernel):
 
 
 def test_a_tensor_map_is_encoded_in_a_thread_without_a_context(library):
-    """Attention may be the first CUDA work of an autograd thread, so encoding makes a context."""
+    """Encoding succeeds in a new thread; attention may be the first call of an autograd thread."""
     assert in_new_thread(lambda: library.functions.encode(data())) == SUCCESS
 
 
@@ -333,7 +333,7 @@ def test_a_tensor_map_that_the_driver_encodes(library, change, error):
 
 
 def test_the_runtime_and_the_machine_encode_one_map(library):
-    """The driver and `tensor_map` of the PTX machine encode a matrix with the same bytes."""
+    """The driver and the PTX machine's `tensor_map` encode a matrix with the same bytes."""
     library.functions.set_device(0)
     matrix = torch.zeros(64, 64, dtype=torch.bfloat16)
     _, encoded = encode_matrix(library, **{**MATRIX, "data": matrix.data_ptr()})

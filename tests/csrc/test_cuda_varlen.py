@@ -1,4 +1,4 @@
-"""The CUDA kernel that finds the indices of real tokens, compiled by nvcc, on the PTX machine."""
+"""The CUDA kernel that finds the indices of real tokens is right on the PTX machine."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ def places(request, tmp_path_factory):
 def drawn(batch: int, length: int, dtype: torch.dtype = torch.bool, share: float = 0.5) -> Tensor:
     generator = torch.Generator().manual_seed(batch * 1000 + length)
     mask = torch.rand(batch, length, generator=generator) < share
-    # Any value other than 0 marks a real token.
+    # A mask of integers marks a real token by any value other than 0, here by the smallest integer.
     return mask if dtype == torch.bool else mask.to(dtype) * torch.iinfo(dtype).min
 
 
 def check(places: Places, mask: Tensor) -> None:
-    """Compare both call forms of the operator with the reference."""
+    """Check that both call forms of the operator give the results of the reference."""
     expected = reference.unpad(mask, mask)
     tokens = expected.indices.shape[0]
     padding = (mask.reshape(-1) == 0).nonzero().flatten()
@@ -72,7 +72,7 @@ def check(places: Places, mask: Tensor) -> None:
             assert (indices[tokens:] == -(1 << 30)).all()
 
 
-# A block has 512 threads, and a grid has at most 16 blocks.
+# The kernel has 512 threads in a block, and at most 16 blocks in a grid.
 @pytest.mark.parametrize(
     ("batch", "length"), [(1, 1), (1, 513), (3, 7), (16, 33), (17, 1), (33, 40), (2, 700)]
 )
@@ -134,7 +134,7 @@ def test_a_bad_shape_is_refused(places):
 
 
 def test_unpad_takes_the_kernel(places, monkeypatch):
-    """`unpad` uses the CUDA kernel if the CPU operator, which would be first choice, is off."""
+    """`unpad` uses the CUDA kernel if the CPU operator, which is the first choice, is disabled."""
     monkeypatch.setattr(varlen, "_by_extension", lambda index: False)
     for mask in (drawn(4, 9), drawn(4, 9, torch.int64), drawn(4, 9).float(), drawn(4, 9)[:, :0]):
         before = len(places.compiled.reports)

@@ -1,4 +1,4 @@
-"""The C++ embedding against float64, at every instruction-set level."""
+"""The C++ embedding agrees with float64, at every instruction-set level."""
 
 from __future__ import annotations
 

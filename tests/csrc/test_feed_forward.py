@@ -1,4 +1,4 @@
-"""The C++ activations against float64, at every instruction-set level."""
+"""The C++ activations agree with float64, at every instruction-set level."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_exact_far_from_zero_and_nan_propagates(isa, operators, activation):
 
 
 def test_negative_tail_keeps_its_digits(isa, operators):
-    """GELU of negative numbers is accurate, even below -6, where 1 + erf cancels to 0 in fp32."""
+    """GELU of negative numbers is accurate, even below -6, where 1 + erf rounds to 0 in fp32."""
     x = torch.linspace(-12.0, -3.0, 1000).view(1, -1)
     expected = x.double() * torch.exp(torch.special.log_ndtr(x.double()))
     y = operators.activation_forward(x, None, "gelu").double()
@@ -141,7 +141,7 @@ def activation_gradients(h, dy, activation, dtype):
 
 def run_activation(operators, h, dy, activation):
     dh, dbias, a = operators.activation_backward(dy, h, None, activation, True, True)
-    assert dbias.dtype == torch.float32  # without a bias, the gradient is in fp32
+    assert dbias.dtype == torch.float32  # without a bias, dbias is in fp32
     return {"a": a, "dh": dh, "dbias": dbias.to(h.dtype)}
 
 

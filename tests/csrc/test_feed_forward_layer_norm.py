@@ -1,4 +1,4 @@
-"""The fused feed-forward and layer norm gives the bits of two separate product operators."""
+"""The operator for feed-forward and layer norm gives the bits of two operators, one per product."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from fastbert.testing.yardstick import Yardstick
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ACTIVATIONS = ("none", "gelu", "gelu_tanh", "relu")
-# The numbers of rows are near the sizes of registers, panels and tasks; from 97 rows on, whole rows
-# are normalised. With 64, 96, 416 or 1,536 activations, a row passes from product to product in
-# panels; 40 and 63 activations do not fill whole panels.
+# The numbers of rows are near the sizes of registers, panels and tasks. With 97 rows or more, a
+# task normalises whole rows. With 64, 96, 416 or 1,536 activations, a row passes from product to
+# product in panels; 40 and 63 activations do not fill whole panels.
 SHAPES = [
     (0, 64, 16, 7),
     (1, 64, 64, 1),
@@ -30,7 +30,7 @@ SHAPES = [
 
 
 def draw(m, inner, k, n, dtype):
-    """Return x, both weights with their biases, the residual and the parameters of the norm."""
+    """Return x, both weights with their biases, the residual, and weight and bias of the norm."""
     shapes = [(m, k), (inner, k), (inner,), (n, inner), (n,), (m, n), (n,), (n,)]
     return [torch.randn(shape).to(dtype) for shape in shapes]
 
@@ -55,7 +55,7 @@ def test_has_the_bits_of_its_two_products(isa, operators, m, inner, k, n, dtype,
 
 
 def solve(given, activation, dtype):
-    """Return the result of PyTorch in ``dtype``; the sums of the norm are at least fp32."""
+    """Return PyTorch's result in ``dtype``; the sums of the norm are in fp32 or wider."""
     x, inner, inner_bias, outer, *rest = (t.to(dtype) for t in given)
     between = F.linear(x, inner, inner_bias)
     if activation != "none":
@@ -70,7 +70,7 @@ def solve(given, activation, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("m", "inner", "k", "n"), SHAPES[2:8])
 def test_agrees_with_float64(isa, operators, m, inner, k, n, dtype, activation):
-    """The result agrees with float64; equal bits alone could hide an error of a shared function."""
+    """The result agrees with float64, because equal bits would not show an error in shared code."""
     given = draw(m, inner, k, n, dtype)
     y = operators.feed_forward_layer_norm(*given, activation, 1e-5)
     yardstick = Yardstick(lambda: solve(given, activation, dtype))
@@ -99,7 +99,7 @@ def test_a_row_keeps_its_bits_in_any_batch(isa, operators, dtype):
 
 
 def test_not_a_number_stays_in_its_row(isa, operators):
-    """A NaN reaches only its own row, although panels are also computed beyond the last row."""
+    """A NaN in x reaches only its own row, although the last panel extends beyond the last row."""
     for dtype in DTYPES:
         given = draw(5, 64, 40, 32, dtype)
         given[0][2] = float("nan")

@@ -1,4 +1,4 @@
-"""The C++ products against float64, at every instruction-set level."""
+"""The C++ matrix products agree with float64, at every instruction-set level."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ def draw(m, n, k, dtype) -> dict[str, Tensor]:
 
 
 def solve(case, activation, dtype, norm=False) -> tuple[Tensor, Tensor]:
-    """Return the result and the pre-activation of PyTorch in ``dtype``.
+    """Return PyTorch's result and pre-activation in ``dtype``.
 
-    The sums of a layer norm are at least fp32, because no kernel rounds these sums.
+    The sums of a layer norm are in fp32 or wider, because no kernel rounds these sums to 16 bits.
     """
     wide = torch.promote_types(dtype, torch.float32) if norm else dtype
     given = {name: t.to(wide) for name, t in case.items()}
@@ -70,7 +70,7 @@ def linear_layer_norm(operators, case) -> Tensor:
 
 
 def check_layer_norm(case, y) -> None:
-    """Check the result ``y`` of ``linear_layer_norm``, in the dtype of the residual."""
+    """Check the result ``y`` of ``linear_layer_norm`` against float64, by the tolerance rule."""
     oracle = solve(case, "none", torch.float64, True)[0]
     yardstick = Yardstick(lambda: solve(case, "none", y.dtype, True)[0])
     assert_close("linear_layer_norm", y, oracle, yardstick)
@@ -108,10 +108,10 @@ def test_epilogues(isa, operators, activation, dtype, omitted):
 
 
 def test_gelu_of_every_bf16(isa, operators):
-    """GELU of every bf16 number is within a bound; the product x times 1 adds no error.
+    """GELU of every bf16 number x is within a bound; x is computed as x times 1, without error.
 
-    The bound is half a unit in the last place plus the error of the polynomials. Denormal results
-    may be 0.
+    The bound is half a unit in the last place, for the rounding, plus the error of the polynomials.
+    The result may be 0 where the exact result is denormal.
     """
     x = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.bfloat16)
     x = x[(x.abs() >= 2.0**-120) | (x == 0)].unsqueeze(1)
@@ -134,14 +134,14 @@ def test_layer_norm_without_a_bias_and_of_rows_far_from_zero(isa, operators):
 
 @pytest.mark.parametrize("m", [3, 150])
 def test_layer_norm_of_rows_longer_than_a_task_s_columns(isa, operators, m):
-    """Rows that span several tasks are normalised after all of these tasks have ended."""
+    """The result is right for rows that span several tasks, which must end before the norm."""
     case = draw(m, 1100, 600, torch.float32)
     oracle, yardstick = (solve(case, "none", d, True)[0] for d in (torch.float64, torch.float32))
     assert_close("linear_layer_norm", linear_layer_norm(operators, case), oracle, yardstick)
 
 
 def test_layer_norm_of_fp32_sums_with_16_bit_products(isa, operators):
-    """With 16-bit operands, the residual and the result stay in fp32, as under autocast."""
+    """With 16-bit operands and an fp32 residual, as under autocast, the result is an fp32 sum."""
     for m in (3, 40):
         case = draw(m, 111, 300, torch.bfloat16)
         case["residual"] = torch.randn(m, 111)
@@ -151,7 +151,7 @@ def test_layer_norm_of_fp32_sums_with_16_bit_products(isa, operators):
 
 @pytest.mark.parametrize("largest", [3, 9])
 def test_small_integers_are_exact(isa, operators, largest):
-    """Products of small integers are exact; above 256, every other integer is a tie in bf16."""
+    """Products of small integers are exact; above 256, odd integers are ties between two bf16."""
     shapes = ((37, 300), (111, 300))
     x, weight = (torch.randint(-largest, largest + 1, shape).float() for shape in shapes)
     for dtype in DTYPES:
@@ -160,13 +160,13 @@ def test_small_integers_are_exact(isa, operators, largest):
 
 
 def test_fp32_parameters_with_16_bit_rows(isa, operators):
-    """An fp32 weight is rounded to the dtype of x while it is packed, as under autocast."""
+    """An fp32 weight gives the same bits as the weight rounded to the dtype of x."""
     for dtype in DTYPES[1:]:
         case = draw(9, 111, 300, dtype)
         rounded = linear(operators, case, "gelu")[0]
         wide = case | {name: case[name].float() for name in ("weight", "bias")}
         assert torch.equal(linear(operators, wide, "gelu")[0], rounded)
-        wide["weight"] += wide["weight"] * 2.0**-13  # less than half a unit in either format
+        wide["weight"] += wide["weight"] * 2.0**-13  # under half a unit of fp16 and bf16
         assert torch.equal(linear(operators, wide, "gelu")[0], rounded)
 
 
@@ -194,7 +194,7 @@ def test_nan_of_any_bits_stays_nan_when_a_weight_is_packed(isa, operators):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("k", [1, 59, 100])
 def test_nothing_is_read_between_the_end_of_a_row_and_the_next(isa, operators, k, dtype):
-    """NaN after the end of a row is not read, even if rows begin at whole cache lines."""
+    """A NaN between the end of a row and the next row is not read, even at whole cache lines."""
     wide = torch.full((33, 128), torch.nan, dtype=dtype)
     wide[:, :k] = torch.randn(33, k).to(dtype)
     weight = torch.randn(40, k).to(dtype)
@@ -238,7 +238,7 @@ def test_rows_far_apart_whose_elements_fill_whole_tiles(isa, operators, rows, dt
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("k", [1024, 1100, 2048])
 def test_rows_of_weights_a_page_apart_have_the_same_product(isa, operators, k, dtype, rows):
-    """Rows that share a set of the cache are copied first, and the product has the same bits."""
+    """Weights whose rows share a set of the cache, and are copied first, give the same product."""
     case = draw(rows, 100, k, dtype)
     expected = results(operators, case | {"weight": case["weight"].clone()})
     for columns in (2048, 4096, 2080):
@@ -260,7 +260,7 @@ def test_nan_stays_in_its_row_and_column(isa, operators):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("a_transposed", "b_transposed"), [(0, 0), (0, 1), (1, 0), (1, 1)])
 def test_matmul(isa, operators, a_transposed, b_transposed, dtype):
-    """`matmul` is right for every layout of both operands, with fp32 and 16-bit results."""
+    """`matmul` is right for every layout of both operands, and for fp32 and 16-bit results."""
 
     def stored(shape, transposed):
         t = torch.randn(shape).to(dtype)
@@ -304,7 +304,7 @@ def test_a_row_is_the_same_alone_and_in_any_batch(isa, operators, dtype):
                 assert torch.equal(actual, whole[begin:end]), (begin, end)
 
 
-# For 512 fp32 rows and a small weight, the product packs the weight instead of the rows.
+# For 512 fp32 rows and a small weight, `linear` packs the weight instead of the rows.
 @pytest.mark.parametrize(("n", "k"), [(200, 300), (40, 1024), (111, 59)])
 @pytest.mark.parametrize("activation", ["none", "gelu"])
 def test_a_product_that_packs_its_weight_has_the_same_bits(isa, operators, n, k, activation):
@@ -322,7 +322,7 @@ def test_a_product_that_packs_its_weight_has_the_same_bits(isa, operators, n, k,
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_reruns_and_thread_counts_agree_bitwise(isa, operators, dtype):
-    # In the last shapes, the last task along the rows or columns is smaller than the other tasks.
+    # In the last shapes, the last task along the rows or columns has fewer than the others.
     shapes = ((17, 300, 259), (300, 300, 259), (331, 300, 67), (150, 1001, 67), (587, 49, 67))
     cases = [draw(*shape, dtype) for shape in shapes]
 
@@ -394,7 +394,7 @@ CHANGES = {
 @pytest.mark.parametrize("m", [1, 7, 1024])
 @pytest.mark.parametrize("dtype", DTYPES[:2])
 def test_any_change_is_seen(isa, operators, m, dtype, change):
-    """The next product uses every changed weight, even after writes that PyTorch does not count."""
+    """The next product uses each changed weight, even after a write that PyTorch does not count."""
     x, weight = torch.randn(m, 59).to(dtype), torch.randn(602, 59).to(dtype)
     linear(operators, {"x": x, "weight": weight})
     change(weight.data)
@@ -425,11 +425,11 @@ def test_the_level_may_change_between_calls(operators, extension):
 @pytest.mark.parametrize(("m", "k"), [(1, 64), (5, 300), (40, 320)])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_plain_linear_has_the_bits_of_matmul_with_a_packed_operand(isa, operators, dtype, m, k):
-    """``linear`` and ``matmul`` of a packed operand add in the same order, so bits are equal."""
+    """``linear`` has the bits of ``matmul`` with a packed operand; both add in one order."""
     for n in (1, 40, 111):
         x, weight = torch.randn(m, k).to(dtype), torch.randn(n, k).to(dtype)
         wide = weight.new_zeros(k, n + 1)
-        wide[:, :n] = weight.t()  # A column of (k, 1) must not have a stride of 1 along k.
+        wide[:, :n] = weight.t()  # With n = 1, the stride along k must differ from 1.
         expected = operators.matmul(x, wide[:, :n], None, dtype)
         assert torch.equal(linear(operators, {"x": x, "weight": weight})[0], expected)
         for part in (weight, weight.float()):
@@ -470,9 +470,9 @@ def test_ten_thousand_calls_grow_no_memory(operators):
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
 def test_a_forked_child_computes_the_same(operators):
-    """A forked child, which has no threads of the pool, computes the same product.
+    """A forked child, which lacks the parent's threads, computes the same product.
 
-    The tensors are small, because torch hangs in the child if it fills more than 32,768 elements
+    The tensors are small, because torch hangs in the child when it fills more than 32,768 elements
     with NaN. The product is large enough for several threads.
     """
     case = draw(100, 60, 100, torch.float32)

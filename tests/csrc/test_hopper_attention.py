@@ -1,4 +1,4 @@
-"""Attention for Hopper GPUs, compiled by nvcc and run on the PTX machine."""
+"""Attention for Hopper GPUs is right when the PTX machine runs the PTX that nvcc compiles."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def check(hopper, q, k, v, mask=None, scale=None, dropout_p=0.0):
     scores = q.double() @ k.double().transpose(-1, -2) * (scale or q.shape[-1] ** -0.5)
     if mask is not None:
         scores = scores.masked_fill(~mask, -math.inf)
-    # Only the polynomial and the order of the summation make lse differ from float64.
+    # lse differs from float64 only by the polynomial and by the order of the summation.
     assert torch.allclose(lse.double(), scores.logsumexp(-1), rtol=1e-6, atol=5e-6)
 
 
@@ -112,7 +112,7 @@ def test_random_cases(hopper, dim, seed):
 
 
 def test_the_dropout_mask_is_the_definitions_bit_for_bit(hopper):
-    """With equal weights and one-hot values, the output shows which keys dropout keeps."""
+    """With equal weights and one-hot values, the output is 0 exactly where dropout drops a key."""
     q = torch.zeros(2, 2, 130, 64, dtype=torch.bfloat16)
     kept = reference.dropout_keep(SEED, 0.3, (2, 2, 130, 192))
     for first in (0, 64, 128):
@@ -123,7 +123,7 @@ def test_the_dropout_mask_is_the_definitions_bit_for_bit(hopper):
 
 
 def test_one_query_has_a_mask_of_keys(hopper):
-    """With one query, a mask of pairs is a mask of keys, whatever the stride of the queries is."""
+    """With one query, a mask of (query, key) pairs works as a mask of keys, with any stride."""
     mask = torch.rand(1, 1, 1, 97, generator=torch.Generator().manual_seed(1)) > 0.4
     check(hopper, *drawn(1, 2, 1, 97, 64), mask)
 
@@ -168,7 +168,7 @@ def packed(lengths, slack=0, heads=2, dim=64):
     ],
 )
 def test_packed_sequences_are_dense_ones_bit_for_bit(hopper, dim, multiprocessors, lengths):
-    """Packing changes no bit; NaN stays in its sequence, and rows outside sequences become 0."""
+    """Packing changes no bit. A NaN stays in its sequence, and rows outside sequences become 0."""
     hopper.compiled.set_multiprocessors(multiprocessors)
     rows, ends = packed(lengths, slack=9, dim=dim)
     rows[ends[-1] :] = torch.nan
@@ -201,15 +201,15 @@ def test_memory_is_moved_in_whole_sectors_and_without_bank_conflicts(hopper, dim
     forward(hopper, *drawn(1, 2, 256, 256, dim))
     counts = hopper.counts()
     assert counts["shared_wavefronts"] == counts["shared_least_wavefronts"]
-    # One lane of four writes a log-sum-exp, and the eight numbers of a warp fill a sector.
+    # One lane of four writes a log-sum-exp. The eight numbers that a warp writes fill a sector.
     assert counts["global_sectors"] == counts["global_least_sectors"]
-    # Two work items of a head read all its keys and values; queries and outputs are moved once.
+    # Two work items of a head read all its keys and values. Queries and outputs are moved once.
     lse = 2 * 256 * 4
     assert counts["global_bytes"] == 2 * 256 * dim * 2 * (2 + 2 * 2) + lse
 
 
 def test_blocks_get_equal_work(hopper):
-    """Two blocks get equal work, because the scheduler takes the longest sequence first."""
+    """Two blocks do equal work, because the scheduler assigns the longest sequence first."""
     hopper.compiled.set_multiprocessors(2)
     rows, ends = packed((100, 100, 100, 100, 500), heads=1)
     work = []
@@ -226,7 +226,7 @@ def test_more_sequences_than_a_block_sorts(hopper):
     hopper.compiled.set_multiprocessors(132)
     hopper.options = {"blocks": [7]}
     out, _ = forward(hopper, *rows.unbind(1), cu_seqlens=ends, longest=1)
-    # The output of a one-token sequence is its value. Only one of 132 blocks runs here.
+    # The output of a one-token sequence is its value. The machine runs only one of 132 blocks.
     assert torch.equal(out[7::132], rows[7::132, 2])
 
 

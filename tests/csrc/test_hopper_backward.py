@@ -1,4 +1,4 @@
-"""The backward of attention for Hopper GPUs, compiled by nvcc and run on the PTX machine."""
+"""The backward of attention for Hopper GPUs is right on the PTX machine, with nvcc's PTX."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def hopper(compiled):
 
 
 def forward(q, k, v, mask=None, dropout_p=0.0):
-    """Compute out and the log-sum-exp in float64, and return them rounded as by the forward."""
+    """Return out and the log-sum-exp, computed in float64 and rounded to the forward's dtypes."""
     options = {"mask": mask, "dropout_p": dropout_p, "dropout_seed": SEED}
     out = reference.attention(q.double(), k.double(), v.double(), **options).to(q.dtype)
     scores = q.double() @ k.double().transpose(-1, -2) * q.shape[-1] ** -0.5
@@ -128,8 +128,8 @@ def test_random_cases(hopper, dim, seed):
     queries, keys = chosen.randint(1, 300), chosen.randint(1, 400)
     dtype = chosen.choice([torch.bfloat16, torch.float16])
     tensors = drawn(chosen.randint(1, 2), 1, queries, keys, dim, dtype, seed)
-    # A query with only one attended key has a dq of 0, which rounding of out makes inexact under
-    # dropout, so short rows have no mask.
+    # With only one attended key, dq is 0 exactly. Under dropout, the rounding of out makes dq
+    # inexact, so short rows have no mask.
     masked = chosen.random() < 0.5 and keys > 150
     mask = key_mask(len(tensors[0]), keys) if masked else None
     check(hopper, tensors, mask, chosen.choice([0.0, 0.0, 0.2]))
@@ -137,7 +137,7 @@ def test_random_cases(hopper, dim, seed):
 
 @pytest.mark.parametrize("dim", [64, 128])
 def test_the_dropout_mask_is_the_definitions_bit_for_bit(hopper, dim):
-    """With equal weights and one-hot rows of dout, dv shows which weights dropout keeps."""
+    """With equal weights and one-hot rows of dout, dv is 0 exactly where dropout drops a weight."""
     kept = reference.dropout_keep(SEED, 0.3, (2, 2, dim, 200))
     q, k, v, _ = (torch.zeros_like(x) for x in drawn(2, 2, dim, 200, dim))
     dout = torch.eye(dim).bfloat16().expand(2, 2, dim, dim).contiguous()
@@ -181,7 +181,7 @@ def test_poisoned_keys_change_no_bit(hopper, dim):
 
 
 def packed(lengths, slack=0, heads=2, dim=64):
-    """Return q, k, v and dout in one tensor, out, the log-sum-exp, and the ends of sequences."""
+    """Return q, k, v and dout in one tensor, then out, the log-sum-exp, and the sequence ends."""
     generator = torch.Generator().manual_seed(3)
     rows = torch.randn(sum(lengths) + slack, 4, heads, dim, generator=generator).bfloat16()
     ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
@@ -206,7 +206,7 @@ def packed(lengths, slack=0, heads=2, dim=64):
     ],
 )
 def test_packed_sequences_are_dense_ones_bit_for_bit(hopper, dim, lengths, multiprocessors):
-    """Packing changes no bit; NaN stays in its sequence, and rows outside sequences become 0."""
+    """Packing changes no bit. A NaN stays in its sequence, and rows outside sequences become 0."""
     hopper.compiled.set_multiprocessors(multiprocessors)
     rows, out, lse, ends = packed(lengths, slack=9, dim=dim)
     for number, (first, length) in enumerate(zip(ends.tolist(), lengths, strict=False)):
@@ -226,7 +226,7 @@ def test_packed_sequences_are_dense_ones_bit_for_bit(hopper, dim, lengths, multi
 
 @pytest.mark.parametrize("sizes", [((40, 0, 70), (0, 30, 130)), ((0, 0), (5, 20))])
 def test_sequences_without_queries_or_without_keys(hopper, sizes):
-    """Sequences without queries or keys have zero gradients, in any order of the sequences."""
+    """The gradients of a sequence without queries or without keys are 0, wherever it is."""
     queries, keys = (torch.tensor([0, *accumulate(x)], dtype=torch.int32) for x in sizes)
     generator = torch.Generator().manual_seed(4)
     q, k, v, dout = (
@@ -271,7 +271,7 @@ def test_more_sequences_than_a_block_sorts(hopper):
     hopper.compiled.set_multiprocessors(132)
     hopper.options["blocks"] = [7]
     dq, _, dv = backward(hopper, rows.unbind(1), out, lse, ends=ends, longest=1)
-    # The weight of a single key is 1. Only one of 132 blocks runs here.
+    # The weight of a single key is 1, so dv equals dout. The machine runs only one of 132 blocks.
     assert torch.allclose(dv[7::132].float(), rows[7::132, 3].float(), rtol=2**-7)
     assert (dq[7::132] == 0).all()
 

@@ -1,4 +1,4 @@
-"""The functional units, instruction order and loop length in attention for Hopper GPUs."""
+"""The machine code of attention for Hopper GPUs has the expected units, order and loop lengths."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.every_case
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Return the folder into which the kernels are compiled."""
+    """Return the temporary folder that contains the compiled kernels."""
     require_nvcc()
     pytest.importorskip("triton", reason="its wheel has cuobjdump")
     return tmp_path_factory.mktemp("code")
@@ -26,7 +26,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def kernels(folder):
-    """Return the disassembled kernels by dtype, head dim, mask of pairs and dropout."""
+    """Return the disassembled forward kernels by dtype, head dim, mask of pairs and dropout."""
     return hopper_attention.machine_code(folder)
 
 
@@ -47,7 +47,7 @@ def test_kernels_use_the_units_of_hopper(kernels, dtype, dim, pairs, dropout):
 @pytest.mark.parametrize("pairs", [False, True])
 @pytest.mark.parametrize("dropout", [False, True])
 def test_the_softmax_runs_while_a_product_is_in_flight(kernels, dim, pairs, dropout):
-    """The wait for a product comes after the exponentials, so that product and softmax overlap."""
+    """The wait for a product comes after the exponentials, so product and softmax overlap."""
     code = hopper_attention.loop_over_tiles(kernels["bfloat16", dim, pairs, dropout])
     body = [instruction.text for instruction in code]
     waits = [i for i, op in enumerate(body) if op.startswith("WARPGROUP.DEPBAR")]
@@ -60,29 +60,29 @@ def test_the_softmax_runs_while_a_product_is_in_flight(kernels, dim, pairs, drop
 
 @pytest.mark.parametrize(("dim", "limit"), [(32, 470), (64, 475), (128, 500)])
 def test_a_tile_has_few_instructions(kernels, dim, limit):
-    """A scheduler can issue a tile for two warps within the 928 cycles of its exponentials."""
+    """A tile has so few instructions that two warps fit into the 928 cycles of its exponentials."""
     code = hopper_attention.path_of_a_tile(kernels["bfloat16", dim, False, False])
     path = Counter(instruction.name for instruction in code)
     print(path.total(), dict(path))
     assert path["HGMMA"] == dim // 16 + 8
-    # Of 64 exponentials, an eighth is computed by a polynomial; two more rescale the sums.
+    # A polynomial computes an eighth of the 64 exponentials, and two exponentials rescale the sums.
     assert path["MUFU"] == 58
     assert path.total() <= limit
 
 
 @pytest.fixture(scope="module")
 def backward(folder):
-    """Return the disassembled kernels of the backward."""
+    """Return the disassembled kernels of the backward for every head dim."""
     wide = hopper_attention.machine_code(folder, "backward_wide")
     return hopper_attention.machine_code(folder, "backward") | wide
 
 
 @pytest.mark.parametrize("direction", ["kernels", "backward"])
 def test_a_block_takes_no_more_registers_than_it_owns(direction, request):
-    """The groups of a block take no more registers than the first group releases.
+    """The groups of warps of a block take no more registers than the first group releases.
 
-    A group would wait forever for missing registers. ptxas assigns 168 registers to each of the 384
-    threads, which form three groups.
+    Otherwise, a group would wait forever for registers. ptxas assigns 168 registers to each of the
+    384 threads, which form three groups.
     """
     for name, text in request.getfixturevalue(direction).items():
         [given] = re.findall(r"USETMAXREG\.DEALLOC\.CTAPOOL (0x[0-9a-f]+)", text)
@@ -95,7 +95,7 @@ def test_registers_and_shared_memory_are_those_of_the_record(kernels, backward, 
         results = {}
         for binary in sorted(folder.glob(f"attention_{direction}*.cubin")):
             results |= _machine_code.resources(binary)
-        # fp16 and bf16 share an entry of the record.
+        # The kernels for fp16 and for bf16 have a common entry in machine_code.json.
         assert (len(results), len(texts)) == (12, 24)
         assert results == _machine_code.recorded("90a", f"attention {direction}")
 
@@ -120,7 +120,8 @@ def test_the_weights_are_computed_while_gradients_are_in_flight(backward, dim, p
     code = hopper_attention.loop_over_tiles(backward["bfloat16", dim, pairs, dropout])
     body = [instruction.text for instruction in code]
     waits = [i for i, op in enumerate(body) if op.startswith("WARPGROUP.DEPBAR")]
-    # The waits are for the scores, the gradients of weights, and the previous tile's gradients.
+    # The waits are, in order, for the scores, for the gradients of the weights, and for the
+    # gradients of the previous tile.
     assert [body[i][-1] for i in waits] == ["3", "2", "0"]
     last_product = max(i for i, op in enumerate(body) if op.startswith("HGMMA"))
     exponentials = [i for i, op in enumerate(body) if op.startswith("MUFU.EX2")]

@@ -14,7 +14,7 @@ from _hopper_attention import compiled_in
 from _hopper_problems import Backward, Forward
 from quick_cases import first_of_each, long_case
 
-# Faults test the tests, and compiling the kernels takes long.
+# These tests check other tests, and nvcc needs long to compile the kernels.
 pytestmark = pytest.mark.every_case
 
 KERNELS = [
@@ -40,7 +40,7 @@ def name(kernel, dim, fault):
 
 @pytest.fixture(scope="module")
 def problems(tmp_path_factory):
-    """Return a function that makes the problems of a kernel."""
+    """Return a function that returns the problems for a kernel."""
     hopper = compiled_in(tmp_path_factory.mktemp("hopper"))
     return functools.cache(lambda kernel, dim: kernel(hopper, dim))
 
@@ -48,7 +48,7 @@ def problems(tmp_path_factory):
 @pytest.mark.parametrize(("kernel", "dim"), KERNELS)
 def test_without_a_fault(problems, kernel, dim):
     chosen = problems(kernel, dim)
-    # The first two results of the forward are outputs; the log-sum-exps may be -inf.
+    # In the forward, only the first two results are outputs; the log-sum-exps may be -inf.
     results = chosen.expected[:2] if kernel is Forward else chosen.expected
     assert all(x.isfinite().all() for x in results)
     for seed in range(4):

@@ -1,4 +1,4 @@
-"""The PTX machine catches faults of (query, key) masks in attention for Hopper GPUs."""
+"""The PTX machine catches inserted mistakes in the (query, key) masks of attention for Hopper."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from _hopper_attention import compiled_in
 from _hopper_pair_problems import BackwardPairs, ForwardPairs
 from quick_cases import first_of_each, long_case
 
-# Faults test the tests, and compiling the kernels takes long.
+# These tests check other tests, and nvcc needs long to compile the kernels.
 pytestmark = pytest.mark.every_case
 
 KERNELS = [
@@ -32,7 +32,7 @@ def name(kernel, dim, packing, fault):
 
 @pytest.fixture(scope="module")
 def problems(tmp_path_factory):
-    """Return a function that makes the problems of a kernel."""
+    """Return a function that returns the problems for a kernel."""
     hopper = compiled_in(tmp_path_factory.mktemp("hopper"))
     return functools.cache(lambda kernel, dim, packing: kernel(hopper, dim, packing))
 

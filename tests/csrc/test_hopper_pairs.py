@@ -1,4 +1,4 @@
-"""Masks of (query, key) pairs in attention for Hopper GPUs, on the PTX machine."""
+"""Attention for Hopper GPUs is right with masks of (query, key) pairs, on the PTX machine."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def hopper(compiled):
 
 
 def pairs(*shape, seed=1):
-    """Return a mask with all-false rows and columns, and with an all-true tile if one fits."""
+    """Return a random mask with all-false rows and columns, and an all-true tile if a tile fits."""
     mask = torch.rand(shape, generator=torch.Generator().manual_seed(seed)) > 0.4
     mask[..., :128, :128] |= shape[-1] > 256
     mask[..., 128:256, 128:256] = False
@@ -43,7 +43,7 @@ def pairs(*shape, seed=1):
 
 
 def solve(hopper, tensors, mask, dropout_p=0.0, ends=(None, None), longest=None):
-    """Return out, dq, dk, dv and the log-sum-exp."""
+    """Return the output, dq, dk, dv and the log-sum-exp."""
     q, k, v, dout = tensors
     sizes = longest or (q.shape[-2], k.shape[-2])
     options = mask, *ends, SEED, *sizes, dropout_p, q.shape[-1] ** -0.5
@@ -117,7 +117,7 @@ def test_a_mask_of_keys_for_each_query_gives_the_same_bits(hopper, dim, dropout_
 
 
 def layouts():
-    """Return masks of shape (2, 2, 40, 200) that broadcast or have unusual strides."""
+    """Return masks that broadcast to the shape (2, 2, 40, 200) or have unusual strides."""
     whole = pairs(2, 2, 40, 200)
     wide = torch.zeros(2, 40, 2, 611, dtype=torch.bool).transpose(1, 2)
     wide[..., 1:600:3] = whole
@@ -177,7 +177,7 @@ def test_keys_that_no_query_attends_change_no_bit(hopper, dim):
 )
 @pytest.mark.every_case
 def test_packed_sequences_are_dense_ones_bit_for_bit(hopper, dim, multiprocessors, shared):
-    """Packing changes no bit, with one shared mask or with a mask for each sequence."""
+    """Packed sequences have the bits of dense sequences, with one shared mask or one mask each."""
     lengths = ((33, 0, 129, 1, 70), (40, 5, 140, 1, 0))
     ends = [torch.tensor([0, *accumulate(x)], dtype=torch.int32) for x in lengths]
     longest = tuple(map(max, lengths))
@@ -232,11 +232,12 @@ def test_memory_is_moved_in_whole_sectors_and_without_bank_conflicts(hopper, dim
     for c in counts:
         assert c["shared_wavefronts"] == c["shared_least_wavefronts"]
         assert c["global_sectors"] == c["global_least_sectors"]
-    # The heads share the mask. Each direction reads it once and packs each byte into one bit.
+    # The heads share the mask. In each direction, the packing reads the mask's bytes once and
+    # writes one bit for each byte.
     bits = 256 * 256 // 8
     assert [c["global_bytes"] for c in (counts[0], counts[2])] == [9 * bits] * 2
-    # For each head, the forward reads the bits once. The backward reads them twice: to find the
-    # attended keys, and for the tiles.
+    # For each head, the forward reads the bits once. The backward reads the bits twice: first to
+    # find the attended keys, and then for the tiles.
     rows = 2 * 256 * dim * 2
     assert counts[1]["global_bytes"] == rows * (2 + 2 * 2) + 2 * 256 * 4 + 2 * bits
     sums = 2 * 2 * rows + 2 * 4 * 256 * 4

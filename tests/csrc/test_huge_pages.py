@@ -1,4 +1,4 @@
-"""Huge pages for weights leave the values unchanged, and a forked process copies no page."""
+"""With huge pages, weights have unchanged values, and a forked process copies no page."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MIB = 1 << 20
 
 
 def huge_bytes(t: torch.Tensor) -> int:
-    """Return how many bytes of the mapping of a tensor's first element are in huge pages."""
+    """Return how many bytes of the memory mapping that contains `t` are in huge pages."""
     size, inside = 0, False
     for line in Path("/proc/self/smaps").read_text("utf-8").splitlines():
         bounds = re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line)
@@ -29,7 +29,7 @@ def huge_bytes(t: torch.Tensor) -> int:
 
 
 def test_a_forked_process_moves_nothing():
-    """A forked process moves no page of its parent, because moving would copy the page."""
+    """A forked process moves no weight to huge pages, because it would copy the parent's pages."""
     weight = torch.arange(4 * MIB, dtype=torch.float32)
     process = os.fork()
     if process == 0:
@@ -40,7 +40,7 @@ def test_a_forked_process_moves_nothing():
 
 
 def test_values_stay_and_the_pages_are_huge():
-    """Values stay, and the best of several tensors gets huge pages, which may be scarce."""
+    """Weights keep their values, and one of several gets huge pages, which may be scarce."""
     weights, gains = [], []
     for _ in range(6):
         weight = torch.arange(4 * MIB, dtype=torch.float32)  # 16 MiB
@@ -51,7 +51,7 @@ def test_values_stay_and_the_pages_are_huge():
         assert torch.equal(weight, expected)
         weight[5] = 7
         assert weight[5] == 7
-        weights.append(weight)  # Keep the tensor, so that the next tensor gets other memory.
+        weights.append(weight)  # While this tensor lives, the next tensor gets other memory.
     if not ENABLED.exists() or "[never]" in ENABLED.read_text("utf-8"):
         assert set(gains) == {0}
     elif any(gains):  # Linux before 6.1 cannot move memory to huge pages.

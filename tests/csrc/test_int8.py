@@ -1,4 +1,4 @@
-"""int8 products have exact integer sums, and an epilogue within tolerance, at every level."""
+"""int8 products have exact integer sums, and the epilogue is within tolerance, at every level."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fastbert import reference
 from fastbert.ops.int8_linear import pack, unpack
 from fastbert.testing.compare import assert_close
 
-# (M, N, K): single elements, odd sizes, whole tiles, and more rows than one block of rows.
+# The shapes (M, N, K) have single elements, odd sizes, whole tiles, and more rows than a block.
 SHAPES = ((1, 1, 1), (2, 3, 5), (7, 33, 59), (33, 65, 64), (50, 17, 129), (200, 130, 1500))
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -23,7 +23,7 @@ def run(operators, x, values, scale, bias=None, residual=None, activation="none"
 
 
 def integers(m, n, k, low=-128):
-    """Return rows of scale 1, which quantisation does not change, and random weights."""
+    """Return rows x of integers with scale 1, which quantisation does not change, and weights."""
     x = torch.randint(low, low + 256, (m, k)).float()
     x[:, 0] = low if k == 1 and low < -1 else low + 255
     x[:, -1] = low if k > 1 else x[:, -1]
@@ -31,7 +31,7 @@ def integers(m, n, k, low=-128):
 
 
 def exact(x, values):
-    """Return the exact product, rounded to fp32 once, as in the operator."""
+    """Return the exact product of x and the weights, rounded to fp32 once, as in the operator."""
     return (x.long() @ values.long().t()).float()
 
 
@@ -48,17 +48,17 @@ def test_integer_products_are_exact(isa, operators, shape, low):
 
 @pytest.mark.parametrize("extreme", [-128, 127])
 def test_the_largest_sums(isa, operators, extreme):
-    """No 16-bit sum saturates, and the sum of 65,536 extreme products fits into 32 bits."""
+    """No 16-bit sum saturates, and a sum of 65,536 extreme products is exact in 32 bits."""
     values = torch.full((3, 65536), extreme, dtype=torch.int8)
     for x in (torch.full((2, 65536), 255.0), torch.full((2, 65536), -255.0)):
         assert torch.equal(run(operators, x, values, torch.ones(3)), exact(x, values))
 
 
 def test_all_levels_quantise_alike(isa, operators):
-    """All levels quantise to the same integers, which a product with the identity shows."""
+    """All levels quantise x to the same integers, as a product with the identity matrix shows."""
     x = torch.randn(64, 120) * torch.logspace(-30, 30, 64).unsqueeze(1)
     x[3], x[4], x[5, 7], x[6] = 0.0, 2.5, 1e30, x[6].abs()
-    # In a row from -a to a, the zero point and the largest element both round up, so that their sum
+    # In a row from -a to a, both the zero point and the largest element round up, so their sum
     # exceeds 255.
     x[8:40, 0] = x[8:40].abs().amax(1) * 1.5
     x[8:40, 1] = -x[8:40, 0]
@@ -76,7 +76,7 @@ def test_all_levels_quantise_alike(isa, operators):
 @pytest.mark.parametrize("activation", ["none", "gelu", "gelu_tanh", "relu"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_epilogue(isa, operators, dtype, activation):
-    """The epilogue agrees with an oracle that computes it in float64 from the same integers."""
+    """The epilogue agrees with float64 arithmetic on the same integer sums."""
     x, bias, residual = torch.randn(37, 70).to(dtype), torch.randn(41), torch.randn(37, 41)
     values, scale = reference.int8_weight(torch.randn(41, 70))
     bias, residual = bias.to(dtype), residual.to(dtype)

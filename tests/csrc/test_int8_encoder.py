@@ -1,4 +1,4 @@
-"""One call of all int8 layers gives the bits of single operators, at every level."""
+"""One call of all int8 layers gives the bits of one call per operator, at every level."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from fastbert import reference
 from fastbert.ops.int8_linear import Int8Weight, pack
 
 HIDDEN, HEADS, INNER, LAYERS = 48, 3, 80, 2
-# Each pair is (outputs, inputs) of a linear layer. A norm follows the second and the fourth layer.
+# A pair is (outputs, inputs) of a linear layer. A layer norm follows the second and fourth pair.
 LINEARS = ((3 * HIDDEN, HIDDEN), (HIDDEN, HIDDEN), (INNER, HIDDEN), (HIDDEN, INNER))
 
 
 def parameters(layout, dtype):
-    """Return the packed weights, the biases and the norms' parameters of each layer."""
+    """Return each layer's packed weights, biases, and parameters of the layer norms."""
     layers = []
     for _ in range(LAYERS):
         weights = [pack(*reference.int8_weight(torch.randn(s) * 0.2), *layout) for s in LINEARS]

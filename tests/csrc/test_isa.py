@@ -1,4 +1,4 @@
-"""The choice of the instruction-set level, and state that this choice must not affect."""
+"""The choice of the instruction-set level, and process state that this choice must not change."""
 
 from __future__ import annotations
 
@@ -74,13 +74,14 @@ def test_an_unknown_level_is_an_error(extension):
 
 
 def test_the_module_takes_no_address(extension):
-    """No function takes an address as a number, because a wrong address would crash the process."""
+    """No Python function takes an address as a number; a wrong address would crash the process."""
     functions = [getattr(extension, name) for name in dir(extension) if not name.startswith("_")]
     signatures = [function.__doc__.splitlines()[0] for function in functions]
     assert [s for s in signatures if re.search(r"\(.*\bint\b.*\)", s, re.IGNORECASE)] == []
 
 
-# The registers reveal an instruction set. Only namespaces of levels with this set may use them.
+# Registers in the machine code reveal an instruction set. Only namespaces of levels that have this
+# instruction set may use them.
 TILE = re.compile(r"%tmm|\t(tile|[ls][dt]tilecfg)")
 ZMM_OR_MASK = re.compile(r"%zmm|%k[0-7]\b|%[xy]mm(1[6-9]|2\d|3[01])\b")
 AVX = re.compile(r"%ymm|\tv[a-z]")
@@ -111,7 +112,7 @@ def test_no_instruction_above_the_baseline_outside_the_dispatched_functions(exte
                 stray.add((function, line.strip()))
         elif AVX.search(line):
             seen.add("avx2")
-            # The PTX machine checks the instruction set of the processor before it runs a launch.
+            # The PTX machine checks the processor's instruction set before it runs a launch.
             levels = r"fastbert::(cpu::(avx2|avx512|avx512_bf16|amx)|ptx)::"
             if not re.search(levels, function):
                 stray.add((function, line.strip()))
@@ -119,7 +120,7 @@ def test_no_instruction_above_the_baseline_outside_the_dispatched_functions(exte
     assert seen == {"avx2", "avx512", "amx"}
 
 
-# If the extension were built with -ffast-math, loading it would flush subnormals to zero.
+# Loading an extension that was built with -ffast-math would flush subnormals to zero.
 def test_import_leaves_the_floating_point_mode_alone(extension):
     code = (
         "import torch\n"
@@ -136,7 +137,7 @@ def test_import_leaves_the_floating_point_mode_alone(extension):
 @pytest.mark.every_case
 @pytest.mark.skipif(sys.platform != "linux", reason="needs os.fork")
 def test_works_in_a_child_forked_after_a_parallel_region(extension):
-    """A forked child works without OpenMP's pool; torch's own layer norm hangs in such a child."""
+    """A forked child can call operators without OpenMP's threads; torch's layer norm hangs."""
     code = (
         "import os, signal, torch\n"
         "from fastbert import _C\n"

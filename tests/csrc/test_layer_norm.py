@@ -1,4 +1,4 @@
-"""The C++ layer norm against float64, at every instruction-set level."""
+"""The C++ layer norm agrees with float64, at every instruction-set level."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_mean_far_from_zero_and_constant_rows(isa, operators):
 
 
 def test_huge_rows_stay_right(isa, operators):
-    """Rows near 1e30, whose squares overflow fp32, are as exact as rows near 1."""
+    """Rows near 1e30, whose squares overflow fp32, have results as accurate as rows near 1."""
     case = problem(4, 111, torch.float32, residual=False, x_bias=False)
     case.x *= 1e30
     y = case.forward(operators)[0]

@@ -1,4 +1,4 @@
-"""The PTX machine catches faults in the ring buffer of rows of the CUDA layer norm."""
+"""The PTX machine catches mistakes inserted into the CUDA layer norm's ring buffer of rows."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from quick_cases import first_of_each
 
 from fastbert.testing.ptx.cuda_operators import CompiledOperators
 
-# Both kernels have this layout for bf16 rows of 384 columns: 16 threads share a row.
+# `LAYOUT` is in the names of both kernels for bf16 rows of 384 columns, where 16 threads share a
+# row.
 
-# Faults test the tests, and compiling the kernels takes long.
+# These tests check other tests, and nvcc needs long to compile the kernels.
 pytestmark = pytest.mark.every_case
 
 LAYOUT = "bfloat16Li128ELi16ELi24ELb1E"
-COLUMNS, ROWS = 384, 133  # On one multiprocessor, a block of the forward loops over rows.
+COLUMNS, ROWS = 384, 133  # a block of the forward loops over rows
 COPY = r"(cp\.async\.cg\.shared\.global [^;]*, 16, )%r\d+;"
 COMMIT = r"cp\.async\.commit_group;"
 WAIT = r"cp\.async\.wait_group 1;"
@@ -28,7 +29,8 @@ FAULTS = [
     Fault("no end of the first groups of copies", COMMIT, "", (0,)),
     Fault("rows after the last one are copied", COPY, r"\g<1>16;"),
 ]
-# These faults need several iterations. The backward always has 264 blocks, which iterate once here.
+# These mistakes change a result only after several iterations. The backward always has 264 blocks,
+# and each block iterates once here.
 LATER_FAULTS = [
     Fault("the same stage in every turn", STAGE, r"mov.u32 \1, 0;"),
     Fault("no end of the later groups of copies", COMMIT, "", (1,)),
@@ -36,7 +38,7 @@ LATER_FAULTS = [
 
 
 class Problem:
-    """A small layer norm on the PTX machine, and its right results."""
+    """A small layer norm problem for the PTX machine, and its right results."""
 
     def __init__(self, folder):
         self.folder, self.operators = folder, CompiledOperators(folder, 80)

@@ -1,6 +1,6 @@
 """``linear_of_parts``, the product with several separate weights, gives the bits of ``linear``.
 
-test_gemm.py compares ``linear`` with float64, and bit for bit with ``matmul`` of a packed operand.
+test_gemm.py compares ``linear`` with float64, and with the bits of ``matmul`` of a packed operand.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# The numbers of rows are near the sizes of registers, panels and tasks of every level. Most outputs
-# and depths are not multiples of a register, a panel or a block.
+# The numbers of rows are near the sizes of registers, panels and tasks of every level. Most numbers
+# of outputs and inputs are not multiples of a register, a panel or a block.
 SHAPES = [
     (0, (5,), 7),
     (1, (1,), 1),
@@ -34,7 +34,7 @@ def draw(m, parts, k, dtype) -> tuple[Tensor, list[Tensor], list[Tensor]]:
 
 
 def by_linear(operators, x, weights, biases, activation="none") -> Tensor:
-    """Return the results of ``linear`` with copies of the weights in the dtype of ``x``."""
+    """Return the results of ``linear``, one call per weight, in the dtype of ``x``."""
     given = zip(weights, biases or [None] * len(weights), strict=True)
     return torch.cat(
         [
@@ -59,7 +59,7 @@ def test_wider_weights_are_rounded_as_torch_rounds_them(isa, operators, dtype):
     for m, parts, k in ((5, (40, 33), 300), (33, (64,), 96), (300, (96,), 70)):
         x, weights, biases = draw(m, parts, k, dtype)
         weights = [torch.randn(w.shape) for w in weights]
-        weights[0][3, 5] = 1 + torch.finfo(dtype).eps / 2  # halfway between two numbers of dtype
+        weights[0][3, 5] = 1 + torch.finfo(dtype).eps / 2  # halfway between two numbers in dtype
         y = operators.linear_of_parts(x, weights, biases, "none")
         assert torch.equal(y, by_linear(operators, x, weights, biases))
 
@@ -110,7 +110,7 @@ def step(kind, **options):
 
 
 def swap(weights):
-    """Write other values to all weights, as an exchange for a moving average does."""
+    """Write new values to all weights, as training code does to swap in averaged weights."""
     for weight in weights:
         weight.data.copy_(0.9 * weight.data + 0.1 * torch.randn_like(weight))
 

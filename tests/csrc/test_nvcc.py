@@ -1,4 +1,4 @@
-"""Without a GPU, nvcc compiles the CUDA kernels, and g++ compiles cuda_ops.cpp."""
+"""On a machine without a GPU, nvcc compiles the CUDA kernels, and g++ compiles cuda_ops.cpp."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fastbert.testing.ptx import nvcc
 ROOT = Path(__file__).parents[2]
 # test_attention_code.py compiles the sources of attention for all GPUs.
 SOURCES = sorted(set((ROOT / "csrc" / "cuda").rglob("*.cu")) - set(_machine_code.SOURCES))
-# These are architectures of setup.py; "90a" adds instructions that only Hopper GPUs have.
+# setup.py builds for these architectures; "90a" adds instructions that only Hopper GPUs have.
 ARCHITECTURES = ("80", "90a", long_case("100"))
 
 
@@ -39,7 +39,7 @@ needs_toolkit = pytest.mark.skipif(TOOLKIT is None, reason="no CUDA toolkit (nvc
 
 @pytest.fixture(scope="module", params=ARCHITECTURES)
 def compiled(request, tmp_path_factory):
-    """Return the architecture, and each source's machine code with the report of ptxas."""
+    """Return the architecture, and for each source its machine code and the report of ptxas."""
     require_nvcc()
     folder = tmp_path_factory.mktemp("objects")
     with ThreadPoolExecutor(2) as pool:
@@ -57,8 +57,8 @@ def test_kernels_compile_without_spills(compiled):
         assert registers or source.name in ("tensor_map.cu", "choice.cu")
         assert len(usage) == len(registers)
         assert set(usage) <= {("0", "0")}, (source.name, arch, report)
-        # Messages with such numbers say that ptxas serialises wgmma or ignores setmaxnreg. C7519
-        # only says that ptxas adds a fence before a product.
+        # A message of ptxas with a number C75.. says that ptxas serialises wgmma or ignores
+        # setmaxnreg. Only C7519 is harmless: ptxas adds a fence before a product.
         assert set(re.findall(r"\(C75\d\d\)", report)) <= {"(C7519)"}, (source.name, arch, report)
 
 
@@ -67,8 +67,8 @@ LAYER_NORM = re.compile(
 )
 
 
-# These numbers of instructions limit the loops over rows on sm_90a, by direction and by elements
-# per thread. 16-bit dtypes and fp32 differ by less than 60 instructions.
+# The loop over rows on sm_90a has at most these numbers of instructions, by direction and by
+# elements per thread. The loops for 16-bit dtypes and for fp32 differ by less than 60 instructions.
 LOOP_LIMITS = {
     ("forward", 16): 490, ("forward", 24): 660, ("forward", 32): 860,
     ("backward", 16): 690, ("backward", 24): 950,
@@ -91,18 +91,19 @@ def test_layer_norm_copies_a_row_ahead_of_the_one_that_it_computes(compiled):
         rows = [body for body in loops(read(text)) if {"LDGSTS", "SHFL"} <= {x.name for x in body}]
         body = min(rows, key=len)
         names = [x.name for x in body]
-        # The loop reads x and the residual once, and in the backward also dy.
+        # The loop reads x and the residual once. In the backward, it also reads dy once.
         vectors = int(elements) // (4 if dtype == "f" else 8)
         assert names.count("LDGSTS") == vectors * (2 if direction == "forward" else 3), function
         assert names.index("SHFL") > max(i for i, name in enumerate(names) if name == "LDGSTS")
-        # Only the backward loads to registers: the two statistics of the next row.
+        # Only the backward loads to registers, namely the two statistics of the next row.
         assert names.count("LDG") == (0 if direction == "forward" else 2), function
-        # All lanes reduce together. If nvcc cannot prove this, it adds code for fewer lanes.
+        # All lanes take part in a reduction. If nvcc cannot prove this, it adds code for fewer
+        # lanes.
         assert "WARPSYNC" not in names, function
         print(direction, dtype, elements, len(body))
         if arch == "90a":
             assert len(body) <= LOOP_LIMITS[direction, int(elements)], function
-    # There are three dtypes and four widths of rows, in both directions.
+    # A kernel exists for three dtypes, four widths of rows and two directions.
     assert seen == 24
 
 

@@ -1,6 +1,7 @@
-"""The tile instructions of benchmarks/cpu/peak.c, compiled as in the benchmark, are right.
+"""The tile instructions of benchmarks/cpu/peak.c, compiled as in the benchmark, give right results.
 
-They are trapped and computed by software (`_trapped.py`); a processor with AMX also executes them.
+The test traps the instructions and computes them in software (`_trapped.py`). With AMX, the
+processor also executes them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ AMX = ("-mamx-tile", "-mamx-bf16", "-mamx-int8")
 
 
 def compile_probe(folder, trapped):
-    """Compile the probe, with ``trapped`` tiles or with the processor's, and return its command."""
+    """Compile the probe for ``trapped`` or the processor's own tiles, and return its command."""
     program, flags = folder / "peak_probe", ("-O2", "-march=native")
     if not trapped:
         command = ["gcc", *flags, "-o", program, PROBE, "-lm"]
@@ -42,5 +43,5 @@ def test_the_tiles_have_their_shape_and_their_operands(tmp_path, extension, trap
     command = compile_probe(tmp_path, trapped)
     result = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert result.returncode == 0, result.stderr
-    # 3 rounds of 4 products compute 16 × 16 sums, each of 32 terms in bf16 or 64 terms in int8.
+    # 3 rounds of 4 products compute 16 × 16 sums. Each sum has 32 terms in bf16, or 64 in int8.
     assert result.stdout == "bf16: 196608 operations, 0 wrong; int8: 393216 operations, 0 wrong\n"

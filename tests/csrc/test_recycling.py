@@ -11,7 +11,7 @@ import torch
 
 from fastbert import BertConfig, BertModel
 
-# The hidden states of 4 x 64 tokens are large enough to be recycled.
+# The memory of 4 x 64 tokens' hidden states is large enough for the encoder to reuse.
 CONFIG = BertConfig(
     vocab_size=99,
     hidden_size=128,
@@ -90,7 +90,7 @@ def test_a_result_can_grow_be_pickled_and_be_shared(model, ids):
 
 
 def test_a_refused_layer_keeps_no_memory(model, ids):
-    """An error in the middle of a call frees the recycled memory, and later calls are right."""
+    """An error in the middle of a call frees the reused memory, and later calls are right."""
     expected = states(model, ids)[-1].clone()
     dense = model.encoder.layer[1].output.dense
     bias = dense.bias

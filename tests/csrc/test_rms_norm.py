@@ -1,4 +1,4 @@
-"""The C++ RMS norm against float64, at every instruction-set level."""
+"""The C++ RMS norm agrees with float64, at every instruction-set level."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ def test_without_residual_and_in_several_chunks(isa, operators):
 
 
 def test_huge_rows_stay_right(isa, operators):
-    """Rows near 1e30, whose squares overflow fp32, are as exact as rows near 1."""
+    """Rows near 1e30, whose squares overflow fp32, have results as accurate as rows near 1."""
     x, weight, _, dy = draw(4, 111, torch.float32, residual=False)
     y = run(operators, x * 2.0**100, weight, None, dy)["y"]
-    # The oracle and the yardstick use unscaled rows. Relative to these rows, eps is larger, so the
-    # oracle is corrected for eps.
+    # The float64 oracle and the fp32 yardstick use rows without the factor 2**100. For these rows,
+    # eps has a larger effect, so the oracle is corrected for eps.
     oracle = gradients(x, weight, None, dy, torch.float64)["y"]
     yardstick = Yardstick(lambda: gradients(x, weight, None, dy, x.dtype)["y"])
     without_eps = x.double().square().mean(dim=-1, keepdim=True)

@@ -1,4 +1,4 @@
-"""The C++ rotary embedding against float64, at every instruction-set level."""
+"""The C++ rotary embedding agrees with float64, at every instruction-set level."""
 
 from __future__ import annotations
 

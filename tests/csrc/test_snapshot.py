@@ -1,4 +1,4 @@
-"""A record of dictionaries notices every kind of change of a dictionary."""
+"""The extension's snapshot of dictionaries detects every kind of change to a dictionary."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CHANGES = {
 
 
 class Owner:
-    """An object whose ``__dict__`` is the recorded dictionary."""
+    """An object whose ``__dict__`` is in the snapshot."""
 
 
 def of_owner(items):
@@ -33,7 +33,7 @@ def of_owner(items):
 
 
 class Record:
-    """A record as in ``fastbert.modules.snapshot``, but with dictionaries only."""
+    """A snapshot as in ``fastbert.modules.snapshot``, but only of dictionaries."""
 
     def __init__(self, extension, *dicts) -> None:
         self._unchanged, self._tags = extension.unchanged, extension.Tags()
@@ -66,7 +66,7 @@ def test_an_attribute_set_in_python_is_seen(extension):
     owner = Owner()
     owner.first, owner.second = 1, 2
     record = Record(extension, vars(owner))
-    for _ in range(20):  # The interpreter specialises code that runs often.
+    for _ in range(20):  # Python specialises code that runs often.
         assert record.holds()
         owner.second = object()
         assert not record.holds()

@@ -35,7 +35,7 @@ class Outcome(NamedTuple):
 
 @pytest.fixture(scope="session")
 def outcomes() -> dict[str, list[Outcome]]:
-    """Return the outcomes of all calls by operator.
+    """Return the outcomes of all calls, by operator.
 
     If a signal ends the process, a new process continues with the next call.
     """
@@ -62,8 +62,8 @@ def outcomes() -> dict[str, list[Outcome]]:
     return dict(results)
 
 
-# torch raises these errors before it calls an operator. Errors about a device or a layout name only
-# the operator.
+# torch raises these errors before it calls an operator. An error about a device or a layout names
+# only the operator, not the argument.
 BY_TORCH = re.compile(
     r"fastbert_C::\w+: attempted to run this operator with Meta tensors"
     r"|Could not run 'fastbert_C::\w+' with arguments from the 'SparseCPU' backend"
@@ -74,11 +74,11 @@ BY_TORCH = re.compile(
     r"|Dimension specified as 0 but tensor has no dimensions"
     r"|Storage size calculation overflowed|can't allocate memory|not enough memory"
 )
-# If the changed argument contradicts another argument, the message may name the other argument.
+# If the changed argument contradicts another argument, the message may name that other argument.
 DISAGREEMENTS = re.compile(
     r"(\[\d+\]: )?(dtype|rank|size|empty|all|-?\d+ at)|-?\d+$|None|'|expanded|no tensor|not$|1\.5$"
 )
-# For these layouts, the child process compares the result with the result of a contiguous copy.
+# For these layouts, the child process compares the result with that for a contiguous copy.
 LAYOUTS = re.compile(
     r"(\[\d+\]: )?(offset|inference|wants a gradient|negative bit|stride 2|dimension \d|expanded)"
 )
@@ -87,7 +87,8 @@ INTEGER = r"dtype torch\.(int64|int32|bool)"
 CONTENT = r"all -?\d+|-?\d+ at -?\d"
 NUMBER = r"-?\d+(\.\d+)?(e[+-]\d+)?"
 ROWS = r"size ([+-] 1|0) of dimension 0"
-# An operator's contract allows these calls, given as (operator/form, argument, change).
+# These calls are valid although an argument was changed, given as (operator/form, argument,
+# change).
 HARMLESS = (
     # Operators accept any floating-point value, and any integer that is not an index.
     (r".*", r".*", r"(all )?(nan|-?inf|3e\+38)( at -?\d)?"),
@@ -95,7 +96,7 @@ HARMLESS = (
     (r"int8_linear/0|encoder/1", r"packed|column_sum|parameters|scales", CONTENT),
     (r"unpad_indices/.*|any_outside/0", r"mask|index", f"{CONTENT}|{INTEGER}|size .*"),
     (r"any_outside/0", r"index", r"rank.*|empty"),
-    # These arguments are optional, so None is valid. As a bool, torch accepts any object.
+    # These arguments are optional, so None is valid. torch converts any object to a bool.
     (
         r".*",
         r"addend|bias|(inner|outer)_bias|dbias|mask|residual|x_bias|ignored|heads|rows|cu_seqlens",
@@ -108,13 +109,13 @@ HARMLESS = (
     (r"layer_(forward|backward)/4", r"rotation", r"no tensor"),
     (r"layer_(forward|backward)/.*", r"window", r"-1|\d+"),
     (r"layer_forward/.*", r"dtype", FLOATING),
-    # x of a norm may have a narrower dtype than the residual.
+    # In a norm, x may have a narrower dtype than the residual.
     (r"layer_norm_backward/0", r"x", FLOATING),
     # `bert` returns an empty result for arguments that it does not support.
     (r"bert/.*", r"ids|mask|token_types", r".*"),
     (r"bert/.*", r"dtype", r".*"),
     (r"bert/.*", r"parameters", r"dtype .*"),
-    # These calls read no element of the argument.
+    # These calls read no element of the changed argument.
     (r"use_huge_pages/0", r"weights", r".*"),
     (r"bert/.*", r"embedding", r"dtype .*"),
     (r"bert/.*", r"pooler", FLOATING),
@@ -133,13 +134,13 @@ HARMLESS = (
     (r"embedding_backward/.*", r"padding_idx", NUMBER),
     (r"rotary/0|encoder/.*|layer_\w+/.*", r"heads", r"[013]"),
     (r"attention_weights/.*", r"heads|rows", r"\[\]|\[0, 0.*"),
-    # Dense attention takes the lengths from shapes, and the encoder the batch from cu_seqlens.
+    # Dense attention takes lengths from shapes. The encoder takes the batch size from cu_seqlens.
     (r"attention_\w+/0", r"max_seqlen_[qk]", NUMBER),
     (r"encoder/[13]", r"batch", NUMBER),
     (r"attention_\w+/1|encoder/[13]", r"max_seqlen(_[qk])?", r"4"),
     (r"encoder/3", r"rotations|windows", r"no tensor|\[\]"),
-    # Parameters may have any floating dtype. An operand that need not match another operand may
-    # have another dtype and number of rows.
+    # Parameters may have any floating-point dtype. An operand that need not match another operand
+    # may also have another number of rows.
     (
         r".*",
         r"bias|biases|(x|inner|outer)_bias|weight|norm_weight|norm_bias|dloss|parameters",
@@ -160,10 +161,10 @@ HARMLESS = (
     (r"attention_(forward|weights)/1|encoder/[13]", r"q|k|hidden|cu_seqlens", ROWS),
     (r"attention_\w+/0|encoder/[02]", r"mask|bias", r"size [+-] 1 of dimension [01]"),
     (r"encoder/.*|linear_of_parts/0", r"parameters|biases", r"no tensor"),
-    # The length of the bias sets how many padded outputs of an int8 weight are real.
+    # The length of the bias sets how many outputs of a padded int8 weight are real.
     (r"encoder/1", r"parameters", r"size [+-] 1 of dimension 0"),
     (r"sum_rows/.*", r"x", rf"size .* of dimension [01]|{FLOATING}"),
-    # Without chosen rows, all rows are queries, and rows after the last sequence become 0.
+    # Without chosen rows, all rows are queries, and the results after the last sequence are 0.
     (r"layer_(forward|backward)/[13]", r"hidden|chosen", f"{ROWS}|None"),
     (r"layer_(forward|backward)/[13]", r"dropouts|max_seqlen_[qk]", r"\[0, 0, 1\]|3|4"),
     (r"scatter_rows/.*", r"values", r"dtype .*|rank \+ 1 behind|size .* of dimension 1"),
@@ -210,7 +211,7 @@ def test_the_good_call_returns(outcomes, operator):
 
 @pytest.mark.parametrize("operator", sorted(operators()))
 def test_a_spoiled_argument_is_an_error_or_harmless(outcomes, operator):
-    """A changed argument raises an error that names it, or the call is one of ``HARMLESS``.
+    """A changed argument raises an error that names the argument, or the call is in ``HARMLESS``.
 
     No call ends in a signal, and no layout changes a result.
     """

@@ -1,7 +1,7 @@
-"""C++ operators are right when several Python threads, each with parallel loops, call them.
+"""C++ operators give right results when several Python threads call them at the same time.
 
-`make sanitize` runs this file under ThreadSanitizer, which also finds races that leave the results
-right.
+`make sanitize` runs this file under ThreadSanitizer, which also finds data races that leave the
+results right.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def parallel_loops():
 
 
 def in_threads(*bodies):
-    """Start all functions at once, each on its own thread, and return their results."""
+    """Run all functions at the same time, each in its own thread, and return their results."""
     barrier = threading.Barrier(len(bodies))
 
     def run(body):

@@ -1,8 +1,8 @@
-"""The compiled AMX level, including its assembly, gives the same bits as its emulation.
+"""The compiled AMX level, including its assembly, gives the same bits as the emulated AMX level.
 
-The tile instructions of the built extension are trapped (`_trapped.py`). The trap handler and
-csrc/cpu/isa/tile.h implement Intel's manual independently, so each checks the other. A processor
-with AMX also executes the same cases with its own tiles.
+The tests trap the tile instructions of the built extension (`_trapped.py`). The trap handler and
+csrc/cpu/isa/tile.h implement Intel's manual independently, so each checks the other. On a processor
+with AMX, the same cases also run with the processor's tiles.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def tiles(request, extension):
 
 @pytest.fixture(params=["trapped", "processor"])
 def real(request, extension):
-    """Return a function that sets the compiled level, with trapped tiles or the processor's."""
+    """Return a function that selects the compiled level, with trapped tiles or real tiles."""
     if request.param == "trapped":
         trapped = request.getfixturevalue("tiles")
         yield lambda: trapped.use(extension)
@@ -58,8 +58,8 @@ def draw(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
     return torch.randn(*shape).to(dtype)
 
 
-# Rows are near tiles of 16 and strips of 32, columns near one or two panels of 32, and depths near
-# steps of 32. The last products have several tasks or read rows in place.
+# Numbers of rows are near tiles of 16 and strips of 32, columns near one or two panels of 32, and
+# depths near steps of 32. The last products have several tasks or read rows without a copy.
 PRODUCTS = [
     *((m, 111, 59) for m in (1, 15, 16, 17, 31, 32, 33, 65)),
     *((m, 64, 64) for m in (1, 16, 17, 32, 33, 48, 49)),
@@ -93,7 +93,7 @@ def strided_products():
 
 
 def products_at_the_limits():
-    """Yield products of operands with denormals, infinities and signed zeros, also in the sums."""
+    """Yield products whose operands and sums include denormals, infinities and signed zeros."""
     for scale in (2.0**-130, 2.0**-70, 2.0**63, 2.0**120):
         x, weight = draw(37, 100) * scale, draw(40, 100)
         weight[:, ::7] *= 2.0**-120
@@ -112,7 +112,7 @@ def int8_products():
             x, bias, residual = draw(m, k, dtype=dtype), draw(n, dtype=dtype), draw(m, n)
             rest = (weight.outputs, bias, residual.to(dtype), "gelu", dtype)
             yield operators.int8_linear(x, *weight[:3], *rest)
-    # These products have the largest possible sums.
+    # The sums of these products have the largest possible magnitude.
     for sign in (-1, 1):
         values = torch.full((3, 65536), 127 if sign > 0 else -128, dtype=torch.int8)
         weight = pack(values, torch.ones(3), *operators.int8_layout())
@@ -121,7 +121,7 @@ def int8_products():
 
 
 def results(function, tensors, *arguments, **options):
-    """Yield the output and the gradients."""
+    """Yield the output of `function` and its gradients."""
     leaves = [x.detach().requires_grad_() for x in tensors]
     out = function(*leaves, *arguments, backend="cpu", **options)
     yield out.detach()
@@ -176,7 +176,7 @@ def solve(case) -> list[torch.Tensor]:
 
 
 def bits(x: torch.Tensor) -> torch.Tensor:
-    """Return the bits of x, in which all NaNs have the same pattern."""
+    """Return the bits of x, with the same pattern for all NaNs."""
     return x.masked_fill(x.isnan(), torch.nan).reshape(-1).view(torch.uint8)
 
 
@@ -223,7 +223,7 @@ def test_an_unknown_schedule_is_an_error(extension):
 
 
 def test_every_tile_instruction_of_the_extension_was_executed(tiles, extension):
-    """The tests reach every tile instruction, also in each copy of a loop for another schedule."""
+    """The tests above execute every tile instruction, also in each copy of a loop."""
     tiles.use(extension)
     before = extension.tile_schedule()
     try:

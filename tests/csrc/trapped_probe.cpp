@@ -1,5 +1,5 @@
 // Tests features of trapped_tiles.cpp that the compiled kernels do not use: other forms of
-// addresses, partial tiles, and faults. Each fault ends the program, so it needs a separate run.
+// addresses, partial tiles, and errors. An error ends the program, so each error needs its own run.
 
 #include <cstdint>
 #include <cstdio>
@@ -57,8 +57,8 @@ bool addresses() {
   right &= LOADS("r12", "r8", "-4096(%%r12,%%r8,8)", -4096, 8, 1);
   right &= LOADS("r9", "r10", "-64(%%r9)", -64, 1, 0);
   right &= LOADS("r15", "rbx", "source+2048(,%%rbx,1)", 0, 1, 1);
-  // ldtilecfg has no stride. These are its other address forms; a wrong address holds no
-  // configuration.
+  // ldtilecfg has no stride. The following lines use its other forms of addresses. If the handler
+  // decodes an address wrongly, it finds no configuration there.
   asm volatile("mov %0, %%rax\n\tldtilecfg (%%rax)" ::"D"(&full) : "rax");
   asm volatile("lea -64(%0), %%r13\n\tldtilecfg 64(%%r13)" ::"D"(&full) : "r13");
   asm volatile("lea 4096(%0), %%r12\n\tldtilecfg -4096(%%r12)" ::"D"(&full) : "r12");
@@ -74,7 +74,7 @@ struct Numbers {
   int32_t c[16][16];
 };
 
-// kM is the number of rows of C, kN its words per row, and kK the words that are multiplied.
+// kM is the number of rows of C, kN the words of a row of C, and kK the words of a row of A.
 constexpr int kM = 5, kN = 7, kK = 3;
 
 Numbers draw() {
@@ -123,8 +123,8 @@ bool agrees(const char* name, const Numbers& got) {
   return false;
 }
 
-// The operands are small integers, whose sums are exact in any order, and denormals, which count as
-// zeros.
+// The operands are denormals, which count as zeros, and small integers, whose sums are exact in any
+// order.
 bool bf16_agrees() {
   Numbers numbers = draw();
   float c[16][16];
@@ -143,7 +143,7 @@ bool bf16_agrees() {
     }
     for (int n = 0; n < 16; ++n) c[row][n] = (float)numbers.c[row][n];
   }
-  // One product is the largest denormal times 2^120, and one column of C becomes NaN.
+  // One product is the largest denormal times 2^120, which must be 0. One column of C becomes NaN.
   numbers.a[1][0] = 127, numbers.a[1][1] = 0, a[1][0] = 0.0f;
   numbers.b[0][12] = 128, numbers.b[0][13] = 123, b[0][6] = 0x1p120f;
   numbers.b[2][2] = 255, numbers.b[2][3] = 127, b[2][1] = 0.0f;
@@ -193,7 +193,7 @@ void fault(const char* name) {
   if (is("absent")) shapes.rows[1] = shapes.bytes[1] = 0;
   configure(shapes);
   if (is("released")) asm volatile("tilerelease");
-  // This is the trapped form of tdpbssd %tmm1, %tmm1, %tmm0, which assemblers refuse.
+  // These bytes are the trapped form of tdpbssd %tmm1, %tmm1, %tmm0, which assemblers refuse.
   if (is("same")) asm volatile(".byte 0x06, 0xe2, 0x73, 0x5e, 0xc1");
   if (is("foreign")) asm volatile("ud2");
   asm volatile("tdpbf16ps %tmm2, %tmm1, %tmm0");

@@ -1,11 +1,12 @@
-// AMX in software, for tests of the compiled kernels. The first byte of each tile instruction is
-// replaced by an invalid instruction, so that it traps on processors with and without AMX. The
-// signal handler decodes the tile instruction, computes it on tiles in memory, and continues after
-// it. Each thread has its own tiles.
+// This file executes AMX in software, for tests of the compiled kernels. The first byte of each
+// tile instruction is replaced by an invalid instruction, so that it traps on processors with and
+// without AMX. The signal handler decodes the tile instruction, computes it on tiles in memory, and
+// continues after the instruction. Each thread has its own tiles.
 //
 // The code follows Intel's manual (volume 2: instruction format, VEX prefix, pages of instructions)
-// and shares nothing with csrc/cpu/isa/tile.h, so that each checks the other. A fault by the manual
-// stops the program with a message. Any other invalid instruction goes to the previous handler.
+// and shares nothing with csrc/cpu/isa/tile.h, so that each checks the other. If the manual says
+// that an instruction faults, the program stops with a message. The previous signal handler gets
+// any other invalid instruction.
 
 #include <immintrin.h>
 #include <signal.h>
@@ -22,8 +23,8 @@ namespace {
 
 constexpr int kTiles = 8, kMostRows = 16, kMostBytes = 64, kMostSites = 4096;
 
-// Every tile instruction begins with a three-byte VEX prefix. PUSH ES is invalid in 64-bit mode on
-// every processor.
+// Every tile instruction begins with a three-byte VEX prefix. PUSH ES, which replaces its first
+// byte, is invalid in 64-bit mode on every processor.
 constexpr uint8_t kVex = 0xc4, kPushEs = 0x06;
 
 enum Kind { kConfigure, kRelease, kZero, kLoad, kLoadOnce, kStore, kBf16, kSS, kSU, kUS, kUU };
@@ -41,7 +42,8 @@ struct sigaction previous;
 
 }  // namespace
 
-// The addresses of the instructions executed so far, in no particular order; unused entries are 0.
+// This array has the addresses of the executed instructions in no particular order; unused entries
+// are 0.
 extern "C" std::atomic<uint64_t> trapped_tiles_sites[kMostSites];
 std::atomic<uint64_t> trapped_tiles_sites[kMostSites];
 
@@ -69,12 +71,12 @@ struct Instruction {
   const uint8_t* next;
 };
 
-// The general registers in the order of their encoding.
+// These are the general registers in the order of their encoding.
 constexpr int kRegisters[16] = {REG_RAX, REG_RCX, REG_RDX, REG_RBX, REG_RSP, REG_RBP,
                                 REG_RSI, REG_RDI, REG_R8,  REG_R9,  REG_R10, REG_R11,
                                 REG_R12, REG_R13, REG_R14, REG_R15};
 
-// The mandatory prefix that VEX.pp encodes.
+// These are the mandatory prefixes that VEX.pp encodes.
 enum Prefix { kNone, k66, kF3, kF2 };
 
 bool find_kind(int opcode, Prefix prefix, bool memory, int reg, int rm, Kind& kind) {
@@ -162,8 +164,9 @@ void release() {
   memset(state.data, 0, sizeof(state.data));
 }
 
-// Byte 0 is the palette, byte 1 the start row, bytes 16 + 2 i and 17 + 2 i the bytes per row of
-// tile i, and byte 48 + i its number of rows. All other bytes are reserved.
+// Byte 0 of the configuration is the palette, byte 1 the start row, bytes 16 + 2 i and 17 + 2 i the
+// bytes per row of tile i, and byte 48 + i the number of rows of tile i. All other bytes are
+// reserved.
 void configure(const uint8_t* p) {
   release();
   if (p[0] == 0) return;
@@ -212,8 +215,8 @@ void store(const Instruction& i) {
   state.start_row = 0;
 }
 
-// This is make_fp32 of the manual: a bf16 is the upper half of a float. The first bf16 of a pair is
-// in the lower half of the word.
+// This function is make_fp32 of the manual: a bf16 is the upper half of a float. The first bf16 of
+// a pair is in the lower half of the word.
 float widen_first(uint32_t pair) {
   pair <<= 16;
   float value;
@@ -229,8 +232,8 @@ float widen_second(uint32_t pair) {
 }
 
 // The function is not inlined, so that no operation moves across the change of the rounding mode.
-// For speed, it computes whole rows of 16 words; words beyond the tile's bytes are 0 and are not
-// written.
+// For speed, it computes whole rows of 16 words. Words after the end of a tile's row are 0, and are
+// not written.
 __attribute__((noinline)) void multiply_bf16(int c, int a, int b) {
   constexpr int kColumns = kMostBytes / 4;
   const State& t = state;
@@ -287,8 +290,8 @@ void multiply(const Instruction& i) {
           "#UD, the tiles of a product do not fit together");
   switch (i.kind) {
     case kBf16: {
-      // The manual prescribes rounding to nearest even, denormals as zeros, and no exception,
-      // independent of the thread's mode.
+      // The manual prescribes rounding to nearest even, denormals as zeros, and no exceptions,
+      // whatever the thread's floating-point mode is.
       const unsigned mode = _mm_getcsr();
       _mm_setcsr(0x9fc0);
       multiply_bf16(c, a, b);
@@ -341,12 +344,12 @@ void pass_on(int signal, siginfo_t* info, void* context) {
   if (previous.sa_handler != SIG_DFL && previous.sa_handler != SIG_IGN) {
     return previous.sa_handler(signal);
   }
-  // Restore the previous action; the instruction then runs again and ends the process.
+  // With the previous action restored, the instruction runs again and ends the process.
   sigaction(SIGILL, &previous, nullptr);
 }
 
-// Executes consecutive tile instructions in one call, because a signal takes longer than most of
-// them.
+// Executes consecutive tile instructions in one call, because a signal takes longer than most tile
+// instructions.
 void handle(int signal, siginfo_t* info, void* context) {
   greg_t* registers = ((ucontext_t*)context)->uc_mcontext.gregs;
   Instruction instruction;
@@ -373,7 +376,7 @@ int trapped_tiles_install() {
 
 int trapped_tiles_remove() { return sigaction(SIGILL, &previous, nullptr); }
 
-// Makes the tile instructions at these addresses trap, or restores them.
+// Makes the tile instructions at the addresses `sites` trap, or restores them if `trapping` is 0.
 int trapped_tiles_set(const uint64_t* sites, int64_t count, int trapping) {
   const uint8_t before = trapping ? kVex : kPushEs, after = trapping ? kPushEs : kVex;
   const uint64_t page = (uint64_t)sysconf(_SC_PAGESIZE);
@@ -387,7 +390,7 @@ int trapped_tiles_set(const uint64_t* sites, int64_t count, int trapping) {
   return 0;
 }
 
-// Installs the handler and traps the sites, which are given in hexadecimal.
+// Installs the handler and traps the instructions at `sites`, which are hexadecimal addresses.
 int trapped_tiles_begin(char** sites, int count) {
   if (trapped_tiles_install() != 0) return -1;
   for (int i = 0; i < count; ++i) {

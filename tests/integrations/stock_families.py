@@ -1,7 +1,7 @@
-"""Small random transformers models, one per family, with batches and their results.
+"""Small random transformers models, one per family, and functions that compare their outputs.
 
-The stock model with eager attention is the oracle in float64 and the yardstick in the tested dtype;
-"stock" means the code of transformers.
+"Stock" means the code of transformers. In comparisons, the stock model with eager attention in
+float64 has the exact results, and its errors in the tested dtype set the tolerance.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ ROBERTA = {"pad_token_id": 1, "type_vocab_size": 2}
 
 
 class Stock(NamedTuple):
-    """A family's prefix of class names in transformers, and its differences from `SIZES`."""
+    """The prefix of a family's class names in transformers, and its differences from `SIZES`."""
 
     name: str
     changes: dict[str, Any]
@@ -73,7 +73,7 @@ FAMILIES: dict[str, Stock] = {
     ),
     "mpnet": Stock("MPNet", {"pad_token_id": 1}),
     "nomic_bert": Stock("NomicBert", {}),
-    # The first and the last layer attend to all tokens, and the second to 4 tokens on each side.
+    # The first and last layers attend to all tokens. The second attends to 4 tokens on each side.
     "modernbert": Stock(
         "ModernBert",
         {
@@ -107,7 +107,7 @@ def build(family: str, head: str = "Model", seed: int = 0, **changes: Any) -> An
 def inputs(
     padding: str, family: str = "bert", rows: int = 3, length: int = LENGTH, seed: int = 1
 ) -> dict[str, Tensor]:
-    """Return ids and a mask of shape ``(rows, length)``.
+    """Return random ids and a mask, both of shape ``(rows, length)``.
 
     If there are several rows, the first row has no padding. The padding "middle" hides at most
     three tokens, but never the first token.
@@ -148,7 +148,7 @@ class Outputs(NamedTuple):
     pooled: Tensor | None
 
     def existing(self, mask: Tensor) -> Outputs:
-        """Return the outputs at real tokens, and pooled rows whose first token is real."""
+        """Return the outputs at real tokens, and the pooled rows whose first token is real."""
         real = mask.bool()
         weights = None if self.weights is None else self.weights[:, real]
         pooled = None if self.pooled is None else self.pooled[real[:, 0]]
@@ -159,14 +159,14 @@ class Outputs(NamedTuple):
 
 
 def total(outs: Outputs) -> Tensor:
-    """Return a random weighted sum of all states and pooled rows, as a loss."""
+    """Return a random weighted sum of all states and pooled rows, for use as a loss."""
     torch.manual_seed(2)
     parts = [part for part in (outs.states, outs.pooled) if part is not None]
     return torch.stack([(part * torch.randn_like(part.float())).sum() for part in parts]).sum()
 
 
 def in_dtype(model: nn.Module, dtype: torch.dtype) -> Any:
-    """Return a copy with parameters in ``dtype``; buffers stay in fp32, as in transformers."""
+    """Return a copy of `model` in ``dtype``; buffers stay in fp32, as in transformers."""
     changed = copy.deepcopy(model)
     for parameter in changed.parameters():
         parameter.data = parameter.data.to(dtype)
@@ -174,7 +174,7 @@ def in_dtype(model: nn.Module, dtype: torch.dtype) -> Any:
 
 
 def call(side: nn.Module, batch: dict[str, Any], **options: Any) -> Any:
-    """Call ``side(**batch)``; a float64 model computes everything in float64."""
+    """Return ``side(**batch)``; for a float64 model, torch computes everything in float64."""
     if next(side.parameters()).dtype != torch.float64:
         return side(**batch, **options)
     with InFloat64():
@@ -203,7 +203,7 @@ def run_with_gradients(
 
 
 def assert_outputs_close(actual: Outputs, oracle: Outputs, yardstick: Outputs | Yardstick) -> None:
-    """Compare all outputs; an output that is None in the oracle must be None."""
+    """Compare all outputs; an output must be None exactly where the oracle's output is None."""
     for name in Outputs._fields:
         parts = each(operator.attrgetter(name), actual, oracle, yardstick)
         if parts[1] is None:

@@ -1,4 +1,4 @@
-"""``fastbert.accelerate`` and ``restore``: supported models, outputs, and what stays unchanged."""
+"""``fastbert.accelerate`` and ``restore`` support many models and leave the rest unchanged."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ HEADS: dict[str, dict[str, Tensor]] = {
     "BertForTokenClassification": {"labels": TOKENS.where(TOKENS < 0, TOKENS % 2)},
     "BertForQuestionAnswering": {},
 }
-# These models need other settings; DistilBERT's sequence classifier has a separate dropout.
+# These models need special settings. DistilBERT's sequence classifier has a dropout of its own.
 OTHERS: dict[str, dict[str, Any]] = {
     "Roberta": {},
     "Electra": {"embedding_size": 32},
@@ -240,7 +240,7 @@ def test_a_head_that_would_read_padding_is_warned_once() -> None:
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("form", ["cu_seq_lens", "position_ids"])
 def test_packed_sequences_are_as_if_alone(form, rows) -> None:
-    """Packed sequences give the outputs of separate sequences, in one row or in two rows."""
+    """Packed sequences have the outputs of separate sequences, in one row or in two rows."""
     lengths = (5, 4, 1, 3, 1, 6)
     pair, given = sides(model()), batch(lengths)
     exist = given["attention_mask"].bool()

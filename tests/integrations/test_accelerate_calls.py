@@ -1,6 +1,6 @@
 """Calls of an accelerated model in ways that public bug reports describe.
 
-Each call gives the result of the stock model, or one warning or error names the difference.
+Each call gives the stock model's result, or a warning or an error names the difference.
 """
 
 from __future__ import annotations
@@ -203,7 +203,7 @@ def test_restore_reaches_the_code_inside_a_wrapper() -> None:
     assert bound_encoders(made) == {}
 
 
-# Tests of unsupported calls, which must say so
+# Tests that a warning or an error names an unsupported call
 
 
 def test_a_layer_norm_without_weight_runs_stock_code() -> None:

@@ -25,7 +25,7 @@ from fastbert.integrations.accelerate import _warn_once, bound_encoders
 
 @pytest.fixture
 def pair() -> Sides:
-    """Return models; the accelerated model has run once, so that its cached state exists."""
+    """Return a stock and an accelerated model; the latter has run, so its cached state exists."""
     made = sides(model("BertForSequenceClassification"))
     with torch.no_grad():
         made.fast(**batch())
@@ -38,7 +38,7 @@ def forgotten_warnings():
 
 
 def plain(side: Any, pattern: str, given: dict[str, Any] | None = None) -> Any:
-    """Return the output of ``side``; check that stock code ran and that only one warning came."""
+    """Return the output of ``side``, and check that stock code ran with only one warning."""
     given = batch() if given is None else given
     with rows_computed() as rows, torch.no_grad():
         with pytest.warns(UserWarning, match=pattern) as warned:
@@ -126,7 +126,7 @@ def test_other_weights_are_loaded(pair, assign) -> None:
 
 
 def test_from_pretrained_of_an_accelerated_class(pair, tmp_path) -> None:
-    """The class of an accelerated model loads checkpoints, as trainers do at the end."""
+    """The class of an accelerated model loads checkpoints, as a trainer does after training."""
     pair.stock.bert.save_pretrained(tmp_path)
     loaded = type(pair.fast.bert).from_pretrained(tmp_path).eval()
     with torch.no_grad():
@@ -346,7 +346,7 @@ def test_dropout_draws_from_the_seed() -> None:
 # Tests of hooks and other observers of module calls
 
 
-# Full backward hooks are tested only on modules that return tensors.
+# Full backward hooks need tensors as outputs, so only these modules are tested with them.
 HOOKED = [
     ("forward", ""),
     ("forward_pre", ""),
@@ -432,7 +432,7 @@ def test_a_hook_on_the_word_embeddings_is_called(pair) -> None:
 
 
 def test_input_gradients_are_required_where_asked(pair) -> None:
-    """The embeddings require gradients if asked, as PEFT needs for checkpointed frozen models."""
+    """The embeddings require gradients on request, as PEFT needs for checkpointed frozen models."""
     seen = []
     for side in pair[::2]:
         side.requires_grad_(False)

@@ -1,6 +1,6 @@
-"""Gradients for the hidden states and attention weights of an accelerated encoder.
+"""Gradients for the hidden states and attention weights of an accelerated encoder are right.
 
-Gradient-based explanations use them. The oracle is the stock model in float64.
+Explanations of predictions use such gradients. The stock model in float64 has the exact results.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ import fastbert.integrations.attention_interface  # registers the name "fastbert
 from fastbert.testing.compare import assert_close
 from fastbert.testing.yardstick import run_sides
 
-# A test fails if the accelerated model runs stock code.
+# With this filter, a test fails if the accelerated model runs stock code.
 pytestmark = [
     pytest.mark.filterwarnings("error:.*runs its own code"),
     pytest.mark.each_value,
@@ -44,7 +44,7 @@ BOTH = {"output_hidden_states": True, "output_attentions": True}
 
 
 def sides_of(model: Any) -> tuple[Any, Any, Any]:
-    """Return the accelerated model, the oracle and the yardstick."""
+    """Return the accelerated model, the stock model in float64, and the stock model itself."""
     return fastbert.accelerate(copy.deepcopy(model)), in_dtype(model, torch.float64), model
 
 
@@ -158,7 +158,7 @@ def test_weights_of_one_layer_carry_the_gradient_of_that_layer(family) -> None:
 @pytest.mark.parametrize("mode", ["no_grad", "inference_mode"])
 @every_family
 def test_values_do_not_change_where_no_gradient_is_wanted(family, mode) -> None:
-    """A frozen model and a call without gradients use fused kernels and give the same bits."""
+    """A frozen model gives the bits of a call in ``no_grad`` or ``inference_mode``."""
     fast, batch = fastbert.accelerate(build(family)), inputs("middle", family)
     with getattr(torch, mode)():
         expected = fast(**batch, **BOTH)
@@ -171,7 +171,7 @@ def test_values_do_not_change_where_no_gradient_is_wanted(family, mode) -> None:
 
 @pytest.mark.parametrize("family", ["bert", "modernbert"])
 def test_the_same_weights_are_dropped_with_and_without_the_weights(family) -> None:
-    """Dropout drops the same weights whether or not the attention weights are returned."""
+    """Dropout drops the same attention weights whether or not the model returns them."""
     drops = "attention_dropout" if family == "modernbert" else "attention_probs_dropout_prob"
     model, batch = build(family, **{drops: 0.5}), inputs("right", family)
     double, single = (

@@ -1,4 +1,4 @@
-"""Accelerated models under torch.compile, torch.export, ONNX and torch.jit.trace."""
+"""Accelerated models work with torch.compile, torch.export, ONNX and torch.jit.trace."""
 
 from __future__ import annotations
 
@@ -138,9 +138,9 @@ def no_operator_of_ours(program: torch.export.ExportedProgram) -> None:
     ids=["few sizes", "100 sizes"],
 )
 def test_two_recompilations_serve_all_batch_sizes_and_lengths(batches, lengths) -> None:
-    """Only the second length and the second batch size cause a recompilation."""
+    """torch.compile recompiles only for the second length and for the second batch size."""
     pair = sides(model())
-    # A third recompilation of any function would raise an error.
+    # A third recompilation of any function raises an error.
     limit = torch._dynamo.config.patch(recompile_limit=3, fail_on_recompile_limit_hit=True)
     whole = torch.compile(pair.fast, backend="eager")
     with torch.no_grad(), limit:
@@ -219,7 +219,7 @@ def test_onnx(tmp_path, dynamo) -> None:
 
 
 def kinds(graph: Any) -> Iterator[str]:
-    """Yield each node's operator, because a graph's text also contains source paths."""
+    """Yield the operator of each node; the text of a graph would also contain source paths."""
     for node in graph.nodes():
         yield node.kind()
         for block in node.blocks():

@@ -1,4 +1,4 @@
-"""A call in ``torch.inference_mode`` does not affect a later training step."""
+"""A call in ``torch.inference_mode`` does not change the result of a later training step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fastbert.ops.int8_linear import layout
 
 peft = pytest.importorskip("peft", reason="needs peft: pip install 'fastbert[test]'")
 
-# A test fails if the accelerated model runs stock code.
+# With this filter, a test fails if the accelerated model runs stock code.
 pytestmark = pytest.mark.filterwarnings("error:.*runs its own code")
 
 LABELS = torch.tensor([0, 1, 1, 0])
@@ -68,7 +68,7 @@ def lora(*targets: str) -> Callable[[nn.Module], nn.Module]:
 
 
 def trained(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Train two steps; return the gradients of both steps and the final parameters."""
+    """Train `model` for two steps; return both steps' gradients and the final parameters."""
     seen: dict[str, Tensor] = {}
     chosen = [p for p in model.train().parameters() if p.requires_grad]
     assert chosen

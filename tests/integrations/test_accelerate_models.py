@@ -1,4 +1,4 @@
-"""Accelerated models in pipelines and in sentence-transformers."""
+"""Accelerated models work in transformers' pipelines and in sentence-transformers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def tokenizer() -> Any:
 
 
 def numbers(output: Any) -> torch.Tensor:
-    """Return all numbers in the output of a pipeline."""
+    """Return all numbers in the output of a pipeline as one tensor."""
     if isinstance(output, (list, tuple)):
         return torch.cat([numbers(each) for each in output])
     if isinstance(output, dict):
@@ -156,7 +156,7 @@ def test_a_cross_encoder(sentence_transformers, tokenizer, tmp_path) -> None:
 
 
 def test_a_sentence_transformer_is_trained(sentence_transformers, tokenizer, tmp_path) -> None:
-    """A sentence-transformer trains, although both texts use the encoder before the backward."""
+    """A sentence-transformer can be trained, although a loss calls the encoder for two texts."""
     model().save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     texts = (SENTENCES, SENTENCES[::-1])
@@ -176,7 +176,7 @@ def test_a_sentence_transformer_is_trained(sentence_transformers, tokenizer, tmp
 
 @pytest.mark.parametrize("attend", [None, True, False])
 def test_query_expansion_that_reads_padding_is_refused_by_name(tokenizer, tmp_path, attend) -> None:
-    """Query expansion with attend=False is refused, because scores read states at mask 0."""
+    """Query expansion with attend=False is refused, because it reads states at masked positions."""
     sentence_transformers = pytest.importorskip("sentence_transformers", minversion="6")
     model().save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)

@@ -1,4 +1,4 @@
-"""PEFT adapters that are added before or after ``accelerate``."""
+"""PEFT adapters work if they are added before ``accelerate`` or after it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def lora(targets: Any = ("query", "value"), **changes: Any) -> Any:
 
 
 def wrapped(made: nn.Module, settings: Any) -> Any:
-    """Add adapters with random weights, because PEFT's initial adapters have no effect."""
+    """Add adapters with random weights, because new adapters of PEFT change no output."""
     made = peft.get_peft_model(made, settings)
     torch.manual_seed(9)
     with torch.no_grad():
@@ -59,12 +59,12 @@ def test_lora(targets, when) -> None:
         pair.each(lambda side: side.train())
         check_step(pair)
     else:
-        # With an adapter on every linear layer, each linear layer is called separately.
+        # With an adapter on every linear layer, fastbert calls each linear layer separately.
         with torch.no_grad():
             agree(*pair.run(lambda side: values(side, batch())))
 
-        # The gradients of the key's low-rank factors are few numbers and nearly cancel to 0, so all
-        # gradients are compared as one vector.
+        # The gradients of the low-rank factors of the key have few elements and nearly cancel to 0,
+        # so all gradients are compared as one vector.
         def joined(side: Any) -> dict[str, torch.Tensor]:
             return {"gradient": torch.cat([x.flatten() for x in step(side).values()])}
 
@@ -85,7 +85,7 @@ def test_padding_is_not_computed_with_adapters_on_every_linear() -> None:
 
     with mock.patch.object(adapter, "forward", forward):
         pair.fast(**batch())
-    # Two layers with six linear layers each run before the pooler of the head.
+    # Two layers, which have six linear layers each, run before the pooler of the head.
     assert rows[:12] == [(sum(LENGTHS),)] * 12
 
 

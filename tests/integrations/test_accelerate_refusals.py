@@ -1,4 +1,4 @@
-"""If ``fastbert.accelerate`` refuses a model, it says why and leaves the model unchanged."""
+"""If ``fastbert.accelerate`` refuses a model, it gives the reason and does not change the model."""
 
 from __future__ import annotations
 

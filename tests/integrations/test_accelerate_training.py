@@ -1,4 +1,4 @@
-"""Accelerated training: gradients, checkpointing, autocast, the Trainer, and two processes."""
+"""Accelerated models have right gradients in training loops, the Trainer, and two processes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ LABELS = torch.tensor([0, 1, 1, 0])
 
 
 def step(side: nn.Module, **given: Any) -> dict[str, Tensor]:
-    """Return the loss and the gradients of one step."""
+    """Return the loss of one step, and the gradients of all parameters."""
     side.zero_grad()
     loss = side(**batch(), labels=LABELS, **given).loss
     loss.backward()
@@ -70,7 +70,7 @@ def test_gradients(pair) -> None:
 @pytest.mark.parametrize("kind", ["BertModel", "NomicBertModel", "ModernBertModel"])
 @pytest.mark.parametrize("without", ["one output", "all outputs"])
 def test_an_output_whose_gradient_is_none(kind, without) -> None:
-    """A None gradient counts as zero; a parameter that no other output reaches gets none."""
+    """A None gradient of an output counts as 0; parameters that only it reaches get none."""
 
     real = batch()["attention_mask"].bool()
 
@@ -169,7 +169,7 @@ def test_training_between_two_inferences(pair) -> None:
 
 
 def test_autocast(pair) -> None:
-    """Autocast agrees with float64 by the tolerance rule; the yardstick is stock autocast."""
+    """Under autocast, errors are within tolerance; stock autocast's errors set the tolerance."""
 
     def run(side: nn.Module) -> dict[str, Tensor]:
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=side is not pair.oracle):
@@ -178,7 +178,7 @@ def test_autocast(pair) -> None:
     result = pair.run(run)
     dtypes = ({name: x.dtype for name, x in s.items()} for s in (result[0], result[2].library))
     assert next(dtypes) == next(dtypes)
-    # The error of a few bf16 sums is subject to chance, so all sums are compared as one vector.
+    # The errors of a few bf16 sums depend on chance, so all sums are compared as one vector.
     whole = each(lambda s: {"all": torch.cat([x.flatten() for x in s.values()])}, *result)
     agree(*whole, factor=3.0, reason=REASON)
     with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
@@ -228,7 +228,7 @@ def test_checkpointed_layers_are_computed_twice(forwards, when) -> None:
 def test_checkpointing_repeats_the_dropout() -> None:
     made = model("BertForSequenceClassification", hidden_dropout_prob=0.3)
     made = fastbert.accelerate(made).train()
-    made.enable_input_require_grads()  # transformers does the same to enable checkpointing.
+    made.enable_input_require_grads()  # transformers also does this for checkpointing.
     runs = []
     for enable in (False, True):
         made.bert.encoder.layer[0].gradient_checkpointing = enable
@@ -297,7 +297,7 @@ def losses(done: Any) -> Tensor:
 
 
 class Recorded:
-    """Records a model's losses with all digits, because the log of the Trainer rounds them."""
+    """Record a model's losses with all digits, because the Trainer rounds them in its log."""
 
     def __init__(self, made: nn.Module) -> None:
         self.losses: list[Tensor] = []
@@ -329,7 +329,7 @@ def test_fifty_steps_of_a_trainer_follow_the_stock_loss(tmp_path, name) -> None:
     for side in pair:
         recorded = Recorded(side)
         collate = collator if side is pair.fast else pad
-        # The optimizer is SGD, because Adam divides by the size of the gradient and so magnifies
+        # The optimizer is SGD. Adam divides by the size of a gradient, and so magnifies the
         # rounding errors of small gradients.
         with rows_computed() as rows:
             done = trainer(

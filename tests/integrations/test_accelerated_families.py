@@ -39,7 +39,7 @@ from fastbert.ops import backend as backends
 from fastbert.testing.compare import assert_close
 from fastbert.testing.yardstick import Yardstick, each, run_sides
 
-# A test fails if the accelerated model runs stock code.
+# With this filter, a test fails if the accelerated model runs stock code.
 pytestmark = [
     pytest.mark.filterwarnings("error:.*runs its own code"),
     pytest.mark.each_value,
@@ -55,7 +55,7 @@ def every_warning():
 
 
 def sides_of(model: Any) -> tuple[Any, Any, Any]:
-    """Return the accelerated model, the oracle and the yardstick."""
+    """Return the accelerated model, the stock model in float64, and the stock model itself."""
     return fastbert.accelerate(copy.deepcopy(model)), in_dtype(model, torch.float64), model
 
 
@@ -85,7 +85,7 @@ def test_outputs_and_gradients(family, padding, rows, mode, dtype) -> None:
 @pytest.mark.parametrize("padding", PADDINGS)
 @every_family
 def test_inference(family, padding, rows, dtype) -> None:
-    """Inference agrees in one call, and layer by layer when attention weights are returned."""
+    """Inference agrees with stock in one call, and layer by layer if it returns the weights."""
     model, batch = in_dtype(build(family), dtype), inputs(padding, family, rows)
     mask = batch["attention_mask"]
     fast, oracle, stock = sides_of(model)
@@ -145,7 +145,7 @@ def test_a_head_with_a_loss(family, padding, head) -> None:
     assert_gradients_close(*slopes)
 
 
-# Tests of dropout: with probability 1, the result is exact and shows where dropout is applied
+# Tests of dropout with probability 1, whose result is exact and shows where dropout is applied
 
 DROPPING: dict[str, dict[str, Any]] = {
     "distilbert": {"dropout": 0.5, "attention_dropout": 0.5},
@@ -640,7 +640,7 @@ def test_gradients_of_real_sentences(folder) -> None:
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-    # The embeddings are frozen, because their gradient would have 12 million numbers.
+    # The embeddings are frozen, because their gradient has 12 million elements.
     model.get_input_embeddings().requires_grad_(False)
     runs = run_sides(lambda side: run_with_gradients(side, batch), *sides_of(model))
     assert_gradients_close(*each(itemgetter(1), *runs))

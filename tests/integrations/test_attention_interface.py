@@ -1,6 +1,6 @@
 """With ``attn_implementation="fastbert"``, transformers models use the attention of fastbert.
 
-The oracle is the same model with eager attention in float64.
+The same models with eager attention in float64 give the expected results.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ def calls(monkeypatch):
     return made
 
 
-# These families use the named implementation; MPNet accepts the name but ignores it.
+# These families use the attention implementation by its name. MPNet accepts the name but ignores
+# it.
 DISPATCHING = [family for family in FAMILIES if family != "mpnet"]
 
 
@@ -138,7 +139,7 @@ def test_packed_sequences_do_not_see_each_other(form) -> None:
         oracle = one_by_one(copy.deepcopy(model).double())
         assert_close(form, actual, oracle, one_by_one(model))
         eager = model(ids, **packed).last_hidden_state
-    # Eager stock attention lets packed sequences attend to each other.
+    # With eager attention, the stock model lets packed sequences attend to each other.
     assert not torch.allclose(eager, oracle.float(), atol=1e-3)
 
 

@@ -1,6 +1,6 @@
-"""Modules of an HF model that differ from stock are called like stock, with ``(B, L, H)``.
+"""If a module of an HF model is not stock, fastbert calls it like stock, with ``(B, L, H)``.
 
-Each change is made to the accelerated model and to stock models. Changes that depend on the
+Each test changes the accelerated model and the stock models alike. Changes that depend on the
 position of a token show whether a module still receives separate sequences.
 """
 
@@ -40,20 +40,20 @@ Change = Callable[[nn.Module], None]
 
 
 def cut(module: nn.Module, given: Any, out: Tensor) -> Tensor:
-    """Forward hook that sets the token at position 3 of each sequence to 0."""
+    """Set the token at position 3 of each sequence to 0, as a forward hook."""
     out = out.clone()
     out[:, 3] = 0
     return out
 
 
 def by_position(module: nn.Module, given: Any) -> Any:
-    """Forward pre-hook that scales each token of a sequence by its position."""
+    """Scale each token of a sequence by its position, as a forward pre-hook."""
     x = given[0]
     return (x * torch.linspace(0.5, 1.5, x.shape[1], dtype=x.dtype)[:, None], *given[1:])
 
 
 class OfSequence(nn.Linear):
-    """A linear layer that adds the mean of a sequence's first two tokens."""
+    """A linear layer that adds the mean of its sequence's first two tokens to its result."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) + x[:, :2].mean(1, keepdim=True).sum(-1, keepdim=True)
@@ -234,7 +234,7 @@ def quantized(side: nn.Module) -> nn.Module:
 
 @pytest.mark.parametrize("family", ["bert", "modernbert", "nomic_bert"])
 def test_dynamic_quantization_sees_the_padding_of_stock(family) -> None:
-    """Dynamic quantization gives stock's result, as its scale depends on padded rows too."""
+    """Dynamic quantization gives stock's result, because its scale includes padded rows too."""
     stock = build(family)
     fast = fastbert.accelerate(copy.deepcopy(stock))
     given = inputs("right", family)
@@ -247,7 +247,7 @@ def test_dynamic_quantization_sees_the_padding_of_stock(family) -> None:
     assert 0.0 < errors[0] <= 1.5 * errors[1]
 
 
-# Tests of the table of row-wise modules
+# Tests of the table of modules that compute each row separately
 
 
 def parametrized(linear: nn.Linear) -> nn.Module:

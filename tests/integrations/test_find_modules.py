@@ -23,7 +23,7 @@ class Encoder(nn.Module):
 
 
 class Holder:
-    """An object with the attributes that its constructor gets."""
+    """An object whose attributes are the arguments of its constructor."""
 
     def __init__(self, **attributes: Any) -> None:
         self.__dict__.update(attributes)
@@ -43,7 +43,7 @@ class Pydantic(BaseModel):
 
 
 class Computing:
-    """An object that fails if its property, method or ``__getattr__`` runs."""
+    """An object that fails the test if its property, method or ``__getattr__`` runs."""
 
     def __init__(self, inner: Any) -> None:
         self.__dict__["inner"] = inner
@@ -133,7 +133,8 @@ def test_a_cycle_ends_and_each_module_is_found_once() -> None:
     encoder = Encoder()
     outer = Holder(first=encoder, all=[encoder, nn.Sequential(encoder)])
     outer.itself = {"outer": [outer]}
-    # The larger module comes later and contains no other encoder, so the first path is returned.
+    # The search finds the larger module later, and it contains no other encoder, so the first path
+    # is returned.
     assert paths(outer) == [".first"]
     whole = nn.Sequential(encoder, Encoder())
     assert paths(Holder(part=encoder, whole=whole)) == [".whole"]

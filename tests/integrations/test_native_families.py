@@ -43,12 +43,12 @@ from fastbert.testing.yardstick import Yardstick, each, run_sides
 pytestmark = pytest.mark.each_value
 
 every_family = pytest.mark.parametrize("family", FAMILIES)
-# These keys of config.json describe the file and not the model.
+# These keys of config.json describe the file, not the model.
 ABOUT_THE_FILE = {"architectures", "transformers_version", "dtype", "_name_or_path"}
 
 
 def native(model: Any, folder: Path) -> modules.BertModel:
-    """Save a transformers model and load it with fastbert; a missing weight is an error."""
+    """Save a transformers model and load it with fastbert; a missing weight raises an error."""
     model.save_pretrained(folder)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -158,7 +158,7 @@ def test_a_sequence_has_the_same_bits_alone_in_a_batch_and_packed(family, dtype,
 
 
 def test_fresh_models_of_a_family_train(tmp_path) -> None:
-    """A newly created model has dropout and all gradients, and can be saved for transformers."""
+    """A new model of each family has dropout and all gradients, and transformers can load it."""
     for family, (name, _) in FAMILIES.items():
         stock = build(family)
         content = stock.config.to_dict()
@@ -189,7 +189,7 @@ DROPOUTS = {
 
 @every_family
 def test_dropout_is_where_it_is_in_transformers(family, tmp_path) -> None:
-    """Dropout is applied at the same places; with probability 1, its result is exact."""
+    """Dropout with probability 1, whose result is exact, has the same places as in transformers."""
     batch = inputs("middle", family)
     mask = batch["attention_mask"]
     for key in DROPOUTS.get(family, ("hidden_dropout_prob", "attention_probs_dropout_prob")):
@@ -228,7 +228,7 @@ def test_a_folder_is_written_as_transformers_wrote_it(family, tmp_path) -> None:
 
 
 def _settings(content: dict[str, Any]) -> dict[str, Any]:
-    # NomicBERT's configuration has tie_word_embeddings, but does not save the key.
+    # NomicBERT's configuration has tie_word_embeddings, but does not save this key.
     return {k: v for k, v in content.items() if k not in ABOUT_THE_FILE | {"tie_word_embeddings"}}
 
 
@@ -330,12 +330,12 @@ def test_missing_keys_mean_what_they_mean_in_transformers(family) -> None:
 
 
 def test_keys_of_other_families_mean_nothing(tmp_path) -> None:
-    """Configuration keys of other families are ignored, as in transformers."""
+    """A configuration ignores the keys of other families, as in transformers."""
     foreign = {"hidden_dropout_prob": 0.7, "layer_norm_eps": 0.5, "intermediate_size": 7}
     assert config("distilbert", **foreign) == config("distilbert")
     assert config("mpnet", type_vocab_size=7) == config("mpnet")
     assert config("modernbert", layer_norm_eps=0.5) == config("modernbert")
-    for family in ("modernbert", "nomic_bert"):  # These families have no position table.
+    for family in ("modernbert", "nomic_bert"):  # These families have no table of positions.
         assert config(family, position_embedding_type="sans_pos") == config(family)
 
 
@@ -348,10 +348,10 @@ OLDER = {
 
 @pytest.mark.parametrize("base", [{}, {"local_rope_theta": None}], ids=["both", "no local"])
 def test_older_modernbert_configs(base, tmp_path) -> None:
-    """Configurations from before transformers 5 load like new configurations.
+    """Configurations that transformers wrote before version 5 load like newer configurations.
 
-    They have an interval of global layers and two rotary bases instead of ``layer_types`` and
-    ``rope_parameters``.
+    The older files have an interval of global layers and two rotary bases instead of
+    ``layer_types`` and ``rope_parameters``.
     """
     older = {name: value for name, value in (OLDER | base).items() if value is not None}
     stock, batch = build("modernbert", num_hidden_layers=4, **older), inputs("middle")

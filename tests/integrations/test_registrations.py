@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("transformers")
 
-# A snapshot contains the global registries of torch, transformers and the Python interpreter.
+# The snapshot contains the global registries of torch, transformers and the Python interpreter.
 SNAPSHOT = """
 import sys, os, warnings, torch
 from torch.nn.modules import module

@@ -1,4 +1,4 @@
-"""Functions of transformers are known by their digests; unknown functions are probed."""
+"""Known functions of transformers are identified by digests; unknown functions are probed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NAME = "transformers.models.bert.modeling_bert.BertSelfAttention.forward"
 
 @pytest.fixture
 def unknown_file():
-    """Treat every transformers file as unknown, so that the digests of functions decide."""
+    """Treat every file of transformers as unknown, so that the digests of functions decide."""
     table = copy.deepcopy(stock_digests._table())
     table["files"] = {}
     with (
@@ -104,7 +104,7 @@ def test_an_unknown_function_is_probed_once_and_named_once(unknown_file) -> None
 
 
 def scaled(model: Any) -> None:
-    """Accelerate a model, and change the computation of its last linear layer."""
+    """Accelerate a model without checks, and change the result of its last linear layer."""
     _unchecked(model)
     linear = [module for module in model.modules() if type(module) is torch.nn.Linear][-1]
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""In all ten families, an HF model equal to a new twin is served without calling its modules."""
+"""An HF model that equals a new model of its class, its twin, runs without calls of its modules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""If an HF model differs from its twin, the message names module, attribute and value."""
+"""If an HF model differs from its twin, a new model of its class, the message says where."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Mine(dict):
 
 
 def put(path: str, name: str, value: Any) -> Any:
-    """Return a change that sets an attribute of a module; `value` may be a function."""
+    """Return a change that sets an attribute of a module; a callable `value` gets the module."""
 
     def change(hf_model: nn.Module) -> None:
         module = hf_model.get_submodule(path)
@@ -489,7 +489,7 @@ def test_a_patch_of_a_class_or_of_a_name_is_seen_and_so_is_its_end(case) -> None
 
 
 def build_somehow(place: Any) -> nn.Module:
-    """Build an HF model under the patch, or return `HF_MODEL` if the patch makes that fail."""
+    """Build an HF model under the patch `place`, or return `HF_MODEL` if that fails."""
     try:
         return families.build("bert")
     except (AssertionError, AttributeError):
@@ -538,7 +538,7 @@ def test_an_activation_replaced_in_the_table_before_the_host_was_built() -> None
     before = dict.__getitem__(table, "gelu")
     table["gelu"] = nn.ReLU
     try:
-        # No other test uses this width, so the twin is not cached and must be built here.
+        # No other test uses this width, so the twin is not in the cache and must be built here.
         reason = str(compare(families.build("bert", intermediate_size=72)).reason)
     finally:
         table["gelu"] = before

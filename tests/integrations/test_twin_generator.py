@@ -1,8 +1,8 @@
 """Random changes of an HF model or of its code are either reported or harmless.
 
 Each case randomly changes one attribute, buffer, parameter, method, submodule, hook, class, global
-name or table entry. If comparing the model with its twin does not report the change, the change
-must not alter the output of the stock model.
+name or table entry. fastbert compares the changed model with its twin, a new model of its class. A
+change that the comparison does not report must not alter the output of the stock model.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Change = tuple[str, Callable[[], None]]
 
 
 def build(family: str, **changes: Any) -> Any:
-    """Return an HF model without a pooler, because fastbert always calls the HF pooler."""
+    """Return an HF model without a pooler; fastbert always calls the pooler, changed or not."""
     hf_model = families.build(family, **changes)
     if "pooler" in hf_model._modules:
         hf_model.pooler = None
@@ -38,7 +38,7 @@ def build(family: str, **changes: Any) -> Any:
 
 
 def changed(value: Any) -> Any:
-    """Return another value of the same type."""
+    """Return a different value of the same type."""
     if isinstance(value, bool):
         return not value
     if isinstance(value, (int, float)):
@@ -53,7 +53,7 @@ def changed(value: Any) -> Any:
 def an_attribute(hf_model: Any, draw: random.Random) -> Change:
     path, module = draw.choice(list(hf_model.named_modules()))
     internal = vars(nn.Module())
-    # A changed eps is excluded, because fastbert reads eps from the module and so serves it.
+    # A change of eps is excluded, because fastbert reads eps from the module and therefore uses it.
     names = [n for n in vars(module) if n not in internal and n not in ("config", "eps")]
     name = draw.choice([*names, "training_speed"] if names else ["training_speed"])
     value = changed(vars(module).get(name))
@@ -81,7 +81,7 @@ def a_parameter(hf_model: Any, draw: random.Random) -> Change:
 
 
 def a_method(hf_model: Any, draw: random.Random) -> Change:
-    # The root module is excluded, because its own forward runs and then calls fastbert.
+    # The root module is excluded: its own forward method runs first and then calls fastbert.
     path, module = draw.choice(list(hf_model.named_modules())[1:])
     names = [n for n in ("forward", "feed_forward_chunk", "ff_chunk") if hasattr(module, n)]
     name = draw.choice(names)
@@ -94,7 +94,7 @@ def a_method(hf_model: Any, draw: random.Random) -> Change:
 
 
 def more(out: Any) -> Any:
-    """Return the output of a module with 1 added to its numbers."""
+    """Return the output of a module with 1 added to each number in it."""
     if isinstance(out, Tensor):
         return out + 1 if out.is_floating_point() else out
     if isinstance(out, tuple):
@@ -180,7 +180,7 @@ def test_the_random_changes_of_hosts_are_168_and_most_are_named() -> None:
 
 @contextlib.contextmanager
 def patched(place: Any, name: str, value: Any) -> Iterator[None]:
-    """Replace a global name of a module or an attribute of a class."""
+    """Replace a global name of a module, or an attribute of a class, in the ``with`` block."""
     with mock.patch.object(place, name, value):
         yield
 
@@ -190,7 +190,7 @@ def other(*args: Any, **kwargs: Any) -> Any:
 
 
 def reached_functions(family: str) -> list[tuple[Any, str]]:
-    """Return the functions that an HF model's code reaches by name, in modules and classes."""
+    """Return the functions that the code of an HF model reaches by name in modules and classes."""
     hf_model = build(family)
     functions = {}
     for kind in twin_of(hf_model).kinds:
@@ -210,7 +210,7 @@ def reached_functions(family: str) -> list[tuple[Any, str]]:
 
 @pytest.mark.parametrize("family", ["bert", *map(long_case, ["mpnet", "modernbert"])])
 def test_every_function_that_the_code_of_a_host_reaches_is_watched(family) -> None:
-    """If any function that the code of an HF model reaches is replaced, the comparison sees it."""
+    """If a function that the code of an HF model reaches is replaced, the comparison reports it."""
     hf_model = build(family)
     places = reached_functions(family)
     assert len(places) >= 60

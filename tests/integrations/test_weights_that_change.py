@@ -1,6 +1,6 @@
-"""The next call uses the new weights after any kind of write to them.
+"""After any kind of write to the weights, the next call uses the new weights.
 
-The result must have the same bits as the result of a deep copy of the model.
+The result must have the bits of the result of a deep copy of the model.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SIZES: dict[str, Any] = {
     "attention_probs_dropout_prob": 0.0,
     "initializer_range": 0.2,  # so that every change of a weight changes the logits
 }
-# At the low learning rate of a warm-up, a step changes few bf16 weights.
+# A low learning rate, as in a warm-up, changes few bf16 weights in a step.
 SMALL_RATE = 5e-6
 
 
@@ -81,7 +81,7 @@ def is_what_a_deep_copy_says(model: nn.Module, inputs: dict[str, Tensor]) -> boo
 class Offloaded(torch.optim.Optimizer):
     """An optimizer with fp32 master weights that it writes back through ``data``.
 
-    Offloading and sharding optimizers do the same.
+    Optimizers of libraries that offload or shard weights do the same.
     """
 
     def __init__(self, parameters: Any, lr: float) -> None:
@@ -97,7 +97,7 @@ class Offloaded(torch.optim.Optimizer):
 
 
 class EightBit(torch.optim.Optimizer):
-    """An optimizer with int8 momentum that writes weights through their address.
+    """An optimizer with int8 momentum that writes to the memory address of the weights.
 
     Libraries of 8-bit optimizers do the same in C.
     """
@@ -154,7 +154,7 @@ def test_every_step_of_an_optimizer_is_seen(kind, dtype, optimizer) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_in_evaluation_mode_is_seen(kind, dtype, optimizer) -> None:
-    """A step is seen although the model stays in eval mode and computes no gradients."""
+    """The next call sees an optimizer step, even if the model always stays in eval mode."""
     model, inputs = made(kind, dtype), batch()
     step = OPTIMIZERS[optimizer](model.parameters(), lr=SMALL_RATE)
     for _ in range(4):
@@ -164,7 +164,7 @@ def test_a_step_in_evaluation_mode_is_seen(kind, dtype, optimizer) -> None:
         assert is_what_a_deep_copy_says(model, inputs)
 
 
-# Tests of averaged and exchanged weights of a model in training
+# Tests of averaged weights, and of weights that are swapped during training
 
 
 def trained(model: nn.Module, inputs: dict[str, Tensor]) -> None:
@@ -180,7 +180,7 @@ def test_an_average_of_the_weights_is_seen(kind, dtype) -> None:
     average = copy.deepcopy(model)
     for _ in range(4):
         trained(model, inputs)
-        logits(average, inputs)  # This call caches the weights before they are averaged.
+        logits(average, inputs)  # This call caches the old weights.
         for mean, now in zip(average.parameters(), model.parameters(), strict=True):
             mean.data.mul_(0.99).add_(now.data, alpha=0.01)
         assert is_what_a_deep_copy_says(average, inputs)
@@ -275,7 +275,7 @@ CHANGES: dict[str, Callable[[Tensor], None]] = {
     "clamped": clamp,
     "written through the address": through_the_address,
 }
-# Ways to reach the tensor of a parameter; PyTorch's version counter sees only writes to "detached".
+# Ways to get a tensor that shares a parameter's memory; PyTorch counts only writes to "detached".
 WAYS: dict[str, Callable[[Tensor], Tensor]] = {
     "data": lambda parameter: parameter.data,
     "detached": lambda parameter: parameter.detach(),
@@ -350,7 +350,7 @@ def test_a_write_to_inference_tensors_is_seen(kind) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_write_to_shared_memory_is_seen(kind) -> None:
-    """A write to shared memory, as by another process that trains, is seen."""
+    """The next call sees a write to shared memory, such as by another process that trains."""
     model = made(kind, torch.bfloat16).share_memory()
     changed_everywhere(model, batch(), move_the_last)
 
@@ -358,7 +358,7 @@ def test_a_write_to_shared_memory_is_seen(kind) -> None:
 @pytest.mark.parametrize("assign", [False, True], ids=["copied", "assigned"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_state_dict_that_is_loaded_is_seen(kind, assign) -> None:
-    """A loaded state dict is seen, even if its tensors reuse the addresses of freed tensors."""
+    """The next call sees a loaded state dict, even if its tensors reuse freed addresses."""
     model, inputs = made(kind, torch.bfloat16), batch()
     for seed in range(6):
         logits(model, inputs)

@@ -38,7 +38,7 @@ def config(family: str = "Bert", **changes: Any) -> Any:
 
 
 def model(kind: Any = "BertModel", settings: Any = None, **changes: Any) -> Any:
-    """Return a model with random nonzero weights, in eval mode."""
+    """Return a model of class `kind` with random nonzero weights, in eval mode."""
     kind = getattr(transformers, kind) if isinstance(kind, str) else kind
     torch.manual_seed(0)
     made = kind(config(**changes) if settings is None else settings).eval()
@@ -49,7 +49,7 @@ def model(kind: Any = "BertModel", settings: Any = None, **changes: Any) -> Any:
 
 
 def batch(lengths: tuple[int, ...] = LENGTHS, seed: int = 1) -> dict[str, Tensor]:
-    """Return a batch that is padded on the right."""
+    """Return a random batch of rows with `lengths` tokens, padded on the right."""
     generator = torch.Generator().manual_seed(seed)
     mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
     ids = torch.randint(5, 97, mask.shape, generator=generator)
@@ -74,9 +74,9 @@ class Sides(NamedTuple):
         return run_sides(function, *self)
 
     def check(self, given: dict[str, Any], **options: Any) -> None:
-        """Check that inference passes the tolerance rule and computes no padding.
+        """Check that inference is within tolerance, and that no padding is computed.
 
-        The result must also have the same bits as the result of a deep copy.
+        The result must also have the bits of the result of a deep copy.
         """
         with torch.no_grad(), rows_computed() as rows:
             fast = values(self.fast, given, **options)
@@ -111,7 +111,7 @@ def agree(
 
 
 def values(side: Any, given: dict[str, Any], **options: Any) -> dict[str, Tensor]:
-    """Return the outputs of a model; hidden states and token logits at padding are left out."""
+    """Return the outputs of a model, without hidden states and token logits at padding."""
     mask = given["attention_mask"].bool()
     results = {}
     for name, value in side(**given, **options).items():
@@ -131,8 +131,8 @@ def values(side: Any, given: dict[str, Any], **options: Any) -> dict[str, Tensor
 def gradients(side: nn.Module) -> dict[str, Tensor]:
     """Return the gradients of all parameters except key biases.
 
-    The gradient of a key bias is only rounding error, because a softmax is invariant to a shift of
-    its logits.
+    The gradient of a key bias is only rounding error, because a softmax does not change if a
+    constant is added to all of its logits.
     """
     named = side.named_parameters()
     return {n: p.grad for n, p in named if p.grad is not None and not n.endswith("key.bias")}

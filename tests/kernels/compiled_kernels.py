@@ -1,7 +1,7 @@
-"""Checks of compiled Triton kernels for properties that the interpreter cannot show.
+"""Check compiled Triton kernels for properties that Triton's interpreter cannot show.
 
-The program ``python compiled_kernels.py 90`` runs the kernels for sm_90 on the PTX machine. It
-prints the findings of each check in `CHECKS` as JSON; a check without findings has passed.
+The program ``python compiled_kernels.py 90`` runs the kernels for sm_90 on the PTX machine, and
+prints the findings of each check in `CHECKS` as JSON. A check without findings has passed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Te
 
 @contextmanager
 def fused_products() -> Iterator[None]:
-    """Let the compiler fuse multiplications and additions in every kernel."""
+    """Let the compiler fuse multiplications with additions in the kernels of the ``with`` block."""
     options = Launch.options
     with mock.patch.object(Launch, "options", lambda launch: {**options(launch), **FUSED}):
         yield
@@ -45,7 +45,7 @@ FUSED = {"enable_fp_fusion": True}
 
 
 def gradients_of_one_column(arch: int) -> Iterator[float]:
-    """Yield the largest gradient of one-column layer norms for each dtype; it should be 0."""
+    """Yield the largest gradient of one-column layer norms, by dtype; the exact gradient is 0."""
     for dtype in HALF_AND_SINGLE:
         x, dy = random(40, 1, dtype=dtype), random(40, 1, dtype=dtype, seed=1)
         weight, bias = random(1, seed=2), random(1, seed=3)
@@ -56,7 +56,7 @@ def gradients_of_one_column(arch: int) -> Iterator[float]:
 
 
 def cancellation(arch: int) -> list[str]:
-    """Check that ``dy * weight - average`` is exactly 0, and not 0 if the product is fused."""
+    """Check that ``dy * weight - average`` is 0, and that it is not 0 if products are fused."""
     findings = [f"gradient {dx}, expected 0" for dx in gradients_of_one_column(arch) if dx != 0.0]
     with fused_products():
         if not any(gradients_of_one_column(arch)):
@@ -65,7 +65,7 @@ def cancellation(arch: int) -> list[str]:
 
 
 def lanes_that_store_the_same_row(arch: int) -> list[str]:
-    """Check that two lanes compute equal sums of one row, but unequal sums with fused products."""
+    """Check that two lanes compute equal sums of a row, but unequal sums if products are fused."""
 
     def run() -> None:
         for columns in (16, 24):
@@ -92,7 +92,7 @@ def lanes_that_store_the_same_row(arch: int) -> list[str]:
 
 
 def approximations(arch: int) -> list[str]:
-    """Check the tolerance rule in fp32 if approximate instructions have their largest error."""
+    """Check that fp32 is within tolerance if approximate instructions have their largest error."""
     findings = []
     for op in ("attention", "layer_norm", "rms_norm", "linear_gelu", "linear_cross_entropy"):
         for case, name, dtype, device in plan(op, "triton", torch.float32, None, quick=True):
@@ -137,7 +137,7 @@ def rows_in_any_batch(arch: int) -> list[str]:
 
 
 def reruns(arch: int) -> list[str]:
-    """Check that the execution order of warps changes no bit of the gradients of attention."""
+    """Check that the gradients of attention have the same bits in any execution order of warps."""
     findings = []
     for dtype in HALF_AND_SINGLE:
         for path in ("general", "short") if dtype == torch.float16 else ("general",):
@@ -216,7 +216,7 @@ def main() -> None:
     arch = int(sys.argv[1])
     torch.set_num_threads(1)
     tiles.compiled_target = arch
-    # With this default, calls with CPU tensors launch Triton kernels, which the PTX machine runs.
+    # With this default backend, calls with CPU tensors launch Triton kernels on the PTX machine.
     default = mock.patch.object(backend, "DEFAULT_REQUEST", "triton")
     with default, backend.standing_in(STAND_IN, "triton"):
         print(json.dumps({check.__name__: check(arch) for check in CHECKS}))

@@ -15,7 +15,7 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def real_tiles(monkeypatch):
-    """Use the tile sizes of a GPU; one attention test requests the interpreter's tile sizes."""
+    """Use the tile sizes of a GPU, except in one attention test."""
     from fastbert.kernels import tiles
 
     monkeypatch.setattr(tiles, "IS_INTERPRETED", False)
@@ -23,7 +23,7 @@ def real_tiles(monkeypatch):
 
 @pytest.fixture
 def general_path(monkeypatch):
-    """Use the general attention kernels, even if ``attention_path`` would choose others."""
+    """Use the general attention kernels, even where ``attention_path`` would choose others."""
     from fastbert.kernels import attention_short
 
     monkeypatch.setattr(attention_short, "attention_path", lambda *_, **__: "general")

@@ -2,9 +2,9 @@
 
     python tests/kernels/far_tensors.py attention
 
-test_large_offsets.py runs this program. The memory is a private mapping without reservation, so
-only pages that hold rows occupy memory. The results must have the same bits as with contiguous
-tensors of the same numbers.
+test_large_offsets.py runs this program. The tensors are in a private memory mapping without
+reservation, so only pages that hold rows occupy memory. The results must have the same bits as for
+contiguous tensors with equal elements.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def flat(results) -> list[Tensor]:
 
 
 def check(name: str, function, tensors: dict[str, Tensor], dims: dict[str, tuple[int, ...]]):
-    """Compare results with one tensor of ``dims`` at a time spread along each listed dimension."""
+    """Compare results as each tensor of ``dims`` is spread along each of its listed dimensions."""
     near = [t.clone() for t in flat(function(**tensors))]
     for argument, along in dims.items():
         for dim in along:

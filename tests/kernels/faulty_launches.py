@@ -1,6 +1,6 @@
-"""Kernels that each break one rule of the ahead-of-time check; test_aot.py runs this program.
+"""Kernels that each break one rule of the ahead-of-time check, as a program for test_aot.py.
 
-The program prints the faults that ``judge`` finds in each launch, as JSON.
+For each launch, the program prints as JSON the violations that ``judge`` reports.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Inputs of kernel tests, with the reference in float64 (oracle) and tested dtype (yardstick)."""
+"""Inputs of kernel tests, and checks against the reference in float64 by the tolerance rule."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
 
 
 def normal(*shape: int, dtype: torch.dtype, device: str, scale: float = 1.0) -> Tensor:
-    """Draw normal numbers with deviation `scale` from the default generator, rounded to dtype."""
+    """Return normal numbers with deviation `scale` from torch's default generator, in `dtype`."""
     return (torch.randn(shape) * scale).to(dtype).to(device)
 
 
@@ -22,7 +22,7 @@ def seed_tensor(device: str, value: int = 0x0123_4567_89AB_CDEF) -> Tensor:
 
 
 def differentiate(function, inputs: list[Tensor | None], dy: Tensor, dtype: torch.dtype):
-    """Return [output, *gradients] of function(*inputs), computed in dtype on the CPU."""
+    """Return [output, *gradients] of function(*inputs), computed in `dtype` on the CPU."""
     leaves = [None if x is None else x.detach().cpu().to(dtype).requires_grad_() for x in inputs]
     output = function(*leaves)
     output.backward(dy.detach().cpu().to(dtype))
@@ -30,7 +30,7 @@ def differentiate(function, inputs: list[Tensor | None], dy: Tensor, dtype: torc
 
 
 def judge(names: str, actual: list[Tensor], function, inputs: list[Tensor | None], dy: Tensor):
-    """Check [output, *gradients] against the oracle by the tolerance rule."""
+    """Check [output, *gradients] against `function` in float64, by the tolerance rule."""
     dtype = actual[0].dtype
     oracle = differentiate(function, inputs, dy, torch.float64)
     yardstick = Yardstick(lambda: differentiate(function, inputs, dy, dtype))
@@ -39,7 +39,7 @@ def judge(names: str, actual: list[Tensor], function, inputs: list[Tensor | None
 
 
 def philox_words(seed: int, counters: np.ndarray, rounds: int = 7) -> np.ndarray:
-    """Return Philox4x32 of uint64 counters (..., 4), implemented from the paper's definition."""
+    """Return Philox4x32 of uint64 counters (..., 4), written from the definition in the paper."""
     mask = np.uint64(0xFFFFFFFF)
     shift = np.uint64(32)
     key = [np.uint64(seed & 0xFFFFFFFF), np.uint64(seed >> 32 & 0xFFFFFFFF)]

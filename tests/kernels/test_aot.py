@@ -1,7 +1,7 @@
-"""Launches of every kernel compile for sm_90 on a machine without a GPU.
+"""Every launch of every kernel compiles for sm_90 on a machine without a GPU.
 
-`make every-case` compiles every launch for sm_80 and sm_90, and for other GPUs the launches whose
-tile sizes differ from sm_80. `make ahead-of-time` compiles every launch for every architecture.
+`make every-case` also compiles every launch for sm_80, and for other GPUs the launches whose tile
+sizes differ from sm_80. `make ahead-of-time` compiles every launch for every architecture.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ MATRIX_KERNELS = {
 
 @pytest.fixture(scope="module")
 def cache(pytestconfig):
-    """Return Triton's cache folder, which stays between runs so that only changes are compiled."""
+    """Return Triton's cache folder, which persists so that later runs compile only changes."""
     return pytestconfig.cache.mkdir("triton")
 
 
@@ -73,7 +73,7 @@ def test_every_kernel_compiles(compiled):
 
 @pytest.mark.parametrize("arch", [90, *map(long_case, (80, 89, 100, 120))])
 def test_every_launch_passes_the_gate(compiled, arch):
-    """No launch has a fault in stack, shared memory, matrix units, loads, addresses or tf32."""
+    """No launch has an error in stack, shared memory, matrix units, loads, addresses or tf32."""
     launches = [c for c in compiled if c.arch == arch]
     faults = [f"{c}: {fault}" for c in launches for fault in c.faults]
     assert launches
@@ -82,7 +82,7 @@ def test_every_launch_passes_the_gate(compiled, arch):
 
 @pytest.mark.every_case
 def test_tiles_of_one_architecture_do_not_spill(cache):
-    """sm_89 and sm_120 have own tile sizes, because ptxas spilled 8 bytes with those of sm_80."""
+    """No kernel spills with the tile sizes of sm_89 and sm_120; those of sm_80 spill there."""
     command = [sys.executable, "-m", "fastbert.testing.ahead_of_time", "--unlike", "80"]
     command += ["--arch", "89", "120", "--noun", "feed_forward", "--only", "linear_gelu"]
     run = subprocess.run(command, env=compiler_environment(cache), capture_output=True, text=True)
@@ -105,7 +105,7 @@ def test_a_small_shared_memory_holds_the_tiles_of_sm_80(compiled):
 
 
 def test_the_gate_sees_matrix_products(compiled):
-    """``has_dot`` is set for kernels with matrix products, which must then use a matrix unit."""
+    """``has_dot`` is set for every kernel with matrix products, which must use a matrix unit."""
     assert {c.name for c in compiled if c.has_dot and c.half} >= MATRIX_KERNELS
     assert {c.matrix for c in compiled if c.arch == 90 and c.name in MATRIX_KERNELS and c.half} == {
         "HGMMA"
@@ -113,7 +113,7 @@ def test_the_gate_sees_matrix_products(compiled):
 
 
 def test_every_kernel_is_among_the_shipped_launches():
-    """Each kernel has a shipped launch, because only these launches are checked."""
+    """Every kernel has a shipped launch, because the checks cover only shipped launches."""
     written = {
         (path.stem, name)
         for path in KERNELS.glob("*.py")
@@ -129,7 +129,7 @@ def test_every_kernel_is_among_the_shipped_launches():
 
 @pytest.mark.every_case
 def test_broken_kernels_fail_the_gate(cache):
-    """Each kernel of faulty_launches.py has one fault, except ``_right_addresses`` with none."""
+    """The check refuses each kernel of faulty_launches.py except ``_right_addresses``."""
     program = Path(__file__).with_name("faulty_launches.py")
     run = subprocess.run(
         [sys.executable, str(program)],

@@ -1,4 +1,4 @@
-"""The gradient of an additive bias in every broadcast form, judged by the tolerance rule."""
+"""The gradient of an additive bias is within tolerance in every form that broadcasts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("general_path")
 
 
 def gradients(function, tensors, dout, **options):
-    """Return [out, dq, dk, dv, dbias] of a public function on the Triton backend."""
+    """Return [out, dq, dk, dv, dbias] of the public `function` on the Triton backend."""
     leaves = [x.detach().requires_grad_() for x in tensors]
     out = function(*leaves[:3], bias=leaves[3], backend="triton", **options)
     return [out, *torch.autograd.grad(out, leaves, dout)]
@@ -45,7 +45,7 @@ def test_dense_in_every_broadcast_form(bias_shape, dtype, options, device):
     if "mask" in options:
         mask = torch.rand((2, 70) if options["mask"] == "keys" else (2, 2, 33, 70)) > 0.3
         options = {**options, "mask": mask.to(device)}
-        # Hidden values must not affect the gradient of the bias either.
+        # Masked keys must not affect the gradient of the bias either.
         if mask.dim() == 2:
             v = v.masked_fill(~mask.to(device)[:, None, :, None], math.nan)
     seed = seed_tensor(device)
@@ -83,7 +83,7 @@ def test_varlen_bias_is_indexed_by_positions_in_the_sequence(bias_shape, dtype, 
 
 
 def test_shares_of_the_combinations_add_up(device, monkeypatch):
-    """The gradient is right for any number of programs per tile, and reruns agree bitwise."""
+    """The gradient is right for any number of programs per tile, and reruns have the same bits."""
     q, k, v, dout = (normal(3, 1, 20, 16, dtype=HALF, device=device) for _ in range(4))
     bias = normal(1, 1, 1, 20, dtype=HALF, device=device)
     drawn = []
@@ -123,7 +123,7 @@ def test_empty_sizes_give_a_gradient_of_zeros(shape, device):
 
 @pytest.mark.parametrize("dtype", [SINGLE, HALF, BRAIN])
 def test_a_row_that_finfo_min_hides_altogether_attends_all_alike(dtype, device):
-    """All weights of such a row are 1 / Lk, although lse rounds to finfo.min without log(Lk)."""
+    """All weights of such a row are 1 / Lk, although lse in fp32 loses the summand log(Lk)."""
     q, k, v, dout = (normal(1, 2, 40, 16, dtype=dtype, device=device) for _ in range(4))
     bias = torch.zeros(1, 1, 40, 40, dtype=SINGLE, device=device)
     bias[..., :10, :] = torch.finfo(SINGLE).min
@@ -134,7 +134,7 @@ def test_a_row_that_finfo_min_hides_altogether_attends_all_alike(dtype, device):
     actual = attention_backward(dout, q, k, v, out, lse, bias=expanded, scale=scale, dbias=dbias)
 
     def function(q, k, v):
-        # All keys of a hidden row have the same weight, so the output of the row is the mean of v.
+        # All keys of a masked row have the same weight, so the output of the row is the mean of v.
         rows = reference.attention(q[:, :, 10:], k, v, scale=scale)
         alike = v.mean(dim=2, keepdim=True).expand(1, 2, 10, 16)
         return torch.cat([alike, rows], dim=2)

@@ -1,4 +1,4 @@
-"""The attention launchers against the reference, judged by the tolerance rule."""
+"""The attention launchers agree with the reference by the tolerance rule."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ pytestmark = pytest.mark.usefixtures("general_path")
 
 
 def rows(batch, length, heads, dim, dtype, device, scale=1.0):
-    """Draw a tensor (B, H, L, D) with the memory order (B, L, H, D), as a projection makes it."""
+    """Return random (B, H, L, D) with the memory order (B, L, H, D), as from a projection."""
     return normal(batch, length, heads, dim, dtype=dtype, device=device, scale=scale).transpose(
         1, 2
     )
 
 
 def inputs(batch, heads, q_length, k_length, dim, dtype, device, scale=1.0):
-    """Draw random q, k, v and dout."""
+    """Return random q, k and v, and a random gradient dout of the output."""
     lengths = (q_length, k_length, k_length, q_length)
     return [
         rows(batch, n, heads, dim, dtype, device, s)
@@ -112,7 +112,7 @@ def test_the_interpreters_own_tiles(device, monkeypatch):
 
 
 def packed(lengths, heads, dim, dtype, device, slack=0):
-    """Draw packed rows, with NaN after the last sequence; return the rows and cu_seqlens."""
+    """Return random packed rows, with NaN after the last sequence, and cu_seqlens."""
     total = sum(lengths)
     x = normal(total + slack, heads, dim, dtype=dtype, device=device)
     x[total:] = math.nan
@@ -166,8 +166,8 @@ def test_varlen_masks_and_dropout_use_positions_in_the_sequence(device):
     mask = (torch.rand(2, 2, 70, 70) > 0.3).to(device)
     options = {"dropout_p": 0.3, "seed": seed_tensor(device)}
     together = run(q, q, q, dout, cu_seqlens_q=cu_seqlens, mask=mask, **options)
-    # Dropout depends on the index of a sequence, so the second sequence is also second in a dense
-    # batch.
+    # Dropout depends on the number of a sequence, so the second sequence is also second in the
+    # dense batch.
     x, dx = (t[33:].transpose(0, 1)[None].expand(2, 2, 70, 16) for t in (q, dout))
     alone = run(x, x, x, dx, mask=mask, **options)
     for a, b in zip(together, alone, strict=True):
@@ -213,8 +213,8 @@ def test_poison_in_unattended_keys_stays_there(kind, poison, device):
 def test_every_way_to_write_a_mask_agrees(device):
     """A bool mask and a bias of -inf, -1e4 or finfo.min give equal results within tolerance.
 
-    Bits may differ, because the kernels with a mask and with a bias are two binaries, whose layouts
-    may sum in another order.
+    The bits may differ, because the kernels with a mask and with a bias are two binaries, whose
+    layouts may sum in another order.
     """
     q, k, v, dout = inputs(1, 2, 40, 70, 32, SINGLE, device)
     mask = (torch.rand(1, 2, 40, 70) > 0.3).to(device)
@@ -231,7 +231,7 @@ def test_every_way_to_write_a_mask_agrees(device):
 
 @pytest.mark.parametrize("dtype", [SINGLE, HALF, BRAIN])
 def test_logits_of_ten_thousand(dtype, device):
-    """With large logits, rounding of the log-sum-exp or of out does not dominate a gradient.
+    """With logits near ±1e4, rounding of the log-sum-exp or of out does not dominate a gradient.
 
     The logits of a row are near +1e4 or -1e4 and differ by little, so no key dominates the softmax.
     """
@@ -258,7 +258,7 @@ def test_log_sum_exp_is_the_natural_one(dtype, has_bias, device):
 
 @pytest.mark.parametrize("p", [0.1, 0.5])
 def test_dropout_is_the_defined_philox(p, device):
-    """The dropout mask, which uniform weights and V = identity show in the output, is Philox's."""
+    """With uniform weights and V = identity, the output shows exactly Philox's dropout mask."""
     batch, heads, q_length, k_length = 2, 3, 33, 64
     q = torch.zeros(batch, heads, q_length, 64, device=device)
     k = torch.zeros(batch, heads, k_length, 64, device=device)
@@ -292,7 +292,7 @@ def test_reruns_and_batches_agree_bitwise(device):
 
 
 def test_layouts_do_not_matter(device):
-    """Slices, a transposed last dimension, and expanded heads or gradients give the same bits."""
+    """Slices, a transposed last dimension, and expanded heads or gradients change no bit."""
     fused = normal(2, 40, 3, 2, 24, dtype=HALF, device=device)
     q, k, v = (fused[:, :, i].transpose(1, 2) for i in range(3))
     dout = normal(1, 2, 1, 24, dtype=HALF, device=device).expand(2, 2, 40, 24)
@@ -307,7 +307,7 @@ def test_layouts_do_not_matter(device):
 
 @pytest.mark.parametrize("is_packed", [False, True])
 def test_gradients_are_written_where_they_belong(is_packed, device):
-    """dq, dk and dv have the same bits if written into one tensor; rows after sequences are 0."""
+    """Written into one tensor, dq, dk and dv have the same bits; rows after sequences are 0."""
     shape = (50, 3, 2, 24) if is_packed else (2, 25, 3, 2, 24)
     qkv, dout = normal(*shape, dtype=HALF, device=device), normal(*shape, dtype=HALF, device=device)
     parts, (dout, *_) = qkv.unbind(-3), dout.unbind(-3)
@@ -339,7 +339,7 @@ def test_dirty_statistics_of_the_slack_are_not_read(dtype, device):
 
 
 def test_data_pointers_off_by_one_element(device):
-    """No kernel assumes that data pointers are aligned to more than one element."""
+    """The results are right for data pointers that are aligned to only one element."""
     tensors = inputs(1, 2, 40, 40, 32, HALF, device)
     moved = []
     for x in tensors:

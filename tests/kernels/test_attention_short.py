@@ -1,4 +1,4 @@
-"""The short attention kernels against the reference and against the general kernels."""
+"""The short attention kernels agree with the reference and with the general kernels."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from fastbert.kernels.tiles import ShortTile, Tile, attention_path, short_attent
 
 
 def rows(batch, length, heads, dim, dtype, device):
-    """Draw a tensor (B, H, L, D) with the memory order (B, L, H, D), as a projection makes it."""
+    """Return random (B, H, L, D) with the memory order (B, L, H, D), as from a projection."""
     return normal(batch, length, heads, dim, dtype=dtype, device=device).transpose(1, 2)
 
 
 def inputs(batch, heads, q_length, k_length, dim, dtype, device):
-    """Draw random q, k, v and dout."""
+    """Return random q, k and v, and a random gradient dout of the output."""
     lengths = (q_length, k_length, k_length, q_length)
     return [rows(batch, n, heads, dim, dtype, device) for n in lengths]
 
@@ -39,7 +39,7 @@ def random_mask(kind, batch, heads, q_length, k_length, device):
 
 
 def run(q, k, v, dout, path="short", backward="short", **options):
-    """Return [out, dq, dk, dv] of the launchers on the given paths."""
+    """Return [out, dq, dk, dv] of the launchers on the chosen paths, "short" or "general"."""
     options = {"scale": q.shape[-1] ** -0.5, **options}
     out, lse = attention_forward(q, k, v, path=path, **options)
     return [out, *attention_backward(dout, q, k, v, out, lse, path=backward, **options)]
@@ -127,7 +127,7 @@ def test_each_backward_tile_alone(block_m, block_n, device, monkeypatch):
 
 
 def packed(lengths, heads, dim, dtype, device, slack=0):
-    """Draw packed rows, with NaN after the last sequence; return the rows and cu_seqlens."""
+    """Return random packed rows, with NaN after the last sequence, and cu_seqlens."""
     total = sum(lengths)
     x = normal(total + slack, heads, dim, dtype=dtype, device=device)
     x[total:] = math.nan
@@ -176,7 +176,7 @@ def test_varlen_against_oracle(q_lengths, k_lengths, dtype, p, options, device):
 
 
 def test_short_and_general_agree(device):
-    """Both paths agree, also if one path's backward uses the results of the other's forward."""
+    """Both paths agree, even if one path's backward uses results of the other path's forward."""
     q, k, v, dout = inputs(1, 1, 40, 70, 64, HALF, device)
     options = {"dropout_p": 0.1, "seed": seed_tensor(device), "scale": 0.125}
     short, lse = attention_forward(q, k, v, path="short", **options)
@@ -192,7 +192,7 @@ def test_short_and_general_agree(device):
 
 @pytest.mark.parametrize("k_length", [64, 128])
 def test_dropout_is_the_defined_philox(k_length, device):
-    """The dropout mask across chunks of keys, shown by uniform weights and V = I, is Philox's."""
+    """With uniform weights and V = I, the output shows Philox's dropout mask in all chunks."""
     q = torch.zeros(2, 3, 33, 128, device=device, dtype=HALF)
     k = torch.zeros(2, 3, k_length, 128, device=device, dtype=HALF)
     v = torch.eye(128, device=device, dtype=HALF)[:k_length].expand(2, 3, k_length, 128)
@@ -252,7 +252,7 @@ def test_batch_and_longest_sequence_do_not_matter(device):
 
 @pytest.mark.parametrize("multiprocessors", [1, 1000])
 def test_any_number_of_programs_gives_the_same_bits(multiprocessors, device, monkeypatch):
-    """Bits do not depend on the number of programs, also with fewer programs than work items."""
+    """The bits do not depend on the number of programs, even if there are more work items."""
     x, cu_seqlens = packed((130, 0, 40), 2, 16, HALF, device, slack=70)
     bounds = {"cu_seqlens_q": cu_seqlens, "max_seqlen_q": 130, "max_seqlen_k": 64}
     k, cu_seqlens_k = packed((40, 0, 60), 2, 16, HALF, device)
@@ -275,7 +275,7 @@ def test_the_backward_is_persistent_too(device, monkeypatch):
 
 
 def test_layouts_do_not_matter(device):
-    """Slices, a transposed last dimension, and gradients at any strides give the same bits."""
+    """Slices, a transposed last dimension, and gradients with any strides change no bit."""
     fused = normal(2, 40, 3, 2, 24, dtype=HALF, device=device)
     q, k, v = (fused[:, :, i].transpose(1, 2) for i in range(3))
     dout = normal(1, 2, 1, 24, dtype=HALF, device=device).expand(2, 2, 40, 24)

@@ -1,4 +1,4 @@
-"""Attention weights of chosen heads and rows, with and without the saved log-sum-exp."""
+"""Attention weights of chosen heads and rows are right with and without a saved log-sum-exp."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SCALE = 0.125
 
 
 def check(name, actual, function, tensors):
-    """Compare a result with `function` of the tensors by the tolerance rule, without gradients."""
+    """Compare `actual` with `function` of the tensors by the tolerance rule, without gradients."""
 
     def run(dtype):
         return function(*(x.cpu().to(dtype) for x in tensors))
@@ -52,7 +52,7 @@ def test_chosen_heads_and_rows(dtype, with_lse, device):
 @pytest.mark.parametrize("dtype", [SINGLE, HALF])
 @pytest.mark.parametrize("bias", [False, True])
 def test_logits_of_ten_thousand(dtype, bias, device):
-    """Weights of large logits are right; fp32 must not use the rounded log-sum-exp, 16 bit may."""
+    """Weights of large logits are right; only in 16 bits may they use the rounded log-sum-exp."""
     q, k = pairs(dtype, device, scale=40.0)
     added = normal(1, 1, 1, 97, dtype=dtype, device=device) if bias else None
     expanded = None if added is None else added.expand(2, 3, 40, 97)
@@ -64,13 +64,14 @@ def test_logits_of_ten_thousand(dtype, bias, device):
         return reference.attention_weights(q, k, bias=cast, scale=SCALE)
 
     check("weights", weights, function, [q, k])
-    # Rounding lse scales all weights of a row alike, an error that only the row's sum shows.
+    # A rounding error of lse scales all weights of a row alike, which only the sum of the row
+    # shows.
     check("sums", weights.sum(-1), lambda q, k: function(q, k).sum(-1), [q, k])
 
 
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (3, 8)}])
 def test_packed_sequences(options, device):
-    """The weights outside a sequence are 0, although the rows after the last sequence are NaN."""
+    """Weights outside a sequence are 0, although rows after the last sequence are NaN."""
     lengths_q, lengths_k = (33, 0, 9), (20, 5, 40)
     cu_q = torch.tensor([0, *lengths_q]).cumsum(0).int().to(device)
     cu_k = torch.tensor([0, *lengths_k]).cumsum(0).int().to(device)
@@ -118,7 +119,7 @@ def test_gradients_of_chosen_weights(backend, is_packed, device):
 
 
 def test_weights_on_request_take_the_forwards_lse(device):
-    """In 16 bit, weights are right both with and without the log-sum-exp of the forward."""
+    """In 16-bit dtypes, weights are right with and without the log-sum-exp of the forward."""
     q, k = pairs(HALF, device)
     out, weights = ops.attention(q, k, k, return_weights=True, backend="triton")
     alone = ops.attention_weights(q, k, backend="triton")

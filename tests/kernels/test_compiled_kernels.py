@@ -1,4 +1,4 @@
-"""Compiled kernels on the PTX machine: fused products, approximate instructions and layouts."""
+"""Compiled kernels have the required properties when the PTX machine runs them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = [
 @pytest.mark.parametrize("arch", [long_case(80), 90])
 @pytest.mark.every_case
 def test_compiled_kernels_keep_their_promises(arch, pytestconfig):
-    """No check has a finding; a child process runs them, because this process interprets Triton."""
+    """No check has a finding. They run in a child process, because this one interprets Triton."""
     run = subprocess.run(
         [sys.executable, str(PROGRAM), str(arch)],
         env=backend.compiler_environment(pytestconfig.cache.mkdir("triton")),

@@ -1,4 +1,4 @@
-"""The linear_cross_entropy launchers against the reference, judged by the tolerance rule."""
+"""The linear_cross_entropy launchers agree with the reference by the tolerance rule."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NAMES = ("loss", "dhidden", "dweight", "dbias")
 
 
 def inputs(rows, depth, vocabulary, dtype, device, *, bias=True, labelled=0.7, logits=1.0):
-    """Draw [hidden, weight, bias or None, labels]; the label -100 means no label."""
+    """Return random [hidden, weight, bias or None, labels]; the label -100 means no label."""
     labels = torch.randint(0, vocabulary, (rows,), device=device)
     labels[torch.rand(rows, device=device) >= labelled] = -100
     return [
@@ -35,7 +35,7 @@ def inputs(rows, depth, vocabulary, dtype, device, *, bias=True, labelled=0.7, l
 
 
 def run(given, *, ignore_index=-100, reduction="mean", dloss=None):
-    """Return [loss, dhidden, dweight, (dbias)]; dloss is drawn if it is None."""
+    """Return [loss, dhidden, dweight, (dbias)] for `dloss`, or for a random gradient if None."""
     loss, statistics, order = linear_cross_entropy_forward(
         *given, ignore_index=ignore_index, reduction=reduction
     )
@@ -45,7 +45,7 @@ def run(given, *, ignore_index=-100, reduction="mean", dloss=None):
 
 
 def expected(given, dloss, dtype, **options):
-    """Return the same results as `run`, from the reference in dtype on the CPU."""
+    """Return the results of `run`, but from the reference in `dtype` on the CPU."""
     leaves = [None if x is None else x.cpu().to(dtype).requires_grad_() for x in given[:3]]
     labels = given[3].cpu()
     loss = reference.linear_cross_entropy(*leaves, labels, **options)
@@ -98,7 +98,7 @@ def test_the_vocabulary_in_chunks(dtype, device, monkeypatch):
     monkeypatch.setattr(cross_entropy_backward, "GRADIENT_BYTES", 0)
     monkeypatch.setattr(cross_entropy_backward, "FEWEST_COLUMNS", 128)
     dhidden = judge(given)[1]
-    # Each column of the vocabulary is in one chunk, so chunks do not change its sums.
+    # Each column of the vocabulary is in one chunk, so the chunks do not change a column's sums.
     assert same(run(given, dloss=dloss)[2:], whole[2:])
     assert torch.count_nonzero(dhidden[given[3] == -100]) == 0
 
@@ -142,7 +142,7 @@ def test_rows_without_a_label_are_not_read(device):
 
 
 def test_nan_in_a_row_stays_in_its_row(device):
-    """NaN does not spread from the first labelled row, whose copies also pad the last tile."""
+    """NaN in the first labelled row, whose copies also pad the last tile, reaches no other row."""
     given = inputs(150, 40, 200, SINGLE, device)
     dloss = torch.ones(150, device=device)
     loss, dhidden, *_ = run(given, reduction="none", dloss=dloss)
@@ -216,7 +216,7 @@ def test_empty_sizes(rows, depth, vocabulary, device):
 
 
 class Recorder(TorchDispatchMode):
-    """Records the operators that run and the size in bytes of every returned tensor."""
+    """Record the operators that run, and the size in bytes of every returned tensor."""
 
     def __init__(self):
         super().__init__()
@@ -231,11 +231,12 @@ class Recorder(TorchDispatchMode):
 
 
 def test_nothing_of_logits_size_is_allocated_and_no_other_operator_runs(device, monkeypatch):
-    """The only torch operator is an allocation; no operator computes, reads back or waits."""
+    """The only torch operator is an allocation of less than all logits; none computes or waits."""
     monkeypatch.setattr(cross_entropy_backward, "FEWEST_COLUMNS", 128)
     monkeypatch.setattr(cross_entropy_backward, "GRADIENT_BYTES", 256 * 384 * 2)
     launched = []
-    # In the interpreter, a launch copies its arguments with torch operators, so no launch runs.
+    # The test runs no kernel, because in the interpreter a launch copies its arguments with torch
+    # operators.
     monkeypatch.setattr(
         cross_entropy.Launch, "run", lambda launch, on: launched.append(launch.name)
     )
@@ -307,7 +308,7 @@ print("same")
 @pytest.mark.every_case
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the mapping is memory of the CPU")
 def test_offsets_beyond_two_to_the_31():
-    """Larger offsets are right; a child process runs, because a wrapped offset is a segfault."""
+    """Offsets above 2**31 are right; a child runs them, because a wrapped offset is a segfault."""
     root = str(Path(__file__).parents[2])
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": root}
     child = subprocess.run(

@@ -1,4 +1,4 @@
-"""The embedding launchers against the reference, judged by the tolerance rule."""
+"""The embedding launchers agree with the reference by the tolerance rule."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NAMES = "y dword_table dtype_table dposition_table dweight dbias"
 
 
 def make(tokens, vocabulary, columns, dtype, device, *, positions=48, index=torch.int64):
-    """Draw indices with repetitions, tables and parameters."""
+    """Return random indices with repetitions, random tables and random parameters."""
     ids = torch.randint(0, vocabulary, (tokens,))
     ids[::3] = vocabulary - 1
     types = torch.randint(0, 2, (tokens,))
@@ -28,7 +28,7 @@ def make(tokens, vocabulary, columns, dtype, device, *, positions=48, index=torc
 
 
 def run(indices, tables, weight, bias, dy, *, p=0.0, seed=None, padding_idx=-1):
-    """Return the results of the launchers in the order of NAMES, without absent parameters."""
+    """Return the launchers' results in the order of NAMES, without those of absent parameters."""
     options = {"dropout_p": p, "seed": seed}
     y, mean, rstd = embedding_forward(indices, tables, weight, bias, eps=EPS, **options)
     gradients = embedding_backward(
@@ -97,7 +97,7 @@ def test_absent_tables_and_bias(types, positions, biased, dtype, device):
 @pytest.mark.every_case
 @pytest.mark.parametrize("dtype", [SINGLE, BRAIN])
 def test_one_run_of_all_tokens(dtype, device):
-    """Gradients are right if all ids are equal, so that one run spans many sorted chunks."""
+    """Gradients are right if all ids are equal, so that one run of ids spans many sorted chunks."""
     tokens = 200
     indices, tables, weight, bias = make(tokens, 7, 24, dtype, device, positions=200)
     indices[0].fill_(4)
@@ -135,7 +135,7 @@ def test_rows_without_a_token_and_the_padding_row_are_exactly_zero(device):
 
 @pytest.mark.parametrize("dtype", [SINGLE, BRAIN])
 def test_small_integers_are_summed_exactly(dtype, device):
-    """No row is lost or added twice; sums of small integers are exact in any order."""
+    """Sums of small integers are exact, which shows that no row is lost or added twice."""
     tokens, columns = 150, 24
     indices, tables, _, _ = make(tokens, 40, columns, dtype, device, positions=20)
     dsum = torch.randint(-1, 2, (tokens, columns), device=device).to(dtype)

@@ -1,4 +1,4 @@
-"""The feed-forward launchers against the reference, judged by the tolerance rule."""
+"""The feed-forward launchers agree with the reference by the tolerance rule."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TILES = (1, 4, 96)
 
 
 def draw(rows, depth, columns, dtype, device, activation="gelu", has_bias=True, scale=1.0):
-    """Draw x, w1, b1, w2 and dy of a feed-forward with the widths depth, columns and depth."""
+    """Return random x, w1, b1, w2 and dy; w1 maps `depth` to `columns`, and w2 maps back."""
     first = 2 * columns if ACTIVATIONS[activation].gated else columns
     return (
         normal(rows, depth, dtype=dtype, device=device, scale=scale),
@@ -30,7 +30,7 @@ def draw(rows, depth, columns, dtype, device, activation="gelu", has_bias=True, 
 
 
 def run(x, w1, b1, w2, dy, activation, path):
-    """Return [y, dx, dw1, (db1), dw2]; torch computes GEMMs that have no activation."""
+    """Return [y, dx, dw1, (db1), dw2]; torch computes the GEMMs without an activation."""
     form = {"activation": activation, "path": path}
     a, h = linear_gelu_forward(x, w1, b1, save=True, **form)
     dh, db1, again = feed_forward_backward(dy, w2, h, sum_rows=b1 is not None, **form)
@@ -60,7 +60,7 @@ def test_against_oracle(dtype, has_bias, scale, activation, path, device):
 @pytest.mark.parametrize("activation", ["gelu", "geglu"])
 @pytest.mark.parametrize("depth", [64, 200])
 def test_every_tile_of_the_gemm(tiles, activation, depth, device, monkeypatch):
-    """Every tile size is right, for depths that are and are not multiples of the step along K."""
+    """Every tile size is right, with and without a partial last step along the inner dimension."""
     monkeypatch.setattr(block_sizes, "GEMM_TILES", tiles)
     tensors = draw(70, depth, 131, HALF, device, activation)
     judge_feed_forward(run(*tensors, activation, "fused"), *tensors, activation)
@@ -97,7 +97,7 @@ def test_a_program_walks_its_tiles(programs, activation, dtype, device, monkeypa
 
 
 def test_tile_position_visits_every_tile_once(device):
-    """Tiles are visited once, with one full and one partial group of row blocks."""
+    """Each tile is visited exactly once, with one full and one partial group of row blocks."""
     x = normal(9 * 64 + 5, 16, dtype=SINGLE, device=device)
     weight = torch.eye(16, device=device).repeat(5, 1)
     y, _ = linear_gelu_forward(x, weight, None, activation="relu", save=False, path="fused")
@@ -114,12 +114,12 @@ def test_product_of_small_integers_is_exact(path, device):
 
 
 def times_one(x, activation):
-    """Return a pre-activation with the gate x, and with the factor 1 if it is gated."""
+    """Return x as the pre-activation; a gated activation also gets the factor 1."""
     return torch.cat([x, torch.ones_like(x)], dim=1) if ACTIVATIONS[activation].gated else x
 
 
 def of_gate(dh, a, activation):
-    """Return the gate's gradient; check that the factor's gradient is `a`, because dy is 1."""
+    """Return the gate's part of dh; the factor's part must be `a`, because dy is 1."""
     gate = dh[:, : a.shape[1]]
     if ACTIVATIONS[activation].gated:
         assert torch.equal(dh[:, a.shape[1] :], a)
@@ -130,7 +130,7 @@ def of_gate(dh, a, activation):
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", [SINGLE, HALF, BRAIN])
 def test_large_values(activation, dtype, path, device):
-    """For large |x|, act(x) is exactly x or 0, and the slope is exactly 1 or 0."""
+    """For large |x|, act(x) is exactly x or 0, and its derivative is exactly 1 or 0."""
     x = torch.tensor([[-65504.0, 65504.0, -120.0, 120.0, 0.0]], device=device).to(dtype)
     form = {"activation": activation, "path": path}
     one = torch.ones(1, 1, dtype=dtype, device=device)
@@ -186,7 +186,7 @@ def test_strided_and_offset_inputs(activation, path, device):
     views = run(
         wide[:, 1:101:2], w1.T.contiguous().T, b1, w2.T.contiguous().T, dy, activation, path
     )
-    # On the path "fused", db1 depends on no GEMM of torch.
+    # On the path "fused", torch computes no GEMM that db1 depends on.
     if path == "fused":
         assert torch.equal(dense[3], views[3])
     judge_feed_forward(views, x, w1, b1, w2, dy, activation)
@@ -231,7 +231,7 @@ def test_empty_sizes(rows, depth, columns, activation, path, device):
 
 
 def test_gradient_of_a_bias_over_many_rows(device):
-    """Every row block is summed once, and rows after the last row are not summed."""
+    """Every block of rows is summed exactly once, and rows after the last row are not summed."""
     h, ones = torch.full((300, 3), 200.0, device=device), torch.ones(300, 3, device=device)
     _, elementwise, _ = activation_backward(ones, h, activation="gelu")
     identity = torch.eye(3, device=device)

@@ -1,7 +1,7 @@
-"""The changes of tests/_interpreter.py alter no result of Triton's interpreter.
+"""The changes of tests/_interpreter.py do not change any result of Triton's interpreter.
 
-With them, the interpreter replaces Triton's functions once per launch, restores them after it, and
-shares descriptions of types.
+With these changes, the interpreter replaces Triton's functions once per launch, restores them after
+the launch, and shares the descriptions of types.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def test_a_launch_leaves_the_functions_of_triton():
 
 
 def test_functions_are_replaced_once_a_launch(monkeypatch):
-    """Functions are replaced once, although each device function could replace them again."""
+    """Functions are replaced once per launch, although each device function could do it again."""
     from triton.runtime import interpreter
 
     replaced = []
@@ -42,7 +42,7 @@ def test_functions_are_replaced_once_a_launch(monkeypatch):
 
     monkeypatch.setattr(interpreter, "_patch_builtin", counted)
     launch()
-    # The second time is for ``tl.sum``, whose file also uses another module of Triton.
+    # A second replacement is for ``tl.sum``, whose file also uses another module of Triton.
     assert 1 <= replaced.count(tl) <= 2
 
 
@@ -57,7 +57,7 @@ ELEMENTS = (
     core.int32,
     core.float32,
     core.pointer_type(core.float16),
-    # This type has the same name as the previous type.
+    # This type has the same name as the type before it.
     core.pointer_type(core.float16, "shared"),
 )
 

@@ -1,7 +1,8 @@
-"""Inputs of more than 2**31 elements, in child processes, because a wrapped offset segfaults.
+"""Kernels are right for inputs of more than 2**31 elements.
 
-The processes run far_tensors.py. Results of that size would need too much memory; test_aot.py
-searches the addresses of every load and store for 32-bit products.
+Child processes run far_tensors.py, because a wrapped offset causes a segfault. Results of that size
+would need too much memory. For them, test_aot.py searches the addresses of every load and store for
+32-bit products.
 """
 
 from __future__ import annotations

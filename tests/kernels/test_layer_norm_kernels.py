@@ -1,4 +1,4 @@
-"""The layer_norm launchers against the reference, judged by the tolerance rule."""
+"""The layer_norm launchers agree with the reference by the tolerance rule."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_mean_far_from_zero(device):
 
 
 def test_a_mean_far_from_zero_costs_no_accuracy(device):
-    """Integer rows plus 2**14, an exact sum, pass the same tolerance as rows without 2**14."""
+    """Integer rows plus 2**14, an exact sum, have the same tolerance as the integer rows alone."""
     x = torch.randint(-8, 9, (5, 768)).float().to(device)
     dy = normal(5, 768, dtype=SINGLE, device=device)
     weight, bias = (normal(768, dtype=SINGLE, device=device) for _ in range(2))
@@ -115,7 +115,7 @@ def test_parameters_of_another_dtype(device):
 def test_strided_and_offset_rows(device):
     """Strided rows, unaligned data pointers and gradients with any strides give right results.
 
-    Bits may differ, because on a GPU each alignment has its own layout and order of summation.
+    The bits may differ, because on a GPU each alignment has its own layout and order of summation.
     """
     x, residual, dy = (normal(7, 111, dtype=SINGLE, device=device) for _ in range(3))
     weight, bias = (normal(111, dtype=SINGLE, device=device) for _ in range(2))

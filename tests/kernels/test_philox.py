@@ -1,4 +1,4 @@
-"""The dropout generator: known answers, and the fraction of elements that its masks keep."""
+"""The dropout generator gives known answers, and keeps the right fraction of the elements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sums over rows, tested on small integers, whose sums are exact in any order."""
+"""Sums over rows are exact for small integers, whose sums do not depend on the order."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def integers(*shape, dtype, device):
     [(1, 1, SINGLE), (70, 130, HALF), (128, 16, BRAIN), (300, 129, SINGLE), (129, 59, HALF)],
 )
 def test_rows_within_a_larger_tensor(rows, columns, dtype, device):
-    """Elements of the larger tensor outside the rows and columns are not summed."""
+    """The sum does not include elements of the larger tensor outside the rows and columns."""
     x = integers(rows + ROWS_PER_PARTIAL, columns + 3, dtype=dtype, device=device)
     for view in (x[:rows, :columns], x[:rows].mT.contiguous().mT[:, 3:]):
         total = sum_rows(view, SINGLE)

@@ -1,4 +1,4 @@
-"""The rms_norm launchers against the reference, judged by the tolerance rule."""
+"""The rms_norm launchers agree with the reference by the tolerance rule."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_parameters_of_another_dtype(device):
 def test_strided_and_offset_rows(device):
     """Strided rows, unaligned data pointers and gradients with any strides give right results.
 
-    Bits may differ, because on a GPU each alignment has its own layout and order of summation.
+    The bits may differ, because on a GPU each alignment has its own layout and order of summation.
     """
     x, residual, dy = (normal(7, 111, dtype=SINGLE, device=device) for _ in range(3))
     weight = normal(111, dtype=SINGLE, device=device)

@@ -1,4 +1,4 @@
-"""The rotary launchers against the reference, judged by the tolerance rule."""
+"""The rotary launchers agree with the reference by the tolerance rule."""
 
 from __future__ import annotations
 

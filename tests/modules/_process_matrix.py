@@ -1,7 +1,8 @@
-"""Run a model in child processes after the parent's action ``argv[1]``, for test_cpu_processes.py.
+"""Run a model in child processes after an action of the parent, for test_cpu_processes.py.
 
-The program writes the result of each child, and then the parent's result, to the folder
-``argv[2]``. The parent computes its result after the last child has ended.
+The first argument names the action. The program writes the result of each child, and then the
+parent's result, to the folder of the second argument. The parent computes its result after the last
+child has ended.
 """
 
 from __future__ import annotations

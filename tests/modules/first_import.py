@@ -2,7 +2,7 @@
 
     python tests/modules/first_import.py MODE
 
-The program prints a digest of the results, which must be the same for all modes.
+The program prints a digest of the models' results, which must be the same for all modes.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def import_everything() -> None:
 
 
 def use_everything() -> None:
-    """Build, accelerate and call models under the mode, as code may do while transformers loads."""
+    """Build, accelerate and call models under the mode, as users do while transformers loads."""
     import fastbert
     from fastbert.config import BertConfig
     from fastbert.modules import BertModel
@@ -60,7 +60,7 @@ def use_everything() -> None:
     builders: list[Callable[[], nn.Module]] = [lambda: BertModel(BertConfig(**SIZES))]
     builders += [lambda name=name: fastbert.accelerate(hf_model(name)) for name in FAMILIES]
     for build in builders:
-        # Calls with fake or meta tensors may fail, because these tensors have no values.
+        # A call with fake or meta tensors may fail, because these tensors have no values.
         with contextlib.suppress(Exception):
             build().eval()(input_ids=torch.ones(1, 4, dtype=torch.int64))
 
@@ -85,7 +85,7 @@ def default_dtype() -> Iterator[None]:
 
 @contextlib.contextmanager
 def from_pretrained() -> Iterator[None]:
-    """Import and use fastbert inside `from_pretrained`, which builds the model on meta."""
+    """Import and use fastbert inside `from_pretrained`, which builds models on the meta device."""
     import tempfile
 
     class Loaded(transformers.BertModel):
@@ -117,7 +117,7 @@ MODES: dict[str, Callable[[], Any]] = {
 
 
 def results() -> Iterator[Tensor]:
-    """Yield states and gradients of a fastbert model and of accelerated models, in eval mode."""
+    """Yield outputs and gradients of a fastbert model and of accelerated models in eval mode."""
     import fastbert
     from fastbert.config import BertConfig
     from fastbert.modules import BertModel
@@ -140,7 +140,7 @@ def results() -> Iterator[Tensor]:
 
 
 def digest() -> str:
-    """Return the digest of the results."""
+    """Return one SHA-256 digest of all tensors of `results`."""
     sha256 = hashlib.sha256()
     for result in results():
         assert result.dtype == torch.float32

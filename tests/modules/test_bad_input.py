@@ -1,4 +1,4 @@
-"""For wrong input, the error names the argument, its value and the allowed values."""
+"""The error for wrong input of a module names the argument, its value and the allowed values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In CPU training, the last layer is computed only for the rows that the head reads."""
+"""In CPU training, the last layer computes only the rows that the model's head reads."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def model_of(kind, config=CONFIG):
 
 
 def step(model, inputs):
-    """Return the loss and all gradients."""
+    """Return the loss and the gradients of all parameters."""
     model.zero_grad()
     loss = model(**inputs).loss
     loss.backward()
@@ -63,7 +63,7 @@ def step(model, inputs):
 
 @pytest.fixture
 def chosen(monkeypatch):
-    """Return the list of choices that the encoders make."""
+    """Return a list that collects the results of ``BertEncoder.choose``."""
     calls, choose = [], BertEncoder.choose
 
     def spy(*arguments):

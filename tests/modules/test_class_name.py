@@ -1,4 +1,4 @@
-"""The names of classes in messages."""
+"""Error messages name a module by the name of its class."""
 
 from __future__ import annotations
 

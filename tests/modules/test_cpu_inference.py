@@ -1,7 +1,7 @@
-"""CPU inference with all layers of a model in one C++ call.
+"""CPU inference computes all layers of a model in one C++ call, with the right results.
 
-The results are right in every dtype, do not depend on other sequences of the batch, and respect
-hooks and replaced layers.
+The results are right in every dtype and do not depend on other sequences of the batch. Hooks are
+called, and replaced layers take effect.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def one_call(built: modules.BertPreTrainedModel) -> bool:
 
 
 def layer_by_layer(built: modules.BertModel, **inputs: Any) -> Any:
-    """Return the result of the model, which an empty hook makes call its modules one by one."""
+    """Return the result with modules called one by one, which an empty hook on a layer causes."""
     handle = built.encoder.layer[0].register_forward_hook(lambda *_: None)
     try:
         assert not one_call(built)
@@ -129,7 +129,7 @@ def test_masks_of_pairs(kind) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast(dtype) -> None:
-    """Under autocast, products of fp32 weights run in 16 bits, and the residual stream in fp32."""
+    """Under autocast, products of fp32 weights run in 16 bits, and the residual stream is fp32."""
     built = model()
     inputs = batch()
     mask = inputs["attention_mask"].bool()
@@ -202,7 +202,7 @@ def test_hooks_fire(name) -> None:
 
 
 class Doubled(nn.Module):
-    """A module that, like an adapter, wraps a linear layer and exposes the layer's weights."""
+    """A module that, like an adapter, wraps a linear layer and exposes that layer's weights."""
 
     def __init__(self, inner: nn.Linear) -> None:
         super().__init__()
@@ -282,7 +282,7 @@ def test_dropout_inside_the_feed_forward_alone_is_seen() -> None:
 
 
 def test_weights_that_change_are_seen() -> None:
-    """The next call uses the new weights after any kind of change."""
+    """After any kind of change to the weights, the next call uses the new weights."""
     built, other, inputs = model(), model(initializer_range=0.05), batch()
     weight = built.encoder.layer[0].intermediate.dense.weight
     changes = [
@@ -452,7 +452,7 @@ def test_compiled_it_traces_the_modules() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_bias_by_distance_is_in_the_one_call(isa, dtype, monkeypatch) -> None:
-    """With a distance bias, one call gives a sequence the same bits packed and alone."""
+    """With a distance bias, the one call gives a sequence the same bits in a batch as alone."""
     built = model(dtype, architecture=dataclasses.replace(CONFIG.architecture, distance_buckets=32))
     with torch.no_grad():
         built.encoder.relative_attention_bias.weight.normal_()
@@ -467,7 +467,7 @@ def test_a_bias_by_distance_is_in_the_one_call(isa, dtype, monkeypatch) -> None:
     with torch.no_grad():
         states = built(**inputs).last_hidden_state
         assert [bias is not None for bias in calls] == [True]
-        if dtype == torch.float32:  # The parity tests of the families compare the other dtypes.
+        if dtype == torch.float32:  # other dtypes: see the parity tests
             expected = layer_by_layer(built, **inputs).last_hidden_state
             assert (states - expected).abs().max() < 1e-5
         mask = inputs["attention_mask"].bool()

@@ -34,7 +34,7 @@ CONFIG = BertConfig(
 
 
 class Encoded(Dataset):
-    """Dataset whose item i is the encoding of 200 + i tokens, computed in the worker process."""
+    """A dataset whose item i is the encoding of 200 + i tokens, computed in the worker process."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -70,10 +70,10 @@ def test_in_the_workers_of_a_data_loader(method) -> None:
     params=[name if name == "the-model" else long_case(name) for name in PARENTS],
 )
 def parent(request, tmp_path_factory) -> tuple[dict[str, int], Path]:
-    """Return the exit status of each child by start method, and the folder with the results.
+    """Return the exit statuses of the children by start method, and the folder with the results.
 
-    The parent process first does the action ``param``. The status -14 means that SIGALRM ended a
-    hanging child.
+    The parent process first does the action ``param``. An exit status of -14 means that a child
+    hung until SIGALRM ended it.
     """
     folder = tmp_path_factory.mktemp(request.param)
     run = subprocess.run(

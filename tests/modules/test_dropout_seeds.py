@@ -1,4 +1,4 @@
-"""The dropout seeds of a model: which dropout uses which seed, and when seeds are drawn."""
+"""Each dropout of a model uses its own seed, and the seeds are drawn at the right time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fastbert.modules.inputs import enter
 
 LAYERS = 2
 CPU = torch.device("cpu")
-# With these settings, the encoder has no dropout.
+# With these settings, the encoder applies no dropout.
 NONE: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 PRE_NORM = {"pre_norm": True, "output_dropout": 0.0}
 IDS = torch.tensor([[1, 7, 8, 3, 9], [2, 9, 3, 0, 0]])
@@ -31,7 +31,7 @@ def config(architecture: dict[str, Any], **changes: Any) -> BertConfig:
 
 
 def encode(model: modules.BertModel, seeds: list[Tensor]) -> list[Tensor]:
-    """Return the encoder's output rows for the given seeds, and all gradients."""
+    """Return the encoder's output rows for `seeds`, and the gradients of all parameters."""
     model.zero_grad()
     first, *others = seeds
     layers = [LayerSeeds(*others[4 * i :][:4]) for i in range(LAYERS)]
@@ -116,7 +116,7 @@ def test_gradients_of_given_embeddings_are_those_of_the_table():
 
 
 def test_a_dropped_output_before_a_norm_is_gone():
-    """With dropout probability 1 before a norm, only the residual stream remains."""
+    """In a pre-norm layer, dropout with probability 1 leaves only the residual stream."""
     whole = {**PRE_NORM, "attention_output_dropout": 1.0, "output_dropout": 1.0}
     model = modules.BertModel(config(whole), add_pooling_layer=False).train()
     output = model(IDS, IDS != 0, output_hidden_states=True)
@@ -143,7 +143,7 @@ def drawn(settings: BertConfig, training: bool = True) -> int:
         ({"attention_output_dropout": 0.1}, {}, 7),
         ({"output_dropout": 0.1}, {}, 7),
         ({"inner_dropout": 0.1}, {}, 9),
-        # The architecture overrides hidden_dropout_prob for every dropout of hidden states.
+        # An explicit hidden dropout of the architecture replaces hidden_dropout_prob.
         (
             {"embedding_dropout": 0.0, "attention_output_dropout": 0.0, "output_dropout": 0.0},
             {"hidden_dropout_prob": 0.1},

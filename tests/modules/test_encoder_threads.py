@@ -1,4 +1,4 @@
-"""The encoder runs all layers in one parallel region: bits, errors, and time on a busy machine."""
+"""The encoder runs all layers in one parallel region; bits, errors and times stay right."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _two_threads():
 
 def encoder(dtype: torch.dtype = torch.float32) -> BertModel:
     torch.manual_seed(0)
-    # A pooler would add a parallel region of torch, which computes its tanh.
+    # The model has no pooler, because torch computes a pooler's tanh in another parallel region.
     model = BertModel(CONFIG, backend="cpu", add_pooling_layer=False)
     return model.eval().to(dtype)
 
@@ -91,8 +91,8 @@ BURN = "while True: pass"
 def test_a_thread_without_a_core_does_not_hold_up_each_product():
     """On a busy machine, two threads take little longer than one thread.
 
-    On two cores, the median time with two threads is 0.07 s. With a parallel region for each
-    product, the median was 1.1 s.
+    On two cores, the median time with two threads is 0.07 s. It was 1.1 s when each product had its
+    own parallel region.
     """
     model, ids = encoder(), torch.randint(97, (1, 40))
     times: dict[int, list[float]] = {1: [], 2: []}

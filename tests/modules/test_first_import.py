@@ -1,4 +1,4 @@
-"""A first import under another device, dtype or mode of torch does not affect later results."""
+"""A first import under another device, dtype or mode of torch does not change later results."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PROGRAM = Path(first_import.__file__)
 
 @pytest.fixture(scope="module")
 def expected() -> str:
-    """Return the digest of this process, which imports everything without a mode."""
+    """Return the digest in this process, which imports every module without a mode."""
     first_import.import_everything()
     return first_import.digest()
 

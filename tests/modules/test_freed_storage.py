@@ -1,4 +1,4 @@
-"""Weights may lose their memory between two uses, as in sharded training."""
+"""A model works if its weights lose their memory between two uses, as in sharded training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradients with respect to the hidden states and attention weights that fastbert models return."""
+"""Losses of the hidden states and attention weights that models return have right gradients."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def asked(out: Any) -> tuple[Tensor, ...]:
 
 
 def slopes(side: Any, inputs: dict[str, Tensor], real: Tensor) -> tuple[Tensor, Tensor]:
-    """Return gradients for all states (N + 1, B, L, H) and weights (N, B, heads, L, L)."""
+    """Return gradients for all states (N + 1, B, L, H) and all weights (N, B, heads, L, L)."""
     out = side(**inputs, **BOTH)
     factors = torch.randn(out.last_hidden_state.shape, generator=torch.Generator().manual_seed(3))
     loss = (out.last_hidden_state * factors.to(out.last_hidden_state.dtype))[real].sum()
@@ -98,7 +98,7 @@ def test_what_nobody_attends_is_not_seen_where_weights_carry_gradients() -> None
     for poison in (0.0, math.nan):
         given = embeds.clone()
         given[:, 7] = poison
-        # A single attention is called, because the other parts of a layer would spread the NaN.
+        # Only the attention module is called, because the rest of a layer would spread the NaN.
         out = models.ours.encoder.layer[0].attention.self(
             given.flatten(0, 1).requires_grad_(), BatchLayout(BATCH, LENGTH, mask=mask), True
         )
@@ -111,7 +111,7 @@ def test_what_nobody_attends_is_not_seen_where_weights_carry_gradients() -> None
 
 @pytest.mark.every_case
 def test_a_compiled_model_trains_through_states_and_weights() -> None:
-    """A compiled and an eager model have the same gradients of a loss of all outputs."""
+    """For a loss of all outputs, a compiled model has the same gradients as an eager model."""
     model, result = pair("BertModel").ours, []
     for side in (torch.compile(model, backend="aot_eager", fullgraph=True), model):
         model.zero_grad()

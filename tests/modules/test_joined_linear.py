@@ -29,7 +29,7 @@ BIASES = [(True, True, True), (False, False, False), (True, False, True)]
 
 
 def whole(layers: Any, x: Tensor) -> Tensor:
-    """Compute the layers as one product of joined weights, so the gradient of x is one sum."""
+    """Compute the layers as one product with joined weights, so the gradient of x is one sum."""
     biases = [torch.zeros(SIZE) if layer.bias is None else layer.bias for layer in layers]
     return F.linear(x, torch.cat([layer.weight for layer in layers]), torch.cat(biases))
 
@@ -59,7 +59,7 @@ def test_values_and_gradients(bias) -> None:
 @pytest.mark.parametrize("residual", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_step_reads_the_parts_without_joining_them(dtype, residual) -> None:
-    """Autograd saves no tensor of the size of all joined weights, with or without autocast."""
+    """Autograd saves no tensor as large as all joined weights, with and without autocast."""
     joined, kept = JoinedLinear(parts()), []
 
     def run(layers: Any, given: Tensor, call: Any) -> dict[str, Tensor]:
@@ -175,7 +175,7 @@ def test_every_change_is_seen(change) -> None:
 
 
 class Adapted(nn.Module):
-    """A module that, like an adapter, wraps a linear layer and exposes the layer's weights."""
+    """A module that, like an adapter, wraps a linear layer and exposes that layer's weights."""
 
     def __init__(self, inner: nn.Linear) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
 """A layer launches exactly the expected numbers of fastbert kernels and library GEMMs.
 
-The numbers are exact, because an additional launch costs time. After a deliberate change, update
-the numbers here and in docs/kernels.md.
+The tests compare exact numbers, because each additional launch costs time. After a deliberate
+change, update the numbers here and in docs/kernels.md.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(
     backends.unavailable("triton", DEVICE) is not None, reason="Triton cannot run here"
 )
 
-# The launches of one layer, as (forward, backward).
+# The launches of one layer in a 16-bit dtype, as (forward, backward).
 HALF = (
     Launches(
         Counter(attention_short_forward=1, linear_gelu=1, layer_norm_forward=2),
@@ -42,8 +42,8 @@ HALF = (
         Counter(addmm=2, mm=5),
     ),
 )
-# In fp32, the first product of the feed-forward is a library GEMM, and attention is the general
-# kernel.
+# In fp32, a library GEMM computes the first product of the feed-forward, and the general kernels
+# compute attention.
 SINGLE = (
     Launches(
         Counter(attention_forward=1, activation=1, layer_norm_forward=2),
@@ -62,7 +62,7 @@ SINGLE = (
         Counter(addmm=2, mm=6),
     ),
 )
-# Launches outside the layers, with their reasons. Each launch is small or occurs once in a model.
+# The launches outside the layers, each with its reason. Each is small or occurs once in a model.
 OUTSIDE_THE_LAYERS = {
     "aten.randint": "the seeds of all dropouts, one draw",
     "aten.stack": "the addresses of the seeds, which are multiples of 16 bytes",
@@ -90,7 +90,7 @@ def packed() -> tuple[Tensor, Tensor]:
 
 
 def encoder_launches(layers: int, training: bool, dtype: torch.dtype) -> tuple[Launches, Launches]:
-    """Return the launches of the layers, without the embeddings, on rows that need a gradient."""
+    """Return the launches of `layers` layers for embedded rows that need a gradient."""
     model = BertModel(config(layers), backend="triton").to(DEVICE, dtype).train(training)
     ids, ends = packed()
     tokens = enter(model.config, ids, None, None, None, None, ends, 8)
@@ -117,7 +117,7 @@ def test_a_layer_launches_our_kernels_and_gemms_only(training, dtype, expected):
     ("dtype", "expected"), [(torch.float32, SINGLE), (torch.float16, HALF)], ids=["fp32", "fp16"]
 )
 def test_a_layer_as_one_function_launches_the_same(monkeypatch, dtype, expected):
-    """One function for a layer makes the same launches, if it is used despite the counting mode."""
+    """As one function, used although launches are counted, a layer makes the same launches."""
     calls = []
     layer = executors.gpu_layer
     monkeypatch.setattr(executors, "is_watched", lambda: False)
@@ -131,7 +131,7 @@ def test_a_layer_as_one_function_launches_the_same(monkeypatch, dtype, expected)
 
 @pytest.mark.every_case
 def test_a_padded_batch_launches_the_same():
-    """A batch without padding or with a mask of pairs needs no copy, so the launches are equal."""
+    """A batch without padding needs no additional launch, with or without a mask of pairs."""
     model = BertModel(config(1), backend="triton").to(DEVICE).train()
     ids = torch.randint(1, 50, (2, 7), device=DEVICE)
     for mask in (None, torch.ones(2, 7, 7, dtype=torch.bool, device=DEVICE).tril()):
@@ -160,7 +160,7 @@ def test_outside_the_layers_the_exceptions_have_names():
     assert launches.foreign["aten.randint"] == 1
 
 
-# Other launches in the backward pass of a pre-training step, with their reasons.
+# The other launches in the backward pass of a pre-training step, each with its reason.
 HEADS = {
     "aten.ones_like": "the loss's own gradient",
     "aten.nll_loss_backward": "the next-sentence loss, (B, 2)",

@@ -1,4 +1,4 @@
-"""Inputs of the model: padding on any side, masks of any rank, packed input, and positions."""
+"""The model accepts padding on any side, masks of any rank, packed input, and positions."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Layers with attention, feed-forward or layer norm in CUDA C++ and everything else in Triton.
+"""A layer may use CUDA C++ for attention, feed-forward or layer norm, and Triton for the rest.
 
-Triton launchers replace the operators of the extension, so that a wrong argument changes the
-result, and each call is counted.
+Triton launchers replace the operators of the CUDA C++ extension. A wrong argument to an operator
+therefore changes the result, and each call is counted.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def test_inference_has_the_same_bits(extension, mix):
     for state, wanted in zip(got.hidden_states, expected.hidden_states, strict=True):
         assert torch.equal(state, wanted)
     assert torch.equal(last.last_hidden_state, expected.last_hidden_state)
-    # The model with two layers was called twice.
+    # The model, which has two layers, was called twice.
     assert extension["attention forward"] == 4 * (mix.attention == "cuda")
     assert extension["feed_forward forward"] == 4 * (mix.feed_forward == "cuda")
     assert extension["layer_norm forward"] == 8 * (mix.layer_norm == "cuda")

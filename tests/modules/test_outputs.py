@@ -1,4 +1,4 @@
-"""Outputs are readable as attributes, mappings and tuples."""
+"""The values of an output object are readable as attributes, by key, and by index."""
 
 from __future__ import annotations
 

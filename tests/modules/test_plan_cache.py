@@ -1,4 +1,4 @@
-"""After every change of a model, the encoder's cached plan is as good as a new plan."""
+"""After every change of a model, the encoder's cached plan gives the results of a new plan."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MODES = ("inference", "autocast", "training", "frozen")
 
 
 def enter(model: BertModel, mode: str) -> contextlib.AbstractContextManager[Any]:
-    """Put the model into a mode, and return the context manager for its calls."""
+    """Put `model` into a mode, and return the context manager in which it must be called."""
     model.train(mode == "training")
     if mode == "frozen":
         model.requires_grad_(False)
@@ -46,9 +46,9 @@ def step(model: BertModel) -> list[Tensor]:
     ids, mask = batch()
     model.zero_grad()
     torch.manual_seed(5)
-    # With all hidden states requested, the encoder runs instead of the model's prepared call.
+    # With output_hidden_states, the encoder runs. Otherwise, the model's prepared call would run.
     states = model(ids, mask, output_hidden_states=True).hidden_states
-    # A stale plan for another number of layers would return None for some states.
+    # A stale plan for another number of layers returns None for some of the states.
     states = [state for state in states if state is not None]
     if states[-1].requires_grad:
         sum(state.float().square().sum() for state in states).backward()
@@ -73,7 +73,7 @@ def same(actual: list[Tensor] | str, expected: list[Tensor] | str) -> bool:
 
 
 def fresh(model: BertModel, mode: str) -> list[Tensor] | str:
-    """Run the model with a new plan."""
+    """Return the results of the model with a new plan, or the message of the error."""
     model.encoder._plans.clear()
     return run(model, mode)
 
@@ -145,14 +145,14 @@ ALL |= {function.__name__: function for function in MORE}
 
 
 def change(name: str, model: BertModel) -> Any:
-    """Change a model, and return a function that undoes the change, or None."""
+    """Make the change `name`, and return a function that undoes the change, or None."""
     if name == "quantize":
         model.eval()
     return ALL[name](model)
 
 
 def plan_now(model: BertModel, mode: str, hidden: Tensor) -> tuple[Any, Any]:
-    """Return the plan that the encoder uses, and a new plan."""
+    """Return the plan that the encoder uses for the mode, and a new plan for comparison."""
     with enter(model, mode):
         used = model.encoder.plan(hidden)
         model.encoder._plans.clear()
@@ -189,7 +189,7 @@ def test_a_plan_is_as_good_as_new_after_a_change(name, mode):
 
 @pytest.mark.parametrize("mode", ["inference", "training"])
 def test_a_plan_that_is_kept_for_ever_is_caught(mode, monkeypatch):
-    """The test above detects most changes if a cached plan is never checked for validity."""
+    """If a cached plan is never checked for validity, the test above fails for most changes."""
     monkeypatch.setattr(plan_cache._Guarded, "holds", lambda self, encoder: True)
     missed = set()
     for name in ALL:
@@ -202,7 +202,7 @@ def test_a_plan_that_is_kept_for_ever_is_caught(mode, monkeypatch):
         finally:
             if undo is not None:
                 undo()
-    # Not all changes need a new plan: every call reads the values, and autograd drops the gradient
+    # These changes need no new plan: every call reads the values, and autograd drops the gradient
     # of a frozen parameter.
     expected = {
         "replace_a_parameter", "replace_a_module", "parametrize", "set_eps", "hook_on_a_layer",
@@ -223,7 +223,7 @@ def test_a_plan_is_made_once_for_each_mode(monkeypatch):
     model = make()
     for mode in ("inference", "training", "autocast") * 3:
         run(model, mode)
-    # A cached plan is made twice: before and after the facts that it depends on are recorded.
+    # A plan is built twice: before and after the facts that the plan depends on are recorded.
     assert len(made) == 6
     kinds = [type(guarded.plan.run) for guarded in model.encoder._plans._guarded.values()]
     assert kinds == [CpuInference, CpuTraining, CpuInference]
@@ -283,7 +283,7 @@ def test_quantization_in_place_frees_the_weights_of_a_plan():
 
 
 def test_a_changed_fact_forgets_the_plans_of_all_modes():
-    """A changed fact removes the plans of all modes, so that replaced parameters are freed."""
+    """A change removes the plans of all modes, so that replaced parameters are freed."""
     model = make()
     run(model, "training")
     run(model, "inference")

@@ -1,4 +1,4 @@
-"""``pool`` agrees with PyTorch applied to each sequence separately."""
+"""``pool`` agrees with PyTorch operations on each sequence separately."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_equal_largest_rows_share_the_gradient() -> None:
 def test_nothing_to_pool(pooling) -> None:
     assert torch.equal(pool(torch.empty(0, 3), bounds(0, 0), pooling), torch.zeros(2, 3))
     assert pool(torch.empty(0, 3), bounds(), pooling).shape == (0, 3)
-    # An empty sequence precedes the first row, and another follows the last row.
+    # One empty sequence is before the first row, and another is after the last row.
     rows = torch.randn(2, 3)
     assert not pool(rows, bounds(0, 2, 0), pooling)[[0, 2]].any()
 

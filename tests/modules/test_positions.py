@@ -27,7 +27,7 @@ def test_buckets() -> None:
     expected = MPNetEncoder.relative_position_bucket(distance, num_buckets=32)
     actual = DistanceBias(32, HEADS).buckets(distance)
     assert torch.equal(actual, expected)
-    assert set(actual.tolist()) == set(range(32)) - {16}  # 16 would be a positive distance of 0.
+    assert set(actual.tolist()) == set(range(32)) - {16}  # bucket 16: no positive distance is 0
 
 
 @pytest.mark.parametrize("length", [1, 9, 200])
@@ -52,7 +52,7 @@ def test_bias_of_places_with_gaps() -> None:
 
 
 def stock_rotate(x: Tensor, positions: Tensor, base: float) -> Tensor:
-    """Rotate x (T, heads, D) with transformers, which computes the angles in fp32 too."""
+    """Rotate x of shape (T, heads, D) by the code of transformers, with angles in fp32."""
     heads, size = x.shape[1:]
     config = NomicBertConfig(
         hidden_size=heads * size,
@@ -79,7 +79,7 @@ def test_rotation(base, size) -> None:
     assert torch.equal(rotate(x, by), stock_rotate(x, positions, base))
     exact = rotate(x.double(), by)
     assert exact.dtype == torch.float64
-    # Both sides compute cosines in fp32, but not always with the same routine.
+    # fastbert and transformers compute cosines in fp32, but not always by the same routine.
     torch.testing.assert_close(exact, stock_rotate(x.double(), positions, base), atol=1e-6, rtol=0)
     assert_close("float32", rotate(x, by), exact, stock_rotate(x, positions, base))
 

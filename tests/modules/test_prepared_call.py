@@ -1,4 +1,4 @@
-"""The prepared C++ call of a whole model gives the bits of its modules, after every change."""
+"""After every change, the prepared C++ call of a model gives the bits of the model's modules."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def make(dtype: torch.dtype = torch.float32, **options: Any) -> BertModel:
 
 
 def batch(lengths: tuple[int, ...] = (9, 5, 12), first: int = 0) -> tuple[Tensor, Tensor]:
-    """Return ids and mask (B, L); each sequence begins at the position `first`."""
+    """Return ids and mask of shape (B, L); each sequence begins at the position `first`."""
     longest = max(lengths) + first
     ids = torch.randint(1, 97, (len(lengths), longest), generator=torch.Generator().manual_seed(1))
     places = torch.arange(longest)
@@ -55,7 +55,7 @@ def outputs(model: BertModel, ids: Any, mask: Any = None, **more: Any) -> list[T
 
 
 def through_modules(model: BertModel, ids: Tensor, *given: Any, **more: Any) -> list[Tensor]:
-    """Run the modules one by one, because the prepared call does not serve explicit positions."""
+    """Return results of the modules; explicit positions keep the model from the prepared call."""
     positions = torch.arange(ids.shape[1]).expand_as(ids)
     return outputs(model, ids, *given, position_ids=positions, **more)
 
@@ -65,7 +65,7 @@ def same(actual: list[Tensor], expected: list[Tensor]) -> bool:
 
 
 def is_prepared(model: BertModel) -> bool:
-    """Return whether the next call can use the prepared call."""
+    """Return whether the model's next call can use the prepared call."""
     state = model._prepared._prepared
     return state is not None and state[1] is not None and state[0].holds(model)
 
@@ -126,7 +126,7 @@ def test_heads_use_the_call():
         assert torch.equal(result, model(ids, mask, position_ids=positions).logits)
 
 
-# Each function changes the model that it takes, and may return a function that undoes the change.
+# Each of these functions changes `model`, and may return a function that undoes the change.
 
 Undo = Callable[[], Any]
 CHANGES: dict[str, Callable[[BertModel], Undo | None]] = {}
@@ -369,7 +369,7 @@ def quantize(model):
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_change_is_seen_at_the_next_call(name):
-    """The next call gives the modules' result after a change, and after the change is undone."""
+    """The next call gives the modules' result after each change, and after the change is undone."""
     model, (ids, mask) = make(), batch()
     before = outputs(model, ids, mask)
     assert is_prepared(model)
@@ -377,7 +377,7 @@ def test_a_change_is_seen_at_the_next_call(name):
     try:
         actual, expected = outputs(model, ids, mask), through_modules(model, ids, mask)
         assert same(actual, expected)
-        # Another backend may give the same bits; every other change alters the result.
+        # Another backend may give the same bits. Every other change must alter the result.
         assert "backend" in name or "implementation" in name or not same(actual, before)
     finally:
         if undo is not None:
@@ -388,7 +388,7 @@ def test_a_change_is_seen_at_the_next_call(name):
 
 
 def test_a_call_that_is_prepared_for_ever_is_caught(monkeypatch):
-    """The test above fails for these changes if the snapshot is never compared."""
+    """If the snapshot of a model is never compared, the test above fails for most changes."""
     monkeypatch.setattr(Snapshot, "holds", lambda self, root: True)
     missed = []
     for name, function in CHANGES.items():
@@ -398,16 +398,17 @@ def test_a_call_that_is_prepared_for_ever_is_caught(monkeypatch):
         try:
             if not same(outputs(model, ids, mask), through_modules(model, ids, mask)):
                 missed.append(name)
-        except TypeError:  # one of the results has no pooler output
+        except TypeError:  # only one result has a pooler output
             missed.append(name)
         finally:
             if undo is not None:
                 undo()
-    # Every call reads the values, the addresses and the dtypes of tensors.
+    # These changes are seen without a check, because every call reads the tensors' values,
+    # addresses and dtypes.
     read = {"write_to_data", "write_one_element", "swap_data", "swap_memory", "to_bfloat16"}
     read.add("to_float64")
     read |= {"step_of_a_fused_optimizer", "one_weight_in_bfloat16"}
-    # Quantization removes the prepared call, so that the old weights are freed.
+    # Quantization itself removes the prepared call, so that the memory of the old weights is freed.
     read.add("quantize")
     same_bits = {"default_backend", "reference_backend", "other_implementation", "no_pooler"}
     assert set(CHANGES) - read - same_bits <= set(missed)
@@ -429,7 +430,7 @@ def test_a_call_that_is_prepared_for_ever_is_caught(monkeypatch):
 def test_errors_are_those_of_the_modules(ids, given):
     fresh, used = make(), make()
     outputs(used, *batch())
-    # With gradients enabled, the model runs its modules and not the prepared call.
+    # With gradients enabled, the model runs its modules instead of the prepared call.
     with pytest.raises((ValueError, TypeError, IndexError)) as expected:
         fresh(ids, **given)
     with pytest.raises(type(expected.value)) as error, torch.no_grad():

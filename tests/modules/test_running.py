@@ -1,4 +1,4 @@
-"""Models with dropout, checkpointing, reduced precision, other backends, and torch.compile."""
+"""Models run with dropout, checkpointing, 16-bit dtypes, other backends, and torch.compile."""
 
 from __future__ import annotations
 

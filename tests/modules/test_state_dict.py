@@ -1,4 +1,4 @@
-"""State dicts have transformers' names, although query, key and value are one parameter."""
+"""State dicts have transformers' names, although query, key and value share one parameter."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def test_parameter_counts(preset: str, count: int) -> None:
 
 @pytest.mark.parametrize("name", ["BertModel", *HEADS])
 def test_initial_weights(name: str) -> None:
-    """Weights have the configured deviation (±5 standard errors); biases and norms are exact."""
+    """Weights have the configured deviation within 5 standard errors; biases are 0, norms are 1."""
     model = getattr(modules, name)(BertConfig(**{**SIZES, "initializer_range": 0.05}))
     for name, parameter in model.named_parameters():
         parameter = parameter.detach()

@@ -1,4 +1,4 @@
-"""In training, a layer runs as one autograd function with the same bits as its operations."""
+"""In training, a layer runs as one autograd function, with the bits of its separate operations."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def inputs_of(lengths):
 
 
 def step(model, inputs, dtype=torch.float32):
-    """Return the loss and all gradients, with the same dropout at each call.
+    """Return the loss and all gradients; each call draws the same dropout masks.
 
     If `dtype` is not fp32, the step runs under autocast to `dtype`.
     """
@@ -60,7 +60,7 @@ def step(model, inputs, dtype=torch.float32):
 
 @pytest.fixture
 def runs(monkeypatch):
-    """Return a list that records the settings of each layer that runs as one function."""
+    """Return a list that collects the settings of each layer that runs as one function."""
     settings_of_calls, run = [], executors.cpu_layer
 
     def spy(*arguments):
@@ -210,7 +210,7 @@ def test_layers_of_hosts_compute_what_the_operations_compute(
         return states[-1].detach(), {name: gradient.clone() for name, gradient in gradients.items()}
 
     rows, gradients = step()
-    # The one function for a layer does not serve dropout with norms before attention.
+    # The function for a whole layer does not support dropout with norms before attention.
     serves = family is not modernbert or dropout_p == 0.0
     assert len(runs) == (3 if serves else 0)
     plan = BertEncoder.plan
@@ -219,7 +219,7 @@ def test_layers_of_hosts_compute_what_the_operations_compute(
     assert len(runs) == (3 if serves else 0)
     assert torch.equal(rows, expected_rows)
     assert gradients.keys() == expected.keys()
-    # For NomicBERT, the operations join both weights of the gate, which changes the order of sums.
+    # For NomicBERT, the separate operations join both weights of the gate, which reorders the sums.
     joins = family is nomicbert
     for name, gradient in gradients.items():
         if joins:

@@ -1,6 +1,6 @@
-"""Both losses and all gradients of a BertForPreTraining step with dropout are right.
+"""A BertForPreTraining step with dropout has right losses and right gradients.
 
-Each of several steps must use the weights that the previous step updated.
+The tests take several steps, and each step must use the weights from the previous update.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def test_the_loss_falls_as_the_references_does():
 
 
 def test_another_dropout_mask_fails(monkeypatch):
-    """If one side uses other dropout seeds, no tensor passes the comparison."""
+    """If only one model uses other dropout seeds, every tensor fails the comparison."""
     seeds = model_parity.dropout_seeds
     monkeypatch.setattr(model_parity, "dropout_seeds", lambda *a: seeds(*a)[::-1])
     rows = check_step(None, torch.float32, DEVICE)

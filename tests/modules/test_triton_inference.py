@@ -1,4 +1,4 @@
-"""Triton inference with all layers in one call agrees with layer-by-layer inference."""
+"""Triton inference gives results within tolerance in one call of all layers and layer by layer."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Triton training with one autograd function for each layer, and operation by operation.
+"""Triton training as one autograd function per layer has the bits of single operations.
 
-Both ways give results and gradients with equal bits.
+The tests compare results and gradients of both ways, and count the layers that run as one function.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def padded(*lengths: int) -> dict[str, Tensor]:
 
 @contextlib.contextmanager
 def counted(by_operation: bool = False):
-    """Count the layers that run as one function, or force operation by operation."""
+    """Count the layers that run as one function; `by_operation` forces single operations."""
     calls: list[int] = []
     layer, plan_of = executors.gpu_layer, BertEncoder.plan
     executors.gpu_layer = lambda *a: calls.append(1) or layer(*a)
@@ -181,7 +181,7 @@ def reason(built: BertModel, dtype: torch.dtype = torch.float32) -> str:
 
 
 class Scaled(nn.Linear):
-    """A linear layer of a user-defined class."""
+    """A subclass of the linear layer, as a user may define it."""
 
     def forward(self, x: Tensor) -> Tensor:
         return 2.0 * super().forward(x)

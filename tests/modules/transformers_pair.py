@@ -51,7 +51,7 @@ def pair(name: str, *, seed: int = 0, **overrides: Any) -> Pair:
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
-    """Return gradients by transformers' names; the fused qkv projection is split into q, k, v."""
+    """Return gradients by transformers' names, with the fused qkv projection split in three."""
     named = {}
     for name, parameter in model.named_parameters():
         if parameter.grad is None:
@@ -69,14 +69,15 @@ def as_float64(value: Any) -> Any:
     return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
-# The errors in a network are not independent: one rounding in the loss scales a whole gradient, so
-# a single input may favour either side. Several inputs are therefore judged as one vector.
+# The errors in a network are not independent: one rounding error in the loss scales a whole
+# gradient, so a single input may favour either library. The errors of several inputs are therefore
+# compared as one vector.
 DRAWS = 8
 REASON = "roundings early in the backward pass are shared by every gradient after them"
 
 
 class Judge:
-    """Runs the three models on several inputs, and compares all outputs of a name as one vector."""
+    """Run the three models on several inputs, and compare each output over all inputs together."""
 
     def __init__(self, models: Pair, draws: list[dict[str, Any]]) -> None:
         self.models, self.draws = models, draws
@@ -90,7 +91,7 @@ class Judge:
         return [self.models.yardstick(**inputs) for inputs in self.draws]
 
     def agree(self, *names: str, select: Callable[[Tensor], Tensor] = lambda x: x) -> None:
-        """Check the outputs ``names``, or the parts from ``select``, by the tolerance rule."""
+        """Check what ``select`` takes of the outputs ``names`` by the tolerance rule."""
         for name in names:
             runs = self.actual, self.oracle, self.yardstick.library
             counts = {len(as_tuple(out[name])) for outs in runs for out in outs}
@@ -104,7 +105,7 @@ class Judge:
                 self.seen.append(assert_close(f"{name}[{i}]", *sides))
 
     def gradients_agree(self) -> None:
-        """Check the gradients; the parameters of one name in all layers form one vector."""
+        """Check the gradients; those of one parameter name in all layers form one vector."""
         ours = self._gradients(self.models.ours, self.actual)
         exact = self._gradients(self.models.oracle, self.oracle)
         single = Yardstick(lambda: self._gradients(self.models.yardstick, self._run_yardstick()))
@@ -132,12 +133,12 @@ def as_tuple(value: Any) -> tuple[Tensor, ...]:
 
 
 def batches(*, padded: bool = False, **more: Any) -> list[dict[str, Any]]:
-    """Return several random batches, each with the additional arguments ``more``."""
+    """Return random batches, each with the additional model arguments ``more``."""
     return [{**batch(padded=padded, seed=seed), **more} for seed in range(DRAWS)]
 
 
 def batch(*, padded: bool = False, seed: int = 1) -> dict[str, Tensor]:
-    """Return ids and token types; ``padded`` adds a mask for the lengths 19, 1, 11 and 6."""
+    """Return ids and token types; ``padded`` adds a mask for rows of 19, 1, 11 and 6 tokens."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(1, SIZES["vocab_size"], (BATCH, LENGTH), generator=generator)
     types = torch.randint(0, 2, (BATCH, LENGTH), generator=generator)

@@ -1,4 +1,4 @@
-"""The samples that torch uses to test its operators, converted to calls of fastbert operations.
+"""Calls of fastbert operations with the samples that torch uses to test its own operators.
 
 python tests/ops/_opinfo.py    # print the number of samples and of left-out samples by operation
 """
@@ -21,8 +21,8 @@ class Call(NamedTuple):
     """A call of a fastbert operation, and a torch function that takes the same arguments.
 
     Attributes:
-        inputs: The arguments.
-        torch_function: The function of torch that is the oracle.
+        inputs: The arguments of the fastbert operation.
+        torch_function: The torch function that computes the expected results in float64.
         refused: Name of the argument that the operation refuses on every backend, or "".
     """
 
@@ -36,7 +36,7 @@ class LeftOut(ValueError):
 
 
 def calls(op: str) -> Iterator[Call]:
-    """Yield calls for the samples that an operation can express, contiguous and non-contiguous."""
+    """Yield calls for torch's samples that `op` can express, also with non-contiguous tensors."""
     for sample in samples(op):
         for given in (sample, sample.noncontiguous()):
             try:
@@ -46,7 +46,7 @@ def calls(op: str) -> Iterator[Call]:
 
 
 def samples(op: str) -> list[Any]:
-    """Return torch's samples for the torch operator that corresponds to an operation."""
+    """Return torch's samples for the torch operator that corresponds to the operation `op`."""
     # The import is here because it takes seconds.
     from torch.testing._internal.common_methods_invocations import op_db
 
@@ -58,7 +58,7 @@ def samples(op: str) -> list[Any]:
 
 
 def _call(torch_function: Callable[..., Tensor], refused: str = "", **arguments: Any) -> Call:
-    """Return a call; names with a leading underscore become keyword arguments."""
+    """Return a `Call`; arguments with a leading underscore in the name are keyword arguments."""
     keyword = {name[1:]: value for name, value in arguments.items() if name.startswith("_")}
     positional = {name: value for name, value in arguments.items() if not name.startswith("_")}
     differentiated = tuple(
@@ -70,7 +70,7 @@ def _call(torch_function: Callable[..., Tensor], refused: str = "", **arguments:
 
 
 def _norm(sample: Any) -> tuple[Tensor, list[Tensor | None], float | None]:
-    """Return rows, [weight, bias] and eps, with the normalised dimensions flattened to one."""
+    """Return rows, [weight, bias] and eps, with the normalised dimensions flattened into one."""
     shape, *given = sample.args
     parameters = [None if p is None else p.flatten() for p in (*given, None, None)[:2]]
     if parameters[0] is None:
@@ -142,7 +142,8 @@ def _attention(sample: Any) -> Call:
         # to the last key.
         mask = torch.ones(1, 1, q.shape[2], k.shape[2], dtype=torch.bool).tril()
     elif (given := sample.kwargs.get("attn_mask")) is not None:
-        # In fastbert, a two-dimensional mask has the shape (batch, keys), so torch's is expanded.
+        # In fastbert, a two-dimensional mask has the shape (batch, keys), so torch's mask is
+        # expanded to four dimensions.
         given = given.expand(*[1] * (4 - given.dim()), *given.shape)
         mask, bias = (given, None) if given.dtype == torch.bool else (None, given)
     return _call(torch_function, q=q, k=k, v=v, _mask=mask, _bias=bias)
@@ -209,7 +210,7 @@ COUNTERPARTS: dict[str, tuple[str, Callable[[Any], Call]]] = {
 
 
 def table() -> str:
-    """Return a table with the numbers of samples and of left-out samples, with reasons."""
+    """Return a Markdown table with the numbers of samples and of left-out samples by operation."""
     rows = ["| operation | torch's samples | left out |", "|---|---|---|"]
     for op, (_, convert) in COUNTERPARTS.items():
         found_samples, left = samples(op), Counter()

@@ -1,4 +1,4 @@
-"""For bad input, the error names the argument, its value and the allowed values."""
+"""The error for bad input of an operation names the argument, its value and the allowed values."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_the_default_request_comes_from_the_environment(monkeypatch):
     monkeypatch.setattr(backends, "DEFAULT_REQUEST", "reference")
     request = backends.Request("cpu", torch.float32)
     assert backends.resolve("layer_norm", None, request) == ("reference", "asked for")
-    # A default is a preference: operations that the default backend lacks use another backend.
+    # The default backend is only a preference: an operation that it lacks uses another backend.
     monkeypatch.setattr(backends, "DEFAULT_REQUEST", "triton")
     monkeypatch.delitem(backends.TABLES["embedding"], "triton")
     assert backends.resolve("embedding", None, request).backend in ("cpu", "reference")

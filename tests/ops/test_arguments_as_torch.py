@@ -1,4 +1,4 @@
-"""Operations accept strided vectors and None gradients, as torch does."""
+"""Operations accept vectors with any stride, and gradients that are None, as torch does."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WITH_VECTORS = [
 
 
 def each_run(chosen: list, long_backend: str):
-    """Parametrize a test by the cases; `make test` leaves out the cases of `long_backend`.
+    """Parametrize a test by cases; `make test` leaves out the cases of the backend `long_backend`.
 
     Triton's interpreter is slow, so `make test` runs one Triton case of each operation.
     """
@@ -43,7 +43,7 @@ def each_run(chosen: list, long_backend: str):
 
 
 def column_of_a_matrix(vector: Tensor) -> Tensor:
-    """Return the values as a view with a stride of 3; values in the gaps would alter results."""
+    """Return `vector` as a view with stride 3; values in the gaps would change the results."""
     matrix = torch.empty(len(vector), 3, dtype=vector.dtype, device=vector.device)
     matrix.fill_(float("nan") if vector.is_floating_point() else 1_000_000)
     matrix[:, 1] = vector
@@ -51,7 +51,7 @@ def column_of_a_matrix(vector: Tensor) -> Tensor:
 
 
 def with_columns(inputs: Inputs) -> Inputs:
-    """Return the inputs with every vector replaced by a column of a matrix."""
+    """Return the inputs with every vector replaced by an equal column of a matrix."""
 
     def changed(name: str, value: Any) -> Any:
         return column_of_a_matrix(value) if is_vector(value) else value
@@ -71,7 +71,8 @@ def test_a_vector_with_a_stride_gives_the_same_bits(case, backend, dtype, device
         assert torch.equal(actual[name], value), name
 
 
-# Triton's cases are long, because all backends share the tested code and the interpreter is slow.
+# `make test` omits Triton's cases, because backends share the tested code and the interpreter is
+# slow.
 @each_run(RUNS, long_backend="triton")
 def test_a_result_whose_gradient_is_none_gives_none(case, backend, dtype, device):
     inputs = case.inputs(dtype, device)

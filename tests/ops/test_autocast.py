@@ -1,6 +1,6 @@
-"""fp32 parameters under autocast, on every backend.
+"""With fp32 parameters, operations are within tolerance under autocast, on every backend.
 
-The yardstick of results and gradients is the reference under the same autocast.
+Their errors are compared with the errors of the reference under the same autocast.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ def run(function, inputs, dtype, **extra) -> dict[str, Tensor]:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @each_run
 def test_results_and_gradients(case, backend, dtype):
-    # The fp32 inputs are exact in `dtype`, so autocast does not change the oracle's inputs.
+    # All fp32 inputs are exactly representable in `dtype`, so the float64 oracle has the same
+    # inputs as autocast.
     inputs = case.inputs(dtype).map(lambda _, v: v.float() if isinstance(v, Tensor) else v)
     exact = inputs.map(lambda _, v: v.double() if isinstance(v, Tensor) else v)
     function = getattr(reference, case.op)

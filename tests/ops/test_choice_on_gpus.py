@@ -1,4 +1,4 @@
-"""The compute capability of a GPU and the table of times decide which backend serves it."""
+"""A GPU's compute capability and the table of times decide which backend serves a call."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """Return a function that pretends a GPU with a compute capability."""
+    """Return a function that simulates a GPU with a compute capability."""
 
     def pretend(capability: tuple[int, int]) -> None:
         backend.capability.cache_clear()
@@ -32,7 +32,8 @@ def gpu(monkeypatch):
         monkeypatch.setattr(backend, "EXTENSION_HAS_CUDA", True)
         monkeypatch.setattr(backend, "CUDA_ARCHS", "8.0;9.0a;10.0+PTX")
 
-    # Choices and the capability are cached, because the GPU of a process never changes.
+    # The choices of backends and the compute capability are cached, because the GPU of a process
+    # never changes.
     with mock.patch.dict(backend._choices, clear=True):
         yield pretend
     backend.capability.cache_clear()
@@ -95,7 +96,7 @@ def test_the_faster_backend_is_chosen(gpu, times):
     times({"triton": 2e-5, "cuda": 1e-5}, {"triton": 1e-5, "cuda": 2e-5})
     assert backend.resolve("attention", None, REQUEST).backend == "cuda"
     assert backend.resolve("layer_norm", None, REQUEST).backend == "triton"
-    # The table has no times for another dtype or operation.
+    # The table has no times for this dtype or for this operation.
     single = REQUEST._replace(dtype=torch.float32)
     assert backend.resolve("attention", None, single).backend == "triton"
     assert backend.resolve("embedding", None, REQUEST).backend == "triton"
@@ -153,7 +154,7 @@ def test_a_first_choice_that_refuses_is_passed_over_with_its_reason(gpu, times, 
 
 @pytest.mark.parametrize("op", ["linear_gelu", "feed_forward"])
 def test_the_rows_of_a_product_choose_its_backend(gpu, monkeypatch, op):
-    """The rows of a call select the times, and a needed gradient adds the backward's time."""
+    """The number of rows selects the times; a call with gradients adds the backward's time."""
     gpu((9, 0))
     seconds = {128: (1e-5, 2e-5), 2048: (2e-5, 1e-5)}
     points = tuple(
@@ -239,14 +240,14 @@ def test_layers_take_their_parts_from_cuda(gpu, times):
         assert parts == tuple("cuda" if x == 1e-5 else "triton" for x in seconds)
     with pytest.raises(ValueError, match=r"'cuda' cannot serve attention: .*bias"):
         choose_parts(request._replace(options=("bias",)), torch.bfloat16, {"attention": "cuda"})
-    # CUDA C++ does not implement ReLU.
+    # The CUDA C++ feed-forward does not implement ReLU.
     relu = request._replace(activation="relu")
     with mock.patch.dict(backend._choices, clear=True):
         times({}, {}, {"triton": 2e-5, "cuda": 1e-5})
         assert choose(relu, {}) == ("triton", ONE_CALL, True)
     with pytest.raises(ValueError, match=r"'cuda' cannot serve feed_forward: .*none for relu"):
         choose_parts(relu, torch.bfloat16, {"feed_forward": "cuda"})
-    # If another backend is chosen for an operation, the layers cannot run as one call.
+    # If an operation has another backend, the layers cannot run as one call.
     choice = choose(request, {"feed_forward": "reference"})
     assert choice.backend == "reference"
     assert choice.reason.startswith("layer by layer: feed_forward is served by reference")

@@ -1,4 +1,4 @@
-"""Direct calls of operators give the same bits, and use the dispatcher when a mode observes it."""
+"""Direct calls of operators give the bits of the dispatcher, which serves calls under a mode."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WIDTH = 32
 
 
 class Seen(TorchDispatchMode):
-    """A dispatch mode that records the names of operators."""
+    """A dispatch mode that records the names of the operators that run."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class Seen(TorchDispatchMode):
 
 
 class Own(torch.Tensor):
-    """A tensor subclass that records the names of operators."""
+    """A tensor subclass that records the names of the operators that run on it."""
 
     names: list[str] = []  # noqa: RUF012
 
@@ -62,7 +62,7 @@ NAMES = ("layer_norm", "rms_norm", "linear", "feed_forward", "attention_qkvpacke
 
 @pytest.fixture
 def dispatched(monkeypatch):
-    """Return a list of the operators that are called through the dispatcher."""
+    """Return a list that collects the operators that are called through the dispatcher."""
     names = []
     for name in NAMES:
         operator = OPERATORS[name]

@@ -1,4 +1,4 @@
-"""Dropout of a tensor: every backend has the mask of the reference, also for gradients."""
+"""Every backend drops the same elements of a tensor as the reference, also in the backward."""
 
 from __future__ import annotations
 

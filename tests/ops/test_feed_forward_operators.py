@@ -1,4 +1,4 @@
-"""feed_forward on every backend: gradients against float64, saved tensors, and launches."""
+"""feed_forward has right gradients, saves few tensors and launches few kernels on every backend."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fastbert.ops.feed_forward import (
 )
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-# On the Triton path, these operators (library GEMMs and views) may run besides Triton kernels.
+# On Triton, these operators (library GEMMs and views) may run in addition to Triton kernels.
 LIBRARY = {"aten::mm", "aten::addmm", "aten::t", "aten::transpose"}
 ALLOCATION = {"aten::empty", "aten::new_empty", "aten::empty_like", "aten::fill_"}
 VIEWS = {"aten::view", "aten::select", "aten::unsqueeze", "aten::detach", "aten::alias"}
@@ -51,7 +51,7 @@ def same(actual, expected):
 
 
 def saved_by(function, leaves) -> list[torch.Tensor]:
-    """Return the tensors that autograd saves for the backward, without the arguments."""
+    """Return the tensors that autograd saves for the backward, except the leaves themselves."""
     kept = []
     hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t)
     with hooks:
@@ -133,7 +133,7 @@ def test_a_residuals_gradient_is_added_to_that_of_x(backend):
 
 
 class Recorder(TorchDispatchMode):
-    """Records the names of the operators that run."""
+    """Record the names of the operators that run."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -152,7 +152,7 @@ def test_triton_launches_nothing_but_its_kernels_and_library_products(
 ):
     from fastbert.kernels.launch import Launch
 
-    # No kernel runs, because the interpreter would copy arguments with torch operators.
+    # The test runs no kernel, because the interpreter would copy arguments with torch operators.
     monkeypatch.setattr(Launch, "run", lambda self, on: None)
     leaves = [t.detach() for t in draw(activation, dtype)]
     with Recorder() as recorder:

@@ -1,4 +1,4 @@
-"""The backend "cuda" fuses an activation only into supported products; others use the library."""
+"""The backend "cuda" fuses activations only into products that it supports, else uses a library."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def test_plain_operands_are_served(dtype):
     assert library_reason(x, weight, bias) is None
     assert library_reason(x, weight, None) is None
     assert library_reason(x[:0], weight, bias) is None
-    # A transposed weight is supported, too.
+    # The fused product also supports a transposed weight.
     assert library_reason(x, weight.t().contiguous(), None) is None
-    # Rows may be slices of a larger tensor if they begin at multiples of 16 bytes.
+    # Rows may also be slices of a larger tensor if each row begins at a multiple of 16 bytes.
     assert library_reason(torch.zeros(5, 40, dtype=dtype)[:, 8:24], weight, bias) is None
 
 

@@ -1,4 +1,4 @@
-"""The table of times from which a call on a GPU chooses its backend."""
+"""A call on a GPU chooses its backend by the times in a table, which benchmarks produce."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def record(folder: Path, name: str, rows: list[dict], gpu: str = "NVIDIA H200") 
 
 
 def predictions(folder: Path, op: str, cases: tuple[str, ...], bytes_moved: float) -> None:
-    """Write predicted counts in which CUDA C++ moves 1.5 times the `bytes_moved` of Triton."""
+    """Write predictions: Triton moves `bytes_moved`, and CUDA C++ moves 1.5 times as many."""
     folder.mkdir()
     for name, share in ((op, 1.0), (f"{op}_cuda", 1.5)):
         directions = ("forward", "backward")
@@ -190,7 +190,7 @@ def predictions(folder: Path, op: str, cases: tuple[str, ...], bytes_moved: floa
 
 
 def seconds_of(bytes_moved: float, bandwidth: float) -> dict[str, float]:
-    """Return the times that follow from `predictions` at the bandwidth of a measured copy."""
+    """Return the times that follow from `predictions` at the measured bandwidth of a copy."""
     seconds = bytes_moved / (bandwidth * 4.3 / 4.8)
     return {"triton": pytest.approx(seconds), "cuda": pytest.approx(1.5 * seconds)}
 
@@ -220,7 +220,7 @@ def test_a_recorded_run_replaces_the_predictions_of_its_architecture(tmp_path):
 
 @pytest.mark.parametrize("op", ["linear_gelu", "feed_forward"])
 def test_a_recorded_run_replaces_the_predictions_of_products(tmp_path, op):
-    """A measured shape replaces its prediction, and other shapes keep their predictions."""
+    """The time of a measured shape replaces its prediction; other shapes keep their predictions."""
     from fastbert.bench import choice
 
     old, new = tmp_path / "2026-01-01-predicted-bounds", tmp_path / "2026-01-02-predicted-bounds"

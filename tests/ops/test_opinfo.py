@@ -19,7 +19,7 @@ from fastbert.testing.cases import Inputs
 from fastbert.testing.compare import assert_close
 from fastbert.testing.yardstick import Yardstick
 
-# On Triton, `make test` runs only these, because a sample takes up to 1 s in the interpreter.
+# On Triton, `make test` runs only these operations; a sample takes up to 1 s in the interpreter.
 IN_MAKE_TEST = ("layer_norm", "rms_norm", "embedding")
 RUNS = [
     (
@@ -43,7 +43,7 @@ def of_torch(op: str) -> list[Call]:
 
 
 def cast(inputs: Inputs, dtype: torch.dtype) -> Inputs:
-    """Return the inputs in a dtype with unchanged strides, which `to` would not preserve."""
+    """Return the inputs in `dtype` with unchanged strides, which ``Tensor.to`` may change."""
 
     def to(name: str, value: Any) -> Any:
         if isinstance(value, Tensor) and value.is_floating_point():
@@ -56,7 +56,7 @@ def cast(inputs: Inputs, dtype: torch.dtype) -> Inputs:
 
 
 def joined(results: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Concatenate the results of all samples, because a few elements can be exact by chance."""
+    """Concatenate the results of all samples, because a few elements may be exact by chance."""
     names = {name for result in results for name in result}
     return {
         name: torch.cat([result[name].flatten() for result in results if name in result])
@@ -66,7 +66,7 @@ def joined(results: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize(("op", "backend", "dtype"), RUNS)
 def test_agrees_with_torch(op, backend, dtype):
-    """Results agree with torch's operator in float64; the yardstick is the reference in `dtype`."""
+    """Results are within tolerance of torch's in float64, relative to the reference in `dtype`."""
     function, options = getattr(ops, op), {"backend": backend}
     results, oracle, plain = [], [], []
     for call in of_torch(op):
@@ -92,7 +92,7 @@ def test_agrees_with_torch(op, backend, dtype):
 @pytest.mark.parametrize("op", ["linear", "linear_gelu", "feed_forward"])
 @pytest.mark.parametrize("leading", [(), (3,), (2, 3)], ids=str)
 def test_a_product_over_nothing_is_the_bias(op, backend, leading):
-    """A product with inner dimension 0, which torch's samples lack, is the bias."""
+    """A product with inner dimension 0, for which torch has no sample, equals the bias."""
     if backends.refusal(op, backend, backends.Request("cpu", torch.float32)) is not None:
         pytest.skip(f"the backend {backend} is not here")
     x, weight = torch.randn(*leading, 0), torch.randn(4, 0)

@@ -1,6 +1,6 @@
-"""Seeded random cases: hundreds on Triton kernels, and some on the other backends.
+"""Random cases by seed are right: hundreds on Triton kernels, and fewer on the other backends.
 
-Of Triton's cases, `make test` runs the first round in fp32, and `make every-case` runs all rounds.
+`make test` runs the first round of Triton's cases in fp32, and `make every-case` runs all rounds.
 
 A failure prints the command that reproduces the case. More cases run with ``fastbert check
 --cases 5000 --backend triton``.
@@ -30,7 +30,7 @@ ROUNDS = {torch.float32: 21, torch.float16: 21, torch.bfloat16: 12}
 
 
 def served(backend: str, dtype: torch.dtype, rounds: int):
-    """Yield the cases that the backend serves on this machine, one group per round."""
+    """Yield the random cases that the backend supports on this machine, one group per round."""
     for turn in range(rounds):
         cases = random_cases(len(TURNS) * rounds)[turn * len(TURNS) :][: len(TURNS)]
         group = [c for c in cases if parity.refusal(c, backend, dtype, DEVICE) is None]
@@ -94,7 +94,7 @@ def test_a_random_case_needs_its_operation_and_a_number():
 
 
 def test_the_options_are_all_met_among_a_thousand_cases():
-    """A thousand random cases contain every option, so that no kernel goes untested."""
+    """A thousand random cases contain every option, so that every kernel is tested."""
     cases = random_cases(1000)
     dense = [c for c in cases if c.op == "attention"]
     assert {c.options.get("mask") for c in dense} >= {None, "padding", "rows", "k", "bhqk"}
@@ -117,14 +117,16 @@ def test_half_of_the_products_with_an_activation_meet_the_cuda_kernels(op):
     cases = random_cases(400, op=op)
     fused = [c for c in cases if all(size % 8 == 0 for size in c.shape[1:])]
     assert 0.5 * len(cases) <= len(fused) <= 0.8 * len(cases)
-    # The number of rows is arbitrary, and some cases have sizes that the kernels do not serve.
+    # The number of rows is arbitrary, and some cases have sizes that the fused kernels do not
+    # support.
     assert {c.shape[0] % 8 for c in fused} == set(range(8))
     assert {size % 8 for c in cases for size in c.shape[1:]} == set(range(8))
 
 
 def test_free_logits():
     assert free_logits(3, 4) == 9
-    # The rows attend to 2, 3 and 4 keys, and have one free logit fewer. A window of 0 has none.
+    # The three rows attend to 2, 3 and 4 keys. One logit of each row is not free, because the
+    # weights sum to 1. A window of 0 leaves one key, so no logit is free.
     assert free_logits(3, 4, causal=True) == 1 + 2 + 3
     assert free_logits(3, 4, window=0) == 0
     assert free_logits(5, 2, causal=True) == 1

@@ -1,4 +1,4 @@
-"""``fastbert.reference`` has the same functions and arguments as ``fastbert.ops``."""
+"""``fastbert.reference`` has the same functions with the same arguments as ``fastbert.ops``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FUNCTIONS = [name for name in ops.__all__ if inspect.isfunction(getattr(ops, nam
 
 def arguments(function) -> list[tuple]:
     parameters = inspect.signature(function).parameters.values()
-    # The reference lacks the arguments that choose backends.
+    # The reference has no arguments that choose a backend.
     return [(p.name, p.kind, p.default) for p in parameters if not p.name.endswith("backend")]
 
 
@@ -57,7 +57,7 @@ def test_the_reference_encoder_takes_int8_weights():
     whole = run(weights, ())
     quantised = run([w.packed for w in packed], scales)
     error = (quantised - whole).abs().max()
-    assert 0 < error < 0.2, error  # because weights and rows are rounded to 8 bits
+    assert 0 < error < 0.2, error  # 8-bit weights and rows have rounding errors
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)

@@ -14,7 +14,7 @@ from fastbert.ops import backend as backends
 from fastbert.testing import parity
 from fastbert.testing.selection import find
 
-# Some parameters are None in these cases.
+# In these cases, some optional parameters are None.
 ABSENT = {("layer_norm", "no_bias"), ("embedding", "words")}
 RUNS = [
     run
@@ -22,8 +22,8 @@ RUNS = [
     if run[0] in (find(run[0].op, quick=True)[0], find(run[0].op)[1])
     or (run[0].op, run[0].name) in ABSENT
 ]
-# A Triton case takes up to 30 s in the interpreter. The backends share the registered operators, so
-# `make test` runs Triton only for layer norm and for the feed-forward.
+# A Triton case takes up to 30 s in the interpreter. All backends share the registered operators, so
+# `make test` runs Triton only for these two operations.
 ON_TRITON = ("layer_norm", "feed_forward")
 RUNS = [
     (
@@ -40,7 +40,7 @@ def _record_calls(monkeypatch):
     """Record the operator calls that public functions make, as arguments for opcheck."""
     calls = []
     for noun, attribute in OPERATORS:
-        # import_module is needed, because the attribute ``ops.attention`` is the function.
+        # import_module is needed, because the name ``ops.attention`` is a function, not a module.
         module = importlib.import_module(f"fastbert.ops.{noun}")
         inner = getattr(module, attribute)
 
@@ -113,7 +113,7 @@ def test_opcheck_of_attention_weights(device):
 @pytest.mark.each_value
 @pytest.mark.parametrize(("case", "backend", "dtype", "device"), RUNS)
 def test_compiles_in_one_graph(case, backend, dtype, device):
-    torch._dynamo.reset()  # Otherwise other cases would count towards the recompilation limit.
+    torch._dynamo.reset()  # Earlier cases do not count as recompilations.
     function = getattr(ops, case.op)
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
     inputs = case.inputs(dtype, device)
@@ -132,7 +132,7 @@ def test_unpad_and_pad_compile_in_one_graph(device):
 
 @pytest.fixture
 def inductor(tmp_path, monkeypatch):
-    """Let torch.compile link if the path of torch has a space, which torch does not quote."""
+    """Let torch.compile link even if the path of torch has a space, which torch does not quote."""
     link = tmp_path / "lib"
     link.symlink_to(cpp_extension.TORCH_LIB_PATH)
     monkeypatch.setattr(cpp_extension, "TORCH_LIB_PATH", str(link))

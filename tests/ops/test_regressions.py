@@ -1,6 +1,6 @@
-"""Numbered bugs of other libraries, tested on every backend of this machine.
+"""The numbered bugs of other libraries do not occur on any backend of this machine.
 
-Exact properties are compared bit by bit, so that no tolerance hides a leak from padding.
+Exact properties are compared bit for bit, so that no tolerance hides an influence of padding.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def test_04_slack_behind_the_last_sequence_is_never_seen(backend):
 
 @pytest.mark.skipif("triton" not in ATTENTION, reason="needs the kernels that save lse")
 def test_05_what_is_saved_for_rows_without_a_token_is_not_read():
-    """Saved values after the last sequence, which may be old memory, are not read."""
+    """The backward does not read saved values after the last sequence, which may be old memory."""
     from fastbert.kernels.attention import attention_backward, attention_forward
 
     q, k, v, dout = (torch.randn(41, 2, 16, device=DEVICE) for _ in range(4))
@@ -189,7 +189,7 @@ def test_07_empty_linear_gelu(backend):
     assert (dbias == 0).all()
 
 
-# These lengths and head dims failed earlier or are next to a tile size.
+# These lengths and head dims failed in earlier versions, or are next to a tile size.
 @pytest.mark.each_value
 @pytest.mark.parametrize("backend", ATTENTION)
 @pytest.mark.parametrize(
@@ -210,7 +210,7 @@ def test_08_lengths_and_head_dims(backend, length, dim):
         run(reference.attention, torch.float64),
         Yardstick(lambda: run(reference.attention, tensors[0].dtype)),
     )
-    # With a single key, dq and dk are differences of equal sums, so they are not compared.
+    # With a single key, dq and dk are differences of equal sums, which are only rounding errors.
     names = ("out", "dq", "dk", "dv") if length > 1 else ("out", "dv")
     for name in names:
         i = ("out", "dq", "dk", "dv").index(name)
@@ -219,11 +219,11 @@ def test_08_lengths_and_head_dims(backend, length, dim):
 
 @pytest.mark.parametrize("backend", ATTENTION)
 def test_10_strided_inputs_and_gradients(backend):
-    # With this many elements, the RMS of the rounding errors does not depend on chance.
+    # With this many elements, the root mean square of rounding errors hardly depends on chance.
     storage = torch.randn(2, 40, 3, 4, 16, device=DEVICE)
     strided = [storage[:, :, i].transpose(1, 2).requires_grad_() for i in range(3)]
     out = ops.attention(*strided, backend=backend)
-    # One gradient has stride 0, as from .sum().backward(), and the other is transposed.
+    # The first gradient has stride 0, as from .sum().backward(). The second gradient is transposed.
     for dout in (torch.ones((), device=DEVICE).expand_as(out), out.detach().mT.contiguous().mT):
 
         def run(dtype, dout=dout):
@@ -354,7 +354,7 @@ def test_13_philox_known_answer():
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_14_the_backward_replays_the_forwards_mask(backend, compiled, checkpointed):
-    """With identity v and dout, dv is the transpose of out, so forward and backward masks agree."""
+    """With identity matrices as v and dout, dv is the transpose of out if both masks are equal."""
     q, k, _ = qkv(1, 2, 16, 16)
     v = torch.eye(16, device=DEVICE).expand(1, 2, 16, 16).clone().requires_grad_()
 
@@ -371,7 +371,7 @@ def test_14_the_backward_replays_the_forwards_mask(backend, compiled, checkpoint
     assert 0.2 < (out == 0).float().mean() < 0.8
     (dv,) = torch.autograd.grad(out, v, torch.eye(16, device=DEVICE).expand_as(out))
     assert torch.equal(dv == 0, out.mT == 0)
-    # Each element is a sum with only one nonzero term, so dv is exact.
+    # Each element of dv is a sum with only one nonzero term, so dv has no rounding error.
     torch.testing.assert_close(dv, out.mT)
 
 
@@ -438,7 +438,8 @@ def test_19_a_stream_of_its_own():
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        # During this sleep, a launch on the wrong stream would read q * 2 too early.
+        # During this sleep, a kernel that was launched on a wrong stream would read q * 2 too
+        # early.
         torch.cuda._sleep(20_000_000)
         out = ops.attention(q * 2, k, v, backend="triton")
     stream.synchronize()
@@ -568,7 +569,7 @@ def test_varlen_weights_are_zero_at_padding(backend):
 
 
 def test_varlen_equals_padding_bit_for_bit_in_its_dropout():
-    """Packing changes no bit of dropout, whose mask depends on positions in the sequence."""
+    """Packed and padded sequences have the same dropout, which depends on a token's position."""
     q, k, v = qkv(2, 2, 8, 16)
     seed = torch.tensor([42])
     dense = reference.attention(q, k, v, dropout_p=0.3, dropout_seed=seed)

@@ -1,4 +1,4 @@
-"""With a residual connection, one autograd node returns y and x, and adds both gradients."""
+"""With a residual connection, one autograd node returns y and x, and adds both gradients of x."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ RUNS = [
 
 
 def inputs(op: str, *leading: int) -> list[Tensor]:
-    """Draw x of shape (..., 12) and the parameters of ``op``."""
+    """Return random x of shape (..., 12), and random parameters of the operation ``op``."""
     shapes = ((*leading, 12), *SHAPES[op])
     return [(torch.randn(shape) * 0.4).requires_grad_() for shape in shapes]
 
 
 def around(function: Callable, **options) -> Callable[..., Tensor]:
-    """Return a function that uses the output y and the residual x of a layer differently."""
+    """Return a function that weights the output y and the residual x of a layer differently."""
 
     def run(*arguments: Tensor) -> Tensor:
         y, residual = function(*arguments, return_residual=True, **options)
@@ -72,7 +72,7 @@ def test_autograd_adds_nothing(op, backend):
     with counted() as launches:
         torch.autograd.grad((y, residual), (h, *parameters), (dy, dresidual))
     if backend == "cpu":
-        # The products compute the gradients of x, of each weight, and of an activation, if any.
+        # There is one product for each gradient of x, of a weight, and of an inner activation.
         assert launches.kernels["matmul"] == {"linear": 2, "feed_forward": 4}[op]
         assert not launches.gemms
     else:
@@ -131,7 +131,7 @@ def test_autocast_keeps_the_residual_in_float32(op, backend):
         y, residual = getattr(ops, op)(x, *parameters, return_residual=True, backend=backend)
     assert (y.dtype, residual.dtype) == (torch.bfloat16, torch.float32)
     torch.autograd.backward((y, residual), (dy, dresidual))
-    if backend == "cpu":  # The GEMM adds dresidual itself, so the sum is rounded once.
+    if backend == "cpu":  # The GEMM adds dresidual, so the sum is rounded once.
         assert (x.grad - dresidual - dx).abs().max() <= dx.abs().max() * 2.0**-8
     else:
         assert torch.equal(x.grad, dx + dresidual)

@@ -1,4 +1,4 @@
-"""torch.func and forward-mode AD use PyTorch code; other backends refuse and give the reason."""
+"""torch.func and forward-mode AD run PyTorch code; other backends refuse and give the reason."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ each_op = pytest.mark.parametrize("op", [*OPERANDS, "rotary"])
 
 
 def both(op, **options):
-    """Yield the operation and its reference, both as functions of x only."""
+    """Yield the operation `op` and its reference, both as functions of x only."""
     for module, extra in ((ops, options), (reference, {})):
         function = functools.partial(getattr(module, op), **extra)
         if op == "rotary":
@@ -27,7 +27,7 @@ def both(op, **options):
 
 
 def turned(x, rotary):
-    """View each row of x as two heads of size 4, and rotate the first head."""
+    """View each row of x as two heads of size 4, and rotate only the first head."""
     angles = torch.arange(2.0 * x.shape[0]).view(-1, 2)
     return rotary(x.view(-1, 2, 4), angles.cos(), angles.sin(), heads=1).reshape(x.shape)
 

@@ -14,12 +14,12 @@ def documents():
 
 @pytest.fixture(autouse=True)
 def no_slow_pictures(quick_pictures):
-    """Draw a picture only in the tests that ask for the fixture `drawn`."""
+    """Draw pictures only in the tests that request the fixture `drawn`."""
 
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """Use one thread, so that sums have one order everywhere and tests do not share cores."""
+    """Use one thread, so that sums have one order everywhere and tests do not compete for cores."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

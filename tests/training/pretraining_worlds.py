@@ -1,4 +1,4 @@
-"""A short pre-training run in one or several processes, without dropout, for tests of worlds."""
+"""Start a short pre-training run without dropout in one or several processes, for other tests."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-# The second argument of the script has the options of the run. If the variable KILL is "RANK STEP",
-# that rank ends with SIGKILL before that step in the first attempt of torchrun.
+# The second argument of the script has the options of the run. If the environment variable KILL is
+# "RANK STEP", the process of that rank ends with SIGKILL before that step in torchrun's first
+# attempt.
 SCRIPT = """
 import json, os, signal, sys
 import torch
@@ -48,19 +49,19 @@ SETTINGS: dict[str, Any] = {
     "held_out": 0.2,
     "learning_rate": 3e-3,
 }
-# Time limit in seconds; no run takes so long even on a busy machine, so a longer run has hung.
+# This time limit is in seconds. No run takes so long even on a busy machine, so a longer run hangs.
 PATIENCE = 240
 
 
 def start(
     tmp_path: Path, launcher: tuple[object, ...], changes: dict[str, Any], **environment: str
 ) -> subprocess.Popen[str]:
-    """Start the run in the folder ``out``.
+    """Start the run with the output folder ``out``.
 
     Args:
-        tmp_path: Parent of the folder.
+        tmp_path: Parent of the output folder.
         launcher: Arguments of Python before the script, such as ``-m torch.distributed.run``.
-        changes: Options that differ from SETTINGS.
+        changes: Options that differ from `SETTINGS`.
         environment: Environment variables.
     """
     script = tmp_path / "script.py"
@@ -77,7 +78,7 @@ def start(
 
 
 def finish(process: subprocess.Popen[str]) -> str:
-    """Wait for the end of a run, and return its output; a run that hangs is killed."""
+    """Wait for the end of a run and return its output, but kill a run that hangs."""
     try:
         return process.communicate(timeout=PATIENCE)[0]
     finally:
@@ -85,13 +86,13 @@ def finish(process: subprocess.Popen[str]) -> str:
 
 
 def torchrun(processes: int, *more: object) -> tuple[object, ...]:
-    """Return the launcher of several processes on this machine."""
+    """Return the arguments of Python that launch `processes` processes with torchrun."""
     command = ("-m", "torch.distributed.run", "--standalone")
     return (*command, "--nproc-per-node", processes, *more)
 
 
 def accelerate(processes: int) -> tuple[object, ...]:
-    """Return the launcher ``accelerate launch`` of several processes on this machine."""
+    """Return the arguments of Python that launch `processes` processes by ``accelerate launch``."""
     command = ("-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", processes)
     rest = ("--num_machines", 1, "--mixed_precision", "no", "--dynamo_backend", "no")
     return (*command, *rest, "--main_process_port", 0)

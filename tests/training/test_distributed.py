@@ -1,4 +1,4 @@
-"""Two processes of torchrun write one log and one checkpoint, and have the same weights."""
+"""Two processes of torchrun have the same weights, and write one log and one checkpoint."""
 
 import json
 import os
@@ -137,7 +137,7 @@ def test_two_processes_that_died_resume_to_the_same_bits(tmp_path):
         assert all(torch.equal(tensor, cut[name]) for name, tensor in whole.items())
 
 
-# Both processes make a whole run, then runs that are interrupted before some steps and resumed.
+# Both processes make an uninterrupted run, and runs that stop before some steps and are resumed.
 CUTS = """
 import io
 import json
@@ -175,7 +175,7 @@ for number, cuts in enumerate(json.loads(sys.argv[2])):
 @pytest.mark.parametrize("points", [4, long_case(20)])
 @pytest.mark.every_case
 def test_cuts_of_two_processes_change_no_bit(tmp_path, points):
-    """Runs that are cut before two random steps and resumed have the bits of a whole run."""
+    """Runs that stop before two random steps and resume have the bits of an uninterrupted run."""
     draw = random.Random(points)
     pairs = [sorted(draw.sample(range(1, 10), 2)) for _ in range(points // 2)]
     done = torchrun(tmp_path, CUTS, json.dumps([[], *pairs]))

@@ -1,6 +1,6 @@
-"""A process that is killed ends the job with a message, or torchrun restarts it and it resumes.
+"""If a process is killed, the job ends with a message, or torchrun restarts it and it resumes.
 
-No job may hang; every wait has a limit.
+No job may hang, so every wait has a time limit.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def test_a_killed_process_ends_the_job_with_a_message(tmp_path):
 )
 @pytest.mark.every_case
 def test_torchrun_restarts_a_killed_process_and_the_run_resumes(tmp_path, processes, overwrite):
-    """`overwrite` deletes an earlier run, but not the checkpoints of earlier attempts."""
+    """With `overwrite`, a run deletes an earlier run, but not checkpoints of earlier attempts."""
     if overwrite:
         earlier = PretrainOptions(tmp_path / "out", **{**SETTINGS, "steps": 5, "save_every": 5})
         pretrain(earlier, documents=list(stories(40, 0)), console=Console(quiet=True))
@@ -52,13 +52,13 @@ def test_torchrun_restarts_a_killed_process_and_the_run_resumes(tmp_path, proces
     assert text.count("resumed after step ") == 1
     assert "resumed after step 2 of 6" in text
     assert steps(tmp_path / "out") == [1, 2, 3, 4, 5, 6]
-    # The run takes 8 s on two idle cores; the limit allows for other work on the machine.
+    # The run takes 8 s on two idle cores; the limit leaves time for other work on the machine.
     assert time.monotonic() - started < 120
 
 
 @pytest.mark.every_case
 def test_two_machines_restart_together(tmp_path):
-    """Two agents of torchrun on this machine stand for two machines that share one folder."""
+    """Two agents of torchrun on this machine stand for two machines with a shared folder."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -1,4 +1,4 @@
-"""The evaluation agrees with its definition, and packed batches agree with padded batches.
+"""The figures of the evaluation agree with their definitions, for packed and padded batches.
 
 The model removes padding before the first layer, so packed and padded batches agree exactly.
 """
@@ -13,7 +13,7 @@ from fastbert.training.preparation import prepare
 
 
 def pack(batch):
-    """Return the same pairs without padding."""
+    """Return the same pairs of texts without padding, as a packed batch."""
     present = batch["attention_mask"].bool()
     lengths = present.sum(dim=1)
     flat = ("input_ids", "token_type_ids", "labels")
@@ -42,7 +42,8 @@ def model_and_batches(documents):
     prepared = prepare(options, documents, lambda text: None)
     torch.manual_seed(0)
     config = options.model_config(prepared.tokenizer.vocab_size, prepared.tokenizer.pad_id)
-    # Larger weights than a run starts with make the losses depend on every token.
+    # These weights are larger than the initial weights of a run, so the losses depend on every
+    # token.
     model = BertForPreTraining(config.replace(initializer_range=0.2))
     return model, prepared.held_out
 

@@ -1,8 +1,8 @@
-"""Graphed training steps replay recordings, and make the same updates as eager steps.
+"""Training steps that replay recorded graphs make the same updates as eager steps.
 
-Without a GPU, a recording is the trace of a step. A replay repeats the recorded operators on the
-recorded memory. A value that Python reads, such as a learning rate, therefore stays fixed, as in a
-CUDA graph.
+Without a GPU, a recording is the trace of a step, and a replay repeats the recorded operators on
+the recorded memory. A value that Python reads during the recording, such as a learning rate,
+therefore stays fixed, as in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ MODELS = {
     "BertForSequenceClassification": ("labels",),
     "BertForTokenClassification": ("labels",),
 }
-# Sequences of these lengths fill their bucket, so an eager step computes the same shapes.
+# Sequences of these lengths fill their bucket, so an eager step computes with the same shapes.
 FULL = (16, 8)
 
 
 @pytest.fixture(autouse=True)
 def no_reads(monkeypatch):
-    """Let models skip checks that read values, which they do on a CPU but not on a GPU."""
+    """Let models skip checks that read values, as on a GPU; on a CPU, they would run."""
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
 
 
@@ -148,7 +148,7 @@ def same_weights(one: nn.Module, other: nn.Module, **tolerance: float) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_replays_are_eager_steps_bit_for_bit(name):
-    """Weights, losses and norms have equal bits, with dropout and a learning-rate schedule."""
+    """Replays and eager steps have equal bits, with dropout and a learning-rate schedule."""
     model, factor = make(name), lambda step: 1.0 / (1 + step)
     eager, step = Eager(model, factor), traced(model, clip_norm=CLIP)
     schedule = scheduled(step.optimizer, factor)
@@ -180,7 +180,7 @@ def test_replays_are_eager_steps_bit_for_bit(name):
     ],
 )
 def test_the_rest_of_a_bucket_changes_nothing(name):
-    """In fp64, batches that do not fill their buckets give the updates of eager steps."""
+    """In fp64, batches that do not fill their buckets give the same updates as in eager steps."""
     model = make(name, **NO_DROPOUT, classifier_dropout=0.0).double()
     eager, step = Eager(model), traced(model, clip_norm=CLIP)
     for lengths in ((9, 4), (20, 3, 7), (13, 2), (1, 2)):
@@ -343,7 +343,7 @@ def test_hooks_are_called():
 
 
 def test_a_failed_first_step_is_not_recorded():
-    """The next batch also runs without a graph, because no whole step has compiled the kernels."""
+    """After a failed first step, the next step also runs eagerly, to compile every kernel."""
     model, broken = make(), [True]
 
     def observe(output: Any, arguments: dict[str, Any]) -> None:
@@ -412,7 +412,7 @@ def test_a_step_needs_no_mode_of_the_caller(mode):
 
 @pytest.mark.every_case
 def test_pretraining_with_graphs_logs_the_same(options, documents, monkeypatch):
-    """A logged step runs without a graph, because a hook counts its correct predictions."""
+    """The log is the same as without graphs; a hook makes logged steps run without a graph."""
     steps: list[GraphedStep] = []
 
     def substitute(model: Any, optimizer: Any, **given: Any) -> GraphedStep:
@@ -514,7 +514,7 @@ def test_errors_of_a_batch_name_the_argument(monkeypatch):
 @pytest.mark.parametrize("mixed", [False, True], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("name", ["BertForPreTraining", "BertForSequenceClassification"])
 def test_cuda_graphs_train(monkeypatch, name, mixed):
-    """Replays on a GPU give the losses of eager steps if the dropout seeds are equal."""
+    """On a GPU, replays have the losses of eager steps if both use the same dropout seeds."""
     monkeypatch.undo()
     model = make(name, initializer_range=0.1).to("cuda")
     model.set_backend(None)

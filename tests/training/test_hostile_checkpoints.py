@@ -1,4 +1,4 @@
-"""A checkpoint with sound checksums and wrong content is an error that names the file."""
+"""Wrong content of a checkpoint with right checksums raises an error that names the file."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from fastbert.training.pretraining import pretrain
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """Return an empty folder for the output of the only run of this file."""
+    """Return an empty folder for the output of this file's only run."""
     return tmp_path_factory.mktemp("trained")
 
 
 @pytest.fixture
 def cut_run(options, documents, trained):
-    """Return the options of a run of 4 steps, and the folder of its only checkpoint, of step 2."""
+    """Return the options of a run of 4 steps, and the folder of its checkpoint after step 2."""
     made = options(steps=4, save_every=2, eval_every=2, ema=0.9)
     if not any(trained.iterdir()):
         pretrain(made, documents=documents, console=Console(file=io.StringIO()))
@@ -35,7 +35,7 @@ def cut_run(options, documents, trained):
 
 
 def seal(folder: Path, content: dict) -> None:
-    """Write a state whose checksums match the files, so that only its content can be wrong."""
+    """Write a state with right checksums of the files, so that only its content can be wrong."""
     content.pop("checksum", None)
     if isinstance(content.get("files"), dict):
         for name in content["files"]:
@@ -97,14 +97,14 @@ def resumes_with(options, documents, message: str) -> None:
 
 @pytest.mark.parametrize("name", ["epoch", "position", "tokens", "evaluation", "step"])
 def test_a_run_that_resumes_names_the_state(name, cut_run, documents) -> None:
-    """A step beyond the end of the run, or a missing entry, is an error that names the state."""
+    """A step after the end of the run, or a missing entry, raises an error that names the state."""
     options, folder = cut_run
     content = content_of(folder)
     content.pop(name)
     if name == "step":
         content["step"] = 5
     seal(folder, content)
-    # The message names the entry after the path, which itself contains the word step.
+    # The message names the entry after the path, because the path itself contains the word step.
     resumes_with(options, documents, rf"^{folder}/state\.json: .*{name}")
 
 

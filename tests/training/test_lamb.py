@@ -1,4 +1,4 @@
-"""LAMB makes the updates of a written-out reference, and skips gradients that are not finite."""
+"""LAMB makes the updates of a NumPy reference, and skips gradients that are not finite."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The log, the curves and the messages of a run while the disk is temporarily full."""
+"""A run continues its log, its curves and its messages after the disk was temporarily full."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROWS = [{"event": "train", "step": step, "note": "x" * 50} for step in range(1, 
 
 
 class Disk(io.RawIOBase):
-    """A file of limited size; a write that does not fit is written in part, as on a disk."""
+    """A file with a limited size; of a longer write, the part that fits is written."""
 
     def __init__(self, path: Path, room: int) -> None:
         self.file, self.room = path.open("wb", buffering=0), room

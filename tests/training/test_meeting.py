@@ -1,4 +1,4 @@
-"""Processes agree on a text even if the store has entries of processes that died."""
+"""Processes agree on a text even if the store has entries of processes that died earlier."""
 
 import datetime
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +23,7 @@ def test_each_attempt_agrees_on_another_text():
 def test_an_attempt_that_was_killed_in_the_middle_disturbs_no_other():
     store = distributed.HashStore()
     store.set_timeout(datetime.timedelta(seconds=30))
-    # A process wrote its question into the store, and died before the first process answered.
+    # This process wrote its question into the store, and died before the first process answered.
     store.set("question/1", "dead")
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(agree, store, 0, 2)

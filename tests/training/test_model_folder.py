@@ -1,4 +1,4 @@
-"""A checkpoint folder is complete or absent after every failure."""
+"""After any failure of a save, the folder of a model is complete or absent."""
 
 import os
 
@@ -10,7 +10,7 @@ from fastbert.training.model_folder import refuse_existing, save_checkpoint
 
 
 class Writer:
-    """A substitute for a model or a tokenizer that writes one file, and may then raise an error."""
+    """A substitute for a model or tokenizer that writes one file, and may then raise an error."""
 
     def __init__(self, name, content, error=None):
         self.name, self.content, self.error = name, content, error

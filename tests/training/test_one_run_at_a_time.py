@@ -1,4 +1,4 @@
-"""A second run into the same folder is refused, and the first run ends as if it were alone."""
+"""A second run into the same folder is refused, and the first run ends with unchanged results."""
 
 from __future__ import annotations
 

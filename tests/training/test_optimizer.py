@@ -1,4 +1,4 @@
-"""The groups for weight decay, and the optimizers with their schedule."""
+"""Optimizers apply weight decay to the right groups of parameters, and follow their schedule."""
 
 import pytest
 import torch

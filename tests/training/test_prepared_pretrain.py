@@ -1,4 +1,4 @@
-"""Pre-training on a prepared corpus: objectives, phases, processes, and runs that are resumed."""
+"""Pre-training on a prepared corpus works with all objectives, in phases, and when resumed."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def weights(options):
 
 
 def watch_batches(monkeypatch):
-    """Return a list that receives the epoch and the longest sequence of each step of every run."""
+    """Return a list that collects the epoch and the longest sequence of each step of each run."""
     seen = []
     original = PretrainingRun.train_step
 
@@ -123,7 +123,7 @@ def test_cuts_anywhere_change_no_bit(settings, monkeypatch, tmp_path, changes, c
     expected = weights(whole)
     for step in cuts:
         options = settings(output=tmp_path / str(step), **steps)
-        # The number of processes that prepare batches may change when a run is resumed.
+        # A resumed run may have another number of processes that prepare batches.
         changed = settings(output=options.output, workers=int(step == 3), **steps)
         cut(monkeypatch, changed, step)
         _, text = run(options)
@@ -138,7 +138,7 @@ def test_the_first_steps_have_short_examples(settings, monkeypatch):
     lengths = [length for _, length in seen]
     assert max(lengths[:6]) <= 20
     assert min(lengths[6:]) > 20
-    # The second phase begins with the first batch of an epoch.
+    # The second phase begins with the first batch of a new epoch.
     assert seen[6][0] == seen[5][0] + 1
 
 
@@ -230,7 +230,7 @@ pretrain(PretrainOptions(
 
 @pytest.mark.every_case
 def test_two_processes_share_one_epoch(settings, folder, tmp_path):
-    """Two processes together take as many tokens as one process, in half as many steps."""
+    """Two processes take as many tokens together as one process, in half as many steps."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     command = [*("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"), script]

@@ -1,4 +1,4 @@
-"""The loop learns, writes its log, is exactly reproducible, and leaves only complete files."""
+"""Pre-training learns, writes its log, is exactly reproducible, and leaves only complete files."""
 
 import io
 import json
@@ -26,7 +26,7 @@ def rows_without_times(path):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory, documents):
-    """Train one longer run, whose results several tests check."""
+    """Return the result of one longer run, which several tests check."""
     from fastbert.training.options import PretrainOptions
 
     torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""A run that is cut anywhere and resumed ends with the bits of a run that was never cut."""
+"""A run that is interrupted at any step and resumed has the bits of an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def run(options, documents):
 
 
 def cut_at(monkeypatch, step):
-    """Interrupt the next run at the beginning of a step; with None, interrupt no run."""
+    """Interrupt the next run at the beginning of `step`; with None, interrupt no run."""
     original = pretraining_run.PretrainingRun.train_step
 
     def train_step(self, batch):
@@ -97,7 +97,7 @@ def made(tmp_path_factory):
 
 @pytest.fixture
 def seven(made, settings, corpus, monkeypatch, tmp_path):
-    """Return the options of a run of 7 steps cut after step 6, and those of an uncut run."""
+    """Return options of a run of 7 steps interrupted after step 6, and of an uninterrupted run."""
     if not (made / "whole").exists():
         cut(monkeypatch, settings(steps=7, output=made / "cut"), corpus, 6)
         run(settings(steps=7, output=made / "whole"), corpus)
@@ -105,7 +105,7 @@ def seven(made, settings, corpus, monkeypatch, tmp_path):
     return settings(steps=7), settings(steps=7, output=made / "whole")
 
 
-# Options whose state a checkpoint must contain.
+# With these options, a checkpoint must contain additional state.
 RICH = {"optimizer": "lamb", "schedule": "cosine", "accumulate": 2, "ema": 0.95}
 
 
@@ -127,7 +127,7 @@ def test_cuts_anywhere_change_no_bit(settings, corpus, monkeypatch, tmp_path, ch
         options = settings(output=tmp_path / f"cut{number}", **changes)
         steps = sorted(draw.sample(range(1, whole.steps), 2))
         for step in steps:
-            # The number of processes that prepare batches may change when a run is resumed.
+            # A resumed run may have another number of processes that prepare batches.
             changed = settings(output=options.output, workers=int(number == 0), **changes)
             cut(monkeypatch, changed, corpus, step)
         result, text = run(options, corpus)
@@ -178,7 +178,7 @@ def test_a_run_that_ends_between_its_last_checkpoint_and_its_model_is_completed(
     assert "resumed after step 14 of 14" in run(options, corpus)[1]
     for name in names:
         assert (options.folder / name).read_bytes() == (whole.folder / name).read_bytes()
-    # A resumed run does not write a complete model again.
+    # A resumed run does not write a model that is already complete.
     (options.folder / "model" / "notes.txt").write_text("mine")
     run(options, corpus)
     assert (options.folder / "model" / "notes.txt").exists()
@@ -188,7 +188,7 @@ def test_overwrite_starts_anew(settings, corpus, monkeypatch):
     run(settings(seed=5), corpus)
     options = settings(overwrite=True)
     cut(monkeypatch, options, corpus, 1)
-    # The interrupted run left no checkpoint, and the checkpoints of the earlier run are deleted.
+    # The interrupted run wrote no checkpoint, and deleted the checkpoints of the earlier run.
     assert not checkpoints.exists(options.folder)
     run(options, corpus)
     rows = read_log(options.folder / "log.jsonl")
@@ -222,7 +222,7 @@ def test_another_text_is_refused(settings, corpus):
 
 
 def damage(path):
-    """Change one bit in the middle of a file."""
+    """Change one bit in the middle of the file `path`."""
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
@@ -254,7 +254,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(seven, corp
 def test_a_damaged_checkpoint_is_none_of_those_that_are_kept(seven, corpus, monkeypatch):
     options, _ = seven
     damage(checkpoints.folder_of(options.folder, 6) / "weights.safetensors")
-    # The run continues after step 3, saves after step 4, and is cut again.
+    # The run continues after step 3, saves after step 4, and is interrupted again.
     minutes = dataclasses.replace(options, save_every=2, keep_checkpoints=1)
     cut(monkeypatch, minutes, corpus, 5)
     kept = [path.name for path in (options.folder / "checkpoints").iterdir()]
@@ -368,7 +368,7 @@ def test_checkpoints_are_written_by_time(settings, corpus, monkeypatch):
     options = settings(save_every=None, save_minutes=1, keep_checkpoints=20, workers=0, steps=9)
     run(options, corpus)
     kept = sorted(int(p.name[5:]) for p in (options.folder / "checkpoints").iterdir())
-    # The clock is read once in each step and once after each save: 25 s, 50 s and 75 s.
+    # The clock advances by 25 s when a step or a finished save reads it, so every third step saves.
     assert kept == [3, 6, 9]
 
 

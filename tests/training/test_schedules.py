@@ -1,4 +1,4 @@
-"""Exact values of the schedules, and their continuation after a number of steps."""
+"""Schedules have exact values, and continue after a number of steps."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""A training run notes signals; before and after the run, signals have their usual effect."""
+"""During a run, a signal only sets a flag; before and after, signals have their usual effect."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trackers receive the figures of the log; a tracker that is not installed is an error."""
+"""Trackers receive the figures of the log; a tracker that is not installed raises an error."""
 
 import struct
 import sys
@@ -14,13 +14,13 @@ from fastbert.training.pretraining import pretrain
 
 
 def events(folder):
-    """Yield the step, name and value of each figure in TensorBoard's files, oldest file first."""
+    """Yield step, name and value of each figure in TensorBoard's files, the oldest file first."""
     from tensorboardX.proto.event_pb2 import Event
 
     for path in sorted(folder.glob("events.*"), key=lambda path: path.stat().st_mtime_ns):
         content = path.read_bytes()
         while content:
-            # A record has a length (8 bytes), a checksum (4), the event, and a checksum (4).
+            # An entry has a length (8 bytes), a checksum (4), the event, and a checksum (4).
             (length,) = struct.unpack("<Q", content[:8])
             event = Event.FromString(content[12 : 12 + length])
             content = content[16 + length :]

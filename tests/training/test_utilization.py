@@ -1,4 +1,4 @@
-"""Model FLOPs agree with torch's count, and the log has their share of a known peak."""
+"""Model FLOPs agree with torch's count, and the log has their share of a known peak rate."""
 
 import io
 from types import SimpleNamespace
@@ -23,7 +23,7 @@ def test_flops_are_those_that_torch_counts():
         transformers.BertConfig(num_attention_heads=4, attn_implementation="eager", **sizes)
     )
     ids, labels = torch.randint(0, 60, (2, 4, 32))
-    # The stock model computes the logits of all positions.
+    # The stock model computes logits at all positions, so all positions have a label here.
     batch = {
         "input_ids": ids,
         "attention_mask": torch.ones(4, 32, dtype=torch.int64),
@@ -33,7 +33,8 @@ def test_flops_are_those_that_torch_counts():
     with FlopCounterMode(display=False) as counter:
         stock(**batch).loss.backward()
     config = BertConfig(num_attention_heads=4, **sizes)
-    # The tolerance covers the two outputs of the next-sentence head, which are not counted.
+    # The tolerance covers the two outputs of the next-sentence head, which model_flops does not
+    # count.
     assert model_flops(config, batch) == pytest.approx(counter.get_total_flops(), rel=1e-3)
 
 

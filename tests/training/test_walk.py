@@ -1,4 +1,4 @@
-"""The walk through pre-training in docs/design.md names the functions that a run calls."""
+"""The walk through pre-training in docs/design.md names the functions that a run really calls."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DESIGN = Path(__file__).resolve().parents[2] / "docs" / "design.md"
 
 
 def stops() -> list[str]:
-    """Return the functions that the walk names, each once and in order, as ``file.function``."""
+    """Return the functions that the walk names, once each and in order, as ``file.function``."""
     text = DESIGN.read_text(encoding="utf-8").partition("## A walk through pre-training\n")[2]
     names = re.findall(r"`(\w+(?:\.\w+)+)`", text.partition("\n## ")[0])
     return list(dict.fromkeys(re.sub(r"\.\w+\.", ".", name) for name in names))

@@ -1,6 +1,6 @@
-"""One process, copies in two processes and shards in two processes train the same model.
+"""One process, two processes with copies, and two processes with shards train the same model.
 
-A run may continue with another number of processes if a step keeps its number of batches.
+A run may continue with another number of processes if the number of batches per step is the same.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from fastbert.modules import BertForPreTraining
 from fastbert.training import PretrainOptions, checkpoints, pretrain
 from fastbert.training.log import read_log
 
-# LAMB, the average and accumulation have state or gradients that processes share.
+# With LAMB, the average and accumulation, the processes share additional state or gradients.
 CHANGES = {"accumulate": 2, "optimizer": "lamb", "ema": 0.9, "learning_rate": 0.02, "save_every": 3}
 
 
 def alone(folder: Path, **changes: object) -> str:
-    """Run in this process with as many batches per step as two processes have."""
+    """Run in this process, with as many batches per step as two processes have together."""
     options = PretrainOptions(folder, **{**SETTINGS, **CHANGES, "accumulate": 4, **changes})
     console = Console(file=io.StringIO(), width=500)
     pretrain(options, documents=list(stories(40, 0)), console=console)
@@ -39,14 +39,14 @@ def losses(folder: Path) -> list[list[float]]:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory) -> Path:
-    """Return the folder of a run in one process."""
+    """Return the folder of an uninterrupted run in one process."""
     folder = tmp_path_factory.mktemp("whole") / "out"
     alone(folder)
     return folder
 
 
 def assert_close(folder: Path, whole: Path) -> None:
-    """Compare the log, the last checkpoint and the exported model of two runs, to fp32 rounding."""
+    """Check that log, last checkpoint and exported model of two runs agree to fp32 rounding."""
     assert torch.tensor(losses(whole)).std(dim=0).min() > 1e-3
     torch.testing.assert_close(losses(folder), losses(whole), rtol=1e-5, atol=0.0)
     actual, expected = (checkpoints.newest(f, pytest.fail) for f in (folder, whole))
@@ -70,7 +70,7 @@ def test_two_processes_train_as_one_and_one_continues_them(tmp_path, whole, laun
     assert process.returncode == 0, text[-3000:]
     assert "2 process(es), 2 batches each" in text
     assert_close(tmp_path / "out", whole)
-    # One process continues, after step 3, the run that two processes started.
+    # In one process, the run that two processes started continues after step 3.
     shutil.rmtree(checkpoints.folder_of(tmp_path / "out", 6))
     text = alone(tmp_path / "out")
     assert "resumed after step 3 of 6" in text

@@ -1,1 +1,1 @@
-// Replaces a header that CUDA builds of torch generate and that torch's CPU wheel lacks.
+// This file replaces a header that CUDA builds of torch generate and that torch's CPU wheel lacks.
