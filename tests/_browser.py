@@ -1,4 +1,4 @@
-"""Chromium without network for tests of pages; without Chromium, these tests are skipped."""
+"""The fixture of Chromium without network; tests that need it are skipped without Chromium."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-# These options stop the browser's own requests, which would look like requests of the page.
+# These options stop the browser's own requests, which would look like requests by the page.
 QUIET = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
     *("--disable-background-networking", "--disable-component-update", "--disable-sync"),

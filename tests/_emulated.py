@@ -1,8 +1,9 @@
-"""The levels with 64-byte registers or tiles, compiled for a processor that has neither.
+"""Compile the levels with 64-byte registers or tiles for a processor that has neither.
 
-The compiler splits the vectors of ``csrc/cpu`` for narrower registers. Under ``FASTBERT_EMULATE``,
-plain C++ replaces the intrinsics of 64 bytes and the tile instructions. Every machine with AVX2 can
-therefore test these levels, slowly, with the same results as the real levels.
+The compiler splits the vectors of ``csrc/cpu`` for narrower registers. With ``FASTBERT_EMULATE``
+defined, standard C++ replaces the intrinsics of 64 bytes and the tile instructions. Every machine
+with AVX2 can therefore test these levels, slowly, with the same results as on a processor that has
+them.
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ def lacking(extension) -> str | None:
 
 
 def compile_library(folder: Path, levels: list[str]) -> Path:
-    """Build one library per test session; the first process builds while the others wait."""
+    """Return the library of this test session; the first process builds it, the others wait."""
     library = folder / "emulated.so"
     with open(folder / "emulated.lock", "w", encoding="utf-8") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if library.exists():
             return library
-        # The other levels share kernels with avx512, so avx512 is always built.
+        # The other levels share kernels with the level avx512, so this level is always built.
         levels = sorted({"avx512", *levels})
         objects = [folder / f"{level}.o" for level in levels]
         compilers = [
@@ -60,7 +61,7 @@ def compile_library(folder: Path, levels: list[str]) -> Path:
 
 
 class Emulated:
-    """The kernel tables of a library from `compile_library`."""
+    """The kernel tables in a library from `compile_library`."""
 
     def __init__(self, library: Path) -> None:
         self.library = ctypes.CDLL(str(library))

@@ -1,10 +1,10 @@
 """Remove repeated work from Triton's interpreter, which took more than half of its time.
 
-The interpreter computes with NumPy, but most of its time goes to other work. At each call of a
-device function, it replaces the functions of ``triton.language``. It describes the type of every
-value again. It tests every integer sum for overflow, although only debug mode reports overflows.
-This file makes it replace functions once per launch, describe each type once, and test for overflow
-only in debug mode.
+The interpreter computes with NumPy, but spends most of its time on other work. At each call of a
+device function, it replaces the functions of ``triton.language``. For every value, it describes the
+type again. It tests every integer sum for overflow, although only debug mode reports overflows.
+With the changes in this file, the interpreter replaces functions once per launch, describes each
+type once, and tests for overflow only in debug mode.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def save_repeated_work() -> None:
 
 
 def _replacing_once_a_launch(core: ModuleType, replace: Any) -> Any:
-    """Replace the functions of each language module only once per launch."""
+    """Wrap `replace` so that it replaces the functions of each module only once per launch."""
     from triton import language
 
     done: set[str] = set()
@@ -49,7 +49,7 @@ def _replacing_once_a_launch(core: ModuleType, replace: Any) -> Any:
             if module is language or module is core
         }
         if wanted and wanted <= done:
-            # These functions are replaced already, so a call inside a launch restores nothing.
+            # An outer call has replaced these functions, so this call has nothing to restore.
             return None
         scope = replace(kernel)
         if not done:
@@ -67,7 +67,7 @@ def _replacing_once_a_launch(core: ModuleType, replace: Any) -> Any:
 
 
 def _once_a_name(of_type: Any) -> Any:
-    """Cache the NumPy dtype by the name of the element type."""
+    """Wrap `of_type` to cache the NumPy dtype by the name of the element type."""
     known: dict[str, Any] = {}
 
     def kept(type: Any) -> Any:
@@ -80,12 +80,12 @@ def _once_a_name(of_type: Any) -> Any:
 
 
 def _equal_if_same(equal: Any) -> Any:
-    """Compare two types by name only if they are not the same object."""
+    """Wrap `equal` to compare two types by name only if they are not the same object."""
     return lambda self, other: self is other or equal(self, other)
 
 
 def _described_once(core: ModuleType) -> Any:
-    """Cache the attributes of block types by shape and name of the element type."""
+    """Cache the attributes of block types by their shape and the name of their element type."""
     describe = core.block_type.__init__
     known: dict[tuple[Any, ...], dict[str, Any]] = {}
 
@@ -96,14 +96,14 @@ def _described_once(core: ModuleType) -> Any:
             describe(self, element_ty, shape)
             known[key] = self.__dict__.copy()
         self.__dict__.update(known[key])
-        # Two pointer types with the same name may differ, so the element type is not shared.
+        # Two pointer types with the same name may differ, so each keeps its own element type.
         self.element_ty = element_ty
 
     return init
 
 
 def _of_a_described_type(core: ModuleType) -> Any:
-    """Let tensors of the same shape share one description of the shape."""
+    """Make tensors of the same shape share one description of the shape."""
     describe = core.tensor.__init__
 
     @functools.cache
@@ -120,7 +120,7 @@ def _of_a_described_type(core: ModuleType) -> Any:
 
 
 def _only_in_debug_mode(semantic: Any) -> Any:
-    """Test for an overflow only in debug mode, which alone reports overflows."""
+    """Test for an overflow only in debug mode, because only debug mode reports overflows."""
     test = getattr(semantic, NAME)
 
     def overflow(self: Any, lhs: Any, rhs: Any, operation: Any) -> None:

@@ -19,11 +19,11 @@ def extension():
 @pytest.fixture(scope="session")
 def emulated(tmp_path_factory, request, extension):
     folder = tmp_path_factory.getbasetemp()
-    # Each pytest worker has its own folder inside the folder of the session.
+    # Each pytest worker has its own folder inside the folder of the test session.
     if hasattr(request.config, "workerinput"):
         folder = folder.parent
     supported = extension.build_info()["cpu_isas_supported"]
-    # The emulated level amx is always built, because a test compares it with the real level.
+    # The emulated level amx is always built, because a test compares it with the compiled level.
     levels = [name for name in _emulated.LEVELS if name not in supported or name == "amx"]
     return _emulated.Emulated(_emulated.compile_library(folder, levels))
 
@@ -41,8 +41,9 @@ def trapped(tmp_path_factory, extension):
 def isa(request, extension):
     """Set each level in turn.
 
-    If the processor lacks only the tiles of a level, the tiles are trapped. Other missing levels
-    with 64-byte registers are emulated. At any other missing level, the test is skipped.
+    If the processor lacks only the tiles of a level, the tile instructions are trapped and computed
+    in software. Other missing levels with 64-byte registers are emulated. At any other missing
+    level, the test is skipped.
     """
     level, info = request.param, extension.build_info()
     trapping = contextlib.nullcontext()

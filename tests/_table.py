@@ -1,8 +1,8 @@
 """Set the table of kernel functions that the extension uses.
 
-The extension's Python module has no function for this, because a wrong address would crash the
-process. Tests look up ``set_kernels`` (``csrc/cpu/isa/dispatch.h``) in the symbols of the library
-and call the function by its address.
+The extension's Python module has no function that sets the table, because a wrong address would
+crash the process. Tests look up ``set_kernels`` (``csrc/cpu/isa/dispatch.h``) in the symbols of the
+library, and call the function by its address.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ SET_KERNELS = "_ZN8fastbert3cpu11set_kernelsEPKNS0_7KernelsE"
 
 
 def of(level: str) -> str:
-    """Return the name of the symbol of a level's kernel table."""
+    """Return the symbol name of the kernel table of an instruction-set level."""
     return f"_ZN8fastbert3cpu{len(level)}{level}8kKernelsE"
 
 
 @functools.cache
 def symbols(library: str) -> dict[str, tuple[int, int]]:
-    """Return the address and size in bytes of every symbol by name, also of hidden symbols."""
+    """Return the address and the size in bytes of every symbol, hidden or not, by its name."""
     listing = subprocess.run(
         ["nm", "--print-size", library], capture_output=True, text=True, check=True
     ).stdout
@@ -31,7 +31,7 @@ def symbols(library: str) -> dict[str, tuple[int, int]]:
 
 
 def lacking(extension) -> str | None:
-    """Return the reason why a table cannot be set on this machine, or None."""
+    """Return the reason why this machine cannot set a table, or None."""
     if shutil.which("nm") is None:
         return "nm"
     present = {SET_KERNELS, of("baseline")} <= set(symbols(extension.__file__))

@@ -1,4 +1,4 @@
-"""A CPU substitute for CUDA graphs, for tests of recorded steps."""
+"""A substitute for CUDA graphs that runs on a CPU, for tests of recorded steps."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from fastbert.graphs.recording import Recording, Result, Results
 
 
 class Trace:
-    """A recorder that traces the operators of a function and replays them on the same memory.
+    """A recorder that traces the operators of a function, and replays them on the same memory.
 
-    As in a CUDA graph, a value that Python reads from a tensor does not change in a replay.
+    As in a CUDA graph, a value that Python reads from a tensor while recording stays fixed.
     """
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ class StepTrace(Trace):
     def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         super().__init__()
         self.model, self.optimizer = model, optimizer
-        # Other tensors that a step writes.
+        # These are the other tensors that a step writes.
         self.others: list[Tensor] = []
 
     @contextmanager

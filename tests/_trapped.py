@@ -1,8 +1,8 @@
-"""Run the AMX level of the built extension on processors with or without AMX.
+"""Run the AMX level of the built extension on any processor, with tile instructions in software.
 
-The kernels run as they ship, except for the first byte of each tile instruction. An invalid
-instruction replaces this byte, so that the processor raises SIGILL and `trapped_tiles.cpp` computes
-the result. The processor executes all other instructions and therefore needs AVX512_BF16.
+The kernels run as they ship, except that an invalid instruction replaces the first byte of each
+tile instruction. The processor then raises SIGILL, and `trapped_tiles.cpp` computes the result. The
+processor executes all other instructions, and therefore needs AVX512_BF16.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Trapped:
         _table.use(extension, self.base + address, size)
 
     def executed(self) -> set[int]:
-        """Return the file addresses of the tile instructions executed so far."""
+        """Return the addresses, in the file, of the tile instructions that were executed so far."""
         sites = (ctypes.c_uint64 * MOST_SITES).in_dll(self.library, "trapped_tiles_sites")
         return {site - self.base for site in sites if site}
 
@@ -96,7 +96,7 @@ class Trapped:
 
 
 def tile_instructions(library: str) -> dict[int, str]:
-    """Return the text of every tile instruction by its address in the file."""
+    """Return the text of every tile instruction, by its address in the file."""
     listing = subprocess.run(
         ["objdump", "-d", "--no-show-raw-insn", library], capture_output=True, text=True, check=True
     ).stdout

@@ -1,4 +1,4 @@
-"""An autograd function whose backward returns None, which autograd takes for zero."""
+"""An autograd function whose backward returns None, which autograd treats as zero."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings of every test: poisoned memory, a seed, and Triton's interpreter if there is no GPU."""
+"""Settings for every test: NaN in new memory, a seed, and Triton's interpreter without a GPU."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ if not torch.cuda.is_available():
 # No test needs the network. With this variable, an accidental call of the hub fails immediately.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-# torch.compile would precompile headers for 20 s, which is longer than it saves in these tests.
+# torch.compile would precompile headers for 20 s, and would save less time than that in these
+# tests.
 os.environ.setdefault("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "0")
 # Several test processes with several threads each would compete for the same cores.
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -36,11 +37,11 @@ import pytest
 import quick_cases
 from _interpreter import save_repeated_work
 
-# These fixtures serve all folders, because a process has one trap handler and one browser.
+# All folders use these fixtures, because a process can have only one trap handler and one browser.
 pytest_plugins = ("_browser", "_levels")
 
 # The width and colours of the terminal change the output of programs, but no result may depend on
-# them. Typer assumes that GitHub's runners are terminals with colours.
+# the terminal. Typer assumes that GitHub's runners are terminals with colours.
 WIDTH = os.environ.pop("COLUMNS", "")
 for name in ("LINES", "NO_COLOR", "FORCE_COLOR", "PY_COLORS", "TTY_COMPATIBLE", "GITHUB_ACTIONS"):
     os.environ.pop(name, None)
@@ -73,7 +74,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_sessionstart(session):
-    """Give pytest's own lines the width that the environment variable COLUMNS had."""
+    """Use the original width of the environment variable COLUMNS for pytest's own lines."""
     terminal = session.config.pluginmanager.get_plugin("terminalreporter")
     if terminal is not None and WIDTH.isdigit():
         terminal._tw.fullwidth = int(WIDTH)
@@ -86,7 +87,7 @@ def pytest_configure(config):
 
 
 class EarlyFailures:
-    """Prints the end of each failure immediately, so that an interrupted run shows failures."""
+    """Print the end of each failure immediately, so that an interrupted run shows failures."""
 
     def __init__(self, config):
         self.config = config
@@ -101,7 +102,7 @@ class EarlyFailures:
 
 
 class LongTests:
-    """Prints each test that has run for five minutes, so that a hanging run shows its cause."""
+    """Print each test that has run for five minutes, so that a hanging run shows its cause."""
 
     LIMIT = 300.0
 
@@ -133,7 +134,7 @@ class LongTests:
 def poisoned_memory():
     """Fill new memory with NaN, so that a test notices elements that a kernel did not write.
 
-    The setting is made only if a test has changed it, because making it takes a millisecond.
+    The setting is changed only if a test has changed it, because each change takes a millisecond.
     """
     on = torch.are_deterministic_algorithms_enabled()
     if not (on and torch.is_deterministic_algorithms_warn_only_enabled()):
@@ -146,7 +147,7 @@ def seeded():
     if torch.cuda.is_available():
         torch.manual_seed(0)
     else:
-        # `torch.manual_seed` would also record the call stack for three kinds of devices.
+        # `torch.manual_seed` would also record the call stack for three other kinds of devices.
         torch.default_generator.manual_seed(0)
 
 
@@ -157,7 +158,7 @@ def device() -> str:
 
 @pytest.fixture
 def drawn() -> None:
-    """With this fixture, a test writes real pictures, which `quick_pictures` replaces otherwise."""
+    """With this fixture, a test writes real pictures instead of the stubs of `quick_pictures`."""
 
 
 @pytest.fixture

@@ -2,8 +2,8 @@
 
     python tests/processors.py [pytest's arguments]    # or: make test-processors
 
-Variables of MKL, oneDNN and ATen make torch run its code for an older processor, and
-``FASTBERT_CPU_ISA`` chooses the kernels of fastbert. Newer processors than this machine's are left
+Environment variables of MKL, oneDNN and ATen make torch run its code for an older processor, and
+``FASTBERT_CPU_ISA`` chooses the kernels of fastbert. Processors newer than this machine's are left
 out, because this machine lacks their instructions. The exit status is 1 if a test fails in one of
 the runs.
 
@@ -12,8 +12,8 @@ affects only tests that compare a result with torch's result by a tolerance. To 
 `reaches_a_tolerance` follows the names in the code of a test, of its fixtures and of their helpers
 to a function of `COMPARISONS`. The selected cases of a test function cover each value of the
 parameters in `COVERED`: each dtype, backend, operation and instruction set. Lists of sizes ascend,
-so cases are selected from the last to the first. Files that need minutes are left out; `LEFT_OUT`
-gives the reasons.
+so cases are selected from the last to the first. Files that need minutes are in `LEFT_OUT`, with
+the reasons.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from typing import Any
 import pytest
 
 HERE = Path(__file__).resolve().parent
-# tests/kernels is left out, because it needs minutes in Triton's interpreter, and tests/ops also
-# compares every operation on every backend.
+# tests/kernels is left out, because it needs minutes in Triton's interpreter, and because tests/ops
+# also compares every operation on every backend.
 DIRECTORIES = ["csrc", "ops", "modules", "inference", "integrations"]
 LEFT_OUT = [
-    # These tests run GPU kernels from nvcc on the PTX machine.
+    # In these tests, the PTX machine runs GPU kernels that nvcc compiles.
     *("csrc/test_cuda_*.py", "csrc/test_hopper_*.py"),
     # These tests run a real model of six layers on hundreds of sentences.
     *("modules/test_real_checkpoint.py", "integrations/test_sentence_embeddings.py"),
@@ -75,7 +75,7 @@ def codes(code: types.CodeType) -> Iterator[types.CodeType]:
 
 
 def reaches_a_tolerance(function: Any, seen: set[Any]) -> bool:
-    """Return whether a function reaches a comparison through tests or fastbert.testing."""
+    """Return whether a function calls, in tests or fastbert.testing, one of the `COMPARISONS`."""
     function = getattr(function, "__wrapped__", function)
     module = sys.modules.get(getattr(function, "__module__", None) or "")
     tests = Path(getattr(module, "__file__", None) or "/").is_relative_to(HERE)
@@ -118,7 +118,7 @@ def selection(items: list[pytest.Item]) -> list[pytest.Item]:
         parameters = item.callspec.params.items() if hasattr(item, "callspec") else ()
         values = {(name, str(value)) for name, value in parameters if name in COVERED}
         before = covered.setdefault(item.nodeid.partition("[")[0], set())
-        # For a test without such a parameter, an empty value selects one case.
+        # A test without any parameter in `COVERED` gets an empty value, which selects one case.
         if not (values or {("", "")}) <= before:
             before |= values | {("", "")}
             chosen.append(item)

@@ -1,14 +1,14 @@
 """Select the cases that `make test` runs; `make every-case` runs all cases.
 
 For a test with parameters, `make test` runs cases that contain every pair of values of two
-parameters. Most faults depend on one or two values, and few need three (Kuhn, Wallace and Gallo
-2004, "Software Fault Interactions and Implications for Software Testing"). A test with one or two
+parameters. Most bugs depend on one or two values, and few need three (Kuhn, Wallace and Gallo 2004,
+"Software Fault Interactions and Implications for Software Testing"). A test with one or two
 parameters therefore runs all of its cases. A test with the mark `each_value` takes long, and runs
-only cases that contain every value of each parameter. Cases with the mark `every_case` take long or
-test other tests, and are left out first.
+only cases that contain every value of each parameter. Cases with the mark `every_case`, which take
+long or check other tests, are left out first.
 
-The selection depends only on the order and the parameters of the cases, so that all processes of a
-run make the same selection.
+The selection depends only on the order and the parameters of the cases, so all processes of a run
+make the same selection.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def first_of_each(
 ) -> list:
     """Return the parameters of all cases; `make test` runs only the first case of each group.
 
-    Lists of faults use this. Faults test the tests, and one fault per group shows that the tests of
+    This is for lists of mistakes that tests insert. One mistake per group shows that the tests of
     the group can fail.
 
     Args:
@@ -64,7 +64,8 @@ def chosen(items: Sequence[pytest.Item]) -> list[pytest.Item]:
 def covering(cases: list[pytest.Item]) -> list[pytest.Item]:
     """Return cases of one test that contain every pair, chosen greedily by the most new pairs.
 
-    With the mark `each_value`, the cases contain only every single value.
+    For a test with the mark `each_value`, the cases contain every single value instead of every
+    pair.
     """
     size = 1 if cases[0].get_closest_marker("each_value") else 2
     pairs = [pairs_of(getattr(case, "callspec", None), size) for case in cases]

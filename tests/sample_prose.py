@@ -22,7 +22,7 @@ ROOT = Path(__file__).parent.parent
 CPP = {".c", ".cpp", ".cu", ".cuh", ".h"}
 # The expression matches a C++ comment, or a string or character that may contain two slashes.
 CPP_TOKEN = re.compile(r'"(?:\\.|[^"\\])*"|\'(?:\\.|[^\'\\])*\'|(//.*)')
-# Lines that are no prose: comments for tools, and examples in docstrings.
+# Comments for tools, and examples in docstrings, are not prose.
 NO_PROSE = re.compile(r"#!|# (fmt|mypy|noqa|ruff|type)\b|// NOLINT|>>> |\.\.\. ")
 FEWEST_WORDS = 3
 
@@ -41,7 +41,7 @@ class Line(NamedTuple):
     context: dict[int, str]
 
     def __str__(self) -> str:
-        """Return the path and number, and the lines with an arrow at the drawn line."""
+        """Return the path, the number, and the lines, with an arrow at the drawn line."""
         lines = [f"{self.path}:{self.number}"]
         for number, text in self.context.items():
             lines.append(f"{'->' if number == self.number else '  '} | {text}".rstrip())

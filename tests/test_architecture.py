@@ -1,6 +1,6 @@
-"""Rooms, the subpackages of fastbert, import only lower rooms, and no modules form a cycle.
+"""Each subpackage of fastbert (room) imports only lower rooms, and no modules form a cycle.
 
-Every import counts: also an import inside a function, under TYPE_CHECKING, or by
+Every import counts, including an import inside a function, under TYPE_CHECKING, or by
 ``importlib.import_module`` with a literal name.
 """
 
@@ -89,7 +89,7 @@ BELOW: dict[str, set[str]] = {
 
 
 def storeys(below: Mapping[str, set[str]]) -> list[list[str]]:
-    """Return the rooms by level from the top; a room is above all rooms that it imports."""
+    """Return the rooms by level, from the top; a room is above all rooms that it imports."""
     level: dict[str, int] = {}
 
     def of(name: str) -> int:
@@ -102,7 +102,7 @@ def storeys(below: Mapping[str, set[str]]) -> list[list[str]]:
 
 
 def drawn() -> str:
-    """Return the table of rooms and their allowed imports, as in ``docs/design.md``."""
+    """Return the Markdown table of rooms and their allowed imports, as in ``docs/design.md``."""
     rows = ["| room | may import |", "|---|---|"]
     for rooms in storeys(BELOW):
         for name in rooms:
@@ -111,7 +111,7 @@ def drawn() -> str:
 
 
 def sources(root: Path) -> dict[str, Path]:
-    """Map each module name of the packages to its file, also for the link fastbert/kernels."""
+    """Map each module name of the packages to its file, including modules in fastbert/kernels."""
     modules = {}
     for package in PACKAGES:
         files = sorted((root / package).rglob("*.py"))
@@ -125,7 +125,7 @@ def sources(root: Path) -> dict[str, Path]:
 
 
 def imported(file: Path) -> Iterator[str]:
-    """Yield the absolute names that a file imports; ``from a import b`` imports ``a.b``."""
+    """Yield the absolute names that `file` imports; ``from a import b`` imports ``a.b``."""
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)

@@ -1,6 +1,6 @@
 """setup.py finds nvcc, the CUDA headers and the CUDA library before it builds CUDA code.
 
-The tests use small fake toolkits, so that the result does not depend on the nvcc of the machine.
+The tests use small fake toolkits, so that the result does not depend on this machine's nvcc.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(
     shutil.which("c++") is None, reason="no C++ compiler on this machine"
 )
 
-# A fake nvcc that prints its version and folders, compiles nothing, and exits with a given status.
+# This fake nvcc prints its version and folders, compiles nothing, and exits with a chosen status.
 NVCC = """#!/bin/sh
 case "$1" in
   --version) echo "Cuda compilation tools, release {release}, V{release}.88" ;;
@@ -71,7 +71,7 @@ def make_toolkit(folder: Path) -> Path:
 
 @pytest.fixture
 def look_up(tmp_path, monkeypatch):
-    """Return a function that runs the look-up with the fake nvcc in tmp_path/home."""
+    """Return a function that runs setup.py's look-up with the fake nvcc in tmp_path/home."""
     for name in ("CXX", "CC", "CPATH", "CPLUS_INCLUDE_PATH", "LIBRARY_PATH", "LDFLAGS"):
         monkeypatch.delenv(name, raising=False)
 
@@ -116,7 +116,7 @@ def test_torchs_packages_of_cuda_12(look_up, tmp_path):
 
 
 def test_nvcc_completes_the_packages_of_torch(look_up, tmp_path):
-    """torch 2.15's packages lack crt/host_config.h, so the header of the found nvcc is used."""
+    """torch 2.15's packages lack crt/host_config.h, so the header beside nvcc is used."""
     own, cuda = tmp_path / "own", tmp_path / "site" / "nvidia" / "cu13"
     make_crt(own / "include")
     make_runtime(cuda / "include")

@@ -22,7 +22,7 @@ PUBLIC = (
     ),
 )
 PROMPT = ">>> "
-# A sentence ends at a mark before a space and a capital letter, unlike in "et al. 2019".
+# A sentence ends at a mark before a space and a capital letter; "et al. 2019" does not match.
 NEXT_SENTENCE = re.compile(r"[.!?] +[A-Z]")
 MAX_SUMMARY = 100
 
@@ -39,7 +39,7 @@ def modules_with_examples(folders: list[str], prefix: str) -> Iterator[str]:
 
 
 def examples(name: str) -> list:
-    """Return one pytest parameter for each object with an example.
+    """Return one pytest parameter for each object of the module `name` with an example.
 
     If an optional dependency of the module is missing or too old, the result is one skipped
     parameter. If the import of the module fails for another reason, the error is raised.
@@ -56,7 +56,7 @@ def examples(name: str) -> list:
         lacks = "" if isinstance(first, ModuleNotFoundError) else f": {first.msg}"
         skip = pytest.mark.skip(reason=f"{name} needs {first.name}{lacks}")
         return [pytest.param(None, id=name, marks=skip)]
-    # Examples run without the names of their module, so that a reader can copy an example.
+    # An example runs without the names of its module, so that a reader can copy the example.
     tests = doctest.DocTestFinder().find(module, name, globs={})
     return [pytest.param(test, id=test.name) for test in tests if test.examples]
 
@@ -69,7 +69,7 @@ def failures(test: doctest.DocTest) -> str:
 
 
 def problem(docstring: str | None) -> str | None:
-    """Return the reason why the first line of a docstring is no summary, or None."""
+    """Return the reason why the first line of a docstring is not a summary, or None."""
     first, _, rest = (docstring or "").partition("\n")
     if not first:
         return "it has no first line"

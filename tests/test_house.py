@@ -33,7 +33,7 @@ def modules():
 
 
 def host_names(node: ast.AST):
-    """Yield the dotted names that a syntax tree uses outside GPU kernel functions."""
+    """Yield the dotted names that a syntax tree uses outside the functions of GPU kernels."""
     for child in ast.iter_child_nodes(node):
         decorators = getattr(child, "decorator_list", [])
         if any("triton.jit" in ast.unparse(decorator) for decorator in decorators):

@@ -1,6 +1,6 @@
-"""The thirty numbered bugs of other libraries: a table of their tests, and some of the tests.
+"""The thirty numbered bugs of other libraries each have a test; this file has some of the tests.
 
-The names of tests in tests/ops/test_regressions.py contain these numbers.
+The names of tests in tests/ops/test_regressions.py contain the numbers of the bugs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TESTS = Path(__file__).parent
 REGRESSIONS = "ops/test_regressions.py"
 ATTENTION = "kernels/test_attention_kernels.py"
 
-# Number → file → names of tests, or the beginning of names if they end in *.
+# Number of a bug → file → names of tests, or the beginning of names if they end in *.
 TABLE = {
     1: {REGRESSIONS: "test_01_*", ATTENTION: "test_fully_masked_rows_are_exactly_zero"},
     2: {REGRESSIONS: "test_02_*", ATTENTION: "test_every_way_to_write_a_mask_agrees"},
@@ -105,7 +105,7 @@ def test_24_processes_that_compile_into_one_cache_survive_the_death_of_one(tmp_p
 
 
 def signal_group(process: subprocess.Popen) -> None:
-    """Kill a process that was started in a separate session, and its children."""
+    """Kill the process group of `process`, which was started in a separate session."""
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 

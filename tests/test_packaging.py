@@ -1,4 +1,4 @@
-"""The contents and installation of the packages, and problems of a folder named kernels.
+"""The packages have the right contents, can be installed, and work beside another ``kernels``.
 
 Hugging Face publishes a package with the import name ``kernels``, which transformers looks for.
 fastbert's Triton kernels are in a folder of that name, without ``__init__.py``, and are packaged as
@@ -59,8 +59,8 @@ def checkout(folder: Path) -> Path:
 def built(tmp_path_factory) -> Path:
     """Return the folder with the sdist and the wheel that was built from this sdist.
 
-    The code is compiled without optimization in a third of the time; other tests run the optimized
-    code.
+    The code is compiled without optimization, which takes a third of the time. Other tests run the
+    optimized code.
     """
     pytest.importorskip("build")
     folder = tmp_path_factory.mktemp("packaging")
@@ -147,7 +147,7 @@ FIND = "import importlib.util; spec = importlib.util.find_spec('kernels'); "
 
 @pytest.fixture
 def hugging_face_kernels(tmp_path) -> Path:
-    """Create a fake of Hugging Face's package, in a folder used like site-packages."""
+    """Create a fake of Hugging Face's package, in a folder that is used like site-packages."""
     (tmp_path / "kernels").mkdir()
     (tmp_path / "kernels" / "__init__.py").write_text("MADE_BY = 'Hugging Face'\n")
     metadata = tmp_path / "kernels-0.15.2.dist-info"
@@ -250,7 +250,7 @@ def with_small_sources(source: Path) -> None:
         (source / "csrc" / name).write_text(text)
 
 
-# The script installs a checkout seven times, and writes which objects each install compiles.
+# The script installs a checkout seven times, and writes which objects each installation compiles.
 INSTALL_AGAIN_AND_AGAIN = """
 import pathlib
 import torch
@@ -300,7 +300,7 @@ def test_an_editable_install_compiles_what_has_changed_and_nothing_else(tmp_path
     assert one_more == "unit_0 unit_1"
 
 
-# Names of checkout folders with special characters of shells, regular expressions or C++.
+# The names of checkout folders have special characters of shells, regular expressions or C++.
 FOLDERS = ("plain", "two words ü", "quotes \" '", "a+b (1) $HOME [x] & *")
 
 
@@ -351,7 +351,7 @@ def test_fastbert_cuda_is_obeyed_or_refused_with_the_reason():
         assert "is not a CUDA build" in result.stderr
 
 
-# The script runs setup.py with a CUDA build of torch and an nvcc without headers.
+# The script runs setup.py with a CUDA build of torch, and with an nvcc that has no headers.
 WITH_A_CUDA_TORCH = """
 import runpy, sys, torch
 torch.version.cuda = "13.2"

@@ -1,4 +1,4 @@
-"""The slices and gates of CI are complete and can be started, and keep to the time limit."""
+"""The slices and gates of CI cover all tests, can be started, and keep to the time limit."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def holds(pattern: str, path: str) -> bool:
 
 def test_every_file_of_tests_is_in_one_slice():
     names = [path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").rglob("test_*.py")]
-    # tests/ptx/calibration is in a slice, too, where its CUTLASS tests are skipped without headers.
+    # tests/ptx/calibration is also in a slice; without headers, its CUTLASS tests are skipped.
     for name in names:
         owners = [
             room for room, of in ROOMS.items() if any(holds(f, name) for f in turns.files_of(of))

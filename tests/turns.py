@@ -4,11 +4,11 @@
     python tests/turns.py NAME [NAME ...]           # or: make turn NAMES='training emulate'
     python tests/turns.py --list
 
-A slice runs all tests of one room, a part of the project, with the cases that `make test` leaves
-out. A gate is a Makefile target, or a part of one, that takes too long for every change. The number
-of commits (`git rev-list --count HEAD`) selects the slice and the gate, so that all of them run in
-rotation. A run that the time limit ends is no failure if nothing has failed until then; the last
-line says so. The exit status is 1 if a test or a gate fails.
+A slice is all tests of one room, which is a part of the project, with the cases that `make test`
+leaves out. A gate is a Makefile target, or a part of one, that takes too long for every change. The
+number of commits (`git rev-list --count HEAD`) selects the slice and the gate, so that all of them
+run in rotation. If the time limit ends a run before anything has failed, the run does not count as
+failed, and its last line says so. The exit status is 1 if a test or a gate fails.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
-# Seconds that an interrupted run has to print its summary.
+# An interrupted run has this many seconds to print its summary.
 LAST_WORDS = 60
 # In an interrupted run, these lines of pytest and the gates show that something failed.
 FAILURE = re.compile(rb"\bFAILED\b|\b[1-9]\d* (failed|error)")
@@ -106,7 +106,7 @@ FAMILIES = (
     "electra mpnet modernbert nomic_bert",
 )
 MUTATIONS = 16
-# Name → arguments of make. A gate that exceeds the time limit is split into parts.
+# Name of a gate → arguments of make. A gate that exceeds the time limit is split into parts.
 GATES: dict[str, tuple[str, ...]] = {
     "test-processors": ("test-processors",),
     **{f"ahead-of-time-{n}": ("ahead-of-time", f"ARCH={n}") for n in (80, 89, 90, 100, 120)},
@@ -196,7 +196,7 @@ def run(name: str, command: list[str], seconds: float) -> Outcome:
 
 
 class Box:
-    """Interrupts the processes of a run at its time limit, and kills them a minute later."""
+    """Interrupt the processes of a run at its time limit, and kill them a minute later."""
 
     def __init__(self, process: subprocess.Popen, seconds: float) -> None:
         self.process, self.stopped = process, False
@@ -238,7 +238,7 @@ def main(arguments: list[str] | None = None) -> int:
     chosen = options.names or of_this_commit()
     end, outcomes = time.monotonic() + 60 * options.minutes, []
     for number, name in enumerate(chosen):
-        # Later runs may use the time that earlier runs leave over.
+        # Later runs may use the time that earlier runs did not need.
         share = (end - time.monotonic()) / (len(chosen) - number)
         print(f"fastbert: {name}, for at most {share / 60:.0f} minutes", flush=True)
         outcomes.append(run(name, command_of(name), share))

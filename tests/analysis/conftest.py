@@ -1,4 +1,4 @@
-"""Fixtures: a tokenizer, and the folder of a tiny classifier."""
+"""The fixtures of a tokenizer, and of the folder with a tiny classifier."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rank correlations against scipy, and distances of distributions by hand."""
+"""Rank correlations agree with scipy, and distances of distributions with values by hand."""
 
 from __future__ import annotations
 

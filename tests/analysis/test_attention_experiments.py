@@ -1,4 +1,4 @@
-"""The four tests of attention as an explanation, on a tiny model."""
+"""The four experiments on attention as an explanation give known results on a tiny model."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def base(texts, start):
 
 
 def expected_uniform(mask: torch.Tensor) -> torch.Tensor:
-    """Return 1 / (number of tokens) at each token, and 0 at padding, ``(N, L)``."""
+    """Return ``(N, L)`` weights: 1 / (number of tokens) at each token, and 0 at padding."""
     return mask / mask.sum(1, keepdim=True)
 
 
@@ -75,7 +75,7 @@ def test_uniform_weights_are_exactly_uniform_also_after_training(texts, start, l
             assert torch.equal(layer_weights, wanted.expand_as(layer_weights))
         else:
             assert not torch.allclose(layer_weights, wanted.expand_as(layer_weights), atol=0.01)
-    # The values of the layer were trained, and the query projection stayed 0.
+    # In the chosen layers, training changed the values and left the query projection at 0.
     for layer in chosen:
         now, before = (m.bert.encoder.layer[layer].attention.self.qkv for m in (model, untouched))
         assert now.weight[:32].abs().max() == 0
@@ -113,7 +113,7 @@ def test_other_seeds_give_other_models_and_the_same_seed_gives_the_same(texts, b
 
 
 def test_an_adversary_keeps_the_predictions_and_changes_the_weights(texts, base):
-    """Training reduces the loss, and a larger strength moves the attention weights further."""
+    """Training reduces the loss, and a larger strength changes the attention weights more."""
     seen = f.observe(base, texts.train)
     for scope in ("read", "every"):
         model = copy.deepcopy(base)
@@ -170,7 +170,7 @@ def test_the_divergence_of_all_layers_leaves_padding_out():
 
 
 def test_frozen_weights_tell_which_tokens_matter(texts, base):
-    """The label is one word, so weights on this word alone are better than uniform weights."""
+    """With fixed attention on the word that decides the label, a model beats uniform attention."""
 
     class OnTheLabel(torch.nn.Module):
         """A model whose attention is on the last word of a text."""
@@ -207,7 +207,7 @@ def test_the_token_classifier_reads_by_the_weights(texts, base):
     weights = on_tokens(torch.rand(part.ids.shape), part)
     assert_close(weights.sum(1), torch.ones(len(weights)))
     assert bool((weights[inside(part) == 0] == 0).all())
-    # A token that has all of the weight decides the output alone.
+    # If one token has all of the attention, its weight alone decides the output.
     alone = torch.zeros_like(weights)
     alone[:, 2] = 1.0
     assert_close(model(part.ids, alone), model(part.ids[:, 2:3], torch.ones(len(alone), 1)))
@@ -239,7 +239,7 @@ def test_the_seed_of_a_training_decides_its_result(texts, start):
 
 
 def test_a_start_has_a_new_head_by_its_seed_and_the_encoder_of_the_folder(folder):
-    """The head of the folder is not used, although it has the same number of labels."""
+    """The seed decides the new head; the folder's head is unused, though its size would fit."""
     stored = BertForSequenceClassification.from_pretrained(folder)
     a, b, c = (Starts(folder, 3)(seed) for seed in (0, 0, 1))
     assert torch.equal(a.classifier.weight, b.classifier.weight)

@@ -1,4 +1,4 @@
-"""The five explanations of a prediction equal closed forms and the results of explicit calls."""
+"""The five explanations of a prediction agree with closed forms and with explicit computations."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ TEXT = "The old dog ran to the garden, unbelievably."
 
 
 class Sums(nn.Module):
-    """A classifier whose logit is a function of ``s = Σ w · eᵢ``, without attention between tokens.
+    """A classifier whose logit is a function of ``s = Σ w · eᵢ``; tokens do not interact.
 
-    Its attention weights are uniform.
+    The attention weights are uniform.
     """
 
     def __init__(self, function, size: int) -> None:
@@ -48,7 +48,7 @@ class Sums(nn.Module):
 
 
 def sums(tokenizer, function) -> tuple[Subject, torch.Tensor, torch.Tensor]:
-    """Return a subject, ``w · eᵢ`` of each token, and the same product for the padding token."""
+    """Return the classifier, ``w · eᵢ`` of each token, and ``w · e`` of the padding token."""
     model = Sums(function, len(tokenizer))
     subject = Subject(model, tokenizer, ["first", "second"], 40)
     rows = subject.embed(split(tokenizer, TEXT).ids)[0] @ model.weight.detach()
@@ -74,7 +74,7 @@ def test_a_linear_model_has_closed_forms(tokenizer):
 
 
 def test_integrated_gradients_of_a_square(tokenizer):
-    """For ``g(s)``, each token has ``w · (eᵢ − pad) (g(s₁) − g(s₀)) / (s₁ − s₀)``."""
+    """For the logit ``g(s)``, token i has ``w · (eᵢ − pad) (g(s₁) − g(s₀)) / (s₁ − s₀)``."""
     subject, rows, pad = sums(tokenizer, lambda s: s.square())
     explanation = explain(subject, TEXT, target="first", steps=8)
     inside = split(tokenizer, TEXT).inside
@@ -83,7 +83,7 @@ def test_integrated_gradients_of_a_square(tokenizer):
     values = torch.tensor(explanation.attributions["integrated gradients"].pieces).float()
     assert_close(values[inside], (rows - pad)[inside] * (first + last))
     assert math.isclose(explanation.baseline, float(first**2), rel_tol=1e-5, abs_tol=1e-5)
-    # The gradient at the text itself is 2 s₁ instead of s₀ + s₁, so the two methods differ.
+    # The derivative at the text is 2 s₁ instead of s₀ + s₁, so the two methods give other results.
     assert_close(
         torch.tensor(explanation.attributions["gradient × input"].pieces),
         2 * last * rows,
@@ -99,8 +99,8 @@ def test_the_completeness_error_falls_with_the_steps(folder):
 def test_rollout_is_the_product_by_hand():
     first = torch.tensor([[[[0.2, 0.8], [0.6, 0.4]], [[0.4, 0.6], [1.0, 0.0]]]]).double()
     second = torch.tensor([[[[1.0, 0.0], [0.5, 0.5]], [[0.0, 1.0], [0.5, 0.5]]]]).double()
-    # The mean of the heads, averaged with the identity, is [[.65, .35], [.4, .6]] in the first
-    # layer, and [[.75, .25], [.25, .75]] in the second one, which is the left factor.
+    # With each layer's mean over the heads averaged with the identity, the first layer has [[.65,
+    # .35], [.4, .6]]. The second layer, which is the left factor, has [[.75, .25], [.25, .75]].
     expected = [[0.75 * 0.65 + 0.25 * 0.4, 0.75 * 0.35 + 0.25 * 0.6],
                 [0.25 * 0.65 + 0.75 * 0.4, 0.25 * 0.35 + 0.75 * 0.6]]  # fmt: skip
     assert_close(rollout([first, second])[0], torch.tensor(expected).double())
@@ -165,7 +165,7 @@ PAIR = ("The old dog ran.", "The dog ran home.")
 
 
 def test_a_pair_is_explained_with_its_token_types(folder):
-    """The explanations of a pair equal explicit calls with the token types of the pair."""
+    """The explanations of a pair of texts equal explicit calls with the pair's token types."""
     subject = Subject.load(folder)
     explanation = explain(subject, *PAIR)
     assert explanation.words == ["The", "old", "dog", "ran", ".", "The", "dog", "ran", "home", "."]
@@ -188,7 +188,7 @@ def test_a_pair_is_explained_with_its_token_types(folder):
     logit = float(whole.logits[0, index])
     assert explanation.label == subject.labels[index]
     assert math.isclose(explanation.logit, logit, abs_tol=1e-5)
-    # Without the token types, the logit is different.
+    # The logit without token types is different, so the token types were used.
     alone = subject.logits([ids])[0, index]
     assert abs(float(alone) - logit) > 1e-3
     values = explanation.attributions
@@ -289,7 +289,7 @@ def test_without_captum_the_error_says_what_to_install(folder, monkeypatch):
 
 
 def test_models_of_transformers_give_the_same_explanation(folder, tokenizer):
-    """Stock (eager attention) and accelerated models get the explanation of fastbert's model."""
+    """Stock (eager attention) and accelerated models have the explanations of fastbert's model."""
     transformers = pytest.importorskip("transformers")
     import fastbert
 
@@ -307,7 +307,7 @@ def test_models_of_transformers_give_the_same_explanation(folder, tokenizer):
 
 @pytest.mark.parametrize("pooling", ["cls", "mean"])
 def test_attention_is_that_of_the_tokens_which_the_head_reads(tokenizer, pooling):
-    """Attention is taken at the tokens that ModernBERT's head reads: the first one, or all."""
+    """Attention is taken at the tokens that ModernBERT's head reads: the first token, or all."""
     transformers = pytest.importorskip("transformers")
     config = transformers.ModernBertConfig(
         vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=2,

@@ -1,4 +1,4 @@
-"""Senses, the map of a word and the structural probe, on planted structures."""
+"""Word senses, the map of a word and the structural probe recover structures that tests plant."""
 
 from __future__ import annotations
 
@@ -90,14 +90,14 @@ def test_accuracy_by_layer_and_by_word(encoder, monkeypatch):
     monkeypatch.setattr("fastbert.analysis.senses.ContextEncoder", Planted)
     result = sense_accuracy(planted, usages, folds=3)
     assert result.by_word == {"dog": [0.5, 1.0], "cat": [1.0, 1.0]}
-    # The first layer is right for three of the six sentences with dog, and for the three with cat.
+    # With the first layer, three of the six sentences with dog are right, and all three with cat.
     assert result.layers == [pytest.approx(2 / 3), 1.0]
     assert result.most_frequent == pytest.approx(2 / 3)
     assert (result.sentences, result.senses, result.folds) == (9, {"dog": 2, "cat": 1}, 3)
 
 
 def test_a_held_out_sentence_is_not_in_its_centroid(encoder, monkeypatch):
-    """Every vector is unique, so a sentence in its own centroid would always be right."""
+    """A sentence is not part of its own centroid; as all vectors are unique, it would be right."""
 
     class Alone(Planted):
         def words(self, texts):
@@ -113,7 +113,8 @@ def test_real_vectors_of_a_word_depend_on_the_context_in_later_layers_only(encod
     a, b = (rows[:, 1] for rows in encoder.words(texts))
     assert_close(a[0], b[0])
     assert float((a[1:] - b[1:]).abs().amax(-1).min()) > 1e-3
-    # A text has the same vectors alone and in a batch, and a word has the mean of its tokens.
+    # A text has the same vectors alone and in a batch. The vector of a word is the mean of its
+    # tokens.
     assert_close(encoder.words(texts[:1])[0], encoder.words(texts)[0])
     long = encoder.split("unbelievably")
     assert len(long.of_word(0)) > 1
@@ -195,7 +196,7 @@ def test_a_map_has_each_sentence_with_the_word(encoder, texts, tmp_path):
     assert "<b>" not in page
     assert page.count("<circle") == 3
     assert page.count('tabindex="0" aria-label') == 1
-    assert page.count("My dog is &lt;b&gt;good&lt;/b&gt;.") == 2  # the label and the table
+    assert page.count("My dog is &lt;b&gt;good&lt;/b&gt;.") == 2  # in the label and in the table
     assert "https://" not in page
 
 
@@ -253,15 +254,15 @@ def test_the_spanning_tree_of_tree_distances_is_the_tree():
 
 
 def test_a_planted_metric_is_recovered_among_noise():
-    """The probe finds the part of the space in which squared distances are those of the tree."""
+    """The probe finds the subspace in which squared distances equal distances in the tree."""
     torch.manual_seed(0)
     rotation = torch.linalg.qr(torch.randn(24, 24)).Q
     vectors, distances = [], []
     for tree in sentences(500, seed=1):
         count = len(tree.words)
         if count > 12:
-            continue  # The edges of the last words of long sentences would be seen too rarely.
-        # Each edge has its own dimension, so a squared distance counts the edges of the path.
+            continue  # Edges of later words are too rare.
+        # Each edge has its own dimension, so a squared distance is the number of edges on the path.
         points = torch.zeros(count, 24)
         for word in range(count):
             node = word
@@ -287,7 +288,8 @@ def test_scores_of_the_tree_itself_and_of_the_order_of_words():
     assert score(chain, chain).uuas == 1.0
     assert score(chain, chain).spearman == pytest.approx(1.0)
     assert score([linear_distances(6)], chain).uuas == 1.0
-    # All words depend on the first one; the order of the words has one of the five edges.
+    # In the star, all words depend on the first word. The order of the words has one of its five
+    # edges.
     star = [tree_distances([-1, 0, 0, 0, 0, 0])]
     assert score([linear_distances(6)], star).uuas == pytest.approx(0.2)
     short = [tree_distances([-1, 0])]
@@ -320,7 +322,7 @@ def test_the_trees_of_generated_sentences_follow_the_grammar():
             if head < 0:
                 assert word in verbs
             elif word in nouns:
-                # A noun depends on a verb, or on another noun if it has a preposition such as of.
+                # A noun depends on a verb, or on another noun if it has a preposition such as "of".
                 is_of_noun = words[head] in nouns
                 cases = [words[k] for k in range(i) if heads[k] == i]
                 assert is_of_noun == bool(set(cases) & set(grammar.OF_NOUN))
@@ -336,7 +338,8 @@ def test_the_trees_of_generated_sentences_follow_the_grammar():
                 assert head > i
                 assert words[head] in verbs
             else:
-                # The verb of a relative clause depends on a noun, a reported verb on another verb.
+                # The verb of a relative clause depends on a noun. A reported verb depends on a
+                # verb.
                 marks = {words[k] for k in range(i) if heads[k] == i}
                 assert words[head] in (nouns if "who" in marks else grammar.SPEECH)
     assert {"who", "that", "of", "during"} <= seen

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-sys.path.append(str(Path(__file__).resolve().parents[2]))  # benchmarks/ is no part of the package
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # for imports from benchmarks/
 
 from benchmarks import attention_tests, geometry
 from fastbert import BertConfig, BertModel

@@ -1,4 +1,4 @@
-"""Peers, the attention functions of other libraries, agree with fastbert's operations."""
+"""The attention functions of other libraries (peers) agree with fastbert's operations."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ EQUAL = Case("attention_varlen", "toy equal", ((16, 16), 2, 16))
 
 
 def padded(inputs: Inputs) -> Inputs:
-    """Add a padding mask in which each sequence has at least one real token."""
+    """Add to `inputs` a padding mask in which each sequence has at least one real token."""
     mask = torch.arange(24) < torch.tensor([24, 7])[:, None]
     return Inputs(inputs.positional, {"mask": mask}, inputs.gradients)
 
 
 def outputs(case: Case, inputs: Inputs, prepared: attention_peers.Prepared):
-    """Return the results of the peer, the float64 reference, and the reference in the dtype."""
+    """Return results of the peer, the reference in float64, and the reference in the dtype."""
     function = getattr(reference, case.op)
 
     def run(change):
@@ -75,7 +75,7 @@ def test_gradients_of_a_padded_peer():
 
 
 def test_torch_varlen_is_called_as_all_its_versions_want():
-    """The call fits the signature of torch 2.10 to 2.13; fake tensors run no CUDA kernel."""
+    """The call fits the signatures of torch 2.10 to 2.13; fake tensors avoid any CUDA kernel."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     inputs = SPREAD.inputs(torch.bfloat16)

@@ -1,4 +1,4 @@
-"""``fastbert.bench``: the timed calls, the peers, the rows and the refusals."""
+"""``fastbert.bench`` makes the right calls, compares peers, writes rows and refuses bad input."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ def test_plot_of_whatever_was_timed(tmp_path):
         ["layer_norm"], quick=True, dtypes=[torch.float32], device="cpu", seconds=0.0
     )
     for name, rows in (("some.png", timed), ("none.png", [])):
-        # A "$" in the name of a processor must not be read as a formula by matplotlib.
+        # matplotlib must not read a "$" in the name of a processor as the start of a formula.
         plot_bench(tmp_path / name, rows, [], dataclasses.replace(describe(), cpu=r"$\frac{$"))
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
 

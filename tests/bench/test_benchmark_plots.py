@@ -1,4 +1,4 @@
-"""The plots of the benchmark sections."""
+"""The plots of the benchmark sections have the right lines."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ROWS = [
     ("number", "peers"),
     [
         (0, ["first fp32", "second bf16", "first bf16", "second fp32"]),
-        # A bf16 peer is less exact than an fp32 result, so it is no peer.
+        # A bf16 peer is less exact than an fp32 result, so the two are not compared.
         (1, ["first fp32", "second fp32"]),
         (6, []),
     ],

@@ -16,7 +16,7 @@ no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine w
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", *arguments]
-    # An inner pytest must not run as an xdist worker, because a worker times nothing.
+    # An inner pytest must not count as an xdist worker, because a worker measures no times.
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_XDIST")}
     return subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False

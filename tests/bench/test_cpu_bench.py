@@ -1,4 +1,4 @@
-"""The CPU benchmark runs on tiny shapes, and its rules are tested with invented times."""
+"""The CPU benchmark runs on tiny shapes, and its rules are right for invented times."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-sys.path.append(str(Path(__file__).resolve().parents[2]))  # benchmarks/ is no part of the package
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # for imports from benchmarks/
 
 from benchmarks.cpu import __main__ as cpu
 from benchmarks.cpu import (
@@ -50,7 +50,7 @@ def test_the_schedules_of_tiles_are_timed(tmp_path):
     assert [set(row["seconds"]) for row in content["rows"]] == [set(tiles.SCHEDULES)] * 3
     assert content["fastest"] in tiles.SCHEDULES
     assert f"`{content['fastest']}`" in (tmp_path / report.PAGE).read_text("utf-8")
-    assert tiles.CHOICE.read_text("utf-8") == before  # --quick does not change the choice
+    assert tiles.CHOICE.read_text("utf-8") == before  # --quick does not write the choice
 
 
 def test_a_processor_without_tiles_says_so(monkeypatch):
@@ -70,7 +70,7 @@ def test_a_processor_without_tiles_says_so(monkeypatch):
         ([(1.0, 0.9, 0.9)], "overlapped"),
         ([(1.0, 0.9, 0.8)], "fetched"),
         ([(1.0, 1.2, 0.9)], "fetched"),
-        # All calls have the same weight, whether they take a second or a millisecond.
+        # All calls have the same weight, whether a call takes a second or a millisecond.
         ([(1e-3, 5e-4, 1e-3), (1.0, 1.1, 1.0)], "overlapped"),
     ],
 )
@@ -80,7 +80,7 @@ def test_the_fastest_schedule_of_all_calls_is_chosen(times, expected):
 
 
 def test_the_package_reads_the_schedule_that_a_run_has_written(tmp_path):
-    """A new process that reads the written file uses its schedule."""
+    """A new process that reads the written file uses the schedule in the file."""
     path = tmp_path / "tile_schedule.json"
     tiles.keep("fetched", describe(), path)
     assert "benchmarks.cpu tiles" in json.loads(path.read_text("utf-8"))["reason"]
@@ -195,7 +195,7 @@ def test_each_format_is_held_against_its_own_peers():
     lines = "\n".join(report.contest_lines(dicts))
     assert "| l | fastbert bf16 | 2.50 | ONNX Runtime fp32 | 2: met | 3: **not met** |" in lines
     assert lines.endswith("|\n\n- OpenVINO bf16: not installed")
-    # The same engine has a time for another shape.
+    # The same library has a time for another shape.
     lines = "\n".join(report.contest_lines([*dicts, {**dicts[0], "contender": "OpenVINO bf16"}]))
     assert "| not installed |" in lines
     assert "- OpenVINO bf16" not in lines
@@ -208,7 +208,7 @@ def contest_dict(row: CpuRow) -> dict:
 
 
 class Fake:
-    """A fake worker whose calls report the given times."""
+    """A fake worker whose calls report the times `seconds` and `sample`."""
 
     def __init__(self, seconds: float, sample=(1.0, 2.0)) -> None:
         self.seconds, self.sample, self.calls = seconds, list(sample), 0
@@ -316,7 +316,7 @@ def test_a_worker_gives_its_reason_and_can_end(tmp_path):
 def test_limits_are_measured():
     limits = ceilings.measure(1, size=64, copied=1 << 20)
     assert set(limits.products) == set(limits.units) == set(ceilings.FORMATS)
-    # A lower rate would mean that the measured loop is broken.
+    # A lower rate would mean that the measured loop is wrong.
     assert min(limits.products.values()) > 1e9
     assert limits.limits("fp32").measured_flops == limits.products["fp32"]
     assert limits.bytes > 1e8

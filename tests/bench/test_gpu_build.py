@@ -1,4 +1,4 @@
-"""The architectures of the CUDA code: allowed values of TORCH_CUDA_ARCH_LIST, and messages."""
+"""A build accepts only useful values of TORCH_CUDA_ARCH_LIST, and its messages name the others."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.append(str(ROOT))  # benchmarks/ is no part of the package
+sys.path.append(str(ROOT))  # for imports from benchmarks/
 
 from benchmarks.gpu import __main__ as gpu  # noqa: E402
 from benchmarks.gpu import sections  # noqa: E402
@@ -22,7 +22,7 @@ VARIABLE = "TORCH_CUDA_ARCH_LIST"
 
 @pytest.fixture
 def machine(monkeypatch):
-    """Return a function that pretends a CUDA build of torch and GPUs of some capabilities."""
+    """Return a function that simulates a CUDA build of torch and GPUs of some capabilities."""
 
     def pretend(given: str | None, *capabilities: tuple[int, int], cuda: str = "13.0") -> None:
         # monkeypatch sets the variable first, so that it can undo a change by setup.py.
@@ -62,7 +62,7 @@ def test_the_list_is_read_as_torch_accepts_it(machine, capsys, given, expected, 
     assert architectures() == expected
     words = f"CUDA code for {expected}, {'with' if has_hopper else 'without'} the kernels of Hopper"
     assert words in capsys.readouterr().err
-    # The environment variable has the same list, so torch compiles for it.
+    # The environment variable has the list too, because torch compiles for the variable.
     assert os.environ[VARIABLE] == expected
     assert ("9.0a" in expected) == has_hopper
 
@@ -123,7 +123,7 @@ def test_the_gpu_command_refuses_before_the_build(machine, monkeypatch, capsys, 
     assert gpu.main() == 2
     assert not started
     assert f"{VARIABLE}: got '9.0'" in capsys.readouterr().err
-    # If the build is not among the sections, the variable is not checked.
+    # The variable is not checked if the build section is not among the chosen sections.
     monkeypatch.setattr(sys, "argv", [*command[:1], *command[2:]])
     assert gpu.main() == 0
     assert started == ["bench-rows"]
@@ -139,6 +139,6 @@ def test_a_build_without_hopper_kernels_fails_on_hopper(monkeypatch):
         monkeypatch.setattr(backend, "capability", lambda arch=capability: arch)
         monkeypatch.setattr(backend, "CUDA_ARCHS", archs)
         with pytest.raises(SystemExit) as ended:
-            exec(sections.HAS_HOPPER)  # Python code that a command of the build section runs
+            exec(sections.HAS_HOPPER)  # a command of the build section runs this
         message = f"the extension has no kernels of Hopper GPUs: it was built for {archs}"
         assert ended.value.code == (message if refused else None)

@@ -1,4 +1,4 @@
-"""The first run on a GPU: its plan, time limits and output, and a rehearsal of the whole plan."""
+"""The first run on a GPU has the right plan, limits and output, and its rehearsal passes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.append(str(ROOT))  # benchmarks/ is no part of the package
+sys.path.append(str(ROOT))  # for imports from benchmarks/
 
 from benchmarks.gpu.contest import GpuRow  # noqa: E402
 from benchmarks.gpu.first import __main__ as first  # noqa: E402
@@ -78,7 +78,7 @@ def option(command, name, default=None):
 
 
 def test_triton_comes_before_cuda():
-    """Steps with CUDA C++ come after the canary, and all Triton steps come earlier."""
+    """All Triton steps come before the step "canary", and all CUDA C++ steps come after it."""
     names = [s.name for s in steps(ROOT)]
     guarded = [s.name for s in steps(ROOT) if s.families]
     assert guarded == names[names.index("canary") :]
@@ -90,7 +90,7 @@ def test_triton_comes_before_cuda():
                 assert "first-attention" not in command
             else:
                 assert backend in ("triton", None), command
-                # A check without --backend would also run CUDA C++.
+                # Without --backend, a check would also run CUDA C++.
                 assert backend or "check" not in command, command
         assert len(one.families) in (0, len(one.commands))
         assert one.after == ("canary" if one.families and one.name != "canary" else one.after)
@@ -193,7 +193,7 @@ def test_a_step_after_a_failure_is_not_run(tmp_path):
 
 
 def test_a_row_is_handed_on_before_its_command_ends(tmp_path):
-    """A row is handed on while its command still runs, so that a hang does not lose the row."""
+    """A row is reported while its command still runs, so that a hang does not lose the row."""
     kept, seen = tmp_path / "kept", []
     waits = (
         "import json, pathlib, time\n"
@@ -222,7 +222,7 @@ def test_the_rows_of_a_hang_are_in_the_file(tmp_path):
 
 
 def test_a_family_whose_canary_hangs_is_skipped(tmp_path):
-    """If a canary hangs, its family is skipped; if a canary only fails, its family still runs."""
+    """If a canary step hangs, its family of steps is skipped; if it only fails, the family runs."""
     log = tmp_path / "log"
     families = ("a", "b", "c")
     codes = [f"raise SystemExit({status})" for status in (canary.HUNG, 1, 0)]
@@ -280,7 +280,7 @@ def test_compilations_do_not_count(monkeypatch):
 
     def compiled():
         assert spend(100) == 1
-        # The time of a nested compilation counts once.
+        # The time of a compilation inside another compilation counts once.
         assert clock.paused(spend)(10) == 1
         return "kernel"
 
@@ -454,7 +454,7 @@ def test_a_step_that_did_nothing_is_no_success(tmp_path, name):
 
 
 def test_graphs_that_compute_something_else_are_a_fault(monkeypatch, capsys, tmp_path):
-    """A graph that only repeats the first result is reported, in inference and training."""
+    """A graph that only repeats its first result is reported, in inference and in training."""
 
     def once(recording):
         if recording.result is None:
@@ -498,7 +498,7 @@ def test_at_most_eight_files(tmp_path):
     rows.add(outcomes[0].step, {"smoke": "done"})
     screen.write(outcomes, tmp_path, ["text"])
     assert {p.name for p in tmp_path.iterdir()} == {"summary.json", "rows.jsonl", "first.log"}
-    # The two attention steps add a JSON file and a plot each.
+    # The two attention steps would add a JSON file and a plot each.
     assert len(list(tmp_path.iterdir())) + 4 <= 8
     assert (tmp_path / "first.log").stat().st_size < 50_000
 
@@ -577,13 +577,13 @@ def test_the_rehearsal_of_the_whole_plan(tmp_path):
 @marked
 @pytest.mark.every_case
 def test_a_rehearsal_with_faults_has_a_row_of_each_and_all_other_rows(tmp_path):
-    """A hang, a refused launch and a wrong result each have a row, and no other row is lost."""
+    """A hang, a refused launch and a wrong result each give a row, and no other row is lost."""
     result, results, rows = rehearse(tmp_path, "--faults")
     assert result.returncode == 1, result.stdout + result.stderr
     faulty = {
         "canary": FAILED, "smoke-cuda": FAILED, "check-cuda": FAILED, "attention-cuda": NOT_RUN,
     }  # fmt: skip
-    # The Triton steps, and steps without faults, pass.
+    # The Triton steps pass, and so do all steps without an inserted mistake.
     assert results == {**dict.fromkeys((s.name for s in steps(ROOT)), OK), **faulty}
     launched = {kernel for row in rows["smoke"] for kernel in row.get("kernels", ())}
     assert launched == {"layer_norm_forward", "layer_norm_backward", "sum_partials"}

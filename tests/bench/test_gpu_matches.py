@@ -1,4 +1,4 @@
-"""The GPU benchmarks on the CPU at tiny shapes: their contenders, results and error messages."""
+"""The GPU benchmarks have right contenders, results and messages, on the CPU at tiny shapes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-sys.path.append(str(Path(__file__).resolve().parents[2]))  # benchmarks/ is no part of the package
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # for imports from benchmarks/
 
 from benchmarks.gpu import bench, contenders, contest, gemm
 from benchmarks.gpu.contest import Deadline, GpuRow, Setting
@@ -32,7 +32,7 @@ ONCE = Setting("toy", 0.0, print, "cpu", limits.H200, limits.H200)
 
 @pytest.fixture(autouse=True)
 def few_calls(monkeypatch):
-    """Use two input sets and two samples of one call, because these tests do not use the times."""
+    """Use two sets of inputs and two samples of one call, because these tests ignore the times."""
     honest = contest.alternate
     monkeypatch.setattr(contest, "MOST_SETS", 2)
     monkeypatch.setattr(
@@ -244,7 +244,7 @@ def test_variants_are_triton_on_a_gpu():
     ],
 )
 def test_the_paths_of_a_product_are_right(op, direction, prepare, path):
-    """Each forced path that a GPU would time is right in Triton's interpreter."""
+    """Each path that a benchmark forces on a GPU is right in Triton's interpreter."""
     case = Case(op, "toy", (40, 32, 64))
     contender = Contender(path, functools.partial(prepare, path), ours=True)
     judged_right(case, direction, contender)
@@ -281,7 +281,7 @@ def test_a_row_holds_the_median_of_one_call():
 
 
 def test_times_of_a_gpu_are_graph_replays_where_they_can_be(monkeypatch):
-    """On a GPU, graph replays are timed if possible; a fake stopwatch replaces the GPU here."""
+    """On a GPU, graph replays are timed where possible; here a fake stopwatch replaces the GPU."""
 
     class Watch:
         def __init__(self, device):

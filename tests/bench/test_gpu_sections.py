@@ -1,4 +1,4 @@
-"""The GPU command: its sections, time limits, logs and summary."""
+"""The GPU command runs its sections with time limits, and writes logs and a summary."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.append(str(ROOT))  # benchmarks/ is no part of the package
+sys.path.append(str(ROOT))  # for imports from benchmarks/
 
 from benchmarks.gpu import __main__ as gpu  # noqa: E402
 from benchmarks.gpu import bench, floors, sections, summary  # noqa: E402

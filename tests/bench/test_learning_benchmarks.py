@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-sys.path.append(str(Path(__file__).resolve().parents[2]))  # benchmarks/ is no part of the package
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # for imports from benchmarks/
 
 from benchmarks import docstrings, training_step, transfer
 from benchmarks.attention_classifiers import OPINIONS, write_reviews
@@ -213,7 +213,7 @@ def test_attention_classifiers_on_a_given_folder(tmp_path):
         json.loads((tmp_path / name / "attention_classifiers.json").read_text(encoding="utf-8"))
         for name in "ab"
     )
-    # The folder contains the same reviews as the generator makes, so the accuracies are equal.
+    # The folder has the reviews that the generator makes, so the accuracies of both runs are equal.
     assert [r["accuracy"] for r in first["rows"]] == [r["accuracy"] for r in second["rows"]]
     assert [len(row["per_epoch"]) for row in first["rows"]] == [2, 2, 1]
     assert first["rows"][0]["examples"] == {"train": 18, "validation": 2, "test": 20}

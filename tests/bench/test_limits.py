@@ -35,7 +35,8 @@ def test_attention_is_bound_by_memory_at_short_lengths(length, tflops):
 def test_attention_is_bound_by_products_from_412_keys():
     for length, bound in ((384, "memory"), (512, "products")):
         done = work(Case("attention", "x", (1, 16, length, length, 64)), BF16, FORWARD)
-        # By data-sheet rates, products bind from 412 keys on; by measured rates, slightly earlier.
+        # By the rates of data sheets, products are the limit from 412 keys on; by measured rates,
+        # from slightly fewer keys on.
         paper = {"memory": done.bytes / H200.bytes, "products": done.flops / H200.flops}
         assert max(paper, key=paper.get) == bound
 

@@ -1,4 +1,4 @@
-"""Predicted times agree with times that were computed by hand from invented counts."""
+"""Predicted times agree with times computed by hand from invented counts."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_multiprocessor_has_whole_blocks():
     counts = {"mufu": 133 * 500}
     # With 133 blocks on 132 multiprocessors, one multiprocessor has two blocks.
     assert busy(launch(133, **counts), H200)["mufu"] == pytest.approx(2 * 1000 / 1.83e9)
-    # Blocks are not counted whole for an L4, whose grid would differ, nor for a library product.
+    # For an L4, whose grid would differ, and for a library product, blocks are not rounded up.
     assert busy(launch(133, **counts), L4)["mufu"] == pytest.approx(133 / 58 * 1000 / L4.clock)
     assert busy(launch(0, **counts), H200)["mufu"] == pytest.approx(133 / 132 * 1000 / 1.83e9)
 
@@ -71,7 +71,8 @@ def test_memory_binds_by_the_least_traffic_of_the_operation():
     # The estimate counts the four tensors that this launch moves instead of the minimum of three.
     assert limit.estimate == pytest.approx(4 * 2e6 / 4.3e12)
     assert limit.estimate_rate == pytest.approx(3.225)
-    # For a GPU without a measured copy, the same share of the data-sheet rate is assumed.
+    # For a GPU whose copy was not measured, the prediction assumes the same share of the data-sheet
+    # rate.
     on_a100 = bound(NORM, BF16, FORWARD, [launch(size=4 * 2e6, mufu=1)], A100)
     assert on_a100.bound == pytest.approx(3 * 2e6 / (2.039e12 * 4.3 / 4.8))
     assert limit.goal == pytest.approx(3.7)
@@ -98,14 +99,14 @@ def test_products_take_at_least_the_time_of_the_librarys():
     limit = bound(case, BF16, FORWARD, products, H200)
     assert limit.bound == pytest.approx(2 * 79e4 / 1.83e9)
     assert limit.estimate == pytest.approx(2 * 98.9e4 / 1.83e9)
-    # If a unit is busier than the matrix units, that unit is the limit.
+    # If another unit is busier than the matrix units, the other unit is the limit.
     busy_too = dataclasses.replace(products[1], counts=products[1].counts | {"mufu": 132 * 1e6})
     limit = bound(case, BF16, FORWARD, [busy_too], H200)
     assert limit.estimate == limit.bound == pytest.approx(2e6 / 1.83e9)
 
 
 def test_tcgen05_is_not_invented():
-    """On sm_100, a kernel with products gets the bound of its operation, not of its sm_90 code."""
+    """On sm_100, a kernel with products gets its operation's bound, not that of sm_90 code."""
     limit = bound(ATTENTION, BF16, FORWARD, [launch(tensor_flops=1, mufu=1)], B200)
     assert "tcgen05" in limit.reason
     least = work(ATTENTION, BF16, FORWARD)
@@ -115,7 +116,7 @@ def test_tcgen05_is_not_invented():
     }  # fmt: skip
     assert limit.bound == max(limit.seconds.values())
     assert limit.estimate == 0
-    # Kernels without products and library products are predicted on sm_100 as usual.
+    # On sm_100, kernels without products, and products of libraries, are predicted as usual.
     assert not bound(NORM, BF16, FORWARD, [launch(mufu=1)], B200).reason
     assert not bound(NORM, BF16, FORWARD, [launch(0, tensor_flops=1)], B200).reason
 
@@ -166,9 +167,9 @@ def test_the_cuda_kernels_are_counted():
     [forward], [backward] = prediction.launches.values()
     assert (forward.name, forward.blocks) == ("attention_forward.forward_kernel", 6)
     assert (backward.name, backward.blocks) == ("attention_backward.backward_kernel", 6)
-    # Six heads have two products of 128 queries, 64 keys and 64 dims, with 2 FLOP per term.
+    # Each of six heads has two products of 128 queries, 64 keys and 64 dims, with 2 FLOP per term.
     assert forward.counts["tensor_flops"] == 6 * 2 * 2 * 128 * 64 * 64
-    # Five products run on a block of 128 keys, of which 64 exist.
+    # Each of six heads has five products with a block of 128 keys, of which 64 exist.
     assert backward.counts["tensor_flops"] == 6 * 5 * 2 * 128 * 128 * 64
     for launched in (forward, backward):
         assert launched.counts["sass_issue"] > launched.counts["sass_lsu"] > 0

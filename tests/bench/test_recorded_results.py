@@ -1,4 +1,4 @@
-"""Files of recorded benchmarks have at most 300 lines, and each cpu.md is made from JSON files."""
+"""Recorded benchmark files have at most 300 lines, and each cpu.md matches its JSON files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fixtures: a command line that runs in this process, and the folder of a tiny model."""
+"""The fixtures of a command line that runs in this process, and of the folder of a tiny model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def runner():
 
 @pytest.fixture
 def run(runner):
-    """Return a function that calls ``fastbert``; ``output`` of its result includes stderr."""
+    """Return a function that calls ``fastbert``, whose result has stdout and stderr in `output`."""
 
     def call(*arguments: object):
         return runner.invoke(app, [str(argument) for argument in arguments])

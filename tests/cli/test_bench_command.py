@@ -15,7 +15,7 @@ QUICK = ("bench", "--quick", "--op")
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch):
-    """Take one sample of each call, because these tests check the output and not the times."""
+    """Take one sample per call, because these tests check the output and ignore the times."""
     honest = operations.alternate
 
     def alternate(calls, *, device, seconds):
@@ -70,7 +70,7 @@ def test_unknown_picture(refused):
 
 
 def bounds(monkeypatch):
-    """Replace the counting of instructions by one launch with known counts."""
+    """Replace the counted instructions by one launch with known counts."""
     monkeypatch.setattr(predict.backends, "interpreted", lambda: False)
     launch = Launched("kernel", 132, 24, {"mufu": 132 * 500e3, "tensor_flops": 0})
     launches = {"forward": [launch], "backward": [launch]}

@@ -48,7 +48,7 @@ def test_a_row_is_in_the_output_before_the_next_is_computed(monkeypatch):
     def rows():
         for number in range(3):
             yield {"number": number}
-            # The bytes have left all buffers, so another process could read them now.
+            # The rows must have left all buffers, so that another process could read them now.
             arrived.append([json.loads(line) for line in written.getvalue().splitlines()[1::2]])
 
     def rest(known):
@@ -69,7 +69,7 @@ def test_a_row_is_in_the_output_before_the_next_is_computed(monkeypatch):
     ],
 )
 def test_the_rows_before_a_hang_are_kept(run, monkeypatch, command, module, name):
-    """Rows computed before a hang are in the output; an interruption stands in for the hang."""
+    """The output has the rows that were computed before a hang, which an interruption simulates."""
     row = {}
 
     def rows(*arguments, **options):

@@ -1,4 +1,4 @@
-"""``fastbert check --emulate``: options, table, JSON and exit status."""
+"""``fastbert check --emulate`` has the right options, table, JSON and exit status."""
 
 from __future__ import annotations
 

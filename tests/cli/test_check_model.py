@@ -1,4 +1,4 @@
-"""``fastbert check MODEL [TEXTS]``."""
+"""``fastbert check MODEL [TEXTS]`` accepts right models and reports wrong models."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FP32 = ("--dtype", "float32")
 
 @pytest.fixture
 def wrong(monkeypatch) -> None:
-    """Let accelerated encoders return states that are too large by a thousandth."""
+    """Make accelerated encoders return states that are too large by a thousandth."""
     honest = integration._run
 
     def run(*arguments: Any) -> Any:

@@ -21,7 +21,7 @@ from fastbert.testing.compare import assert_close
 from fastbert.testing.yardstick import Yardstick
 
 TEXTS = ["the dog ran.", "", "anna went to the garden and saw a bird in the tree.", "a", "the cat."]
-# No second text is empty, because the pipeline reads a pair with an empty text as a single text.
+# No second text is empty, because the pipeline takes a pair with an empty text as a single text.
 SECONDS = [
     "a dog.",
     "she saw it.",
@@ -35,7 +35,7 @@ NAMES = ["contradiction", "[neutral]", "entailment"]
 
 @pytest.fixture
 def classifier(model_folder, tmp_path):
-    """Return a function that writes a classifier; ``names=None`` leaves out id2label."""
+    """Return a function that writes a classifier's folder; ``names=None`` leaves out id2label."""
 
     def make(names: list[str] | None = NAMES, num_labels: int = 3, **fields: object) -> Path:
         folder = tmp_path / "classifier"
@@ -76,7 +76,7 @@ def read(path: Path) -> list[dict]:
 
 
 def exact_scores(folder: Path, inputs: list, function: str) -> torch.Tensor:
-    """Return the scores of the transformers model in float64, computed text by text."""
+    """Return the scores of the transformers model in float64, computed with one text per call."""
     transformers = pytest.importorskip("transformers")
     model = transformers.AutoModelForSequenceClassification.from_pretrained(folder).double().eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
@@ -232,7 +232,7 @@ def test_labels_without_names(refused, classifier, names, message):
 
 
 def test_a_full_disk_names_the_file(run, classifier, tmp_path):
-    """A limit on the file size imitates a full disk."""
+    """When the disk is full, which a limit on the file size simulates, the error names the file."""
     resource = pytest.importorskip("resource")
     source, target = tmp_path / "texts.txt", tmp_path / "labels.jsonl"
     source.write_text("the dog ran.\n" * 300)

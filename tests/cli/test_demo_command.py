@@ -1,4 +1,4 @@
-"""``fastbert demo``: its arguments and exit status. tests/demo tests the demo itself."""
+"""``fastbert demo`` has the right arguments and exit status; tests/demo tests the demo itself."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class FakeReport:
 
 @pytest.fixture(params=[True, False])
 def demo(request, monkeypatch):
-    """Replace the demo by a function that records its calls and passes or misses its target."""
+    """Replace the demo by a function that records its calls, and that meets or misses a target."""
     calls = []
 
     def run_demo(folder, **options):

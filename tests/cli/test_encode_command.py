@@ -34,7 +34,7 @@ def lines(tmp_path):
 
 
 def one_by_one(folder: Path, pooling: str, dtype: torch.dtype) -> torch.Tensor:
-    """Return the embeddings of TEXTS from the reference, with one text per call."""
+    """Return the embeddings of TEXTS from the reference backend, with one text per call."""
     tokenizer = WordPieceTokenizer.load(folder)
     with pytest.warns(UserWarning, match="pooler"):
         model = BertModel.from_pretrained(folder, backend="reference", dtype=dtype)
@@ -130,7 +130,7 @@ def test_a_length_above_the_positions_is_refused(
 
 @pytest.fixture
 def small_disk():
-    """Return a function that limits files to 20 KB during a call, to imitate a full disk."""
+    """Return a function that limits files to 20 KB during a call, to simulate a full disk."""
     resource = pytest.importorskip("resource")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
 
@@ -202,7 +202,7 @@ def _folder(path: Path) -> Path:
 
 
 class Counting:
-    """A wrapper around a tokenizer of the Rust library that counts the encoded texts."""
+    """A wrapper that counts the encoded texts of a tokenizer of the library tokenizers."""
 
     def __init__(self, backend):
         self.backend, self.texts = backend, 0

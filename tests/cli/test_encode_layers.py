@@ -1,4 +1,4 @@
-"""``fastbert encode --layers``: embeddings of the hidden states of chosen layers."""
+"""``fastbert encode --layers`` writes embeddings from the hidden states of chosen layers."""
 
 from __future__ import annotations
 

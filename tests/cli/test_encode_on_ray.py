@@ -1,4 +1,4 @@
-"""``fastbert encode --ray``, on a Ray cluster of two workers on this machine."""
+"""``fastbert encode --ray`` works on a Ray cluster of two workers on this machine."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def embeddings(path: Path) -> np.ndarray:
 
 @pytest.fixture
 def shards(tmp_path):
-    """Return a folder with one shard in each format, and with a file that is no shard."""
+    """Return a folder with one input file per format, and with one file that is no input."""
     folder = tmp_path / "texts"
     folder.mkdir()
     texts = {name: sentences(count, count) for name, count in (("a", 300), ("b", 7), ("c", 600))}
@@ -72,7 +72,7 @@ def test_each_shard_becomes_the_file_of_the_plain_command(
         *("a.parquet", "b.parquet", "c.parquet", "manifest.json")
     ]
 
-    # The same command computes only the file that is missing.
+    # The same command computes only the missing file.
     before = {name: (out / name).stat().st_mtime_ns for name in ("a.parquet", "c.parquet")}
     missing = embeddings(out / "b.parquet")
     (out / "b.parquet").unlink()
@@ -83,13 +83,13 @@ def test_each_shard_becomes_the_file_of_the_plain_command(
     assert np.array_equal(embeddings(out / "b.parquet"), missing)
     assert before == {name: (out / name).stat().st_mtime_ns for name in before}
 
-    # Options with the same meaning may be spelt differently when the run continues.
+    # The continuing command may spell its options differently if their meaning is the same.
     same = ("--normalize", "--layers", "1,2", "--combine", "sum", "--pooling", "mean")
     result = run("encode", model_folder, shards, out, "--ray", "auto", *same, "--json")
     assert result.exit_code == 0, result.output
     assert '"resumed": 3' in result.stdout
 
-    # Other options or other texts are refused, because the files would not belong together.
+    # Other options and other texts are refused, because the output files would not fit together.
     message = refused("encode", model_folder, shards, out, "--ray", "auto", "--pooling", "cls")
     assert "begun with another layers, combine, pooling, normalize, allowed" in message
     others = ("--normalize", "--layers", "0,2", "--combine", "sum")
@@ -168,14 +168,14 @@ def test_the_batches_end_before_the_cluster(model_folder, shards, tmp_path, monk
 def test_a_killed_worker_costs_its_batch_only(
     cluster, run, model_folder, tmp_path, monkeypatch, count
 ):
-    """All rows are right although one worker is killed before it returns a batch."""
+    """All rows are right, although one worker is killed before it returns a batch."""
     source, out, killed = tmp_path / "texts", tmp_path / "out", tmp_path / "killed"
     source.mkdir()
     for number in range(4):
         lines = sentences(count, number)
         (source / f"{number}.txt").write_text("\n".join(lines) + "\n")
 
-    class Mortal(Embed):  # Workers get the class by value, because it is local.
+    class Mortal(Embed):  # Workers get a local class by value.
         def __call__(self, batch):
             result = super().__call__(batch)
             self.batches = getattr(self, "batches", 0) + 1

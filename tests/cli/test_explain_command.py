@@ -1,4 +1,4 @@
-"""``fastbert explain`` and ``fastbert word-map``."""
+"""``fastbert explain`` and ``fastbert word-map`` write the right output and refuse bad input."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_explain_refuses_bad_input_and_writes_nothing(
     (empty / "config.json").write_text(json.dumps({"model_type": "fnet"}))
     assert "fnet" in refused("explain", empty, TEXT, "-o", page)
     assert "allowed: a .html file" in refused("explain", classifier, TEXT, "-o", tmp_path / "x.txt")
-    # The name of the output is checked before a model is loaded.
+    # The command checks the name of the output before it loads a model.
     absent = tmp_path / "absent"
     assert "got '" + str(tmp_path / "x.txt") in refused(
         "explain", absent, TEXT, "-o", tmp_path / "x.txt"
@@ -107,7 +107,7 @@ def test_explain_takes_another_family_of_transformers(run, model_folder, tmp_pat
     assert content["logit"] == pytest.approx(float(logits.max()), abs=1e-4)
     assert content["label"] == ("no", "yes")[int(logits.argmax())]
     assert sum(content["attributions"]["rollout"]["pieces"]) == pytest.approx(1, abs=1e-5)
-    # DistilBERT has no token types, so a pair is only a longer sequence.
+    # DistilBERT has no token types, so a pair of texts is only a longer sequence.
     content = json.loads(run("explain", folder, TEXT, "--pair", "a dog", "--json").output)
     with torch.no_grad():
         logits = stock(torch.tensor([tokenizer.encode_pair(TEXT, "a dog")[0]])).logits[0]

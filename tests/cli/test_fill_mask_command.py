@@ -1,4 +1,4 @@
-"""``fastbert fill-mask``."""
+"""``fastbert fill-mask`` predicts the masked words as transformers does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``fastbert finetune`` and ``fastbert predict``."""
+"""``fastbert finetune`` trains a model, and ``fastbert predict`` applies the model to a file."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_trains_resumes_and_predicts(run, model_folder, reviews, tmp_path):
     assert f"16 examples → {said}" in told.stdout
     lines = [json.loads(line) for line in said.read_text(encoding="utf-8").splitlines()]
     assert {line["label"] for line in lines} <= {"pos", "neg"}
-    # The command classify gives the same scores.
+    # The command ``fastbert classify`` gives the same scores.
     texts = tmp_path / "texts.txt"
     texts.write_text("the old mill\na dog ran\n")
     run("classify", tmp_path / "out" / "model", texts, tmp_path / "labels.jsonl")
@@ -121,7 +121,7 @@ def test_weights_and_patience_reach_the_run(run, model_folder, reviews, tmp_path
     assert result.exit_code == 0, result.output
     content = json.loads(result.stdout)
     assert content["stopped_early"]
-    # The weights barely change, so the second evaluation is no better than the first one.
+    # The learning rate is tiny, so the second evaluation is no better than the first evaluation.
     assert content["kept"] == {"epoch": 1, "step": 1}
     assert content["best"]["figure"] == "accuracy"
     written = json.loads((tmp_path / "out" / "metrics.json").read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""All commands: help, duration of the import, and the difference between mistakes and bugs."""
+"""Every command has help and a short import, and reports mistakes and bugs differently."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_module_runs_like_the_script():
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
 def test_an_output_without_all_characters_is_no_error(encoding):
-    """Characters that an encoding lacks are escaped, such as the ellipsis in this help."""
+    """Characters that an encoding lacks, such as the ellipsis in this help, are escaped."""
     result = subprocess.run(
         [sys.executable, "-m", "fastbert", "encode", "--help"],
         env=os.environ | {"PYTHONIOENCODING": encoding},

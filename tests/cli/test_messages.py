@@ -1,4 +1,4 @@
-"""Messages name what the user typed, and every standard output can receive them."""
+"""Messages name what the user typed, and every kind of standard output can receive them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from fastbert.cli.arguments import name_as_typed, typed_names
 
-# With these settings, Python uses the encoding of the locale C, which is ASCII, and not UTF-8.
+# With these settings, Python uses the encoding of the locale C, which is ASCII, instead of UTF-8.
 PLAIN_C = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 ROOT = str(Path(__file__).resolve().parent.parent.parent)
 NAMES = {
@@ -42,7 +42,7 @@ def reviews(tmp_path):
         ("lower x (3) or raise warmup (0.1).", "lower x (3) or raise --warmup (0.1)."),
         ("see save_every.", "see --save-every."),
         ("data: a.csv does not exist", "DATA: a.csv does not exist"),
-        # Names of files and columns, and words of a sentence, do not change.
+        # The names of files and of columns do not change, and neither do ordinary words.
         ("/data/batch_size/text_field.csv: no column 'text_field'", None),
         ("a.csv, line 3: the labels and data of warmup", None),
         ("batch_sizes and my_batch_size, batch_size.csv, --batch_size", None),
@@ -144,8 +144,8 @@ def test_a_training_that_diverges_is_one_line(run, model_folder, reviews, tmp_pa
 
 def call(command: str, utf_8: bool = False, **options) -> subprocess.CompletedProcess:
     """Run a shell command in the locale C; ``$PYTHON`` is the path of this Python."""
-    # An editable install names the checkout by a text, which Python cannot encode in this locale.
-    # PYTHONPATH names the checkout by the bytes of its path.
+    # An editable install has the path of the checkout as a text, which Python cannot encode in this
+    # locale. PYTHONPATH has the bytes of the path instead.
     environment = {**os.environ, **PLAIN_C, "PYTHON": sys.executable, "PYTHONPATH": ROOT}
     if utf_8:
         environment["PYTHONUTF8"] = "1"
@@ -183,9 +183,9 @@ def test_an_arrow_is_no_error_in_the_locale_c():
 
 
 def test_a_text_in_the_locale_c_is_utf_8(model_folder):
-    """Arguments are read as UTF-8, although Python decodes them as ASCII in this locale."""
+    """Arguments are read as UTF-8, although Python decodes arguments as ASCII in this locale."""
     command = f'"$PYTHON" -m fastbert fill-mask {model_folder} "$(cat)" --json'
-    # Libraries in Rust cannot open a path beyond ASCII without the UTF-8 mode of Python.
+    # Libraries in Rust cannot open a path with characters beyond ASCII without Python's UTF-8 mode.
     utf_8 = not ROOT.isascii()
     done = call(command, utf_8, input="die Mühle [MASK] → 漢".encode())
     assert done.returncode == 0, done.stderr
@@ -199,7 +199,7 @@ def test_a_text_in_the_locale_c_is_utf_8(model_folder):
 
 @pytest.mark.parametrize("closed", [">&-", ">&- 2>&-", "<&- >&- 2>&-"])
 def test_a_closed_standard_output_is_no_error_and_no_file_becomes_it(tmp_path, closed):
-    """No later file gets the descriptor 1, because libraries would then print into that file."""
+    """No later file gets the closed descriptor 1, because libraries would print into the file."""
     opens = "import os; os.write(1, b'printed'); file = open(sys.argv[0]); sys.exit(file.fileno())"
     script = tmp_path / "arrow.py"
     script.write_text(

@@ -1,5 +1,5 @@
-"""``fastbert encode``, ``classify``, ``fill-mask`` and ``info`` on a RoBERTa with a byte-level BPE
-tokenizer, against transformers in float64."""
+"""``fastbert encode``, ``classify``, ``fill-mask`` and ``info`` agree with transformers in float64
+for a RoBERTa with a byte-level BPE tokenizer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SPECIAL = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Return the folders of a model with each head; all have the same tokenizer."""
+    """Return the folder of a model for each head; all folders have the same tokenizer."""
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     backend = Tokenizer(models.BPE(unk_token="<unk>"))
     backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(), decoders.ByteLevel()
@@ -72,7 +72,7 @@ def source(tmp_path: Path) -> Path:
 
 
 def stock(kind: str, folder: Path, dtype: torch.dtype):
-    """Return the output of the class `kind` of transformers for each text, one text per call."""
+    """Return the output of the transformers class `kind` for each text, one text per call."""
     model = getattr(transformers, kind).from_pretrained(folder).to(dtype).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     with torch.no_grad():
@@ -172,7 +172,7 @@ def test_info_of_a_model_names_what_accelerate_does_not_serve(run, monkeypatch, 
     told = json.loads(run("info", tmp_path, "--json").stdout)["model"]["fastbert.accelerate"]
     assert told.startswith("not served: ")
     assert "Scaled.forward" in told
-    # The command gives the same reason as the error of `fastbert.accelerate`.
+    # The message of the command has the same reason as the error of `fastbert.accelerate`.
     model = transformers.BertModel(transformers.BertConfig.from_pretrained(tmp_path))
     with pytest.raises(ValueError, match=r"Scaled\.forward"):
         fastbert.accelerate(model)

@@ -1,4 +1,4 @@
-"""``fastbert prepare``, and ``fastbert pretrain`` on its result."""
+"""``fastbert prepare`` writes a corpus that ``fastbert pretrain`` can use."""
 
 from __future__ import annotations
 

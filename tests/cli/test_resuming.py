@@ -1,4 +1,4 @@
-"""A stopped ``fastbert encode`` is resumed by the same command; other commands start again."""
+"""The same ``fastbert encode`` command resumes a stopped run; other commands start again."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from fastbert.jobs.partial_output import PartialOutput
 from fastbert.jobs.texts import Row
 from fastbert.modules import BertForMaskedLM
 
-# The attribute ``encode`` of fastbert.cli is the command, not the module.
+# The attribute ``encode`` of fastbert.cli is the command, so the module is imported by its name.
 encode_module = importlib.import_module("fastbert.cli.encode")
-# A job reads 8 batches at a time. With this option, the test's file takes about 10 such reads.
+# A job reads 8 batches at a time. With this option, the test's file needs about 10 such reads.
 OPTIONS = ("--tokens-per-batch", 16)
 KILLED = """
 import os
@@ -60,7 +60,7 @@ def encode(run, model_folder, source):
 
 @pytest.fixture
 def stop(monkeypatch):
-    """Return a function that makes the n-th batch raise until ``monkeypatch.undo``."""
+    """Return a function that makes batch number n raise, until ``monkeypatch.undo`` is called."""
 
     def at(batch: int, error: type[BaseException] = RuntimeError) -> None:
         calls, pool = [], AfterEncoder.forward
@@ -156,7 +156,8 @@ def test_killed(encode, model_folder, source, tmp_path):
     result = subprocess.run(command, capture_output=True, check=False)
     assert result.returncode == -signal.SIGKILL, result.stderr.decode()
     assert only(tmp_path, "rows.npy.partial")
-    # A power failure may leave bytes after the finished rows. They must not be read.
+    # A power failure may leave bytes after the finished rows. A resumed run must not read these
+    # bytes.
     with (tmp_path / "rows.npy.partial" / "rows.npy").open("ab") as file:
         file.write(b"\0" * 1000)
     assert "resuming after" in encode(target).output

@@ -1,4 +1,4 @@
-"""``encode`` and ``classify`` on folders of sentence-transformers, against that library."""
+"""``encode`` and ``classify`` agree with sentence-transformers on that library's folders."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ HIDDEN = 32
 
 @pytest.fixture(scope="module")
 def transformer(model_folder):
-    """Return a Transformer of ``model_folder``; saving it does not change it."""
+    """Return a Transformer module of ``model_folder``; saving it does not change that folder."""
     return models.Transformer(str(model_folder), max_seq_length=24)
 
 
 @pytest.fixture
 def save(transformer, tmp_path, monkeypatch):
-    """Return a function that saves a Transformer of ``model_folder`` and the given modules."""
+    """Return a function that saves the Transformer module and additional modules in a folder."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
     def make(*modules: Any, name: str = "folder", **options: Any) -> Path:
@@ -51,7 +51,7 @@ def save(transformer, tmp_path, monkeypatch):
 
 @pytest.fixture
 def encode(run, tmp_path):
-    """Return a function that runs ``fastbert encode`` on TEXTS and returns the rows."""
+    """Return a function that runs ``fastbert encode`` on TEXTS and returns the embeddings."""
     (tmp_path / "texts.txt").write_text("".join(text + "\n" for text in TEXTS))
 
     def call(folder: Path, *options: object) -> torch.Tensor:
@@ -89,13 +89,13 @@ def change(path: Path, **values: Any) -> None:
 
 
 def rewrite(folder: Path, index: int, **values: Any) -> None:
-    """Change one entry of modules.json."""
+    """Change values of the entry `index` of modules.json."""
     content = json.loads((folder / "modules.json").read_text(encoding="utf-8"))
     content[index] |= values
     (folder / "modules.json").write_text(json.dumps(content))
 
 
-# Folders that are accepted
+# Tests of folders that are accepted
 
 
 def dense(inputs: int = HIDDEN, outputs: int = 8, **options: Any) -> Any:
@@ -260,7 +260,7 @@ def test_other_weights_of_a_dense_are_not_resumed(save, encode, run, tmp_path, m
     assert fingerprint((folder,), texts) != before
 
 
-# Folders that are refused
+# Tests of folders that are refused
 
 
 @pytest.mark.parametrize(

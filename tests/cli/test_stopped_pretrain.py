@@ -1,4 +1,4 @@
-"""``fastbert pretrain`` after a signal, after a kill, and on a full disk."""
+"""``fastbert pretrain`` leaves whole files after a signal, after a kill, and on a full disk."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ SMALL = (
     "--config", "intermediate_size=32", "--vocab-size", "200", "--max-length", "24",
     "--tokens-per-batch", "96", "--log-every", "1", "--eval-batches", "2",
 )  # fmt: skip
-# A shell makes background jobs ignore SIGINT, so the test restores Python's handler.
+# A shell makes background jobs ignore SIGINT, so this script restores Python's handler.
 START = """
 import signal
 signal.signal(signal.SIGINT, signal.default_int_handler)
 from fastbert.cli import main
 main()
 """
-# A limit on the file size, set before a step, imitates a full disk.
+# A limit on the file size, which is set before a step, simulates a full disk.
 FULL = """
 import json, os, resource
 from fastbert.training import pretraining_run
@@ -119,7 +119,7 @@ def test_a_signal_ends_the_run_with_a_checkpoint_and_its_status(
     assert "Traceback" not in output
     assert names(out) == {"log.jsonl", "curves.png", "model", "checkpoints"}
     assert_whole(out / "model")
-    # Another run must not overwrite the checkpoint.
+    # Another run must not overwrite the files of the stopped run.
     weights = (out / "model" / "model.safetensors").read_bytes()
     again = run("pretrain", corpus, out, *SMALL, "--steps", 2)
     assert again.exit_code == 2

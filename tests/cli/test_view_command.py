@@ -69,7 +69,7 @@ def test_a_folder_as_output_is_refused(refused, model_folder, tmp_path):
 
 
 def test_a_model_of_another_family(run, tmp_path):
-    """``view`` accepts a folder of an ALBERT with a masked-LM head of transformers."""
+    """``view`` accepts the folder of an ALBERT with a masked-LM head, saved by transformers."""
     transformers = pytest.importorskip("transformers")
     tokenizers = pytest.importorskip("tokenizers")
     torch = pytest.importorskip("torch")

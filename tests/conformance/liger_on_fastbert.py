@@ -1,9 +1,9 @@
-"""A pytest plugin that puts fastbert's operations in the place of Liger's kernels.
+"""A pytest plugin that replaces Liger's kernels by fastbert's operations.
 
 Liger's tests compare a module of Liger with a module of transformers or torch, and a function with
-its module. The modules run the backend that the environment names, and the functions of
-``liger_kernel.transformers.functional`` run the reference. A test of an option that fastbert does
-not offer is skipped with the reason.
+Liger's own module. With this plugin, the modules run the backend that the environment names, and
+the functions of ``liger_kernel.transformers.functional`` run the reference. A test of an option
+that fastbert does not offer is skipped, and the skip message gives the reason.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def layer_norm(backend: str, x: Tensor, weight: Tensor, bias: Tensor, eps: float
 def rms_norm(
     backend: str, x: Tensor, weight: Tensor, eps: float, offset: float = 0.0, *ways: Any
 ) -> Tensor:
-    """Ignore `ways`: where to round, and whether the gradient is written in place."""
+    """Ignore the arguments `ways`: where to round, and whether gradients are written in place."""
     not_offered(offset=offset, no_weight=weight is None)
     return ops.rms_norm(x, weight, eps=eps, backend=backend)
 
@@ -70,7 +70,7 @@ def linear_cross_entropy(
         return_predicted_tokens=return_predicted_tokens, parallel=any(parallel),
     )  # fmt: skip
     options = {"ignore_index": ignore_index, "reduction": reduction, "backend": backend}
-    # Liger's loss has the dtype of the logits.
+    # Liger's loss has the dtype of the logits, so the result is converted to this dtype.
     loss = ops.linear_cross_entropy(hidden, weight, bias, target, **options)
     return loss.to(hidden.dtype), None, None, None
 
@@ -91,7 +91,7 @@ OPERATIONS = {
 
 
 def replace() -> None:
-    """Replace the functions in every module of Liger that has imported them."""
+    """Replace the functions in every module of Liger that has imported the functions."""
     from liger_kernel.transformers import functional, swiglu
 
     for module in [m for name, m in sys.modules.items() if name.startswith("liger_kernel")]:

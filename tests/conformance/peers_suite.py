@@ -1,11 +1,11 @@
-"""Run the tests of Liger and of PEFT with fastbert.
+"""Run Liger's tests on fastbert's operations, and PEFT's tests on accelerated encoders.
 
     python tests/conformance/peers_suite.py [liger] [peft]      # or: make conformance-peers
 
-Liger's tests judge fastbert's operations in the place of Liger's kernels
+Liger's tests check fastbert's operations in the place of Liger's kernels
 (``liger_on_fastbert.py``). PEFT's tests of adapters run with stock and with accelerated encoders
-(``peft_on_fastbert.py``). Both come from source distributions of the package index. The exit status
-is 1 if a test of Liger fails, or if a test of PEFT passes with stock encoders only.
+(``peft_on_fastbert.py``). Both test suites come from source distributions of the package index. The
+exit status is 1 if a test of Liger fails, or if a test of PEFT passes with stock encoders only.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ from recorded import CACHE, compare, report, results
 from source_distribution import unpacked
 
 LIGER = "0.8.5"
-# File of Liger → selection of the tests whose operations fastbert offers.
+# Name of Liger's test file → selection of the tests whose operations fastbert offers.
 FILES = {
-    # In bf16 on a CPU, the weight gradient of torch is twice as far from float64 as fastbert's, and
-    # farther than the tolerance.
+    # In bf16 on a CPU, the weight gradient of torch is twice as far from float64 as fastbert's
+    # gradient, and torch's error exceeds the tolerance of the test.
     "layer_norm": "not dtype1",
-    # Tests of distributed tensors need several processes, and 35 s each.
+    # Tests of distributed tensors need several processes and take 35 s each.
     "rms_norm": "not dtensor",
-    # The other tests rotate a part of a head, or pairs of neighbours.
+    # The other tests rotate only part of a head, or rotate pairs of neighbours.
     "rope": "(test_correctness or test_functional) and not partial",
-    # The modules of the other tests multiply by constants between the products.
+    # In the other tests, the modules multiply by constants between the products.
     "swiglu": "llamamlp",
     "fused_linear_cross_entropy": "",
 }
-# Triton's interpreter is too slow for the products of the other files.
+# On Triton, only one file runs, because the interpreter is too slow for products of matrices.
 BACKENDS = {"reference": tuple(FILES), "cpu": tuple(FILES), "triton": ("layer_norm",)}
-# PEFT's tests import these packages, but the tests of encoders do not use them.
+# PEFT's tests import these packages, but the tests of encoders do not use the packages.
 STUBS = {
     "tests/__init__.py": "",
     "stubs/diffusers/__init__.py": "class StableDiffusionPipeline:\n    pass\n",
     "stubs/datasets/__init__.py": "load_dataset = None\n",
 }
-# PEFT tests two families that fastbert accelerates. An accelerated encoder refuses the
-# past_key_values of prefix tuning by name.
+# These tests are for the two families of PEFT's tests that fastbert accelerates. Prefix tuning is
+# excluded, because an accelerated encoder refuses its past_key_values.
 ENCODERS = "(BertModel or RobertaModel) and not (PrefixTuning and ({}))".format(
     "training_prompt_learning_tasks or inference_safetensors or passing_input_embeds"
 )
@@ -69,7 +69,7 @@ def liger(chosen: str) -> int:
 
 
 def peft(chosen: str) -> int:
-    """Compare PEFT's tests of adapters on stock and on accelerated encoders."""
+    """Compare the outcomes of PEFT's adapter tests on stock and on accelerated encoders."""
     suite = unpacked("peft", importlib.metadata.version("peft"), CACHE, ("tests",), STUBS)
     selection = f"({ENCODERS})" + (f" and ({chosen})" if chosen else "")
     stock, fast = (

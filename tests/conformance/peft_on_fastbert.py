@@ -1,7 +1,7 @@
 """A pytest plugin that gives PEFT's tests small encoders, stock or accelerated.
 
-PEFT's tests load models from the hub, which this machine may not reach. The models are made here
-instead, with the sizes of the models of the hub. Their random weights are equal in both modes.
+PEFT's tests load models from the hub, which this machine may not reach. This plugin makes models of
+the same sizes instead. Their random weights are equal in both modes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ load = transformers.AutoModel.from_pretrained
 
 @cache
 def folder_of(name: str) -> str:
-    """Return a folder with a small model of the class `name`, such as ``BertModel``."""
+    """Return the folder of a small model of the class `name`, such as ``BertModel``."""
     config = getattr(transformers, name.replace("Model", "Config"))(vocab_size=1124, **SIZES)
     torch.manual_seed(0)
     folder = tempfile.mkdtemp(prefix="fastbert-peft-")

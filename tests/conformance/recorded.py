@@ -1,4 +1,4 @@
-"""Run tests of a peer in a separate process, and read the outcome of each test."""
+"""Run tests of another library in a separate process, and read the outcome of each test."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ def results(
     name: str, tests: Sequence[Path], paths: Sequence[Path], plugins: Sequence[str], chosen: str,
     environment: Mapping[str, str],
 ) -> dict[str, dict]:  # fmt: skip
-    """Return the outcome of each test, and the reasons why stock code ran in it.
+    """Return the outcome of each test, and the reasons why stock code ran in the test.
 
     Args:
-        name: Name of the run, for its files in `CACHE`.
+        name: Name of the run, used for its files in `CACHE`.
         tests: Files with tests.
-        paths: Folders for imports, searched before the folders of fastbert and of this file.
+        paths: Folders for imports, which Python searches before fastbert's and this file's folder.
         plugins: Plugins of pytest.
-        chosen: Expression for pytest's -k.
-        environment: Variables for the plugins.
+        chosen: Expression for pytest's option -k.
+        environment: Environment variables for the plugins.
 
     Raises:
-        SystemExit: If pytest does not end normally. The message names the log.
+        SystemExit: If pytest does not end normally. The message names the log of the run.
     """
     out = CACHE / f"{name}.json"
     out.unlink(missing_ok=True)
@@ -81,7 +81,7 @@ def compare(
 
 
 def line(name: str, stock: int, fast: int, lost: int, fallbacks: int) -> str:
-    """Return a line of the table of comparisons."""
+    """Return one line of the table of comparisons."""
     counts = f"stock passed {stock:4}   accelerated passed {fast:4}   missing {lost:3}"
     return f"{name:12} {counts}   tests that ran stock code {fallbacks:3}"
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-# Warnings for an encoder that accelerate refuses, and for a call that runs the stock code.
+# These texts are in the warnings for an encoder that is refused, and for a call that runs stock
+# code.
 RAN_STOCK = ("accelerate: left ", "runs its own code")
 outcomes: dict[str, str] = {}
 fallbacks: dict[str, set[str]] = defaultdict(set)

@@ -1,4 +1,4 @@
-"""Take a source distribution from the package index, without building it."""
+"""Download a source distribution from the package index, without building it."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from pip._vendor.packaging.specifiers import SpecifierSet
 
 
 def fetch(name: str, version: str, folder: Path) -> Path:
-    """Download the source distribution of ``name`` and check the digest that the index states.
+    """Download the source distribution of ``name``, and check it against the index's digest.
 
-    ``pip download`` would run the build of the distribution to read its metadata. Therefore this
-    function calls pip's index reader, which honours pip's configuration and environment variables.
+    ``pip download`` would build the distribution to read its metadata. This function therefore
+    calls pip's index reader, which respects pip's configuration and environment variables.
 
     Raises:
-        SystemExit: If the index has no such distribution, or its digest differs.
+        SystemExit: If the index has no such distribution, or the digest differs.
     """
     command = create_command("download")
     options, _ = command.parse_args(["--no-binary", ":all:", "--no-deps"])
@@ -39,14 +39,14 @@ def fetch(name: str, version: str, folder: Path) -> Path:
 def unpacked(
     name: str, version: str, cache: Path, parts: tuple[str, ...], stubs: Mapping[str, str]
 ) -> Path:
-    """Return the folder with parts of a source distribution, which is taken once.
+    """Return the folder with parts of a source distribution, which is downloaded only once.
 
     Args:
         name: Name of the distribution.
         version: Version of the distribution.
-        cache: Folder for distributions.
-        parts: Folders of the distribution.
-        stubs: Content of files that the distribution lacks, by their path.
+        cache: Folder for downloaded distributions.
+        parts: Folders of the distribution to unpack.
+        stubs: Content of files to add that the distribution lacks, by their path.
     """
     folder = cache / f"{name.replace('-', '_')}-{version}"
     if not (folder / "complete").exists():

@@ -1,4 +1,4 @@
-"""The tests of ``test_modeling_common.py`` for one family of encoders, stock or accelerated.
+"""Run the tests of ``test_modeling_common.py`` for one family of encoders, stock or accelerated.
 
 ``transformers_suite.py`` runs this file and names the family and the mode in environment variables.
 """
@@ -21,7 +21,7 @@ from transformers.testing_utils import torch_device
 from tests import test_modeling_common as common
 
 FAMILY, MODE = os.environ["CONFORMANCE_FAMILY"], os.environ["CONFORMANCE_MODE"]
-# Family → start of the names of its classes in transformers.
+# Family → first part of the names of its classes in transformers.
 NAMES = {
     "bert": "Bert",
     "roberta": "Roberta",
@@ -80,7 +80,7 @@ def classes() -> tuple[Any, ...]:
 
 
 class Tester:
-    """The small configuration and the random batch with a random mask that the mixin requests."""
+    """The small configuration and the random batch that transformers' test mixin requests."""
 
     batch_size, seq_length, num_choices, is_training = 13, 7, 4, True
     hidden_size, num_hidden_layers, num_attention_heads = 32, 2, 4
@@ -103,7 +103,7 @@ class Tester:
 
 
 class Conformance(common.ModelTesterMixin, unittest.TestCase):
-    """All tests of the mixin. Each test starts from the same seeds in both modes."""
+    """All tests of the mixin. In both modes, each test starts from the same seeds."""
 
     all_model_classes = classes()
 
@@ -115,7 +115,7 @@ class Conformance(common.ModelTesterMixin, unittest.TestCase):
             _warn_once.cache_clear()
 
     def _prepare_for_class(self, inputs: Any, kind: Any, return_labels: bool = False) -> Any:
-        """Add the labels of pre-training, which the mixin leaves to the tests of each model."""
+        """Add the labels for pre-training, which the mixin leaves to the tests of each model."""
         prepared = super()._prepare_for_class(inputs, kind, return_labels)
         known = auto.MODEL_FOR_PRETRAINING_MAPPING_NAMES.values()
         if return_labels and kind.__name__ in known and "ForPreTraining" in kind.__name__:
@@ -131,9 +131,10 @@ class Conformance(common.ModelTesterMixin, unittest.TestCase):
 def accelerate_every_encoder() -> None:
     """Accelerate each encoder of the family when its model moves to the device of the tests.
 
-    ``accelerate`` compares the code that a call reaches with the code in the files, so no method
-    can be replaced. The function of torch's C++ code that reads the arguments of ``Module.to`` is
-    replaced instead. A refused encoder remains stock, with a warning that the table counts.
+    ``accelerate`` compares the code that a call reaches with the code in transformers' files, so
+    this function cannot replace a Python method. It replaces the function of torch's C++ code that
+    reads the arguments of ``Module.to``. A refused encoder remains stock, and the table counts the
+    warning.
     """
     kind, read = Conformance.all_model_classes[0], torch._C._nn._parse_to
     tried: weakref.WeakSet[Any] = weakref.WeakSet()

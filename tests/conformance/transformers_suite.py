@@ -1,9 +1,9 @@
-"""Run transformers' own tests with every encoder accelerated, and compare with stock.
+"""Run transformers' own tests with stock and with accelerated encoders, and compare the outcomes.
 
 The source distribution of transformers contains ``test_modeling_common.py``, the tests that every
 model of transformers must pass. This script downloads the distribution of the installed version,
 unpacks its tests into ``build/conformance``, and runs them for the families that
-``fastbert.accelerate`` serves. Each family runs in two processes, with stock and with accelerated
+``fastbert.accelerate`` supports. Each family runs in two processes, with stock and with accelerated
 encoders. The script prints a table of the passed tests. The exit status is 1 if a test passes with
 stock encoders only.
 
@@ -35,8 +35,8 @@ FAMILIES = (
     "modernbert",
     "nomic_bert",
 )
-# The distribution lacks these two modules, which test_modeling_common.py imports. They test export
-# and text generation, and encoders do not generate text.
+# The distribution lacks these two modules, which test_modeling_common.py imports. The modules test
+# export and text generation, which these runs do not need.
 STUBS = {
     "tests/__init__.py": "",
     "tests/exporters/__init__.py": "",

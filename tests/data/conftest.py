@@ -1,4 +1,4 @@
-"""A small corpus and its tokenizer, shared by the tests of the data pipeline."""
+"""A small corpus and its tokenizer, which the tests of the data pipeline share."""
 
 import json
 import math
@@ -48,7 +48,7 @@ def pairs(documents, tokenizer):
 @pytest.fixture(scope="session")
 def assert_binomial():
     def check(successes, trials, probability):
-        """Check a binomial count to 4.9 standard deviations, two-sided probability 1e-6."""
+        """Check a binomial count to 4.9 standard deviations, a two-sided probability of 1e-6."""
         deviation = math.sqrt(trials * probability * (1 - probability))
         assert abs(successes - trials * probability) < 4.9 * deviation
 

@@ -90,7 +90,7 @@ def test_deterministic_resumable_and_fresh(pairs, documents, tokenizer, packed):
     first = make(pairs, packed).epoch(0)
     again = make(NextSentencePairs(documents, tokenizer, max_length=96, seed=5), packed).epoch(0)
     assert len(first) == len(again)
-    # The order of access does not matter, because a batch depends only on its index.
+    # The order of access must not matter, because a batch depends only on its index.
     for index in (len(first) - 1, 0, 3):
         for name, value in first[index].items():
             assert (
@@ -149,5 +149,5 @@ def test_fast_enough_to_feed_training(pairs):
     begin, tokens = time.process_time(), 0
     for batch in epoch:
         tokens += batch["input_ids"].numel()
-    # The bound is low; larger batches reached several million tokens per second.
+    # The bound is low: with larger batches, several million tokens per second were measured.
     assert tokens / (time.process_time() - begin) > 200_000

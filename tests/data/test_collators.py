@@ -1,6 +1,6 @@
-"""Packed collators: the content of a batch, and the outputs of the models.
+"""Packed collators make the right batches, with which models compute the right outputs.
 
-The outputs for a packed batch are those of float64 for each sequence alone, within tolerance.
+The outputs for a packed batch are within tolerance of float64 results for each sequence alone.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ REASON = "roundings early in the backward pass are shared by every gradient afte
 
 
 def examples(seed: int = 0) -> list[dict[str, Any]]:
-    """Return five features with token types, and with labels of tokens and of sequences."""
+    """Return five random features with token types, and with labels of tokens and of sequences."""
     rng = np.random.default_rng(seed)
     return [
         {
@@ -68,7 +68,7 @@ def labelled(column: str, seed: int = 0) -> list[dict[str, Any]]:
 
 
 def padded(flat: dict[str, Tensor], bounds: list[int]) -> dict[str, Tensor]:
-    """Pad the columns ``(T,)`` of sequences and add the attention mask."""
+    """Return the columns ``(T,)`` as padded rows, one per sequence, with the attention mask."""
     fill = {"input_ids": 0, "token_type_ids": 0, "labels": -100}
     sizes = np.diff(bounds).tolist()
     batch = {
@@ -248,7 +248,7 @@ def test_whole_words(tokenizer) -> None:
 
 
 def loaded(collator: Any, features: list[Any], epochs: int, **options: Any) -> list[list[Any]]:
-    """Return the labels of every batch of `epochs` epochs, made by two workers."""
+    """Return the labels of every batch of `epochs` epochs, which two workers make."""
     loader = DataLoader(
         features, 2, collate_fn=collator, num_workers=2, multiprocessing_context="fork", **options
     )
@@ -299,7 +299,7 @@ class Sides:
         self.oracle = copy.deepcopy(self.yardstick).double()
 
     def check(self, packed: dict[str, Any], per_token: tuple[str, ...]) -> None:
-        """Compare packed and padded batches with each sequence alone: loss, logits, gradients."""
+        """Compare loss, logits and gradients of packed and padded batches with single sequences."""
         bounds = packed["cu_seqlens"].tolist()
         exact = alone(self.oracle, packed, bounds)
         single = Yardstick(lambda: alone(self.yardstick, packed, bounds))
@@ -331,7 +331,7 @@ def gradient(model: nn.Module) -> Tensor:
 
 
 def alone(model: nn.Module, packed: dict[str, Any], bounds: list[int]) -> dict[str, Tensor]:
-    """Call the model once per sequence, and weight the losses as in one batch of all sequences."""
+    """Call the model once per sequence; weight the losses as in one batch of all sequences."""
     logits: dict[str, list[Tensor]] = {}
     total: Any = 0.0
     count = len(bounds) - 1

@@ -1,4 +1,4 @@
-"""Layouts of files with one word per line: columns of words and tags, comments, and damage."""
+"""Files with one word per line are read in every layout, with comments, or refused if damaged."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fastbert.data.records import DataWarning
 
 WORDS = [["Ada", "sings"], ["Oslo", "is", "old"]]
 TAGS = [["B-PER", "O"], ["B-LOC", "O", "O"]]
-# The words and tags above in the layouts of public data sets.
+# The words and tags above, in the layouts of public data sets.
 LAYOUTS = {
     "CoNLL 2003": """-DOCSTART- -X- -X- O
 

@@ -222,6 +222,6 @@ def test_empty_folder_and_missing_path(tmp_path):
     (tmp_path / "x.png").write_bytes(b"\0")
     with pytest.raises(ValueError, match="files skipped: 1 other suffix"):
         read(tmp_path)
-    # The error is raised by the call, before the first document is read.
+    # The call itself raises the error, before the first document is read.
     with pytest.raises(FileNotFoundError, match="does not exist"):
         read_documents(tmp_path / "missing")

@@ -15,7 +15,7 @@ TEXTS = ["Anna the sailor walked to the harbour.", "", "naïve 漢字 <mask> end
 
 @pytest.fixture(params=["roberta", "template"])
 def folder(request, documents, tmp_path):
-    """Return a folder of a tokenizer with RoBERTa's format, or a template with token types."""
+    """Return the folder of a tokenizer with RoBERTa's format, or with token types for a pair."""
     special = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -35,7 +35,7 @@ def folder(request, documents, tmp_path):
             pair="<s> $A </s> $B:1 </s>:1",
             special_tokens=[("<s>", 0), ("</s>", 2)],
         )
-    # A saved file may turn on padding and truncation, but the caller decides on both.
+    # A tokenizer file may turn on padding and truncation. The caller must still decide on both.
     tokenizer.enable_padding(length=50)
     tokenizer.enable_truncation(10)
     tokenizer.save(str(tmp_path / "tokenizer.json"))
@@ -71,7 +71,8 @@ def test_ids_and_types_are_those_of_transformers(folder, max_length, names):
         assert ours.encode(text, max_length=max_length) == stock(text, **options)["input_ids"]
         for second in TEXTS:
             ids, types = ours.encode_pair(text, second, max_length=max_length)
-            # A call without a batch drops an empty second text, so this is a batch of one pair.
+            # A call without a batch would drop an empty second text, so this is a batch of one
+            # pair.
             pair = stock([text], [second], **options)
             assert [ids] == pair["input_ids"]
             assert [types] == pair.get("token_type_ids", [[0] * len(ids)])
@@ -139,7 +140,7 @@ def test_names_of_inputs_that_are_none(folder):
 
 
 def test_a_panic_of_the_library_is_a_value_error(folder):
-    """The library raises a PanicException, which derives from BaseException, not from Exception."""
+    """A PanicException of the library, which derives from BaseException, becomes a ValueError."""
     path = folder / "tokenizer.json"
     sound = json.loads(path.read_text(encoding="utf-8"))
     broken = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}

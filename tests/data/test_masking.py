@@ -31,12 +31,12 @@ def test_shares(pairs, tokenizer, assert_binomial, whole_word):
         counts += [maskable.sum(), picked.sum(), as_mask.sum(), replaced.sum(), kept.sum()]
     maskable, picked, as_mask, replaced, kept = counts.tolist()
     assert_binomial(as_mask, picked, 0.8)
-    # In 1 of 595 draws the random token is the original token, which then counts as kept.
+    # In 1 of 595 draws, the random token equals the original token, which then counts as unchanged.
     same = 0.1 / len(tokenizer.ordinary_ids)
     assert_binomial(replaced, picked, 0.1 - same)
     assert_binomial(kept, picked, 0.1 + same)
     if not whole_word:
-        # Each pair of fewer than 7 tokens has one prediction, which is more than 15 %.
+        # A pair of fewer than 7 tokens has one prediction, which is more than 15 % of its tokens.
         assert 0.15 - 0.002 < picked / maskable < 0.15 + 0.004
 
 
@@ -45,7 +45,7 @@ def test_expectation_is_exact_for_one_length(tokenizer, assert_binomial):
     bounds = np.arange(5001) * 26
     _, labels = mask_packed(ids, bounds, np.random.default_rng(1), tokenizer)
     assert_binomial((labels != -100).sum(), 24 * 5000, 0.15)
-    # All positions are equally likely.
+    # Masking must choose all positions equally often.
     by_position = (labels != -100).reshape(5000, 26).sum(0)[1:-1]
     assert np.all(np.abs(by_position - 750) < 4.9 * np.sqrt(5000 * 0.15 * 0.85))
 
@@ -78,7 +78,7 @@ def test_whole_words_are_predicted_together(tokenizer):
 
 def test_whole_words_do_not_reach_over_special_tokens_or_sequences(tokenizer):
     piece = next(i for i in tokenizer.ordinary_ids if not tokenizer.word_starts(np.array([i]))[0])
-    # These pieces do not follow a word, but [SEP], [UNK] or the start of a sequence.
+    # Word pieces after [SEP], after [UNK] or at the start of a sequence do not continue a word.
     ids = np.array([10, tokenizer.sep_id, piece, tokenizer.unk_id, piece, piece, piece])
     rng = np.random.default_rng(0)
     picked = set()
@@ -87,8 +87,8 @@ def test_whole_words_do_not_reach_over_special_tokens_or_sequences(tokenizer):
             ids, np.array([0, 5, 7]), rng, tokenizer, probability=0.3, whole_word=True
         )
         picked.add(tuple(np.flatnonzero(labels != -100).tolist()))
-    # The first sequence has three words. The second sequence is one word of two pieces, which is
-    # always predicted.
+    # The first sequence has three words. The second sequence is one word of two pieces, and always
+    # has a prediction.
     assert picked == {(0, 5, 6), (2, 5, 6), (4, 5, 6)}
 
 

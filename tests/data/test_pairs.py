@@ -34,7 +34,8 @@ def test_halves_come_from_one_document_or_from_two(pairs, documents, tokenizer):
         homes = {i for i, text in enumerate(texts) if first in text}
         assert homes
         assert any(second in text for text in texts)
-        # Short sentences can occur in several stories, so only true pairs can be compared exactly.
+        # Short sentences may occur in several stories, so only pairs of true neighbours are
+        # checked.
         if not instance.is_random:
             assert any(f"{first} {second}" in texts[i] for i in homes)
         elif len(first) > 80 and len(second) > 80:
@@ -101,7 +102,7 @@ def test_single_sentences_serve_as_random_halves_only(tokenizer):
 
 
 def test_long_sentences_are_cut_where_the_halves_do_not_meet(tokenizer):
-    # Single letters are single tokens in every vocabulary.
+    # A single letter is one token in every vocabulary.
     first = " ".join(["a"] * 17 + ["b"])
     second = " ".join(["c"] + ["d"] * 19)
     source = NextSentencePairs([[first, second], ["e.", "f."]], tokenizer, max_length=23, seed=0)

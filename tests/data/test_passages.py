@@ -1,4 +1,4 @@
-"""Passages keep the sentences of a document and leave out headings, lists, tables and markup."""
+"""Passages have a document's sentences, and leave out headings, lists, tables and markup."""
 
 import time
 from collections import Counter
@@ -35,7 +35,7 @@ from fastbert.data.passages import passages
         ("> It rains &amp; rains.", ["It rains & rains."], {}),
         ("5 < 6 and 7 > 3. It rains.", ["5 < 6 and 7 > 3.", "It rains."], {}),
         ("no mark at all " * 9, [], {"fragments": 1}),
-        # Wrapped text is joined, even if a line has no mark and the next begins with a capital.
+        # Wrapped text is joined, even if a line has no end mark and the next begins with a capital.
         (
             "She was the keeper of the lighthouse on the island of New\nYork and lived there.",
             ["She was the keeper of the lighthouse on the island of New York and lived there."],
@@ -151,5 +151,5 @@ def test_the_time_is_linear_in_a_text_of_open_marks(text):
         passages(content, Counter())
         return time.process_time() - begun
 
-    # A quadratic rule takes minutes for a million characters.
+    # An algorithm with quadratic time would take minutes for a million characters.
     assert seconds(1_000_000) < 10

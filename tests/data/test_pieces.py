@@ -1,4 +1,4 @@
-"""Files are divided into pieces: each document is in one piece, and errors name file and line."""
+"""Files are divided into pieces, each document is in one piece, and errors name file and line."""
 
 import gzip
 import json
@@ -64,7 +64,7 @@ def test_the_same_text_compressed_and_in_utf_16(tmp_path, texts, suffix, encodin
     assert [text for part in read(path, 200) for text in part] == documents
     broken = content + ("\n\nbad" if suffix == ".txt" else "\n[1]")
     if encoding == "utf-16" and suffix == ".txt":
-        raw = broken.encode(encoding) + b"\x00\xd8\n\x00"  # half of a surrogate pair
+        raw = broken.encode(encoding) + b"\x00\xd8\n\x00"  # one half of a surrogate pair
     else:
         raw = broken.encode(encoding) + b"\xff" * (suffix == ".txt")
     path.write_bytes(COMPRESS[end](raw))

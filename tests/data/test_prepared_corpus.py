@@ -1,4 +1,4 @@
-"""The files of a prepared corpus: their content, and errors that name damaged files."""
+"""The files of a prepared corpus have the right content, and errors name damaged files."""
 
 import dataclasses
 import hashlib
@@ -34,7 +34,7 @@ def test_documents_are_the_ids_of_their_sentences(corpus, documents):
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="only Linux lists them")
 def test_the_shards_keep_no_file_open(prepared):
-    """A process may often open only 1,024 files, and a corpus of 11 GB has more files than that."""
+    """No shard keeps a file open, because often only 1,024 may be open and a corpus has more."""
     before = set(os.listdir("/proc/self/fd"))
     corpus = PreparedCorpus(prepared)
     corpus.verify()
@@ -127,7 +127,7 @@ def test_a_damaged_manifest_is_named(copy, change, message):
     ],
 )
 def test_no_shard_asks_for_more_than_files_can_have(copy, name, value):
-    """A wrong entry of a shard is an error even if the fingerprint matches the manifest."""
+    """A wrong entry of a shard raises an error, even if the fingerprint matches the manifest."""
     path = copy / "manifest.json"
     content = json.loads(path.read_text(encoding="utf-8"))
     content["shards"][1][name] = value

@@ -1,4 +1,4 @@
-"""Examples and batches of a prepared corpus are functions of (seed, epoch, number) alone."""
+"""Examples and batches of a prepared corpus depend only on (seed, epoch, number)."""
 
 import numpy as np
 import pytest
@@ -34,7 +34,7 @@ def segments(tokenizer, instance):
 
 
 def place(flat, part):
-    """Return whether `part` is a contiguous part of `flat`."""
+    """Return whether the ids `part` are a contiguous part of the ids `flat`."""
     return f",{','.join(map(str, part))}," in f",{','.join(map(str, flat))},"
 
 
@@ -135,7 +135,7 @@ def test_pairs_are_cut_as_by_truncate_pair():
 
 
 def contents(epoch, indices, workers=0):
-    """Return each example of some batches with its masks, by the number of the example."""
+    """Return each example of the batches `indices` with its masks, by the number of the example."""
     results = {}
     loader = DataLoader(epoch, batch_size=None, sampler=indices, num_workers=workers)
     for index, batch in zip(indices, loader, strict=True):
@@ -156,7 +156,7 @@ def test_ranks_and_workers_together_make_one_epoch_with_the_same_masks(make):
     for ranks in (1, 2, 3, 7):
         results = {}
         for rank in range(ranks):
-            # Every rank has its own objects, as it would have in its own process.
+            # Every rank has its own objects, as if it ran in its own process.
             epoch = PreparedBatches(make(), tokens_per_batch=512, batches_per_step=ranks).epoch(4)
             assert len(epoch) % ranks == 0
             workers = 2 if (ranks, rank) == (2, 1) else 0

@@ -1,4 +1,4 @@
-"""Rows of .csv, .tsv, .jsonl and .parquet files, and errors that name the file and the line."""
+"""Rows of .csv, .tsv, .jsonl and .parquet files are read; errors name the file and the line."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TEXTS = ("plain", 'with "quotes", commas', "two\nlines", "zwölf 漢字\u2028\x0
 
 
 def written(suffix: str, texts: list[str], tmp_path) -> bytes:
-    """Return a file in the format `suffix` with the texts in the column ``a``."""
+    """Return the bytes of a file in the format `suffix`, with the texts in the column ``a``."""
     if suffix == ".jsonl":
         rows = [json.dumps({"b": 1, "a": text}, ensure_ascii=draw_ascii(text)) for text in texts]
         return "\n".join(rows).encode()

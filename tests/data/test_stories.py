@@ -19,7 +19,7 @@ def test_shape_of_the_corpus():
     assert all(4 <= len(s.split()) <= 16 for s in sentences)
     words = Counter(w.strip(".,").lower() for s in sentences for w in s.split())
     assert 400 <= len(words) <= 900
-    # Every word occurs often enough for a model to learn it.
+    # Every word must occur often enough for a model to learn the word.
     assert min(words.values()) >= 5
     assert len({tuple(story) for story in corpus}) == len(corpus)
 

@@ -29,7 +29,7 @@ def test_the_text_is_the_same(tmp_path, suffix, encoding):
     path = tmp_path / f"a.txt{suffix}"
     path.write_bytes(PACK[suffix](content))
     assert read_text(path) == TEXT
-    # Programs that compress in parallel write several frames into one file.
+    # Programs that compress in parallel write several compressed frames into one file.
     path.write_bytes(PACK[suffix](content[:999]) + PACK[suffix](content[999:]))
     assert read_text(path) == TEXT
 

@@ -97,7 +97,8 @@ def test_real_checkpoint(minilm, tmp_path):
     assert len(tokenizer) == 30522
     assert tokenizer.encode("Hello world!") == [101, 7592, 2088, 999, 102]
     assert_same_as_transformers(minilm, tokenizer)
-    # MiniLM's tokenizer.json truncates to 128 tokens, but only the caller decides on truncation.
+    # MiniLM's tokenizer.json truncates to 128 tokens, but only the caller must decide on
+    # truncation.
     assert len(tokenizer.encode("word " * 300)) == 302
     for name in ("vocab.txt", "tokenizer_config.json"):
         shutil.copy(minilm / name, tmp_path)

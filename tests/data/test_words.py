@@ -1,4 +1,4 @@
-"""The words of a plain sentence have all its characters except white space, with positions."""
+"""The words of a sentence have all its characters except white space, and the right positions."""
 
 from __future__ import annotations
 

@@ -39,7 +39,8 @@ def finished(tmp_path_factory):
     console = Console(file=io.StringIO(), width=200)
     folder = tmp_path_factory.mktemp("demo") / "out"
     with pytest.MonkeyPatch.context() as patch:
-        # Other tests cover the tables, so one operation is enough to show that the demo makes them.
+        # Other tests cover all operations of the tables; one is enough to show that tables are
+        # made.
         patch.setattr(demo.parity, "check", partial(demo.parity.check, "linear_gelu"))
         patch.setattr(demo, "check_model", lambda: ())
         report = run_demo(folder, seed=1, size=MINIATURE, console=console)

@@ -1,4 +1,4 @@
-"""Tests of the documentation's pages, README included."""
+"""Setup for tests of the documentation's pages, README included."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "docs"))  # The tests import the hooks of mkdocs.
+sys.path.insert(0, str(ROOT / "docs"))  # for imports of mkdocs' hooks

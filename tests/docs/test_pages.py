@@ -1,4 +1,4 @@
-"""README and the pages: their code runs, commands and targets exist, and figures are recorded."""
+"""In README and the pages, code runs, commands and targets exist, and figures are recorded."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from fastbert.inference import Embedder
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / path for path in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md")]
 PAGES += sorted((ROOT / "docs").glob("*.md"))
-# A block after a comment "not run" is skipped; the comment gives the reason.
+# A block after a comment "not run: REASON" is not run by these tests.
 PYTHON = re.compile(r"(<!-- not run: .+ -->\n)?```python\n(.*?)```", re.DOTALL)
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 COMMANDS = typer.main.get_command(app).commands
@@ -39,13 +39,13 @@ def name(page: Path) -> str:
 
 
 def blocks(page: Path) -> list[str]:
-    """Return the Python blocks of a page, without the blocks that are marked as not run."""
+    """Return the Python blocks of a page that are not marked as not run."""
     matches = PYTHON.findall(page.read_text(encoding="utf-8"))
     return [code for not_run, code in matches if not not_run]
 
 
 def shell_lines(page: Path) -> list[list[str]]:
-    """Return the words of each command line of a page, without the comment."""
+    """Return the words of each command line of a page, without a comment at its end."""
     matches = FENCED.findall(page.read_text(encoding="utf-8"))
     text = "\n".join(code for language, code in matches if language in ("", "bash"))
     lines = text.replace("\\\n", " ").splitlines()
@@ -54,7 +54,7 @@ def shell_lines(page: Path) -> list[list[str]]:
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with the files that the pages name; the model in it is untrained."""
+    """Return a folder with the files that the pages name; the model in the folder is untrained."""
     folder = tmp_path_factory.mktemp("pages")
     model = folder / "out" / "demo" / "model"
     tokenizer = train_tokenizer(stories(30, 0), 300)
@@ -67,7 +67,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-# The other pages run in `make every-case`, because each page trains or loads a model.
+# The other pages run only in `make every-case`, because each page trains or loads a model.
 FIRST_PAGES = ("README.md",)
 
 
@@ -85,7 +85,7 @@ def test_the_python_code_of_a_page_runs_from_top_to_bottom(page: Path, folder: P
         [sys.executable, "-"],
         input="\n".join(blocks(page)),
         cwd=folder,
-        # One thread, because two threads on a busy core wait for each other.
+        # There is one thread, because two threads on a busy core would wait for each other.
         env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         encoding="utf-8",
@@ -95,7 +95,7 @@ def test_the_python_code_of_a_page_runs_from_top_to_bottom(page: Path, folder: P
 
 
 def post(port: int, texts: object) -> list[list[float]]:
-    """Return the answer of the server of docs/serving.md."""
+    """Return the answer of the server in docs/serving.md to `texts`."""
     request = urllib.request.Request(
         f"http://127.0.0.1:{port}/embed",
         json.dumps(texts).encode(),
@@ -182,7 +182,7 @@ def test_the_home_page_shows_code_and_a_result_before_its_links():
 
 
 def test_the_result_of_the_home_page_is_in_readme():
-    """Each result of the home page is in the row of README with the same batch shape."""
+    """Each result on the home page is in README's row for the same batch shape."""
     rows = [line.strip("| ").split(" | ") for line in hooks.headline().splitlines()[2:]]
     assert len(rows) == 4
     readme = (ROOT / "README.md").read_text(encoding="utf-8")

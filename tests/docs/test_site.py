@@ -1,4 +1,4 @@
-"""The site builds without network and broken links, and loads nothing from other sites."""
+"""The site builds without network, has no broken links, and loads nothing from other sites."""
 
 from __future__ import annotations
 

@@ -17,12 +17,12 @@ from fastbert.modules import BertForPreTraining
 
 @pytest.fixture(autouse=True)
 def no_slow_pictures(quick_pictures):
-    """Draw a picture only in the tests that ask for the fixture `drawn`."""
+    """Draw pictures only in the tests that request the fixture `drawn`."""
 
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """Use one thread, so that sums have one order everywhere and tests do not share cores."""
+    """Use one thread, so that sums have one order everywhere and tests do not compete for cores."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -31,7 +31,7 @@ def one_thread():
 
 @pytest.fixture(scope="session")
 def tokenizer() -> WordPieceTokenizer:
-    # Without the additional texts, most of their words would be cut into several pieces.
+    # Without the additional texts, the tokenizer would cut most of the tests' words into pieces.
     documents = [*stories(30, 0), *([" ".join((*NAMES, *PLACES, *OTHERS))] for _ in range(20))]
     return train_tokenizer(documents, 260)
 

@@ -20,7 +20,7 @@ OTHERS = ("old", "the", "saw", "ran", "and", "new")
 
 
 def reviews(count: int, seed: int) -> list[dict]:
-    """Return texts labelled ``animal`` or ``place`` by the kind of their first word."""
+    """Return texts labelled ``animal`` or ``place`` by the kind of a text's first word."""
     draw = random.Random(seed)
     rows = []
     for _ in range(count):

@@ -29,7 +29,7 @@ def test_figures_and_thresholds_are_those_of_a_search_over_all_thresholds(seed):
     truths = [draw.choice([[], [draw.choice(words)], words[:2]]) for _ in range(30)]
     truths[:2] = [[], ["cat"]]
     candidates = [draw.choice(words) for _ in truths]
-    # The values are few, so that several questions have the same difference.
+    # The differences have few possible values, so that several questions have the same difference.
     differences = [draw.randrange(-4, 5) / 2 for _ in truths]
     answers = ["" if d > 0 else c for c, d in zip(candidates, differences, strict=True)]
     figures = answer_figures(answers, candidates, differences, truths)
@@ -112,7 +112,7 @@ def test_transformers_opens_a_model_with_these_keys(trained):
 
 
 def long_questions(count: int) -> list[dict]:
-    """Return questions so long that a window has less room for context than the default stride."""
+    """Return questions so long that a window has fewer context tokens than the default stride."""
     rows = questions(count, 0, length=30)
     asked = " ".join(random.Random(0).choices((*OTHERS, *PLACES), k=14))
     return [{**row, "question": asked} for row in rows]

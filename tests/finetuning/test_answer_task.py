@@ -180,7 +180,7 @@ def test_a_window_with_a_part_of_the_answer_has_no_answer(pretrained, answer, tm
     context = " ".join(words)
     start = context.index("dog")
     asked = Question("place", "id", "mill", context, (Answer("dog cat fox", start),))
-    # A window is: [CLS] mill [SEP], at most six words of the context, [SEP].
+    # A window consists of [CLS] mill [SEP], at most six words of the context, and [SEP].
     tokenizer = ModelTokenizer(pretrained, 10)
     features = AnswerQuestions(3, 30).features(asked, tokenizer)
     spans = [(f["start_positions"], f["end_positions"]) for f in features]
@@ -189,5 +189,5 @@ def test_a_window_with_a_part_of_the_answer_has_no_answer(pretrained, answer, tm
     assert spans == [(6, 8), (3, 5), (0, 0)]
     features = AnswerQuestions(2, 30).features(asked, tokenizer)
     spans = [(f["start_positions"], f["end_positions"]) for f in features]
-    # The second window has only the end of the answer.
+    # The second window has only the end of the answer, so it counts as a window without an answer.
     assert spans == [(6, 8), (0, 0)]

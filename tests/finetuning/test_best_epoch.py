@@ -15,7 +15,7 @@ from fastbert.modules import BertForSequenceClassification
 from fastbert.training import checkpoints
 from fastbert.training.log import read_log
 
-# Each evaluation of a run reports one of these accuracies, in order.
+# The evaluations of a run report these accuracies, in this order.
 ACCURACIES = (0.5, 0.625, 0.75, 0.75, 0.5, 0.625, 0.875, 0.5)
 SETTINGS = {"epochs": 8, "batch_size": 8, "log_every": 3, "save_every": 4, "keep_checkpoints": 50}
 STEPS_PER_EPOCH = 6
@@ -30,7 +30,7 @@ def data(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def scripted(monkeypatch):
-    """Let the evaluations during the training report the accuracies above."""
+    """Make the evaluations during the training report the accuracies above."""
     original, evaluate = FinetuningRun.judge, FinetuningRun.evaluate
 
     def given(self, name):
@@ -49,7 +49,7 @@ def scripted(monkeypatch):
 
 
 def cut(monkeypatch, options, step):
-    """Interrupt a run at the beginning of a step; the first step is 0."""
+    """Interrupt a run at the beginning of `step`; the first step is 0."""
     original = FinetuningRun.update
 
     def update(self, features):
@@ -82,7 +82,7 @@ def test_the_model_of_the_best_epoch_is_kept_and_judged(scripted, classify, data
     assert same(model_of(tmp_path / "best"), weights_after(tmp_path / "best", 42))
     assert same(model_of(tmp_path / "last"), weights_after(tmp_path / "last", 48))
     assert not same(model_of(tmp_path / "best"), model_of(tmp_path / "last"))
-    # The option keep_epoch changes no training step.
+    # The option keep_epoch changes no training step, so the checkpoints are equal.
     for step in (6, 48):
         assert same(weights_after(tmp_path / "best", step), weights_after(tmp_path / "last", step))
     told = {"figure": "accuracy", "value": 0.875, "epoch": 7, "step": 42}
@@ -92,7 +92,7 @@ def test_the_model_of_the_best_epoch_is_kept_and_judged(scripted, classify, data
     content = json.loads(best.metrics.read_text(encoding="utf-8"))
     assert content["best"] == told
     assert content["kept"] == {"epoch": 7, "step": 42}
-    # A run that changes no weight of the saved model confirms the figures of the parts.
+    # A run whose learning rate changes no weight must give the same figures for all parts.
     again, _ = run(
         classify(data, model=best.model, epochs=1, learning_rate=1e-30, output=tmp_path / "again")
     )
@@ -151,7 +151,7 @@ def test_an_interrupted_run_leaves_the_best_model_so_far(
 ):
     options = classify(data, **{**SETTINGS, "save_every": 2})
     cut(monkeypatch, options, 33)
-    # The last checkpoint is that of step 32, but the saved model is the best one, of step 18.
+    # The last checkpoint is from step 32, but the saved model is the best model, from step 18.
     assert checkpoints.newest(options.folder, pytest.fail).content["step"] == 32
     assert same(model_of(options.folder), weights_after(options.folder, 18))
 

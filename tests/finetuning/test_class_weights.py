@@ -1,4 +1,4 @@
-"""Weights of labels: the loss equals torch's, in one batch, in micro-batches and in evaluations."""
+"""With weights of labels, the loss equals torch's in a batch, micro-batches and evaluations."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_the_loss_and_its_gradient_are_those_of_torch(prepared, name, balanced):
         known = labels[labels >= 0].numpy()
         expected = compute_class_weight("balanced", classes=np.arange(len(names)), y=known)
     else:
-        # A label without a given weight has the weight 1, as in scikit-learn.
+        # A label without an explicit weight has the weight 1, as in scikit-learn.
         expected = [weights.get(name, 1.0) for name in names]
     expected = torch.tensor(expected, dtype=torch.float32)
     logits = model(**{k: v for k, v in batch.items() if k != "labels"}).logits
@@ -85,7 +85,7 @@ def test_the_loss_and_its_gradient_are_those_of_torch(prepared, name, balanced):
     model.zero_grad(set_to_none=True)
     weighted_loss = task.output(model, batch).loss
     torch.testing.assert_close(weighted_loss, truth)
-    # Micro-batches with other sizes and label counts accumulate the same gradient.
+    # Micro-batches that differ in size and in label counts accumulate the same gradient.
     whole = task.labels_in(features)
     assert whole == pytest.approx(float(expected[labels[labels >= 0]].sum()), rel=1e-6)
     order = sorted(range(len(features)), key=lambda i: str(features[i]["labels"]))

@@ -1,6 +1,6 @@
-"""Classification and regression: learning, written files, and loading in transformers.
+"""Classification and regression learn, write their files, and load in transformers.
 
-The figures are compared with those of scikit-learn and scipy.
+The figures agree with those of scikit-learn and scipy.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def test_the_format_of_the_data_does_not_matter(classify, data, tmp_path, suffix
     options = classify(data / "train.csv", epochs=1)
     expected, _ = run(options)
     other = write_rows(tmp_path / f"rows{suffix}", reviews(160, 0))
-    # The same examples in another format are the same data, so the finished run is recognised.
+    # Equal examples in another format are the same data, so fastbert recognises the finished run.
     result, text = run(classify(other, epochs=1))
     assert "resumed after step 18 of 18" in text
     assert result.figures == expected.figures
@@ -131,7 +131,7 @@ def test_pairs_are_compared(classify, tmp_path):
     )
     options = {"text_field": "a", "pair_field": "b", "test": test}
     result, _ = run(classify(train, **options))
-    # Only the second text decides the label, so a model that does not see this text would guess.
+    # Only the second text decides the label, so a model that does not see it can only guess.
     assert result.figures["test"]["accuracy"] >= 0.95
     assert result.figures["test"]["labels"].keys() == {"0", "1"}
     said = predictions(result, test, tmp_path, text_field="a", pair_field="b")
@@ -220,6 +220,6 @@ def test_a_frozen_encoder_has_no_dropout(classify, data, monkeypatch):
         return original(self, features)
 
     monkeypatch.setattr(FinetuningRun, "update", update)
-    # The evaluation after the first epoch must not change the mode of the second one.
+    # The evaluation after the first epoch must not change the model's mode in the second epoch.
     run(classify(data, freeze=True, epochs=2))
     assert modes == {(True, False)}

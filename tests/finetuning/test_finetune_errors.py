@@ -1,4 +1,4 @@
-"""A mistake in the data, the model or the options is an error before anything is written."""
+"""A mistake in the data, the model or the options is an error before any file is written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run that is cut anywhere and resumed ends with the bits of a run that was never cut."""
+"""A run that is interrupted at any step and resumed has the bits of an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def data(tmp_path: Path) -> Path:
 
 
 def cut(monkeypatch, options, step):
-    """Interrupt a run at the beginning of a step; the first step is 0."""
+    """Interrupt a run at the beginning of `step`; the first step is 0."""
     original = FinetuningRun.update
 
     def update(self, features):
@@ -149,7 +149,7 @@ def test_a_model_that_changed_under_its_path_is_refused(classify, data, pretrain
 
 
 def damage(path: Path) -> None:
-    """Change one bit in the middle of a file."""
+    """Change one bit in the middle of the file `path`."""
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
@@ -206,7 +206,7 @@ def test_a_killed_process_is_resumed_by_the_same_command(pretrained, data, tmp_p
     assert second.returncode == 0, text
     assert "resumed after step " in text
     assert_same(final(output), final(tmp_path / "whole"))
-    # The killed run and the whole run choose the same best epoch.
+    # The killed run and the uninterrupted run choose the same best epoch.
     kept = [
         json.loads((folder / "metrics.json").read_text()) for folder in (output, tmp_path / "whole")
     ]

@@ -1,4 +1,4 @@
-"""Two processes fine-tune as one process does: same loss curve, each example once, resumption."""
+"""Two processes fine-tune like one process: same losses, each example once, and they resume."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from fastbert.training.log import read_log
 
 # 43 sequences make 7 steps per epoch; the last step has one sequence, so one process has none.
 SETTINGS: dict[str, Any] = {"epochs": 2, "batch_size": 7, "log_every": 1, "learning_rate": 3e-3}
-# The first argument lists the jobs, whose runs are made in order. A process records the examples
-# of each step. Before the steps in `cuts`, all processes interrupt the run, which is then resumed.
+# The first argument lists jobs, whose runs are made in order. A process records the examples of
+# each step. Before each step in `cuts`, all processes stop the run, and then resume it.
 SCRIPT = """
 import io, json, os, sys
 import torch
@@ -76,7 +76,7 @@ ACCELERATE = (
 
 
 def launch(launcher: tuple[object, ...], tmp_path: Path, jobs: list[dict[str, Any]]) -> None:
-    """Run the jobs in two processes."""
+    """Make the runs of `jobs` in two processes, one run after another."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     finished = subprocess.run(
@@ -102,7 +102,7 @@ def without_dropout(pretrained, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> dict[str, Path]:
-    """Return the folder of data of each task; its test part takes several evaluation batches."""
+    """Return each task's folder of data, whose test part needs several evaluation batches."""
     folder, counts = tmp_path_factory.mktemp("data"), {"train": 43, "validation": 12, "test": 1501}
     for seed, (part, count) in enumerate(counts.items()):
         rows = reviews(count, seed)
@@ -129,8 +129,8 @@ def runs(without_dropout, pretrained, data, tmp_path_factory) -> Path:
         options = {"model": without_dropout, "data": data[task]}
         run(kind(**{**SETTINGS, **options, "output": folder / f"{task}-alone"}))
         jobs.append(job(task, folder / task, **options))
-    # Two processes continue a run of one process after step 7. With dropout, they make a whole run
-    # and a run that is interrupted twice.
+    # Two processes continue a run of one process after step 7. With dropout, they make an
+    # uninterrupted run, and a run that is interrupted twice.
     shutil.copytree(folder / "classify-alone", folder / "taken-over")
     shutil.rmtree(checkpoints.folder_of(folder / "taken-over", 14))
     options = {"model": without_dropout, "data": data["classify"]}
@@ -157,7 +157,7 @@ def rows(folder: Path) -> list[dict[str, Any]]:
 
 
 def learned(checkpoint: checkpoints.Checkpoint) -> dict[str, torch.Tensor]:
-    """Return the weights except the biases of the keys.
+    """Return the weights of a checkpoint except the biases of the keys.
 
     The softmax does not depend on these biases. Their gradient is only rounding error, which Adam
     scales up to full steps.
@@ -202,7 +202,7 @@ def test_accelerate_launch_starts_two_processes_and_one_continues_them(
     assert "14 steps of 7 sequences in 2 epochs on 2 process(es)" in first["text"]
     assert second["text"] == ""
     assert_close(tmp_path / "out", runs / "classify-alone")
-    # One process continues, after step 7, the run that two processes started.
+    # In one process, the run that two processes started continues after step 7.
     shutil.rmtree(checkpoints.folder_of(tmp_path / "out", 14))
     _, text = run(ClassifyOptions(**{**SETTINGS, **options, "output": tmp_path / "out"}))
     assert "resumed after step 7 of 14" in text
@@ -227,7 +227,7 @@ def test_the_processes_see_each_example_once_per_epoch(runs):
 
 @pytest.mark.parametrize("name", ["classify", "tag"])
 def test_the_figures_of_all_parts_are_those_of_one_process(runs, name):
-    """The loss of the 1,501 test examples differs if an example counts twice or never."""
+    """The loss over the 1,501 test examples is right, so each example counts exactly once."""
     first, second = told(runs, name)
     assert first["figures"] == second["figures"]
     alone = json.loads((runs / f"{name}-alone" / "metrics.json").read_text(encoding="utf-8"))[
@@ -263,7 +263,7 @@ def test_cuts_of_two_processes_change_no_bit(runs):
 def test_a_checkpoint_without_rows_of_processes_is_continued(
     runs, without_dropout, data, tmp_path, monkeypatch
 ):
-    """Earlier releases saved the random state of one process without a dimension of processes."""
+    """A run continues from checkpoints of earlier releases, with one process's random state."""
     options = {"model": without_dropout, "data": data["classify"], "output": tmp_path / "out"}
     original = FinetuningRun.tensors, FinetuningRun.content
 

@@ -1,4 +1,4 @@
-"""Data in the layouts of public data sets can be used for training and prediction."""
+"""Training and prediction accept data in the layouts of public data sets."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SENTENCES = [
 
 
 def said(model, data, tmp_path, **options):
-    """Return the objects that `predict` writes for a file."""
+    """Return the objects that `predict` writes for the file `data`."""
     output = tmp_path / "said.jsonl"
     predict(model, data, output, **options)
     return [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
@@ -35,7 +35,7 @@ def lines_of(path, lines, encoding="utf-8"):
 
 
 def test_glue_with_quotation_marks_and_a_test_part_without_labels(classify, tmp_path):
-    """Quotation marks in a GLUE file are literal, and a test part without labels is not judged."""
+    """Quotation marks in a GLUE file are literal; a test part without labels is not evaluated."""
     data = tmp_path / "glue"
     rows = [[f'"{row["text"]}', str(int(row["label"] == "place"))] for row in ROWS]
     lines_of(data / "train.tsv", ["sentence\tlabel", *map("\t".join, rows)])
@@ -60,14 +60,14 @@ def test_cola_without_names_of_columns(classify, tmp_path):
 
 @pytest.mark.parametrize("label", [-1, "", None])
 def test_a_test_part_whose_labels_its_publisher_keeps(classify, tmp_path, label):
-    """A test part without any label is not judged; GLUE on the hub has -1 instead of labels."""
+    """A test part in which no row has a label is not evaluated; GLUE on the hub has -1 there."""
     data = tmp_path / "data"
     write_rows(data / "train.jsonl", [{**row, "label": i % 2} for i, row in enumerate(ROWS)])
     write_rows(data / "test.jsonl", [{**row, "label": label} for row in ROWS[:3]])
     result, shown = run(classify(data, epochs=1))
     assert f"no labels: {data / 'test.jsonl'}: label is {label} everywhere" in shown
     assert "test" not in result.figures
-    # If one row has a label, the rows without a label are errors.
+    # If one row has a label, each row without a label is an error.
     rows = [{**row, "label": label} for row in ROWS[:3]] + [{**ROWS[3], "label": 1}]
     write_rows(data / "test.jsonl", rows)
     with pytest.raises(ValueError, match=rf"{data / 'test.jsonl'}, line 1: got the label"):
@@ -132,7 +132,7 @@ def test_shards_are_one_part_and_a_missing_one_is_named(classify, tmp_path, suff
 
 
 def column_lines(layout: str) -> list[str]:
-    """Return the lines of the sentences in a layout of columns."""
+    """Return the lines of the sentences in `layout`, a layout with one word per line."""
     lines = {"CoNLL-2003": ["-DOCSTART- -X- -X- O", ""]}.get(layout, [])
     for words, tags in SENTENCES * 12:
         if layout == "GermEval":
@@ -239,7 +239,7 @@ def test_bare_tags_have_figures_of_entities(tag, tmp_path):
 
 
 def squad(version: str) -> dict:
-    """Return questions in the layout of a version of SQuAD, with integers as in GermanQuAD."""
+    """Return questions in the layout of a SQuAD version, with integers as in GermanQuAD."""
     paragraphs = []
     for number in range(12):
         context = f"the fox saw the mill and the hen ran {number}"
@@ -266,7 +266,7 @@ def test_squad_with_integers_as_identifiers(answer, tmp_path, version):
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
 def test_a_question_that_is_impossible_has_no_answer_in_every_format(answer, tmp_path, suffix):
-    """The answers of an impossible question are only plausible, so they are dropped."""
+    """The answers of an impossible question, which are only plausible, are dropped."""
     task = answer(tmp_path / "any").task()
     rows = [
         {

@@ -1,4 +1,4 @@
-"""Several labels per text: learning, figures, scores, and models of transformers."""
+"""Texts with several labels are learned, scored like in scikit-learn, and load in transformers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LABELS = ("animal", "place")
 
 
 def texts(count: int, seed: int, form=list) -> list[dict]:
-    """Return texts with a label for each kind of name, animal or place, that the text contains."""
+    """Return texts with one label for each kind of name, animal or place, in the text."""
     draw = random.Random(seed)
     rows = []
     for _ in range(count):

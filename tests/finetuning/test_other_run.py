@@ -1,4 +1,4 @@
-"""Fine-tuning refuses the folder of a pre-training run, and the other way round.
+"""Fine-tuning refuses the folder of a pre-training run, and pre-training a fine-tuning folder.
 
 The message names the kind of run in the folder, and the folder does not change.
 """

@@ -1,4 +1,4 @@
-"""The confusion matrix as a picture: literal names, no overlaps, and many labels."""
+"""The picture of a confusion matrix has literal names, no overlaps, and room for many labels."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CHINESE = ["正面", "负面"]
 
 @pytest.fixture(autouse=True)
 def only_the_fonts_of_matplotlib(monkeypatch):
-    """Hide the fonts that are installed on the machine."""
+    """Hide the fonts that are installed on this machine, except those of matplotlib."""
     own = Path(font_manager.findfont("DejaVu Sans")).parent
     manager = font_manager.fontManager
     fonts = [entry for entry in manager.ttflist if own in Path(entry.fname).parents]
@@ -35,7 +35,7 @@ def only_the_fonts_of_matplotlib(monkeypatch):
 
 @pytest.fixture
 def figures(drawn, monkeypatch):
-    """Return a list that receives each figure when it is saved."""
+    """Return a list that collects each figure when it is saved."""
     plotted: list[Figure] = []
     write = Figure.savefig
 
@@ -50,7 +50,7 @@ def figures(drawn, monkeypatch):
 
 
 def matrix(labels: int) -> np.ndarray:
-    """Return counts in which label 2i is taken 2i times for label 2i + 1."""
+    """Return a confusion matrix in which label 2i is predicted 2i times for label 2i + 1."""
     counts = np.diag(np.full(labels, 5))
     even = np.arange(0, labels - 1, 2)
     counts[even, even + 1] = even
@@ -77,7 +77,7 @@ def square():
 
 
 def font(path: Path, family: str, characters: str) -> Path:
-    """Write a font in which each of `characters` is a rectangle."""
+    """Write a font in which each of `characters` is a rectangle, and return its path."""
     glyphs = {".notdef": TTGlyphPen(None).glyph()} | {f"u{ord(c):X}": square() for c in characters}
     builder = FontBuilder(1000, isTTF=True)
     builder.setupGlyphOrder(list(glyphs))
@@ -108,14 +108,15 @@ def test_names_do_not_overlap(figures, tmp_path, labels, length):
     drawn_names(figures, tmp_path / "a.png", names)
     (figure,) = figures
     (axes,) = figure.axes
-    # Drawing again makes the figure and its texts use the same number of pixels per inch.
+    # After this second drawing, the figure and its texts have the same number of pixels per inch.
     figure.draw_without_rendering()
     ticks = axes.get_xticklabels()
     boxes = [label.get_window_extent() for label in ticks]
     for first, second in pairwise(zip(ticks, boxes, strict=True)):
         (label, box), (_, following) = first, second
         if label.get_rotation():
-            # The labels are parallel lines of text; `apart` is the distance between two lines.
+            # The rotated labels are parallel lines of text, and `apart` is the distance of two
+            # lines.
             apart = (following.x1 - box.x1) * math.sin(math.radians(label.get_rotation()))
             assert apart > label.get_fontsize() * figure.dpi / 72
         else:

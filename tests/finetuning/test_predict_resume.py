@@ -35,7 +35,7 @@ predict(*sys.argv[1:])
 
 
 class Told(Reporter):
-    """A reporter that records its notes and its progress."""
+    """A reporter that records its messages and its progress."""
 
     def __init__(self):
         self.notes, self.began, self.done = [], None, 0
@@ -60,7 +60,7 @@ def small_windows(monkeypatch):
 
 
 def stop(monkeypatch, window):
-    """Interrupt the next prediction at the beginning of a window; the first window is 1."""
+    """Interrupt the next prediction at the beginning of `window`; the first window is 1."""
     calls, compute = [], evaluate.compute
 
     def stopped(*arguments):
@@ -77,7 +77,7 @@ TASKS = ("classify", "tag", "answer")
 
 @pytest.fixture(scope="module", params=TASKS)
 def fine_tuned(request, pretrained, tmp_path_factory):
-    """Return the folder of a fine-tuned model, and a data file that takes several windows."""
+    """Return the folder of a fine-tuned model, and a data file that needs several windows."""
     from fastbert.finetuning import AnswerOptions, ClassifyOptions, TagOptions
 
     folder = tmp_path_factory.mktemp(request.param)

@@ -1,4 +1,4 @@
-"""Tags of words: alignment, learning, figures, and loading the model in transformers."""
+"""Tags of words are aligned, learned and scored, and the model loads in transformers."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_scores_of_entities_are_those_of_seqeval():
     truth = [draw.choices(tags, k=6) for _ in range(40)]
     given = [[t if draw.random() < 0.8 else draw.choice(tags) for t in row] for row in truth]
     scores = metrics.entity_scores(truth, given)
-    # seqeval 1.2.2 in its default mode gives these figures for the same tags.
+    # seqeval 1.2.2 in its default mode computes these figures from the same tags.
     assert scores["precision"] == pytest.approx(0.8163265306122449)
     assert scores["recall"] == pytest.approx(0.837696335078534)
     assert scores["f1"] == pytest.approx(0.82687338501292)

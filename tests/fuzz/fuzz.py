@@ -1,16 +1,16 @@
-"""Read damaged files in processes with limits, and keep each case that ends badly.
+"""Read damaged files in processes with limits, and save each case that ends in a wrong way.
 
     make fuzz SECONDS=600
     python tests/fuzz/fuzz.py [--seconds 120] [--seed 0] [--targets model ...] [--out out/fuzz]
     python tests/fuzz/fuzz.py --case checkpoint/0/1234    # this case again, in this process
 
 A case is a folder of sound files (``fuzz_targets.py``) of which one or two are damaged
-(``fuzz_mutations.py``). Its name, TARGET/SEED/NUMBER, decides the damage. A forked process reads
-the folder within 10 seconds of processor time and 1 GiB of memory (``fuzz_pool.py``). A case may
-succeed, because some damage is harmless, or raise a ValueError, TypeError or OSError whose message
-names the folder. Any other end is a failure: its folder is kept in OUT with ``case.txt``, which has
-the damage and the traceback. If failures have the same place in the code, the first one is kept.
-The exit status is 1 if there was a failure.
+(``fuzz_mutations.py``). The name of the case, TARGET/SEED/NUMBER, decides the damage. A forked
+process reads the folder within 10 seconds of processor time and 1 GiB of memory (``fuzz_pool.py``).
+A case may succeed, because some damage is harmless, or raise a ValueError, TypeError or OSError
+whose message names the folder. Any other end is a failure. The script saves the folder of a failure
+in OUT with ``case.txt``, which has the damage and the traceback. Of failures at the same place in
+the code, only the first is saved. The exit status is 1 if there was a failure.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ import torch
 from fuzz_pool import LIMITS, Limits, Outcome, judged
 from fuzz_targets import TARGETS, Target
 
-# The folders of the cases are in memory, because a disk would limit the speed.
+# The folders of the cases are in memory, because access to a disk would be slower than the cases.
 MEMORY = Path("/dev/shm")
 
 
 class Failure(NamedTuple):
-    """A case that ended badly: its name, its outcome and the folder in which it is kept."""
+    """A case that ended wrongly: its name, its outcome, and the folder in which it is saved."""
 
     name: str
     outcome: Outcome
@@ -50,11 +50,11 @@ class Failure(NamedTuple):
 
 
 class Fuzz:
-    """The folders of sound files, and the counts of all cases.
+    """The folders of sound files, and the counts of all cases' outcomes.
 
     Attributes:
-        counts: Number of outcomes of each target, by target and kind.
-        failures: The first failure of each place in the code.
+        counts: Number of outcomes, by target and kind of outcome.
+        failures: The first failure at each place in the code.
     """
 
     def __init__(
@@ -63,10 +63,10 @@ class Fuzz:
         """Make the sound files of all targets.
 
         Args:
-            targets: The targets.
-            out: Folder for failures.
+            targets: The kinds of folders to damage and read.
+            out: Folder for the saved failures.
             home: Folder for the files of all cases.
-            limits: The limits of a case.
+            limits: The limits of time and memory for a case.
         """
         self.targets, self.out, self.home, self.limits = targets, out, home, limits
         self.counts: Counter[tuple[str, str]] = Counter()
@@ -75,11 +75,11 @@ class Fuzz:
             folder = home / "sound" / target.name
             folder.mkdir(parents=True)
             target.build(folder)
-            # The first read imports modules, and it must accept the sound files.
+            # The first read imports modules, and must accept the undamaged files.
             shutil.copytree(folder, home / "case")
             target.read(home / "case")
             shutil.rmtree(home / "case")
-        # After a collection, forked processes copy fewer pages of memory.
+        # After a garbage collection, forked processes copy fewer pages of memory.
         gc.collect()
         gc.freeze()
 
@@ -91,7 +91,7 @@ class Fuzz:
         return folder, target.damage(folder, random.Random(f"{target.name}/{seed}/{number}"))
 
     def run(self, target: Target, seed: int, number: int) -> Outcome:
-        """Run a case and keep it if it fails."""
+        """Run a case, and save its folder if it fails."""
         folder, damage = self.damaged(target, seed, number)
         named = str(folder) if target.named is None else target.named
         outcome = judged(lambda: target.read(folder), named, self.limits)
@@ -107,8 +107,8 @@ class Fuzz:
         kept = self.out / f"{target.name}-{seed}-{number}"
         shutil.rmtree(kept, ignore_errors=True)
         kept.mkdir(parents=True)
-        # The folder is damaged again, because the process may have changed it. Pipes and holes
-        # cannot be copied.
+        # The folder is damaged again, because the process may have changed it, and because pipes
+        # and files with holes cannot be copied.
         folder, _ = self.damaged(target, seed, number)
         for path in folder.rglob("*"):
             if path.is_file() and not path.is_symlink() and path.stat().st_size < 1 << 26:
@@ -177,7 +177,7 @@ def _table(fuzzing: Fuzz) -> str:
 
 
 def _again(name: str, out: Path) -> int:
-    """Run one case in this process, so that its error is raised here."""
+    """Run the case `name` in this process, so that its error is raised here."""
     kind, seed, number = name.rsplit("/", 2)
     target = TARGETS[kind]
     with opened([target], out) as fuzzing:
@@ -189,7 +189,7 @@ def _again(name: str, out: Path) -> int:
 
 
 def tell(text: str) -> None:
-    """Print a line at once, even into a pipe."""
+    """Print a line immediately, even if the output is a pipe."""
     print(text, flush=True)
 
 

@@ -1,6 +1,7 @@
-"""Damage to one file of a folder, drawn from a generator of random numbers.
+"""Damage one file of a folder, by a mutation that a generator of random numbers chooses.
 
-A mutation changes one file, or puts something else in its place, and returns a description.
+A mutation changes a file, or replaces it by something else, and returns a description of the
+change.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def flipped(path: Path, chance: Random) -> str:
 
 
 def cut(path: Path, chance: Random) -> str:
-    """Cut the end off, add zeros, or extend the file by a hole to a terabyte."""
+    """Cut off the end of the file, append zeros, or extend the file by a hole to a terabyte."""
     size = path.stat().st_size
     length = chance.choice((0, chance.randrange(size + 1), size + 1, size + 4096, TERABYTE))
     os.truncate(path, length)
@@ -59,7 +60,7 @@ def cut(path: Path, chance: Random) -> str:
 
 
 def moved_bytes(path: Path, chance: Random) -> str:
-    """Overwrite a part of the file with zeros, with 0xff, or with another part of it."""
+    """Overwrite part of the file with zeros, with 0xff, or with another part of the file."""
     content = bytearray(path.read_bytes())
     length = min(chance.choice((1, 4, 8, 100)), len(content))
     start = chance.randrange(len(content) - length + 1)
@@ -71,7 +72,7 @@ def moved_bytes(path: Path, chance: Random) -> str:
 
 
 def json_values(path: Path, chance: Random) -> str:
-    """Replace, remove or repeat a value of a JSON file, or the whole text."""
+    """Replace, remove or repeat a value in a JSON file, or replace the whole text."""
     if chance.random() < 0.1:
         text = chance.choice(WHOLE)
         path.write_text(text, encoding="utf-8")
@@ -82,7 +83,7 @@ def json_values(path: Path, chance: Random) -> str:
 
 
 def json_line(path: Path, chance: Random) -> str:
-    """Replace or remove a value in one line of JSON."""
+    """Replace or remove a value in one line of a file of JSON lines."""
     rows = path.read_text(encoding="utf-8").splitlines()
     number = chance.randrange(len(rows))
     content, what = replaced(json.loads(rows[number]), chance)
@@ -114,7 +115,7 @@ def replaced(content: Any, chance: Random) -> tuple[Any, str]:
 
 
 def safetensors_header(path: Path, chance: Random) -> str:
-    """Replace a value of the header of a safetensors file, or the length of the header."""
+    """Replace a value in the header of a safetensors file, or the length of the header."""
     content = path.read_bytes()
     (length,) = struct.unpack("<Q", content[:8])
     if chance.random() < 0.1:
@@ -128,7 +129,7 @@ def safetensors_header(path: Path, chance: Random) -> str:
 
 
 def lines(path: Path, chance: Random) -> str:
-    """Remove, repeat, empty or replace a line."""
+    """Remove, repeat, empty or replace a line of the file."""
     rows = path.read_bytes().split(b"\n")
     number = chance.randrange(len(rows))
     junk = (
@@ -147,7 +148,7 @@ def lines(path: Path, chance: Random) -> str:
 
 
 def something_else(path: Path, chance: Random) -> str:
-    """Replace a file by a folder, a pipe, a device or a link, or only delete it."""
+    """Replace the file by a folder, a pipe, a device or a link, or only delete the file."""
     path.unlink()
     kinds: dict[str, Callable[[], object]] = {
         "nothing": lambda: None,
@@ -164,7 +165,7 @@ def something_else(path: Path, chance: Random) -> str:
 
 
 def commit(folder: Path, outside: Path, chance: Random) -> str:
-    """Leave the folder of a commit (``fastbert.io.commit``) with parts that no save made."""
+    """Make the folder of an unfinished commit (``fastbert.io.commit``) with parts from no save."""
     place, done = folder / ".fastbert-committed", []
     if chance.random() < 0.2:
         place.symlink_to(chance.choice((outside, folder, outside / "absent")))

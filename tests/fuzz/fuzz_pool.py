@@ -15,26 +15,26 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 SECONDS = 10.0
-# Bytes that a case may use in addition to the memory of the forked process.
+# A case may use this number of bytes in addition to the memory of the forked process.
 MEMORY = 1 << 30
 
 
 class Limits(NamedTuple):
-    """The limits of a case: seconds of wall clock and of a processor, and bytes of memory."""
+    """The limits of a case: seconds of wall-clock and of processor time, and bytes of memory."""
 
     seconds: float = SECONDS
     memory: int = MEMORY
 
 
 LIMITS = Limits()
-# The signature of a case that exceeded the limit of wall-clock time or processor time.
+# This text is the signature of a case that exceeded the limit of wall-clock or processor time.
 LATE = "it did not end in time"
 
 
 class Outcome(NamedTuple):
-    """The kind of end of a case, ``"success"``, ``"refused"`` or ``"failure"``, and the reason.
+    """How a case ended: ``"success"``, ``"refused"`` or ``"failure"``, and the reason.
 
-    Two failures with the same signature have one cause.
+    Two failures with the same signature are taken to have the same cause.
     """
 
     kind: str
@@ -43,12 +43,12 @@ class Outcome(NamedTuple):
 
 
 def judged(case: Callable[[], object], named: str, limits: Limits = LIMITS) -> Outcome:
-    """Call `case` in a forked process.
+    """Call `case` in a forked process, and return how the call ended.
 
     Args:
         case: Function that reads files.
-        named: Text that the message of an accepted error contains.
-        limits: The limits.
+        named: Text that the message of an acceptable error must contain.
+        limits: The limits of time and memory.
 
     Returns:
         The outcome; `case` may return, or raise a ValueError, TypeError or OSError with `named`.
@@ -56,7 +56,7 @@ def judged(case: Callable[[], object], named: str, limits: Limits = LIMITS) -> O
     reader, writer = os.pipe()
     number = os.fork()
     if number == 0:
-        # `os._exit` ends the forked process without the cleanup of the parent, whatever happens.
+        # `os._exit` always ends the forked process without the cleanup code of its parent.
         try:
             os.close(reader)
             _limit(limits)
@@ -71,9 +71,9 @@ def judged(case: Callable[[], object], named: str, limits: Limits = LIMITS) -> O
 
 
 def _limit(limits: Limits) -> None:
-    # In a process of pytest, faulthandler would print the stacks of a crash.
+    # Without this call, the faulthandler of pytest would print the stacks of a crash.
     faulthandler.disable()
-    # A reader may write to the standard output or, as Rust, to the standard error.
+    # A reader may write to the standard output. A reader in Rust may write to the standard error.
     nowhere = os.open(os.devnull, os.O_RDWR)
     for handle in (0, 1, 2):
         os.dup2(nowhere, handle)
@@ -110,7 +110,7 @@ def _failure(error: BaseException, what: str) -> Outcome:
 
 
 def _received(number: int, reader: int, limits: Limits) -> Outcome:
-    # The limit is doubled, because a busy machine may give a process half of its time.
+    # The wall-clock limit is doubled, because a busy machine may give a process half of its time.
     deadline = time.monotonic() + 2 * limits.seconds
     parts = []
     while True:

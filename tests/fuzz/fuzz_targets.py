@@ -1,14 +1,14 @@
-"""The folders of sound files, and the functions that read them.
+"""The targets of the fuzzer: functions that make folders of sound files and that read folders.
 
 To add a kind of files, write a function that makes sound files in an empty folder and a function
 that reads a folder, and add a `Target` to `TARGETS`. If the mutations of
-``fuzz_mutations.any_file`` do not fit the files, give the target its own `mutate`. It receives the
-folder and a generator of random numbers, changes files of the folder, and describes the changes. If
-the errors do not name a file, set `named` to a text that every accepted error contains; an empty
-text accepts any message.
+``fuzz_mutations.any_file`` do not fit the files, give the target its own `mutate`. This function
+gets the folder and a generator of random numbers, changes files of the folder, and describes the
+changes. If the errors do not name a file, set `named` to a text that every acceptable error
+contains; an empty text accepts any message.
 
 The target of PTX texts is an example: it uses the mutations of ``ptxmachine/tests/_mutations.py``,
-leaves the changed text alone in its folder, and launches the kernels of this text.
+deletes all but the changed text, and launches the kernels of this text.
 """
 
 from __future__ import annotations
@@ -80,14 +80,14 @@ class Target:
     """A kind of folder that the fuzzer damages and reads.
 
     Attributes:
-        name: Name, for messages and for the random numbers.
+        name: Name of the target, which also decides its random numbers.
         build: Makes sound files in an empty folder.
         read: Reads a folder.
-        files: Globs of the files that are changed.
-        seal: Computes the checksums of a changed folder again, which is done in half of the cases.
-        special: Share of the cases in which a file is replaced by something that is no file.
-        mutate: Replaces the usual mutations; it receives the folder and the generator.
-        named: Text that the message of an accepted error contains; None is the path of the folder.
+        files: Glob patterns of the files that are changed.
+        seal: Recomputes the checksums of a changed folder, which happens in half of the cases.
+        special: Share of the cases in which a file is replaced by something that is not a file.
+        mutate: Replaces the usual mutations; called with the folder and the generator.
+        named: Text that an acceptable error must contain; None means the path of the folder.
     """
 
     name: str
@@ -100,7 +100,7 @@ class Target:
     named: str | None = None
 
     def damage(self, folder: Path, chance: Random) -> str:
-        """Change one file, sometimes two, and return a description of the changes."""
+        """Change one file, or sometimes two, and return a description of the changes."""
         if self.mutate is not None:
             return self.mutate(folder, chance)
         done = []
@@ -114,7 +114,7 @@ class Target:
             try:
                 what = how(path, chance)
             except (ValueError, LookupError, OSError, RecursionError, struct.error):
-                # The first change has made the file unreadable for the second.
+                # The second change cannot read the file, which the first change has damaged.
                 what = "nothing"
             done.append(f"{path.relative_to(folder)}: {what}")
         if self.seal is not None and chance.random() < 0.5:
@@ -214,7 +214,7 @@ def read_tokenizers(folder: Path) -> None:
         try:
             loaded.encode_within(9, "the dog ran to the garden", "and the cat went home")
         except ValueError as error:
-            # The files were accepted; the error is about a text that the tokenizer cannot encode.
+            # The files were accepted, and only a text failed that the tokenizer cannot encode.
             if not str(error).startswith(("tokenizer: it fails", "max_length: got 9")):
                 raise
 
@@ -300,7 +300,7 @@ def read_run(folder: Path) -> None:
     read_log(folder / "log.jsonl")
     checkpoint = checkpoints.read(folder / "checkpoints" / "step-00000002")
     checkpoint.tokenizer()
-    # The forked process has its own copy of the run.
+    # This process is forked, so it restores its own copy of the run.
     run_to_restore().restore(checkpoint)
 
 
@@ -354,7 +354,7 @@ def read_corpus(folder: Path) -> None:
         examples = PreparedExamples(corpus, max_length=24, seed=0)
         epoch = PreparedBatches(examples, tokens_per_batch=200).epoch(0)
     except ValueError as error:
-        # A sound corpus may have too few documents.
+        # An acceptable reason is that an undamaged corpus has too few documents.
         if not str(error).startswith(("documents: ", "corpus: ")):
             raise
         return
@@ -456,7 +456,7 @@ def build_ptx(folder: Path) -> None:
 
 
 def mutate_ptx(folder: Path, chance: Random) -> str:
-    """Change one text, and delete the other texts, whose launches would take most of the time."""
+    """Change one text, and delete the others, whose launches would take most of the time."""
     chosen = chance.choice(sorted(folder.iterdir()))
     for path in folder.iterdir():
         if path != chosen:
@@ -467,7 +467,7 @@ def mutate_ptx(folder: Path, chance: Random) -> str:
 
 
 def read_ptx(folder: Path) -> None:
-    """Launch the kernels; a fault of a kernel is allowed."""
+    """Launch the kernels of a PTX text; an error that the PTX machine reports is allowed."""
     for path in sorted(folder.iterdir()):
         with contextlib.suppress(ptx.PtxFault):
             _attempts.launch_kernels(path.read_text(encoding="utf-8"))
@@ -495,10 +495,10 @@ TARGETS = {
         Target(
             "pieces", build_corpus, read_pieces, ("corpus/summary.json", "corpus/shards/*.json")
         ),
-        # A pipe is a legitimate file of data.
+        # A pipe is a valid file of data, so no file is replaced.
         Target("data", build_data, read_data, special=0.0),
         Target("partial-output", build_partial, read_partial, special=0.0),
-        # The machine receives a text and no path, so its errors name the line.
+        # The PTX machine gets a text instead of a path, so its errors name the line.
         Target("ptx", build_ptx, read_ptx, mutate=mutate_ptx, named="line "),
     )
 }

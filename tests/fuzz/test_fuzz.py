@@ -1,4 +1,4 @@
-"""The fuzzer: some cases of every target, and the faults that it must report."""
+"""The fuzzer finds no failure in some cases of every target, and reports inserted mistakes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def quiet(text: str) -> None:
 
 
 def test_no_damaged_file_ends_badly(tmp_path: Path) -> None:
-    """Three cases of each target end as they may; `make fuzz` runs many more cases."""
+    """Three cases of each target end in an allowed way; `make fuzz` runs many more cases."""
     cases = 3 * len(TARGETS)
     with fuzz.opened(list(TARGETS.values()), tmp_path / "out") as fuzzing:
         fuzz.fuzz(fuzzing, seed=0, seconds=300, most=cases, say=quiet)
@@ -85,7 +85,7 @@ def test_a_fault_of_a_reader_is_reported_and_kept(fault, kind, words, tmp_path) 
 
     target = Target("lines", build, read, special=0.0)
     limits = Limits(seconds=1.0, memory=1 << 28)
-    # Case 1 of seed 0 changes the file.
+    # Case 1 of seed 0 changes the file of this target.
     with fuzz.opened([target], tmp_path / "out", limits) as fuzzing:
         outcome = fuzzing.run(target, 0, 1)
         assert outcome.kind == kind

@@ -1,4 +1,4 @@
-"""Calls of several threads are merged into batches, and every caller gets his own rows."""
+"""Calls from several threads are merged into batches, and each caller gets its own rows."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ WORDS = ["the", "old", "mill", "by", "a", "river", "dog", "ran", "over", "hill",
 
 
 class Model:
-    """A model whose row for a text is its length and the sum of its ids; one id per letter.
+    """A model whose row for a text is the text's length and the sum of its ids; one id per letter.
 
-    While `gate` is closed, a batch waits. `batches` has the texts of each batch. A batch with a
-    text in `poisoned` fails.
+    While `gate` is closed, a batch waits. The list `batches` has the texts of each batch. A batch
+    with a text in `poisoned` fails.
     """
 
     device = torch.device("cpu")
@@ -126,7 +126,7 @@ def test_waiting_calls_become_batches_in_the_order_of_arrival(busy, model):
     model.gate.set()
     rows = [future.result(60).tolist() for future in (first, *later)]
     assert rows == [row("first"), row("aaaa"), [row("bbb"), row("ccc")], row("d" * 15), row("ee")]
-    # A text is never behind a later one, even if the later text would fill a batch.
+    # No text waits for a text that came later, even if the later text would fill up a batch.
     assert model.batches == [["first"], ["aaaa", "bbb", "ccc"], ["d" * 15], ["ee"]]
 
 
@@ -178,7 +178,7 @@ def test_a_call_without_others_is_computed_by_its_own_thread(model):
 
 
 def test_calls_wait_for_a_call_that_its_own_thread_computes(model):
-    """The second and the third call are one batch, because they wait for the first."""
+    """The second and the third call form one batch, because both wait for the first call."""
     model.gate.clear()
     with DynamicBatcher(model) as batcher, ThreadPoolExecutor(1) as pool:
         first = pool.submit(batcher, "first")
@@ -233,7 +233,7 @@ def test_too_many_texts_are_refused(busy, model):
     two.cancel()
     model.gate.set()
     for _ in range(100):
-        # The places of a cancelled call are free when its turn comes.
+        # A cancelled call does not count towards the limit when its turn comes.
         with contextlib.suppress(OverloadedError):
             assert batcher(["c", "d", "e"]).tolist() == [row("c"), row("d"), row("e")]
             break
@@ -256,7 +256,7 @@ def test_an_error_reaches_only_its_caller(model):
                     call.result(60)
             else:
                 assert call.result(60).tolist() == row(text)
-        # Nothing is left of the failed calls.
+        # The failed calls leave no text in the queue.
         assert batcher("d", timeout=60).tolist() == row("d")
         assert batcher._waiting == 0
 

@@ -1,8 +1,8 @@
-"""Graphs of the encoder: buckets, static memory, and results equal to those without graphs.
+"""Graphs of the encoder give the model's results, with padded buckets and static memory.
 
-Without a GPU, a recording is the trace of a function. A replay repeats the recorded operators on
-the recorded memory. A value that Python reads from the data therefore stays fixed, as in a CUDA
-graph.
+Without a GPU, a recording is the trace of a function, and a replay repeats the recorded operators
+on the recorded memory. A value that Python reads from the data during the recording therefore stays
+fixed, as in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ CONFIG = BertConfig(
 GENERATOR = torch.Generator().manual_seed(1)
 POISONED = 59  # an id whose embedding is NaN
 BUCKETS = Buckets(max_tokens=64, max_batch=4, max_seqlen=48)
-# These operators read a number from the device. Neither a graph nor a fast call may use them.
+# These operators read a number from the device. Neither a graph nor a fast call may run them.
 SYNCHRONISING = {
     "aten._local_scalar_dense", "aten.equal", "aten.is_nonzero", "aten.item", "aten.masked_select",
     "aten.nonzero", "aten.unique_dim", "aten._unique2",
@@ -89,7 +89,7 @@ def poison(graphs: GraphedModel) -> None:
 
 
 def agree(graphs: GraphedModel, *batches: dict[str, Any]) -> None:
-    """Check that graphs and model agree by the tolerance rule, for all batches together."""
+    """Check that graphs and model agree by the tolerance rule, over all batches together."""
     plain = graphs.model
     sides: list[Callable[..., Any]] = [graphs]
     for dtype in (torch.float64, torch.float32):
@@ -165,7 +165,7 @@ def test_the_static_batch_ends_where_the_batch_does():
     assert memory == [t.data_ptr() for t in (static.ids, static.positions, static.cu_seqlens)]
 
 
-# Results equal to the model's
+# Tests that the results equal those of the model
 
 BATCHES = {
     "one": padded(7),
@@ -253,12 +253,12 @@ def test_recorded_in_one_mode_and_used_in_another(mode):
         assert torch.equal(graphs(**inputs)[0], expected)
 
 
-# Masks on the GPU
+# Tests of masks on a GPU
 
 
 @pytest.fixture
 def far(monkeypatch):
-    """Treat every mask as if it were on the GPU."""
+    """Treat every mask as if it were on a GPU."""
     monkeypatch.setattr(static_batch, "is_far", lambda mask: True)
 
 
@@ -411,7 +411,7 @@ def test_weights_that_moved_are_recorded_anew(change):
         got = graphs(**inputs)[0]
         assert graphs._cache.recorder is not first
         assert got.dtype == stock.library.dtype
-    if got.dtype == torch.float64:  # The stock model is the oracle itself.
+    if got.dtype == torch.float64:  # In float64, both are the same model.
         torch.testing.assert_close(got, oracle)
     else:
         assert_close("last_hidden_state", got, oracle, stock)

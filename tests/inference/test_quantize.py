@@ -1,4 +1,4 @@
-"""``fastbert.quantize``: the replaced layers, the refusals, and the error on real text."""
+"""``fastbert.quantize`` replaces the right layers, refuses others, and is exact on real text."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_in_place_frees_the_weights(model: modules.BertModel) -> None:
     assert fastbert.quantize(model, inplace=True) is model
     inputs = batch()
     assert torch.equal(model(**inputs).last_hidden_state, expected(**inputs).last_hidden_state)
-    # The size would be a quarter, but such small layers are rounded up to whole tiles.
+    # The model would have a quarter of the size, but its small layers are padded to whole tiles.
     assert size(model) < 0.75 * before
     big = nn.Linear(768, 3072)
     packed = QuantizedLinear.of(big).prepacked
@@ -87,7 +87,7 @@ def test_in_place_frees_the_weights(model: modules.BertModel) -> None:
 
 
 def test_agrees_with_the_reference_backend(model: modules.BertModel) -> None:
-    """The integers of both backends are equal, so the results differ only by rounding."""
+    """Both backends compute the same integers, so their results differ only by rounding."""
     quantised = fastbert.quantize(model)
     dense = quantised.encoder.layer[0].intermediate.dense
     for dtype in (torch.float32, torch.bfloat16):
@@ -105,7 +105,7 @@ def test_agrees_with_the_reference_backend(model: modules.BertModel) -> None:
 
 @pytest.mark.skipif(not ON_CPU, reason="fastbert._C was not built")
 def test_a_sequence_alone_is_bitwise_the_same_as_in_a_batch(model: modules.BertModel) -> None:
-    """Only a quantized layer is tested here; the other modules have their own tests."""
+    """A row of a quantized layer, the only module that is tested here, has the same bits alone."""
     dense = fastbert.quantize(model).encoder.layer[0].output.dense
     rows = torch.randn(50, SIZES["intermediate_size"])
     together = dense(rows)
@@ -148,7 +148,7 @@ def test_a_state_of_floats_or_of_another_shape_is_refused(model: modules.BertMod
 
 
 def test_dtypes(model: modules.BertModel) -> None:
-    """Scales stay fp32. The result has the dtype of the model, or that of autocast."""
+    """Scales stay in fp32. The result has the dtype of the model, or the dtype of autocast."""
     inputs = batch()
     quantised = fastbert.quantize(model).to(torch.bfloat16)
     dense = quantised.encoder.layer[0].output.dense
@@ -229,8 +229,8 @@ def test_the_operator_and_its_arguments() -> None:
 
 
 # On 256 sentences, the error is 0.89 % of the RMS in bf16 and 4.9 % in int8, and int8 has the rank
-# correlation 0.9992. The bounds leave room for other sentences. A lost scale in one layer or a zero
-# in one product exceeds them by far.
+# correlation 0.9992. The bounds leave room for other sentences. A lost scale in one layer, or a
+# zero in one product, exceeds the bounds by far.
 def test_sentence_embeddings_of_the_real_model() -> None:
     results = quantized_accuracy.measure(quantized_accuracy.real_sentences(24))
     errors = {row["name"]: row for row in results if row["against"] == "float64"}

@@ -1,4 +1,4 @@
-"""Child processes that receive SIGKILL at a chosen call, or at a time that the parent chooses."""
+"""Fork child processes that get SIGKILL at a chosen call, or when the parent decides."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-# These are the audit events of calls that open or change a file or a folder.
+# These are the names of audit events for calls that open or change a file or a folder.
 WATCHED = ("open", "os.", "shutil.", "fcntl.")
 
 
@@ -26,15 +26,15 @@ def child(work: Callable[[], None]) -> int:
 
 
 def end_of(number: int) -> int:
-    """Wait for a child; return its exit status, or the negative number of its signal."""
+    """Wait for a child, and return its exit status, or the negative number of its signal."""
     return os.waitstatus_to_exitcode(os.waitpid(number, 0)[1])
 
 
 def killed_at_every_call(work: Callable[[], None], stride: int = 1) -> Iterator[int]:
-    """Run `work` in several child processes, and kill each one just before a different call.
+    """Run `work` in several child processes, and kill each child just before a different call.
 
-    The calls are the watched calls 1, 1 + `stride` and so on. Yields the number of the call after
-    each kill, and ends when a child has finished its work.
+    The calls are the watched calls 1, 1 + `stride` and so on. The function yields the number of the
+    call after each kill, and ends when a child has finished `work`.
     """
     for call in range(1, 1000, stride):
         status = end_of(child(lambda last=call: _work_until(last, work)))
@@ -55,7 +55,7 @@ def _work_until(last: int, work: Callable[[], None]) -> None:
             if calls == last:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-    # An audit hook cannot be removed from a process, so the parent never sets one.
+    # An audit hook cannot be removed from a process, so only the children set one.
     os.fsync = lambda handle: sys.audit("os.fsync", handle)
     sys.addaudithook(watch)
     work()

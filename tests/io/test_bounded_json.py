@@ -1,4 +1,4 @@
-"""JSON is bounded in size, values and levels before it is parsed."""
+"""JSON files have limits for size, number of values and depth, which are checked before parsing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fastbert.jobs.texts import Texts
 from fastbert.training.log import read_log
 
 SECONDS = 10
-# Fragments that `dense` repeats. A parser needs many times the size of such a file in memory.
+# `dense` repeats these fragments. A parser needs memory of many times the size of such a file.
 DENSE = {"lists": "[],", "objects": '{"a":1},', "strings": '"abc",', "quotes": '""""', "mixed": ","}
 
 
@@ -109,7 +109,7 @@ def test_brackets_without_a_partner_are_no_json(text: str) -> None:
 
 @pytest.mark.parametrize("text", [r'{"a": "x\ud800y"}', r'{"a": {"\uDFFF": [1]}}'])
 def test_half_of_a_surrogate_pair_is_named(text: str, tmp_path: Path) -> None:
-    """Half of a surrogate pair cannot be written in UTF-8, so reading it is an error."""
+    """Reading one half of a surrogate pair is an error, because UTF-8 cannot represent it."""
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ValueError, match=r"config\.json: not valid JSON: .*surrogate"):
         json_file.read(tmp_path / "config.json")

@@ -1,4 +1,4 @@
-"""One run at a time holds the lock on a folder, and a killed run holds none."""
+"""Only one run at a time holds the lock of a folder, and a killed run does not hold the lock."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_killed_run_holds_no_lock_though_its_own_processes_live_on(tmp_path) -
 
     def hold() -> None:
         lock(tmp_path / "out", "output")
-        # The run forks this child, which outlives it like a process that prepares batches.
+        # The run forks this child, which lives longer than the run, like a loader of batches.
         os.write(writer, child(lambda: time.sleep(60)).to_bytes(8, "little"))
         time.sleep(60)
 

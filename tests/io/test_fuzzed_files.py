@@ -1,6 +1,6 @@
-"""Damaged copies of sound files: a reader raises only ValueError, TypeError or OSError.
+"""For a damaged copy of a sound file, a reader raises only ValueError, TypeError or OSError.
 
-The error names the file, and it is raised within a time limit.
+The error names the file, and the reader raises it within a time limit.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ JUNK = (None, True, False, -1, 0, 3, 1.5, 1e400, 10**30, "x", "", [], {}, [[]], 
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with a small undamaged file of every kind."""
+    """Return a folder with one small undamaged file of every kind."""
     folder = tmp_path_factory.mktemp("sound")
     tokenizer = train_tokenizer(stories(30, 0), 200)
     tokenizer.save(folder, max_length=16)
@@ -123,7 +123,7 @@ def read_state(folder: Path) -> None:
         assert 0 <= partial.done <= 4
 
 
-# Each row has the file, the function that reads it, and the function that prepares its folder.
+# A row has the file, the function that reads the file, and the function that prepares its folder.
 READERS: dict[str, tuple[str, Callable[[Path], Any], Callable[[Path], Any] | None]] = {
     "config": ("config.json", BertModel.from_pretrained, None),
     "weights": ("model.safetensors", BertModel.from_pretrained, None),
@@ -179,7 +179,7 @@ def test_settings_of_every_family(family: str, tmp_path: Path) -> None:
 
 
 def judge(read: Callable[[], Any], folder: Path) -> None:
-    """Check that `read` returns, or raises one of the three errors and names the folder."""
+    """Check that `read` returns, or raises one of the three errors with the name of the folder."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -193,7 +193,7 @@ def damaged(whole: bytes, name: str, chance: random.Random) -> Iterator[bytes]:
     for _ in range(COPIES):
         flipped = bytearray(whole)
         for _ in range(chance.choice((1, 3, 30))):
-            # Binary files have their headers at the ends, so most of the damage is there.
+            # Binary files have their headers at both ends, so most of the damage is there.
             near = chance.choice((200, 2000, len(whole)))
             place = chance.randrange(min(near, len(whole)))
             flipped[chance.choice((place, -1 - place))] ^= 1 << chance.randrange(8)

@@ -1,6 +1,6 @@
-"""Damaged and malicious checkpoints raise an error that names the file and the reason.
+"""Damaged and malicious checkpoints raise errors that name the file and the reason.
 
-A save that fails leaves the old files.
+A save that fails leaves the old files unchanged.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ def test_a_sparse_file_of_a_terabyte(end: int, reason: str, tmp_path: Path) -> N
     (tmp_path / "file").write_bytes(start)
     os.truncate(tmp_path / "file", len(start) + TERABYTE)
     limits = resource.getrlimit(resource.RLIMIT_AS)
-    # Without this limit, a machine may map the terabyte, because no byte of the mapping is read.
+    # Without this limit, a machine might map a terabyte, because no byte of the mapping is read.
     resource.setrlimit(resource.RLIMIT_AS, (1 << 39, limits[1]))
     try:
         with pytest.raises(ValueError, match=reason) as caught:
@@ -419,7 +419,7 @@ def test_classes_that_are_no_names(classes: Any, folder: Path) -> None:
 
 def test_settings_larger_than_any(folder: Path) -> None:
     with (folder / "config.json").open("wb") as file:
-        file.truncate(json_file.MAX_BYTES + 1)  # The hole in the file takes no space on the disk.
+        file.truncate(json_file.MAX_BYTES + 1)  # The hole takes no space on the disk.
     with pytest.raises(ValueError, match=r"config\.json: it has 8,388,609 bytes, allowed: at most"):
         modules.BertModel.from_pretrained(folder)
 

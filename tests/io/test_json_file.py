@@ -1,4 +1,4 @@
-"""The forms in which JSON files are written."""
+"""JSON files are read in all forms in which programs write them."""
 
 from __future__ import annotations
 

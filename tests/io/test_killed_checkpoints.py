@@ -44,7 +44,7 @@ def test_kills_at_random_moments(tmp_path, tokenizer, kills):
     midst = 0
     for _ in range(kills):
         number = child(save_on)
-        # The first message arrives after the first save, so every kill leaves a checkpoint.
+        # The first message comes after the first save, so a checkpoint exists at every kill.
         told = os.read(reader, 8)
         time.sleep(random.uniform(0, 0.03))
         os.kill(number, signal.SIGKILL)
@@ -60,7 +60,7 @@ def test_kills_at_random_moments(tmp_path, tokenizer, kills):
         midst += any(path.name.startswith(".") for path in (tmp_path / "checkpoints").iterdir())
         checkpoint = checkpoints.newest(tmp_path, pytest.fail)
         reached = checkpoint.content["step"]
-        # A kill after the rename and before the message leaves one more step than was told.
+        # After a kill between the rename and the message, there is one more step than was reported.
         assert reached in (saved, saved + 1)
         for name, expected in tensors_of(reached).items():
             assert torch.equal(checkpoint.tensors(name)["x"], expected["x"])

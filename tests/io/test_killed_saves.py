@@ -1,4 +1,4 @@
-"""A save is one commit: after a kill at any call, a folder has one complete model of the two."""
+"""A save is one commit: after a kill at any call, the folder has one whole model, old or new."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def no_flush(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def which(folder: Path, models: tuple[modules.BertModel, ...]) -> int:
-    """Return which of the models is in the folder; a mixture of models fails the test."""
+    """Return the index of the model in the folder; a mixture of models fails the test."""
     loaded = modules.BertModel.from_pretrained(folder)
     numbers = [n for n, model in enumerate(models) if model.config == loaded.config]
     assert len(numbers) == 1
@@ -61,7 +61,7 @@ def which(folder: Path, models: tuple[modules.BertModel, ...]) -> int:
 def assert_visible_files_are_of_one_model(
     folder: Path, models: tuple[modules.BertModel, ...]
 ) -> None:
-    """Check that a reader without support for commits sees one model, or misses a file."""
+    """Check that a reader that ignores commits sees one whole model, or misses a file."""
     if not all((folder / name).exists() for name in (checkpoint.CONFIG, checkpoint.WEIGHTS)):
         return
     layers = json.loads((folder / checkpoint.CONFIG).read_text(encoding="utf-8"))[
@@ -152,7 +152,7 @@ def test_saves_killed_at_random_moments_leave_one_of_the_two_models(
             for model in models:
                 model.save_pretrained(folder)
 
-    # Every child saves the first model first. The time before a kill grows, because a child may
+    # Every child first saves the first model. The time before a kill grows, because a child may
     # start too late to reach the second model.
     generator, result, kills = random.Random(0), set(), 0
     while kills < 25 or (kills < 150 and len(result) < 2):
@@ -218,7 +218,7 @@ def test_a_checkpoint_of_a_run_killed_at_any_call_has_its_own_tokenizer(
     new, old = files
     results = []
     for _ in killed_at_every_call(lambda: save_checkpoint(folder, *sides[1]), stride):
-        # A reader without support for commits finds files of only one of the two checkpoints.
+        # A reader that ignores commits finds files of only one of the two checkpoints.
         seen = visible(folder)
         assert seen.items() <= old.items() or seen.items() <= new.items()
         model = modules.BertForPreTraining.from_pretrained(folder)
@@ -336,7 +336,7 @@ def test_files_of_a_living_writer_are_left_alone_and_a_dead_ones_are_deleted(
 def test_a_commit_that_cannot_be_finished_is_a_clear_error(models, tmp_path, monkeypatch) -> None:
     models[0].save_pretrained(tmp_path)
     with monkeypatch.context() as patch:
-        # The save ends as if it were killed before it moves the files.
+        # The save ends as if the process were killed before the save moves the files.
         patch.setattr(commit, "_move_in", lambda folder, left: None)
         models[1].save_pretrained(tmp_path)
 

@@ -1,4 +1,4 @@
-"""A link in the place of a writer's folder or file is not followed, and reading deletes nothing."""
+"""Reading and writing follow no link in place of a folder or file, and reading deletes nothing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SECONDS = 5
 
 
 class Folders(NamedTuple):
-    """A folder with a model, and a folder of the user that must not change."""
+    """A folder with a model, and another folder of the user that must not change."""
 
     model: Path
     outside: Path
@@ -36,7 +36,7 @@ def folders(tmp_path: Path) -> Folders:
 
 @pytest.fixture(autouse=True)
 def limit() -> Iterator[None]:
-    """Fail a test that does not end."""
+    """Fail a test that does not end in time."""
 
     def end(*_: object) -> None:
         pytest.fail(f"it did not end within {SECONDS} s")
@@ -49,7 +49,7 @@ def limit() -> Iterator[None]:
 
 
 def content_of(folder: Path) -> dict[str, bytes | None]:
-    """Return the bytes of each file below `folder`, and None for each folder below it."""
+    """Return the bytes of each file below `folder`, and None for each folder below `folder`."""
     return {
         path.relative_to(folder).as_posix(): path.read_bytes() if path.is_file() else None
         for path in folder.rglob("*")
@@ -57,7 +57,7 @@ def content_of(folder: Path) -> dict[str, bytes | None]:
 
 
 def make_commit(folder: Path, *parts: str) -> Path:
-    """Make the folder of a commit with the given parts; the part ``new`` has a configuration."""
+    """Make the folder of a commit with `parts`; the part ``new`` has a configuration."""
     place = folder / commit.COMMITTED
     for part in parts:
         (place / part).mkdir(parents=True)
@@ -121,7 +121,7 @@ def test_a_place_that_no_save_made_is_an_error_and_nothing_is_moved(prepare, fol
             act(folders.model)
         assert str(folders.model) in str(caught.value)
         after = [content_of(folder) for folder in folders]
-        # The lock may be new, because it is made in the commit's folder before the check.
+        # The lock file may be new, because it is made in the commit's folder before the check.
         for content in (before[0], after[0]):
             content.pop(f"{commit.COMMITTED}/{commit.LOCK}", None)
         assert after == before

@@ -1,4 +1,4 @@
-"""Saving and loading whole models in fastbert and in transformers."""
+"""Whole models can be saved and loaded with fastbert and with transformers."""
 
 from __future__ import annotations
 

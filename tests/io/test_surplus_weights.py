@@ -1,4 +1,4 @@
-"""Weights of the encoder that do not fit the configuration raise an error that names them."""
+"""Encoder weights that do not fit the configuration raise an error that names these weights."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SIZES = {
     "intermediate_size": 36,
     "max_position_embeddings": 16,
 }
-# Each row has the class of the family, its key for the number of layers, and a weight of the last
+# A row has the class of the family, its key for the number of layers, and a weight of the last
 # layer.
 LAYER = "encoder.layer.3."
 FAMILIES: dict[str, tuple[str, str, str]] = {

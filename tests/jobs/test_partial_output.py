@@ -1,4 +1,4 @@
-"""The folder of an unfinished run: when it stays, and when it is removed."""
+"""The folder of an unfinished run stays if the run can be resumed, and is removed otherwise."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROWS = np.arange(12, dtype=np.float32).reshape(4, 3)
 
 
 class Notes(Reporter):
-    """A reporter that records its notes."""
+    """A reporter that records its messages."""
 
     def __init__(self) -> None:
         self.notes: list[str] = []
@@ -30,7 +30,7 @@ def opened(folder, reporter=None):
 
 @pytest.fixture(params=["ends", "is interrupted"])
 def leave(request):
-    """Return a function that ends the block of ``with leave.stopping``, or interrupts it."""
+    """Return a function that ends or interrupts the block of ``with leave.stopping``."""
 
     def leave():
         if request.param == "is interrupted":
@@ -77,7 +77,7 @@ def test_a_link_to_a_file_elsewhere_is_refused_and_not_followed(tmp_path, name):
 
 
 def test_a_full_disk_names_the_whole_file(tmp_path):
-    """A limit on the file size imitates a full disk: the rows fit, but the final file does not."""
+    """On a full disk, which a limit on the file size simulates, the final file is named."""
     resource = pytest.importorskip("resource")
     rows = np.random.default_rng(0).normal(size=(155, 32)).astype(np.float32)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)

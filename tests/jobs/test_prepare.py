@@ -1,4 +1,4 @@
-"""Preparing a corpus gives the same bytes despite interruptions, and loses no text."""
+"""Preparing a corpus gives the same bytes after interruptions, and loses no text."""
 
 from __future__ import annotations
 
@@ -75,7 +75,8 @@ def content(folder):
     return {p.relative_to(folder): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
-# A paragraph in each of eight scripts, and the number of its sentences, counted by hand.
+# Each row has a paragraph in one of eight scripts, and the number of its sentences, counted by
+# hand.
 SCRIPTS = (
     ("It rained. We stayed at home! Did you read? Mr. Smith did.", 4),
     ("Шёл дождь. Он жил в 1990 г. в Москве.", 2),
@@ -89,7 +90,7 @@ SCRIPTS = (
 
 
 def test_a_corpus_of_eight_scripts_loses_no_language(tmp_path):
-    """No sentence is lost; each paragraph is repeated, so that a vocabulary can be trained."""
+    """No sentence is lost in any script; paragraphs are repeated to train a vocabulary."""
     text = tmp_path / "text"
     text.mkdir()
     for number, (paragraph, _) in enumerate(SCRIPTS):
@@ -249,7 +250,7 @@ def test_a_broken_line_keeps_the_finished_pieces_and_is_read_again_when_it_is_re
     place = broken.rindex(b'{"text"')
     broken[place : place + 1] = b"!"
     path.write_bytes(broken)
-    # The sample for the vocabulary ends before the broken line.
+    # The sample from which the vocabulary is trained ends before the broken line.
     monkeypatch.setattr(job, "SAMPLE_BYTES", 5000)
     with pytest.raises(ValueError, match=rf"{path}, line 80: not valid JSON"):
         prepare(options())
@@ -278,7 +279,7 @@ def test_a_full_disk_names_the_file_and_the_same_command_continues(options, monk
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def add(self, documents):
-        # From the third shard on, a file can have at most 100 bytes.
+        # From the third shard on, the limit for a file is 100 bytes.
         limit = 100 if self._name >= "00002" else before[0]
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
         try:

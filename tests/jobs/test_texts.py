@@ -1,4 +1,4 @@
-"""The INPUT of encode and classify: the texts that are read, and the errors, which name a line."""
+"""`encode` and `classify` read the right texts from INPUT, and their errors name a line."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PAIRS = [("a b", "c"), ("", "zwölf 漢字\u2028no new line"), ("[SEP]", "")]
 
 
 def write(path, pairs=PAIRS):
-    """Write pairs as fields a and b of a .jsonl or .parquet, or their first texts as a .txt."""
+    """Write pairs as the fields a and b of a .jsonl or .parquet, or their first texts as a .txt."""
     if path.suffix == ".txt":
         path.write_text("".join(first + "\n" for first, _ in pairs), encoding="utf-8")
     elif path.suffix == ".jsonl":
@@ -119,8 +119,8 @@ def test_a_txt_has_no_fields(tmp_path):
         Texts(write(tmp_path / "texts.txt"), ("text",), id_field="id")
 
 
-# These texts have no line breaks, tabs and quotation marks, which not every format can hold. They
-# have no byte-order mark, because a mark at the start of a .txt is not part of the text.
+# These texts have no line breaks, tabs and quotation marks, which not every format can represent.
+# They have no byte-order mark, because a mark at the start of a .txt is not part of the text.
 PLAIN = st.text(
     st.characters(exclude_categories=["Cs", "Cc", "Zl", "Zp"], exclude_characters='"\ufeff')
 )

@@ -1,9 +1,8 @@
-"""The faults that ``make mutate`` inserts into the C++ code: typical mistakes in kernels.
+"""The mistakes that ``make mutate`` inserts into the C++ code, typical of kernels.
 
-Each fault is one wrong line, as in faults.py. The noun of a fault selects the code to compile: one
-source, or the kernels of one header at one instruction-set level. The noun also selects the tests
-that must catch the fault. Faults that change no result, and that only a sanitizer finds, are not
-here.
+Each `Fault` is one wrong line, as in faults.py. The noun of a fault selects the code to compile
+(one source, or the kernels of one header at one instruction-set level) and the tests that must
+fail. Mistakes that change no result, and that only a sanitizer finds, are not in this list.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ def source(name: str) -> Unit:
     return Unit(f"{CPU}/{name}.cpp")
 
 
-# Noun → the unit to compile. If several sources include the faulty header, only one is compiled.
+# Noun → the unit to compile. If several sources include the changed header, only one is compiled.
 UNITS: dict[str, Unit] = {
     "cpu_activation": level("avx2", "rows/activation_kernel.h"),
     "cpu_attention": level("avx2", "attention/forward_kernel.h"),
@@ -74,7 +73,7 @@ PRODUCTS = [
     "tests/csrc/test_linear_of_parts.py",
     "tests/csrc/test_feed_forward_layer_norm.py",
 ]
-# Noun → the tests that must catch a fault.
+# Noun → the tests of which one must fail for each fault.
 CPP_SELECTIONS: dict[str, list[str]] = {
     "cpu_activation": ["tests/csrc/test_feed_forward.py", "-k", "avx2"],
     "cpu_attention": ["tests/csrc/test_attention.py", "-k", "avx2"],
@@ -1856,7 +1855,7 @@ CPP_FAULTS: tuple[Fault, ...] = (
     *PARALLEL,
 )
 
-# Files of csrc/cpu without a fault, with the reason.
+# File of csrc/cpu into which no fault is inserted → the reason.
 WITHOUT_FAULTS: dict[str, str] = {
     f"{CPU}/{name}": reason
     for reason, names in {

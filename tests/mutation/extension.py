@@ -1,4 +1,4 @@
-"""Build the extensions for mutate.py: first completely, and then one source with a fault.
+"""Build the extensions for mutate.py: first without a fault, and then one source with a fault.
 
 The flags are those of setup.py, but without CUDA and with -O1 instead of -O3, so that a source
 compiles in seconds. The objects stay in build/mutation, where ninja updates them. The extensions
@@ -22,7 +22,7 @@ import torch
 from torch.utils import cpp_extension
 
 ROOT = Path(__file__).resolve().parents[2]
-BUILD = Path("build", "mutation")  # relative to ROOT, in which ninja runs
+BUILD = Path("build", "mutation")  # ninja runs in ROOT, so the path is relative
 SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")
 MACHINE = "ptxmachine/csrc"
 
@@ -105,16 +105,16 @@ class Unit(NamedTuple):
 
     @property
     def library(self) -> str:
-        """Return the path of the extension that contains the unit, relative to a tree."""
+        """Return the path, relative to a tree, of the extension that contains the unit."""
         machine = self.source.startswith(MACHINE)
         return ("ptxmachine/src/ptxmachine/_machine" if machine else "fastbert/_C") + SUFFIX
 
 
 def text_of(tree: Path, unit: Unit) -> str:
-    """Return the source of a unit.
+    """Return the source of a unit in the copy `tree` of the repository.
 
-    The source of a level includes only the header ``kernels``, and references the functions of the
-    kernel table that this header defines.
+    The source of an instruction-set level includes only the header ``kernels``, and references the
+    functions of the kernel table that this header defines.
     """
     folder = tree / "csrc" / "cpu"
     text = (tree / unit.source).read_text(encoding="utf-8")
@@ -154,7 +154,7 @@ def link_unit(compiled: Path, unit: Unit, library: Path) -> None:
     """Link an object of `compile_unit`, followed by the other objects of `compile_all`.
 
     Raises:
-        RuntimeError: If a function is missing, which would make a test fail even without a fault.
+        RuntimeError: If a function is missing, because a test would then fail even without a fault.
     """
     names = [name for name in unit.linked if unit.kernels or name != unit.source]
     others = [str(ROOT / object_of(name)) for name in names]

@@ -1,8 +1,8 @@
-"""The faults that ``make mutate`` inserts into the Triton kernels: typical mistakes in kernels.
+"""The mistakes that ``make mutate`` inserts into the Triton kernels, typical of kernels.
 
-Each fault is one wrong line that changes a result, reads out of bounds or leaves memory unwritten.
-tests/kernels/faulty_launches.py has faults that only compiled code shows, such as tf32 and spills.
-The faults of the C++ code are in cpp_faults.py.
+Each `Fault` is one wrong line that changes a result, reads out of bounds or leaves memory
+unwritten. tests/kernels/faulty_launches.py has mistakes that only compiled code shows, such as tf32
+and spills. The mistakes in the C++ code are in cpp_faults.py.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import NamedTuple
 class Fault(NamedTuple):
     """A change of one line that makes the code wrong.
 
-    ``file`` is a path from the root of the repository and contains ``old`` exactly once. ``noun``
-    selects the tests.
+    The path ``file`` is relative to the root of the repository, and the file contains ``old``
+    exactly once. The name ``noun`` selects the tests that must fail.
     """
 
     name: str
@@ -24,7 +24,7 @@ class Fault(NamedTuple):
     new: str
 
     def broken(self, text: str) -> str:
-        """Return ``text`` with the fault, or raise ValueError if ``old`` is not in it once."""
+        """Return ``text`` with the fault, or raise ValueError if ``old`` is not there just once."""
         count = text.count(self.old)
         if count != 1:
             raise ValueError(f"{self.name}: {self.file} contains {self.old!r} {count} times")
@@ -33,7 +33,7 @@ class Fault(NamedTuple):
 
 PARITY = "tests/ops/test_parity.py"
 
-# Noun → the tests that must catch a fault in its kernels.
+# Noun → the tests of which one must fail for each fault in the noun's kernels.
 SELECTIONS: dict[str, list[str]] = {
     "attention": [
         "tests/kernels/test_attention_kernels.py",

@@ -1,6 +1,7 @@
-"""The faults that only the long cases catch, and not the cases of `make test`, with the reasons.
+"""The faults, with reasons, that only long cases catch and the cases of `make test` do not.
 
-`make mutate` fails if another fault is of this kind, or if `make test` catches a listed fault.
+`make mutate` fails if another fault is of this kind, or if `make test` catches a fault in this
+list.
 """
 
 from __future__ import annotations

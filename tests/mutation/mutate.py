@@ -2,12 +2,13 @@
 
     python tests/mutation/mutate.py [--only TEXT] [--workers 2] [--json FILE]    # or: make mutate
 
-Each fault of faults.py, cpp_faults.py and ptx_faults.py is applied to a copy of the tree, never to
-the tree itself. The tests of the fault's noun run in the copy until a test fails: first the cases
-that `make test` selects, and then all cases. A fault is caught if a test fails, crashes or hangs.
-For C++, the unit of the noun is compiled with the fault; a fault that does not compile, or compiles
-to the same code, is an error. The exit status is 1 if fewer than 95 % of the faults of a kind are
-caught, if long_cases.py differs from the outcomes, or if a test fails without a fault.
+Each fault of faults.py, cpp_faults.py and ptx_faults.py is inserted into a copy of the tree, never
+into the tree itself. The tests of the fault's noun run in the copy until a test fails: first the
+cases that `make test` selects, and then all cases. A fault is caught if a test fails, crashes or
+hangs. For C++, the unit of the noun is compiled with the fault; a fault that does not compile, or
+that compiles to the same code, is an error. The exit status is 1 if fewer than 95 % of the faults
+of a kind are caught, if long_cases.py differs from the outcomes, or if a test fails without a
+fault.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from long_cases import LONG_CASES
 from ptx_faults import PTX_FAULTS, PTX_SELECTIONS, PTX_UNITS
 
 NEEDED = 0.95
-# Time limit of the tests in seconds, because a fault may cause an endless loop.
+# The tests have this time limit in seconds, because a fault may cause an endless loop.
 LONGEST = 300
 COPIED = ("csrc", "fastbert", "kernels", "ptxmachine", "tests", "pyproject.toml")
 TESTS = SELECTIONS | CPP_SELECTIONS | PTX_SELECTIONS
@@ -44,9 +45,9 @@ COMPILED = UNITS | PTX_UNITS
 
 
 class Outcome(NamedTuple):
-    """The outcome of one fault; ``by`` is the first failed test, or how the run ended.
+    """The outcome of one fault; ``by`` is the first failed test, or how the test run ended.
 
-    ``quick`` says whether the cases that `make test` selects catch the fault.
+    The value ``quick`` says whether the cases that `make test` selects catch the fault.
     """
 
     fault: Fault
@@ -91,7 +92,7 @@ def run_selection(tree: Path, selection: list[str]) -> tuple[bool, str]:
         "PYTHONDONTWRITEBYTECODE": "1",
         "TRITON_INTERPRET": "1",
         "OMP_NUM_THREADS": "1",
-        # The width of pytest's summary, so that lines are not shortened.
+        # With this width, pytest does not shorten the lines of its summary.
         "COLUMNS": "240",
     }
     command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "-p", "no:cacheprovider"]
@@ -107,7 +108,7 @@ def run_selection(tree: Path, selection: list[str]) -> tuple[bool, str]:
     if run.returncode < 0:
         return False, f"crashed with signal {-run.returncode}"
     if run.returncode != 1:
-        # Without a test, or after an internal error of pytest, nothing is known about the fault.
+        # Without a test, or after an internal error of pytest, the outcome of the fault is unknown.
         raise RuntimeError(f"pytest: exit status {run.returncode}\n{run.stdout}\n{run.stderr}")
     failed = [line for line in run.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]
     return False, failed[0].partition(" ")[2] if failed else "an error"
@@ -271,8 +272,8 @@ def main() -> int:
         parser.error(f"--only: got {options.only!r}, allowed: a part of a fault's name or file")
     outcomes, enough = [], True
     for kind, faults in chosen.items():
-        # Each part first checks its nouns without a fault. Faults of a noun are adjacent, so that
-        # few parts check the same noun.
+        # Each part first checks its nouns without a fault. The faults of a noun are adjacent, so
+        # that few parts check the same noun.
         first, last = (len(faults) * k // parts for k in (part - 1, part))
         if faults[first:last]:
             judged = judge(kind, faults[first:last], options.workers)

@@ -2,9 +2,10 @@
 
     python tests/mutation/mutate_page.py [--only TEXT]    # or: make mutate-viewer
 
-Each fault of page_faults.py is applied to a copy of the tree, and node builds the page. The tests
-of the fault's noun run in the copy until a test fails. A fault that does not change the built page
-is an error. The exit status is 1 if a fault is not caught, or if a test fails without a fault.
+Each fault of page_faults.py is inserted into a copy of the tree, and node builds the page. The
+tests of the fault's noun run in the copy until a test fails. A fault that does not change the built
+page is an error. The exit status is 1 if no test fails for a fault, or if a test fails without a
+fault.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The faults that ``make mutate-viewer`` inserts into the page of ``fastbert view``.
+"""The mistakes that ``make mutate-viewer`` inserts into the page of ``fastbert view``.
 
 Each fault is one wrong expression in a source of the page: a number, a position, a colour, a key or
 a label. The page is built with the fault, and a browser test must fail.
@@ -13,7 +13,7 @@ BROWSER = "tests/viewer/test_viewer_browser.py"
 CONTROLS = "tests/viewer/test_viewer_controls.py"
 VALUES = "tests/viewer/test_viewer_values.py"
 
-# Noun → the tests that must catch a fault.
+# Noun → the tests of which one must fail for each fault.
 PAGE_SELECTIONS: dict[str, list[str]] = {
     "numbers": [
         VALUES,

@@ -1,7 +1,7 @@
-"""The faults that ``make mutate`` inserts into the PTX machine: wrong readings of the PTX manual.
+"""The mistakes that ``make mutate`` inserts into the PTX machine: wrong readings of the PTX manual.
 
-Each fault is one wrong line, as in faults.py. The machine's own tests must catch the fault, or the
-kernels of tests/ptx/calibration, which are known to be right on GPUs.
+Each fault is one wrong line, as in faults.py. One of two groups of tests must fail: the machine's
+own tests, or the kernels of tests/ptx/calibration, which are known to be right on GPUs.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ PTX_UNITS: dict[str, Unit] = {f"ptx_{room}": Unit(f"{PTX}/{room}.cpp") for room 
 
 
 def selected(*names: str, triton: str = "") -> list[str]:
-    """Return tests of the machine, and the Triton cases whose names contain `triton`."""
+    """Return tests of the PTX machine, and the Triton cases whose names contain `triton`."""
     files = [f"{OWN}{name}.py" for name in names]
-    # One file is from tests/, so that pytest reads the options in tests/conftest.py.
+    # One of the files is in tests/, so that pytest reads the options in tests/conftest.py.
     others = "not triton_calibration"
     return [*files, TRITON, "-k", f"{others} or {triton}" if triton else others]
 

@@ -1,4 +1,4 @@
-"""All faults fit the current sources, and one fault is caught; ``make mutate`` tries all faults."""
+"""All faults fit the current sources, and tests catch one of them; ``make mutate`` tries all."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_the_build_with_a_fault_has_every_source_but_those_of_cuda():
 
 
 def test_every_kernel_file_has_faults():
-    """Files without a kernel, such as tiles.py, have faults, too."""
+    """Every file of kernels/ has faults, including files without a kernel, such as tiles.py."""
     kernels = {path.relative_to(ROOT).as_posix() for path in ROOT.glob("kernels/*.py")}
     assert {fault.file for fault in FAULTS} == kernels
 

@@ -1,4 +1,4 @@
-"""Small models for the tests of parity, shared with the tests of integrations."""
+"""The fixtures of small models for the tests of parity, shared with the tests of integrations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``fastbert.verify``: right models pass, wrong ones fail by name, and nothing is changed."""
+"""``fastbert.verify`` passes right models, fails wrong models by name, and changes nothing."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ GIVEN = {"dtypes": ["float32"]}
 
 
 def fields(report: Any, **wanted: str) -> set[str]:
-    """Return the fields of the rows with the wanted values."""
+    """Return the fields of the report's rows that have the values `wanted`."""
     rows = (row._asdict() for row in report.rows)
     return {row["field"] for row in rows if wanted.items() <= row.items()}
 
@@ -37,10 +37,10 @@ def failed(report: Any) -> set[tuple[str, str]]:
     return {(row.mode, row.field) for row in report.failures}
 
 
-# Models that pass
+# Tests of models that pass
 
 
-# Families with rules of their own in `verify`: padding positions, windows, no token types.
+# `verify` has special rules for these families: padding positions, windows, no token types.
 QUICK = ("bert", "roberta", "modernbert")
 
 
@@ -128,7 +128,7 @@ def test_a_batch_without_a_mask() -> None:
 
 
 class Around(nn.Module):
-    """A module around an encoder whose forward has its own argument names and outputs."""
+    """A module that contains an encoder, with other argument names and outputs of its own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -208,11 +208,11 @@ def test_the_real_checkpoint() -> None:
     assert report.passed, str(report)
 
 
-# Models that fail
+# Tests of models that fail
 
 
 class WrongGradient(torch.autograd.Function):
-    """The identity, whose gradient is 1 % too large."""
+    """The identity function, with a gradient that is 1 % too large."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -269,7 +269,7 @@ def test_a_fault_is_found_and_named(monkeypatch, fault: Callable, modes: set[str
 
 
 def test_an_operation_that_is_slightly_wrong_is_found(monkeypatch) -> None:
-    """If an operation of inference alone is wrong, outputs fail and the gradients pass."""
+    """If an operation is wrong in inference only, the outputs fail and the gradients pass."""
     honest = ops.encoder
 
     def wrong(*arguments: Any, **options: Any) -> Any:
@@ -326,7 +326,7 @@ def test_a_forward_of_its_own_is_told() -> None:
     assert "has a forward of its own" in row.detail
 
 
-# Arguments that are refused
+# Tests of arguments that are refused
 
 
 @pytest.mark.parametrize(

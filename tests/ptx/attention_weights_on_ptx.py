@@ -2,7 +2,7 @@
 
     python tests/ptx/attention_weights_on_ptx.py 80|90
 
-The kernel has no gradient, so no registered case covers it. The program prints failed comparisons.
+No registered case covers this kernel, which has no gradient. The program prints failed comparisons.
 """
 
 from __future__ import annotations

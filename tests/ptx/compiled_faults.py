@@ -1,9 +1,9 @@
-"""Faults that only compiled code can have, for insertion into the PTX of the shipped kernels.
+"""Mistakes that only compiled code can have, for insertion into the PTX of the shipped kernels.
 
 A fault removes or changes instructions in the PTX of one launch: a barrier, a wait, a fence, a
-swizzle, the form of a matrix instruction, a mask or a rounding. Such mistakes occur in compilers
-and in hand-written kernels. A fault is caught if the PTX machine raises `PtxFault`, or if a tensor
-fails the tolerance rule. try_compiled_faults.py tries the faults.
+swizzle, the form of a matrix instruction, a mask or a rounding. Compilers and hand-written kernels
+make such mistakes. A fault is caught if the PTX machine raises `PtxFault`, or if a tensor fails the
+tolerance rule. try_compiled_faults.py inserts the faults and runs the kernels.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import NamedTuple
 from fastbert.testing.cases import Case
 from fastbert.testing.selection import find
 
-# "general" makes the general kernels loop over three tiles of keys, and "loss" has two tiles. The
-# other cases are registered cases.
+# With "general", the general kernels loop over three tiles of keys. With "loss", there are two
+# tiles. The other cases are registered cases.
 CASES: dict[str, Case] = {
     "short": find("attention", "plain")[0],
     "general": Case("attention", "three_tiles", (1, 1, 300, 300, 64)),
@@ -29,7 +29,7 @@ CASES: dict[str, Case] = {
 
 
 class Kind(NamedTuple):
-    """A kind of fault.
+    """A kind of mistake that is inserted.
 
     Args:
         meaning: Description of the mistake.
@@ -42,12 +42,12 @@ class Kind(NamedTuple):
     new: str | Callable[[re.Match[str]], str]
 
     def replacement(self, match: re.Match[str]) -> str:
-        """Return the replacement of a match."""
+        """Return the text that replaces `match`."""
         return match.expand(self.new) if isinstance(self.new, str) else self.new(match)
 
 
 def removed(meaning: str, instruction: str) -> Kind:
-    """Return a kind that removes instructions; the regular expression matches their names."""
+    """Return a kind that removes the instructions whose names match the expression."""
     return Kind(meaning, rf"(?m)^\s*(?:@!?%p\d+ )?{instruction}\b[^;\n]*;$", "")
 
 
@@ -71,7 +71,7 @@ KINDS = {
     "stmatrix_trans": Kind(
         "stmatrix with .trans", r"(stmatrix\.\S*\.x\d)(\.shared)", r"\1.trans\2"
     ),
-    # Bits 62 and 63 of a matrix descriptor select the swizzle; the fault sets 128 bytes to none.
+    # Bits 62 and 63 of a matrix descriptor select the swizzle; the fault changes 128 bytes to none.
     "descriptor_swizzle": Kind(
         "a descriptor without swizzle",
         r"(or\.b64\s+%rd\d+, %rd\d+, )46116862933\d{8};",
@@ -109,7 +109,7 @@ KINDS = {
 
 
 class CompiledFault(NamedTuple):
-    """One fault in the PTX of a launch.
+    """One mistake that is inserted into the PTX of a launch.
 
     Args:
         arch: Architecture, such as 90 for sm_90.
@@ -128,7 +128,7 @@ class CompiledFault(NamedTuple):
     dtype: str = "bfloat16"
 
     def __str__(self) -> str:
-        """Name the fault."""
+        """Return the name of the fault."""
         return f"sm_{self.arch} {self.launch} {self.dtype}: {self.which} {self.kind}"
 
     def broken(self, ptx: str) -> str:
@@ -349,10 +349,10 @@ FAULTS = [
 ]
 
 
-# These changes are harmless for the given reasons, so that neither the machine nor the tolerance
-# rule must catch them. `FAULTS` also leaves out single redundant instructions. An example is the
-# barrier after the loop over keys in the short forward. It is redundant, because each warp waits
-# for its products before the later barriers around the layout conversion of the output.
+# Each of these changes is harmless for its reason, so neither the machine nor the tolerance rule
+# must catch it. `FAULTS` also leaves out single redundant instructions. An example is the barrier
+# after the loop over keys in the short forward. It is redundant, because each warp waits for its
+# products before the later barriers around the layout conversion of the output.
 UNCAUGHT: dict[CompiledFault, str] = {
     CompiledFault(80, "short", "attention_short_forward", "fma_rounding", "every", "bfloat16"): (
         "the sums are fp32, and a unit in their last place is lost when they are rounded to bf16"

@@ -25,9 +25,11 @@ from fastbert.testing import emulation
 from fastbert.testing.emulation import EmulatedRun, Selection, emulate, summarize
 from fastbert.testing.random_cases import TURNS
 
-# Pairs of a schedule and the signed share of the documented error of approximate instructions.
+# Each pair is a schedule and the share, with sign, of the documented error of approximate
+# instructions.
 SCHEDULES = ((0, -1.0), (1, 1.0))
-# The CUDA C++ kernels serve about 1 of 15 random attention cases, so more of these are drawn.
+# The CUDA C++ kernels support only about 1 of 15 random attention cases, so more of these are
+# drawn.
 ATTENTION = ("attention", "attention_varlen", "attention_qkvpacked")
 DRAWN = 100
 
@@ -36,7 +38,7 @@ def selections(backends: tuple[str, ...], random: int) -> list[Selection]:
     """Return the selections to run; `random` is the number of random cases per operation."""
     chosen = []
     for arch in emulation.ARCHITECTURES:
-        # The schedules of an architecture are adjacent, so the second needs no compilation.
+        # The schedules of an architecture are adjacent, so the second one needs no compilation.
         for schedule, approximate in SCHEDULES:
             common = {"schedule": schedule, "approximate": approximate}
             chosen.append(Selection(arch, backends, quick=True, **common))
@@ -64,7 +66,7 @@ def run_all(chosen: list[Selection]) -> list[EmulatedRun]:
 
 
 def page(runs: list[EmulatedRun], seconds: float) -> str:
-    """Return Markdown with a summary and a table row per operation, backend and dtype."""
+    """Return Markdown with a summary, and a table row for each operation, backend and dtype."""
     rows: dict[tuple[str, str, str], dict[str, dict[str, Any]]] = {}
     for line in summarize(runs):
         rows.setdefault((line["op"], line["backend"], line["dtype"]), {})[line["arch"]] = line

@@ -1,4 +1,4 @@
-"""The PTX machine and the tolerance rule catch faults in the shipped compiled kernels."""
+"""The PTX machine and the tolerance rule catch mistakes inserted into the compiled kernels."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def environment(pytestconfig):
 
 @pytest.fixture(scope="module")
 def outcomes(environment, request):
-    """Return the finding, or "", by the name of each fault that the selected tests need."""
+    """Return what caught each fault that the selected tests need, by the fault's name, or ""."""
     specs = (getattr(item, "callspec", None) for item in request.session.items)
     faults = {str(spec.params["fault"]) for spec in specs if spec and "fault" in spec.params}
     names = [str(fault) for fault in (*FAULTS, *UNCAUGHT) if str(fault) in faults]

@@ -1,4 +1,4 @@
-"""nvcc's output is cached, and a source is compiled again if any input has changed."""
+"""nvcc's output is cached, and a source is compiled again if any of its inputs has changed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SOURCE = '#include "factor.cuh"\nextern "C" __global__ void scale(float* x) { *x
 
 @pytest.fixture
 def source(tmp_path, monkeypatch):
-    """Return a source with a header, for an empty cache folder."""
+    """Return a source that includes a header; the cache folder is empty."""
     require_nvcc()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "source").mkdir()
@@ -31,7 +31,7 @@ def entries(tmp_path):
 
 
 def compiled(source, name, arch="80", flags=()):
-    """Compile a source into a new folder, and return the PTX texts."""
+    """Compile `source` into a new folder, and return the PTX texts."""
     folder = source.parents[1] / name
     folder.mkdir()
     object_file, files = nvcc.compiled(source, folder, arch, flags)
@@ -84,7 +84,7 @@ def test_a_source_with_an_error_is_not_kept(source, tmp_path):
 
 
 def note_and_compile(source, name, log):
-    """Compile a source, and write a note for each run of nvcc; another process calls this."""
+    """Compile `source`, and write a line for each run of nvcc, in another process."""
     original = nvcc._compile
 
     def noting(*arguments):

@@ -1,4 +1,4 @@
-"""The counts of a whole grid are estimated from a sample of its blocks."""
+"""The counts of a whole grid are estimated well from a sample of its blocks."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ print(json.dumps([
 @pytest.mark.every_case
 @pytest.mark.skipif(not backends.HAS_TRITON, reason="needs triton")
 def test_the_counts_of_a_compiled_launch():
-    """The counts of a launch are right; a child process runs, because Triton must compile."""
+    """The counts of a launch are right; a child process computes them, so that Triton compiles."""
     result = subprocess.run(
         [sys.executable, "-c", COUNT], env=backends.compiler_environment(), capture_output=True,
         text=True, timeout=500,
@@ -74,7 +74,7 @@ def test_the_counts_of_a_compiled_launch():
     assert blocks > 1
     # Tiles of 64 × 32 cover 192 × 96 results.
     assert flops[0] == 2 * 192 * 96 * 64
-    # Library GEMMs compute the gradients of x and of the weight.
+    # Library GEMMs compute the gradient of x and the gradient of the weight.
     assert backward.count("library") == 2
     assert flops[1] == 2 * 2 * 130 * 96 * 64
     assert instructions[0] == pytest.approx(instructions[1], rel=0.25)
@@ -93,5 +93,6 @@ def test_the_mix_of_machine_code():
     """
     found = sass.mix(text)
     assert found == {"fma": 1, "alu": 1, "lsu": 1, "issue": 5}
-    # 20 PTX instructions ran, from a text of 10 PTX instructions with 5 machine instructions.
+    # The launch ran 20 PTX instructions. Its text of 10 PTX instructions has 5 machine
+    # instructions.
     assert sass.corrected(20, 10, found) == {"fma": 2, "alu": 2, "lsu": 2, "issue": 10}

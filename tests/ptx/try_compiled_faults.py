@@ -1,9 +1,9 @@
-"""Try faults in compiled kernels, and print the outcome of each fault as JSON.
+"""Insert mistakes into compiled kernels, and print the outcome of each as JSON.
 
     python tests/ptx/try_compiled_faults.py [NAME ...]    # the named faults, or all
 
-Each case first runs without a fault and must pass. The environment variables must be those of
-`fastbert.ops.backend.compiler_environment`, as test_compiled_faults.py sets it.
+Each case first runs without a fault, and must pass. The environment variables must be those of
+`fastbert.ops.backend.compiler_environment`, as in test_compiled_faults.py.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from fastbert.testing import parity
 from fastbert.testing.ptx.triton_launches import Binary, Emulator, serving_triton
 from ptxmachine import PtxFault
 
-# A fault may cause an endless loop. Without a fault, a warp executes far fewer instructions.
+# A fault may cause an endless loop. In a correct kernel, a warp executes far fewer instructions.
 LONGEST = 1_000_000
 
 
 class Broken(Emulator):
-    """An emulator that inserts a fault into each launch with the name in the fault."""
+    """An emulator that inserts a fault into each launch whose name the fault has."""
 
     def __init__(self, fault: CompiledFault) -> None:
         super().__init__(fault.arch, seed=1, threads=1, limit=LONGEST)
@@ -43,7 +43,7 @@ class Broken(Emulator):
 
 
 def judge(emulator: Emulator, case: str, dtype: str) -> str:
-    """Run a case on an emulator, and return the fault, the failed tensors, or ""."""
+    """Run a case on an emulator; return the machine's error, the failed tensors, or ""."""
     try:
         with serving_triton(emulator.arch, emulator.run):
             results = parity.check_case(CASES[case], "triton", getattr(torch, dtype))
@@ -53,10 +53,10 @@ def judge(emulator: Emulator, case: str, dtype: str) -> str:
 
 
 def try_fault(fault: CompiledFault) -> dict[str, str]:
-    """Try a fault; a missing mask is tried with several memory layouts.
+    """Try a fault; if it removes a mask, try it with several memory layouts.
 
-    Without its mask, an access beyond the end of a tensor may reach another tensor, which the
-    machine allows and which may change no result. This depends on the addresses of the tensors.
+    An access without its mask, beyond the end of a tensor, may reach another tensor. The machine
+    allows this access, and the result may be right. This depends on the addresses of the tensors.
     """
     held: list[torch.Tensor] = []
     for attempt in range(4 if fault.kind in ("load_mask", "store_mask") else 1):
@@ -79,7 +79,7 @@ def try_all(faults: list[CompiledFault]) -> list[dict[str, str]]:
 
 def main() -> None:
     torch.set_num_threads(1)
-    # New memory is filled with NaN, which reveals elements that no kernel writes.
+    # New memory is filled with NaN, which reveals elements that no kernel has written.
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True
     names = sys.argv[1:] or [str(fault) for fault in (*FAULTS, *UNCAUGHT)]

@@ -1,9 +1,11 @@
-// The three functions of GNU OpenMP that the CPU operators call, implemented with std::thread.
+// This file implements the three functions of GNU OpenMP that the CPU operators call, by
+// std::thread.
 //
 // GNU OpenMP is not compiled with ThreadSanitizer. ThreadSanitizer therefore does not see that the
 // threads of a parallel loop start after the code before the loop and end before the code after it,
-// and would report every loop as a race. It sees the threads that are created and joined here. The
-// sanitizer's build links the extension with these functions; torch keeps GNU OpenMP.
+// and would report every loop as a race. ThreadSanitizer sees the threads that this file creates
+// and joins. The sanitizer's build links the extension with these functions; torch keeps GNU
+// OpenMP.
 
 #include <thread>
 #include <vector>

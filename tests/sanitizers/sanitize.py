@@ -3,12 +3,12 @@
     python tests/sanitizers/sanitize.py address [pytest's arguments]    # or: make sanitize
     python tests/sanitizers/sanitize.py thread [pytest's arguments]
 
-`address` runs tests/csrc and ptxmachine/tests with AddressSanitizer and
-UndefinedBehaviorSanitizer; `thread` runs tests/csrc/test_threads.py with ThreadSanitizer. Each has
-a copy of fastbert and ptxmachine in build/sanitize-* with their own extensions, which later runs
-update. Python and torch are not instrumented, so the sanitizers see the accesses of the extensions
-only. Leaks are not reported, because Python frees little of its memory at exit. The first finding
-ends the run with a report and an exit status other than 0.
+`address` runs tests/csrc and ptxmachine/tests with AddressSanitizer and UndefinedBehaviorSanitizer;
+`thread` runs tests/csrc/test_threads.py with ThreadSanitizer. Each sanitizer has a copy of fastbert
+and ptxmachine in build/sanitize-* with extensions of its own, which later runs update. Python and
+torch are not instrumented, so the sanitizers see only accesses of the extensions. Leaks are not
+reported, because Python frees little of its memory at exit. The first error that a sanitizer
+reports ends the run with an exit status other than 0.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ from typing import NamedTuple
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-# -O1 keeps the sums of a tile in registers; -g1 gives line numbers in reports.
+# -O1 keeps the sums of a tile in registers. -g1 gives line numbers in the sanitizer's reports.
 FLAGS = ["-O1", "-g1", "-fno-omit-frame-pointer"]
-# With the second option, an allocation that is too large fails, and does not end the process.
+# With the second option, an allocation that is too large returns null instead of ending the
+# process.
 ASAN = "detect_leaks=0:allocator_may_return_null=1"
 
 
 class Sanitizer(NamedTuple):
     flags: list[str]
-    libraries: list[str]  # libraries that Python must load first
+    libraries: list[str]  # Python must load these libraries first
     environment: dict[str, str]
     tests: list[str]
     left_out: list[str]
@@ -44,7 +45,7 @@ SANITIZERS = {
         {"ASAN_OPTIONS": ASAN, "UBSAN_OPTIONS": "print_stacktrace=1"},
         ["tests/csrc", "ptxmachine/tests"],
         [
-            # AddressSanitizer keeps freed memory for a while.
+            # The memory grows, because AddressSanitizer does not reuse freed memory for a while.
             "tests/csrc/test_attention.py::test_calls_grow_no_memory",
             # nvcc crashes if libasan is loaded.
             "tests/csrc/test_nvcc.py",
@@ -62,7 +63,7 @@ SANITIZERS = {
 
 
 def build(name: str, sanitizer: Sanitizer) -> Path:
-    """Build the instrumented extensions and return the folder with the packages."""
+    """Build the instrumented extensions, and return the folder with both packages."""
     folder = ROOT / "build" / f"sanitize-{name}"
     folder.mkdir(parents=True, exist_ok=True)
     links = [*sanitizer.flags]
@@ -98,7 +99,8 @@ def run(package: Path, sanitizer: Sanitizer, arguments: list[str]) -> int:
         "LD_PRELOAD": " ".join(map(library, sanitizer.libraries)),
         "PYTHONPATH": str(package),
     }
-    # `python -m pytest` would import the package of the working tree, so this file runs the tests.
+    # `python -m pytest` would import fastbert from the working tree, so this file runs pytest
+    # itself.
     command = [sys.executable, __file__, "--in", package, *(arguments or sanitizer.tests)]
     command += [f"--deselect={test}" for test in sanitizer.left_out]
     print("tests left out:", *(sanitizer.left_out or ["none"]), flush=True)
@@ -113,7 +115,8 @@ def main(arguments: list[str]) -> int:
 
         assert EXTENSION is not None, f"the extension in {arguments[1]} cannot be imported"
         assert Path(EXTENSION.__file__).is_relative_to(arguments[1]), EXTENSION.__file__
-        # A report is written when the process ends; captured output would be lost.
+        # The sanitizer writes its report when the process ends, when pytest's captured output is
+        # lost.
         return pytest.main(["--capture=no", "-p", "no:cacheprovider", *arguments[2:]])
     if not arguments or arguments[0] not in SANITIZERS:
         print(__doc__, file=sys.stderr)

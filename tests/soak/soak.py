@@ -1,12 +1,12 @@
-"""Use models for a long time, and find out whether the resources of the process grow.
+"""Use models for a long time, and check whether the process needs more and more resources.
 
     python tests/soak/soak.py [--minutes 60]    # or: make soak MINUTES=60
 
-Every round calls the turns of `turns`, with new lengths and batch sizes. After each round, the
-script reads the resident memory, the open files and the threads from /proc. The first quarter of
-the time is for caches, pools and threads that a process keeps. After that, usage must not grow: the
-script compares the median of the last quarter with the median of the second one. The exit status
-is 1 if memory, files or threads grew.
+Every round calls the functions that `turns` yields, with new lengths and batch sizes. After each
+round, the script reads the resident memory, the open files and the threads from /proc. The first
+quarter of the time is for caches, pools and threads that a process keeps. After that, usage must
+not grow: the script compares the median of the last quarter with the median of the second quarter.
+The exit status is 1 if memory, files or threads grew.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-# oneDNN caches its code for each new shape, up to 1,024 products. Stock code in every round would
-# fill this cache by 15 KB per round for an hour, so the cache has room for 32 products only.
+# oneDNN caches its code for each new shape, up to 1,024 products. Stock models in every round would
+# fill this cache by 15 KB per round for an hour, so the cache is limited to 32 products.
 os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "32")
 
 import torch
@@ -38,13 +38,14 @@ from fastbert.config import BertConfig
 from fastbert.modules import BertForPreTraining, BertModel
 
 LIBC = ctypes.CDLL(None)
-# Allowed growth of the resident memory. Other splits of an allocator's blocks change it by a few
-# MiB. A leak of one fp32 hidden state of 8 x 128 x 128 in each round exceeds the limit in an hour.
+# These are the limits for the growth of the resident memory. It varies by a few MiB, because the
+# allocator splits blocks differently. A leak of one fp32 hidden state of 8 x 128 x 128 per round
+# exceeds the limit in an hour.
 ALLOWED_SHARE, ALLOWED_MIB = 0.01, 8.0
-# A round of every turn takes about two seconds on two cores, so each quarter needs a minute.
+# A comparison needs at least this many rounds. A round takes about two seconds on two cores.
 FEWEST_ROUNDS = 8
-# A turn in this table is called in every n-th round only. safetensors 0.8.0 keeps two small objects
-# per mapped tensor, which is 4 KB for each model that is read.
+# A function in this table is called only in every n-th round. safetensors 0.8.0 keeps two small
+# objects per mapped tensor, which is 4 KB for each model that is read.
 ROUNDS = {"save_and_load": 8}
 SIZES = {
     "vocab_size": 2000,
@@ -57,7 +58,7 @@ SIZES = {
 
 
 class Usage(NamedTuple):
-    """Resources that the process uses: resident memory in MiB, open files, threads."""
+    """The resources that the process uses: resident memory in MiB, open files, and threads."""
 
     mib: float
     files: int
@@ -75,7 +76,7 @@ def usage() -> Usage:
 
 
 def growth(seen: list[Usage]) -> list[str]:
-    """Return which resources grew from the second to the last quarter, in words; may be empty.
+    """Return messages for the resources that grew from the second to the last quarter.
 
     Raises:
         ValueError: If there are too few rounds for a comparison.
@@ -98,7 +99,7 @@ def growth(seen: list[Usage]) -> list[str]:
 
 
 def batch(draw: random.Random) -> tuple[Tensor, Tensor]:
-    """Draw ids and a mask of random size."""
+    """Return random ids and a mask, of random size."""
     rows, length = draw.randint(1, 8), draw.randint(1, 128)
     ids = torch.randint(5, 2000, (rows, length))
     lengths = torch.randint(1, length + 1, (rows, 1))
@@ -106,14 +107,14 @@ def batch(draw: random.Random) -> tuple[Tensor, Tensor]:
 
 
 def of_transformers() -> nn.Module:
-    """Return a model of transformers."""
+    """Return a small model of transformers."""
     import transformers
 
     return transformers.BertModel(transformers.BertConfig(**SIZES))
 
 
 def turns(folder: Path, draw: random.Random) -> Iterator[tuple[str, Callable[[], None]]]:
-    """Yield the name and the function of each turn."""
+    """Yield the name and the function of each kind of use, which a round calls."""
     native, accelerated = (
         BertModel(BertConfig(**SIZES)).eval(),
         fastbert.accelerate(of_transformers()),
@@ -161,7 +162,7 @@ def turns(folder: Path, draw: random.Random) -> Iterator[tuple[str, Callable[[],
 
 
 def soak(minutes: float, say: Callable[[str], None]) -> list[Usage]:
-    """Take turns for a number of minutes, and return the usage after each round."""
+    """Call all functions of `turns` for `minutes`, and return the usage after each round."""
     draw = random.Random(0)
     torch.manual_seed(0)
     seen: list[Usage] = []
@@ -189,7 +190,7 @@ def main() -> int:
     )
     parser.add_argument("--minutes", type=float, default=60.0, help="how long turns are taken")
     options = parser.parse_args()
-    # Progress of loading and saving would fill the screen.
+    # The progress bars of loading and saving would fill the screen.
     warnings.simplefilter("ignore")
     seen = soak(options.minutes, lambda text: print(f"fastbert: {text}", flush=True))
     try:

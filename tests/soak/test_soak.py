@@ -1,4 +1,4 @@
-"""The result of `make soak`, and one round of its turns."""
+"""`make soak` reports growing resources, and one round of its functions runs."""
 
 from __future__ import annotations
 

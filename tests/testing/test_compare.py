@@ -51,7 +51,7 @@ def test_a_small_bias_that_the_maximum_misses_is_caught_by_the_rms():
     assert not result.passed
 
 
-# Tests of yardsticks with sums in fixed orders
+# Tests of yardsticks, PyTorch's own errors, whose sums are computed in fixed orders
 
 
 def beside(library: torch.Tensor, run) -> Yardstick:
@@ -62,7 +62,7 @@ def beside(library: torch.Tensor, run) -> Yardstick:
 
 
 def in_one_chain(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Return a bᵀ in fp32, with the terms added in sequence."""
+    """Return a bᵀ in fp32, where each sum adds its terms one after another."""
     total = torch.zeros(a.shape[0], b.shape[0])
     for k in range(a.shape[1]):
         total += a[:, k, None] * b[:, k]
@@ -71,7 +71,7 @@ def in_one_chain(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 @pytest.fixture
 def product():
-    """Return operands, the oracle of their product, and the products of two kinds of library."""
+    """Return operands, their product in float64, and the products of two kinds of library."""
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(rows, 111, generator=generator) for rows in (7, 59))
     oracle = a.double() @ b.double().mT
@@ -116,7 +116,7 @@ def test_a_dropped_key_is_caught_beside_fixed_orders(attention_out):
 
 
 def test_one_dominant_element_is_judged_by_several_orders():
-    """A yardstick with several orders of sums is fair if few elements have all of the error."""
+    """With several orders of sums, a yardstick is fair if a few elements have all of the error."""
     lucky = 0
     for seed in range(20):
         generator = torch.Generator().manual_seed(seed)
@@ -151,7 +151,7 @@ def test_an_element_that_is_not_finite_fails_even_where_the_oracle_is_not_either
 
 
 def test_a_loss_is_judged_by_the_dtype_it_was_computed_in():
-    """A loss may have the error of the tested dtype beside a lucky yardstick, but not 1 %."""
+    """If a yardstick's error is small by chance, a loss may have its dtype's error, but not 1 %."""
     oracle = torch.tensor([4.6], dtype=torch.float64)
     yardstick, close, wrong = ((oracle + e).float() for e in (1e-5, 4e-4, 0.046))
     assert not compare("loss", close, oracle, yardstick).passed

@@ -1,4 +1,4 @@
-"""`compare_all` gives the same comparisons as `compare`, and `InFloat64` an exact oracle."""
+"""`compare_all` gives the same results as `compare`, and `InFloat64` gives exact results."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ORACLE = X.double() @ W.double().T
 
 
 def shifted(share: float) -> dict[str, Tensor]:
-    """Return a right product, and a product with an element off by `share` times the limit."""
+    """Return a right product, and one with an element that is off by `share` times the limit."""
     stock = X @ W.T
     limit = compare("y", stock, ORACLE, Yardstick(lambda: X @ W.T)).allowed
     wrong = stock.clone()

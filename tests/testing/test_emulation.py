@@ -25,11 +25,12 @@ ROOT = Path(__file__).resolve().parents[2]
 
 pytestmark = [
     pytest.mark.skipif(not backends.HAS_TRITON, reason="needs triton"),
-    # Compilation takes most of the time.
+    # Compilation takes most of the time of this file.
     pytest.mark.timeout(1500),
 ]
 
-# (operation, case, dtype); together, they reach every launch except attention weights.
+# The entries are (operation, case, dtype). Together, they reach every launch except attention
+# weights.
 SUBSET = (
     ("attention", "plain", "bfloat16"),
     ("attention", "bias_gradient", "bfloat16"),
@@ -46,7 +47,7 @@ SUBSET = (
     ("embedding", "plain", "bfloat16"),
     ("linear_cross_entropy", "sum", "float16"),
 )
-# No case reaches this launch; tests/ptx/attention_weights_on_ptx.py runs it.
+# No case reaches this launch, so tests/ptx/attention_weights_on_ptx.py runs it.
 WITHOUT_CASE = {"attention_weights"}
 
 
@@ -59,7 +60,7 @@ def available() -> tuple[str, ...]:
 
 @pytest.fixture(scope="module")
 def cache(pytestconfig):
-    """Return Triton's cache folder, which stays between runs so that only changes are compiled."""
+    """Return Triton's cache folder, which persists so that later runs compile only changes."""
     return pytestconfig.cache.mkdir("triton")
 
 

@@ -1,4 +1,4 @@
-"""The options that select cases for ``fastbert.testing.parity``."""
+"""The options for ``fastbert.testing.parity`` select the right cases."""
 
 from __future__ import annotations
 

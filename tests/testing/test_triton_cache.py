@@ -1,4 +1,4 @@
-"""A launch finds binaries that were compiled ahead of time in Triton's cache."""
+"""A launch finds binaries in Triton's cache that were compiled ahead of time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from fastbert.ops import backend as backends
 
-# A launch with `warmup` compiles or finds the binary in the cache, but does not run the kernel.
+# A launch with `warmup` compiles the kernel, or finds it in the cache, but does not run the kernel.
 PROGRAM = """
 import json, os
 import triton

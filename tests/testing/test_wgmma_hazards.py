@@ -1,4 +1,4 @@
-"""Hand-written SASS with right and wrong waits before operand A of a wgmma is overwritten."""
+"""The check of machine code reports code that overwrites operand A of a wgmma without a wait."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ WAIT = "WARPGROUP.DEPBAR.LE gsb0, 0x0"
 
 
 def listing(*instructions: str) -> str:
-    """Return the instructions as cuobjdump prints them, 16 bytes apart."""
+    """Return the instructions as a listing of cuobjdump, at addresses 16 bytes apart."""
     lines = [f"        /*{16 * i:04x}*/ {text} ;" for i, text in enumerate(instructions)]
     return "\n".join(["\t\tFunction : kernel", *lines, f"/*{16 * len(lines):04x}*/ EXIT ;"])
 

@@ -25,7 +25,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @pytest.fixture
 def products(monkeypatch) -> list[torch.Size]:
-    """Return a list that records the shapes of products computed with a fixed order."""
+    """Return a list that collects the shapes of products that are computed in a fixed order."""
     shapes: list[torch.Size] = []
 
     def spy(a, b, order):
@@ -95,7 +95,7 @@ def test_every_form_of_a_product_has_a_fixed_order(products, form, dtype, mode):
     assert len(products) == count
     assert results.dtype == function(*given).dtype
     exact = function(*(x.double() for x in given))
-    # The limit allows for the rounding of the result and of sums of these terms in fp32.
+    # The limit allows for rounding the result, and for rounding the sums of these terms in fp32.
     terms = function(*(x.double().abs() for x in given)).abs().max()
     allowed = torch.finfo(dtype).eps * (1 + exact.abs().max()) + torch.finfo().eps * terms
     assert (results - exact).abs().max() <= 20 * allowed

@@ -1,4 +1,4 @@
-"""Pages of small models, and a page in the browser."""
+"""The fixtures of pages for small models, and of a page in the browser."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def page_file(masked_lm, tokenizer, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def tokens(tokenizer) -> Tokens:
-    """Return the tokens of `page_file`."""
+    """Return the tokens of the texts in `page_file`."""
     found = tokenize(tokenizer, *TEXTS)
     found.pad(34, tokenizer.pad_id)
     return found
@@ -60,7 +60,7 @@ def sparse_file(collected, tokens, tmp_path_factory) -> Path:
 
 
 class Opened:
-    """A page in the browser, with its requests and its errors."""
+    """A page in the browser, with the requests that it made and the errors that it reported."""
 
     def __init__(self, context: Any, file: Path) -> None:
         context.add_init_script(path=Path(__file__).parent / "record_uses.js")
@@ -77,7 +77,7 @@ class Opened:
         )
 
     def go(self, **state: object) -> Any:
-        """Open the page in a state, and wait until it is drawn."""
+        """Open the page in the state `state`, and wait until the page has drawn it."""
         self.page.goto("about:blank")
         query = "&".join(f"{name}={value}" for name, value in state.items())
         self.page.goto(f"file://{self.file}#{query}")
@@ -85,7 +85,7 @@ class Opened:
         return self.page
 
     def settle(self) -> None:
-        """Wait until the last change is drawn."""
+        """Wait until the page has drawn the last change."""
         self.page.wait_for_selector("#view:not([aria-busy])")
 
     def state(self) -> dict[str, str]:
@@ -98,10 +98,10 @@ class Opened:
         return self.page.evaluate(script)
 
     def picture(self) -> list[str]:
-        """Return the picture of the view: its elements, and the pixels of its canvases."""
+        """Return the picture of the view: the view's elements, and the pixels of its canvases."""
         self.page.wait_for_selector("#view:not([aria-busy])")
         self.page.wait_for_function("() => !document.querySelector('#view [data-drawing]')")
-        # A change is drawn in the next frame.
+        # The page draws a change in the next frame.
         script = """() => new Promise((done) => requestAnimationFrame(() => setTimeout(() => done([
           document.querySelector('#view').innerHTML,
           ...[...document.querySelectorAll('#view canvas')].map((canvas) => canvas.toDataURL()),
@@ -113,7 +113,7 @@ class Opened:
         return set(self.page.evaluate("window.controls()"))
 
     def used(self) -> set[str]:
-        """Return the controls that were used by real events since the page was opened."""
+        """Return the controls that real events have used since the page was opened."""
         return set(self.page.evaluate("[...window.used]"))
 
     def check(self) -> None:

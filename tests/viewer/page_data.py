@@ -1,4 +1,4 @@
-"""Read the data of a page from its file as the specification says, and bound their errors."""
+"""Read the data of a page from its file by the file's specification, and bound their errors."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ import numpy as np
 
 from fastbert.viewer import quantize
 
-# Codes are computed in fp32, whose unit roundoff is u = 2⁻²⁴. The root, its product with N and the
-# sum with 1/2 have a relative error of u each, so that a weight is rounded at most δ = 3 u (N + 1)
-# off the middle of two codes. This moves the decoded weight by at most 2 δ (√w + 1/N) / N < 8 u.
-# The decoded weight is a square of a quotient in fp32, with an error of at most 3 u.
+# Codes are computed in fp32, whose unit roundoff is u = 2⁻²⁴, where N is the number of levels. The
+# root of a weight w, its product with N and the sum with 1/2 have a relative error of u each. A
+# weight is therefore rounded at most δ = 3 u (N + 1) off the middle of two codes. This moves the
+# decoded weight by at most 2 δ (√w + 1/N) / N < 8 u. The decoded weight is a square of a quotient
+# in fp32, with an error of at most 3 u.
 ROUNDING = 11 * 2.0**-24
 
 
 def error_bound(weights: np.ndarray, levels: int) -> np.ndarray:
-    """Return the largest error of each weight.
+    """Return the largest error that the codes of a page may cause in each weight.
 
     A weight w becomes the code c = √w N + d with |d| ≤ 1/2, which stands for c²/N². The error is
     |2 √w d N + d²| / N² ≤ √w / N + 1 / (4 N²), with the rounding of fp32.
@@ -40,7 +41,7 @@ def block_of(html: str, name: str) -> bytes:
 
 
 def planes_of(html: str, name: str, levels: int) -> np.ndarray:
-    """Return the planes of a block of shape ``(heads, L, L)``, indexed by head, query and key."""
+    """Return the planes of the block `name` as an array (heads, L, L) by head, query and key."""
     codes = np.frombuffer(block_of(html, name), np.uint8)
     length = len(data_of(html)["tokens"])
     return quantize.decode(codes.reshape(-1, length, length), levels).astype(float)
@@ -79,7 +80,7 @@ def relevance_of(html: str, layer: int) -> np.ndarray:
 
 
 def half_digit(value: float) -> float:
-    """Return half a unit of the last printed digit of a value, plus the rounding of fp32."""
+    """Return half a unit of the last digit that a page prints, plus the rounding of fp32."""
     if value == 0:
         return 0.0
     digits = 1 - math.floor(math.log10(abs(value))) if value < 0.0995 else 2 - (value >= 9.95)

@@ -1,4 +1,4 @@
-"""The page in Chromium: views, links, pictures, accessibility, and the limits of a page."""
+"""The page works in Chromium: views, links, pictures, accessibility, and limits of a page."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ VIEWS = ("model", "head", "neuron", "text", "matrix")
 
 
 def ink_of(page: Any, selector: str) -> int:
-    """Return the number of different colours in the canvases of a selector."""
+    """Return the number of different colours in the canvases that match `selector`."""
     script = """selector => {
       const seen = new Set();
       for (const canvas of document.querySelectorAll(selector)) {
@@ -47,7 +47,7 @@ def test_every_view_is_drawn(open_page, page_file, view, scheme):
     opened.check()
 
 
-# Sentences, order and link
+# Tests of sentences, order and link
 
 
 def test_sentences_filter_the_lines(open_page, page_file, tokens):
@@ -89,7 +89,7 @@ def test_a_link_restores_the_state(open_page, page_file):
     assert [box.is_checked() for box in page.locator(".head input").all()] == [False, True, True]
     for name in ("token", "quantity", "pairs", "sort"):
         assert page.locator(f"#{name}").input_value() == wanted[name]
-    # The page writes its link when a control is used.
+    # The page writes its state into the link when a control is used.
     page.get_by_label("0", exact=True).check()
     assert opened.state() == wanted | {"heads": "0.1.2"}
     again = open_page(page_file)
@@ -122,7 +122,7 @@ def test_a_picture_is_saved(open_page, page_file, view, tmp_path):
     opened.check()
 
 
-# Limits of a page
+# Tests of the limits of a page
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -178,7 +178,7 @@ def test_the_measures_are_not_cut(open_page, page_file, width):
         inside, whole = box.evaluate("box => [box.clientWidth, box.scrollWidth]")
         assert box.bounding_box()["x"] + inside <= width
         assert whole <= inside or width == 400
-        # Scrolling shows the last column of a table that is wider than its box.
+        # The last column of a table that is wider than its box can be reached by scrolling.
         box.evaluate("box => { box.scrollLeft = box.scrollWidth; }")
         last = box.locator("thead th").last.bounding_box()
         assert last["x"] + last["width"] <= box.bounding_box()["x"] + inside + 1.5

@@ -1,4 +1,4 @@
-"""The committed page equals a new build of its sources."""
+"""The page in the repository equals a new build of its sources."""
 
 from __future__ import annotations
 

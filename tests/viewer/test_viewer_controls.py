@@ -1,6 +1,6 @@
-"""Every control of the page is used, and does what its name says.
+"""Every control of the page is used by a test, and does what its name says.
 
-A use drives one or more controls by real events and checks their effect. A control of the page
+A use drives one or more controls by real events, and checks their effect. A control of the page
 that no use names is an error, and so is a use that does not reach the controls that it names.
 """
 
@@ -43,7 +43,7 @@ def keys(element: str, *names: str) -> tuple[str, ...]:
     return tuple(f"{element} keydown {name}" for name in names)
 
 
-# Tabs, controls, link and pictures
+# Uses of tabs, controls, link and pictures
 
 
 @use(*(f"#tab-{view} click" for view in VIEWS))
@@ -89,7 +89,7 @@ def heads(opened: Any) -> None:
 
 
 def choose(opened: Any, name: str, value: str) -> None:
-    """Choose an option by keys, because `select_option` makes no event of a real user."""
+    """Choose an option by keys, because `select_option` makes no events like those of a user."""
     box = opened.page.locator(f"#{name}")
     box.focus()
     values = box.locator("option").evaluate_all("each => each.map(({value}) => value)")
@@ -184,7 +184,7 @@ def resized_window(opened: Any) -> None:
     )
 
 
-# Table and measures
+# Uses of the table and of the measures
 
 
 @use('summary "The largest values as a table" click', "#largest focus", view="matrix")
@@ -269,7 +269,7 @@ def click_on_a_token(opened: Any) -> None:
 
 @use("head canvas pointermove", "head canvas pointerleave", view="head")
 def pointer_over_tokens(opened: Any) -> None:
-    """A pointer over a token shows the lines of the token, but does not change the state."""
+    """A pointer over a token shows the lines of this token, but does not change the state."""
     every = opened.picture()[1]
     opened.page.mouse.move(*label_place(opened, 5))
     opened.page.wait_for_timeout(100)
@@ -301,7 +301,7 @@ def neuron_by_keys(opened: Any) -> None:
 
 
 def token_keys(opened: Any) -> None:
-    """The arrow keys choose the next or the previous token; Escape chooses all tokens."""
+    """An arrow key chooses the next or the previous token; Escape chooses all tokens."""
     opened.page.locator("#tab-model").focus()
     opened.page.locator("#view .scroll").focus()
     pressed = ("ArrowRight", "ArrowRight", "ArrowRight", "ArrowLeft", "Escape")
@@ -384,14 +384,14 @@ SIDE = 34
 
 
 def cell(opened: Any) -> tuple[int, int]:
-    """Return the query and the key of the cell that the note of the matrix names."""
+    """Return the query and the key of the cell that the note below the matrix names."""
     script = "document.querySelector('#view .note').textContent.match(/\\((\\d+)\\)/g)"
     query, key = (int(each.strip("()")) for each in opened.page.evaluate(script))
     return query, key
 
 
 def step(opened: Any) -> float:
-    """Return the side of a cell in pixels while the whole matrix is shown."""
+    """Return the side of a cell in pixels when the whole matrix is shown."""
     return (opened.page.locator("#view canvas").bounding_box()["width"] - CELL) / SIDE
 
 
@@ -426,7 +426,7 @@ def zoom_by_buttons_and_keys(opened: Any) -> None:
             opened.page.locator("#view canvas").press(name)
         else:
             opened.page.get_by_role("button", name=name).click()
-        # d3 animates a zoom for a quarter of a second.
+        # The page animates a zoom for a quarter of a second, with the library d3.
         opened.page.wait_for_timeout(100)
         return opened.picture()[1]
 
@@ -442,7 +442,7 @@ def zoom_by_buttons_and_keys(opened: Any) -> None:
 
 @use("matrix canvas wheel", "matrix canvas dblclick", view="matrix")
 def zoom_at_the_pointer(opened: Any) -> None:
-    """After a zoom, the pointer is over the same cell."""
+    """After a zoom, the pointer is over the same cell as before."""
     whole = opened.picture()[1]
     place = place_of(opened, 7, 20)
     opened.page.mouse.move(*place)

@@ -16,7 +16,7 @@ sys.path.append(str(Path(__file__).parents[2]))
 from benchmarks.viewer_frames import MOTIONS, REFERENCE, REFERENCE_PAGE, measure
 
 VIEWS = ("model", "head", "neuron", "text", "matrix")
-# The best of these tries counts, because another program may use the processor for a while.
+# The best of this many tries counts, because another program may use the processor for a while.
 TRIES = 4
 
 
@@ -44,9 +44,9 @@ def test_512_tokens_open_and_every_view_is_drawn(open_page, large):
 @pytest.mark.every_case
 @pytest.mark.parametrize("name", MOTIONS)
 def test_a_motion_has_60_frames_per_second(open_page, large, name):
-    """The page has more than 55 frames per second, taken from the median frame.
+    """The page has more than 55 frames per second, by the median time of a frame.
 
-    On a slow or busy machine, the page must be about as fast as a drawing of twice its work.
+    On a slow or busy machine, the page must be about as fast as a drawing with twice as much work.
     """
     opened = open_page(large)
     rates = []

@@ -1,4 +1,4 @@
-"""The name of a model in its page."""
+"""A page shows the right name of its model."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from fastbert.viewer.model_name import model_name
     ("place", "source", "name"),
     [
         ("sentence-transformers/all-MiniLM-L6-v2", "", "all-MiniLM-L6-v2"),
-        # The configuration of a fine-tuned model names the model from which it was made.
+        # The configuration of a fine-tuned model names the model that was fine-tuned.
         ("runs/tweets", "bert-base-uncased", "tweets"),
         ("runs/tweets/model", "google-bert/bert-base-uncased", "bert-base-uncased"),
         ("runs/tweets/model", "", "tweets"),
         ("runs/tweets/final_model/", "./checkpoint-500", "tweets"),
         ("tweets/Best-Model/0_Transformer", "", "tweets"),
         ("models--gt--tweets/snapshots/" + "0123456789" * 4, "", "models--gt--tweets"),
-        # A generic word may be a part of a name.
+        # A generic word, such as "model", may be a part of a name.
         ("model/tweet-model", "", "tweet-model"),
         ("out/checkpoints/1", "", None),
         ("model", "model", None),

@@ -1,4 +1,4 @@
-"""The file: measures, quantization, size, and text that looks like markup."""
+"""The file of a page has right measures, quantization and size, and escapes markup in texts."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def test_the_error_of_a_weight_is_within_its_bound(levels):
     codes = quantize.encode(weights, levels)
     error = np.abs(quantize.decode(codes, levels) - weights.astype(float))
     assert (error <= error_bound(weights, levels)).all()
-    # The error is largest halfway between the last two codes. The nearest weight of the test is
-    # less than one step away from there.
+    # The error is largest halfway between the last two codes. Some weight of this test is less than
+    # one step away from that point.
     assert error.max() <= quantize.largest_error(levels) + ROUNDING
     assert error.max() > quantize.largest_error(levels) - 1 / 89_999
 
@@ -222,7 +222,7 @@ def test_a_page_of_32_tokens_of_bert_base_is_below_one_megabyte(tokenizer):
 
 @pytest.mark.every_case
 def test_a_page_of_512_tokens_of_bert_base_is_below_fifteen_megabytes():
-    """The page stays small even with random weights, which compress worst."""
+    """The page of a BERT-base is small enough even with random weights, which compress worst."""
     generator = torch.Generator().manual_seed(0)
     length, heads, size = 512, 12, 64
     layers = []
@@ -247,7 +247,8 @@ def test_a_page_of_512_tokens_of_bert_base_is_below_fifteen_megabytes():
     assert len(html.encode()) < 15e6
     assert 0 < sum(layer["neurons"] for layer in data["layers"]) < 12
     assert data["relevanceByHead"] is False
-    # The number of levels is the largest one whose estimate fits into the rest of the budget.
+    # The number of levels is the largest number whose estimated size fits into the rest of the
+    # budget.
     kinds = ("weights", "relevance", "norms", "queries", "keys", "thumbnails")
     sizes = {kind: sum(map(len, re.findall(rf'id="block-{kind}[-0-9]*">([^<]*)<', html)))
              for kind in kinds}  # fmt: skip

@@ -42,7 +42,7 @@ def weights(html) -> np.ndarray:
 
 
 def places(cells: list[str]) -> list[int]:
-    """Return the token numbers in the cells of a table."""
+    """Return the token numbers in the texts `cells` of a table's cells."""
     return [int(re.findall(r"\((\d+)\)$", cell)[0]) for cell in cells]
 
 
@@ -52,7 +52,7 @@ def largest(page: Any) -> list[list[str]]:
 
 
 def pixels(page: Any, selector: str, points: list[tuple[float, float]] | None = None) -> np.ndarray:
-    """Return the RGBA values of a canvas, at all pixels or at points, of shape ``(…, 4)``."""
+    """Return the RGBA values of a canvas, at all pixels or at `points`, of shape ``(…, 4)``."""
     script = """([selector, points]) => {
       const canvas = document.querySelector(selector);
       const {data} = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height);
@@ -101,7 +101,7 @@ def test_the_file_differs_from_the_model_by_at_most_its_bounds(html, weights, co
 
 
 def expected(html: str, weights: np.ndarray, quantity: str, layer: int, head: int) -> np.ndarray:
-    """Return the plane of a quantity, computed from the numbers in the file."""
+    """Return the values of `quantity` by query and key, computed from the numbers in the file."""
     if quantity == "attention":
         return weights[layer, head]
     if quantity == "norm":
@@ -113,7 +113,7 @@ def expected(html: str, weights: np.ndarray, quantity: str, layer: int, head: in
 
 @pytest.mark.parametrize("quantity", ["attention", "norm", "rollout", "gradient"])
 def test_the_matrix_tells_the_largest_values(open_page, page_file, html, weights, quantity):
-    """The ten largest values are those of the file, up to half a unit of the last printed digit."""
+    """The ten largest values equal those of the file, up to half a unit of the last digit."""
     opened = open_page(page_file)
     for layer, head in ((0, 0), (2, 1), (1, 2)):
         plane = expected(html, weights, quantity, layer, head)
@@ -150,7 +150,7 @@ def test_the_cells_of_the_matrix_tell_the_weights(open_page, page_file, weights)
 
 
 def test_lines_are_the_largest_weights(open_page, page_file, weights):
-    """The table has the largest weights of all chosen heads, and names the head of each."""
+    """The table has the largest weights over all chosen heads, and names the head of each."""
     page = open_page(page_file).go(view="head", layer=1, heads="0.2")
     values = []
     for head, query, key, value in largest(page):
@@ -243,7 +243,7 @@ def test_thumbnails_are_lighter_where_weights_are_larger(open_page, page_file, w
         assert follows(inside, found[:real, :real].reshape(-1, 4))
         assert (found[real:, :, :3] == 128).all()
         assert (found[:, real:, :3] == 128).all()
-    # The darkest colour of cividis is blue, and the lightest colour is yellow.
+    # In the colour map cividis, the darkest colour is blue, and the lightest colour is yellow.
     first, last = (found.reshape(-1, 4)[luminance(found[:real, :real].reshape(-1, 4)).argmin()],
                    found[:real, :real].reshape(-1, 4)[inside.argmax()])  # fmt: skip
     assert last[0] > last[2]
@@ -291,7 +291,7 @@ def test_the_matrix_is_lighter_where_weights_are_larger(open_page, page_file, we
 
 
 def test_lines_end_at_the_keys_of_large_weights(open_page, page_file, weights):
-    """To the left of the label of a key, there is ink if the weight is over 2 % of the largest."""
+    """There is ink to the left of a key's label if its weight is over 2 % of the largest weight."""
     opened = open_page(page_file)
     page = opened.go(view="head", layer=1, heads=1, token=4)
     opened.picture()
@@ -363,7 +363,7 @@ def test_words_have_a_stronger_colour_the_more_they_receive(open_page, page_file
     assert follows(values, colours, -1 if scheme == "light" else 1)
 
 
-# Windows, padding, answers and gradients
+# Tests of windows, padding, answers and gradients
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,7 @@
-"""Compare cached kernel launches on the mocked GPU with launches that Triton prepares again.
+"""Compare cached kernel launches on the mocked GPU with launches that Triton prepares each time.
 
-``test_host.py`` runs this program in a child process. It prints the number of comparisons and the
-number of launches that came from the cache.
+``test_host.py`` runs this program in a child process. The program prints the number of comparisons
+and the number of launches that came from the cache.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def plain(value: Any) -> Any:
 
 
 def checked(run: Callable[..., None]) -> Callable[..., None]:
-    """Wrap `run` to check that the driver gets the same launches as from Triton itself."""
+    """Wrap `run` to check that the driver gets the same launches as without the cache."""
 
     def compare(build: Any, inputs: Any, results: Any, *constants: Any) -> None:
         global compared
@@ -58,7 +58,7 @@ def watch() -> None:
 
     def record(self: Any, *arguments: Any) -> Any:
         x, y, z, stream, function, packed, _, _, _, *given = arguments
-        # Each launcher belongs to one compiled kernel, so its id identifies the kernel.
+        # Each launcher object belongs to one compiled kernel, so its id identifies the kernel.
         recorded.append((id(self), (x, y, z), stream, function, packed, list(map(plain, given))))
         return call(self, *arguments)
 
@@ -83,7 +83,7 @@ def layer_norms() -> None:
     weight, other = tensor(WIDTH), tensor(WIDTH, dtype=torch.float32)
     wide = tensor(7, 2 * WIDTH)
     x = tensor(7, WIDTH)
-    # First x and the residual are the same tensor, and then two tensors.
+    # In the first call, x and the residual are the same tensor. In the next, they are two tensors.
     ops.layer_norm(x, weight, weight, residual=x)
     ops.layer_norm(x, weight, weight, residual=x.clone())
     ops.layer_norm(x, weight, other, eps=1e-5)
@@ -115,7 +115,8 @@ def attentions() -> None:
     packed = tensor(25, 3, HEADS, HEAD_DIM).requires_grad_()
     dense = tensor(2, 17, 3, HEADS, HEAD_DIM).requires_grad_()
     mask = torch.ones(2, 17, dtype=torch.bool, device="cuda")
-    # Compilation takes most of the time, so most options differ only in numbers and share kernels.
+    # Compilation takes most of the time. Most of these options differ only in numbers, so the calls
+    # share kernels.
     for options in ({}, {"window": 4}, {"window": 5}):
         ops.attention_qkvpacked(packed, ends, 16, **options).sum().backward()
     for dropout_p in (0.1, 0.2):
@@ -129,7 +130,7 @@ def attentions() -> None:
 
 
 def strides() -> None:
-    """Call a backward twice with equal inputs but with outputs of different strides."""
+    """Call a backward twice with equal inputs but with differently strided outputs."""
     from fastbert.kernels.attention_backward import attention_backward
 
     ends = torch.tensor([0, 9, 25], dtype=torch.int32, device="cuda")
@@ -153,7 +154,7 @@ def feed_forwards() -> None:
 
 
 def device() -> None:
-    """Check that a launch switches to the device of its tensors."""
+    """Check that a launch makes the device of its tensors the current device."""
     entered: list[Any] = []
     launch = next(iter(launches._cache.values()))[0]
     torch._C._cuda_getDevice = lambda: 1

@@ -1,8 +1,8 @@
 // Adds the device "cuda" to a torch that was built without CUDA, on a machine without a GPU.
 //
-// Tensors on this device are in CPU memory and report the device cuda:0. Operators pass the real
-// dispatcher, autograd and autocast. This file implements allocations, views and matrix products; a
-// product only allocates its result. Every other operator runs on the CPU through an alias of the
+// Tensors on this device are in CPU memory and report the device cuda:0. Operators go through
+// torch's dispatcher, autograd and autocast. This file implements allocations, views and matrix
+// products; a product only allocates its result. Every other operator runs on the CPU on the same
 // memory. The library records the calls that would make the CPU wait for a GPU.
 
 #include <ATen/ATen.h>
@@ -61,7 +61,7 @@ struct CUDAHooks final : at::CUDAHooksInterface {
   c10::Device getDeviceFromPtr(void*) const override { return kDevice; }
   bool isPinnedPtr(const void*) const override { return false; }
 };
-// Freed blocks are cached by size, as in torch's allocator for CUDA.
+// The allocator caches freed blocks by size, as torch's allocator for CUDA does.
 struct Allocator final : c10::Allocator {
   c10::DataPtr allocate(size_t bytes) override {
     if (bytes == 0) return {nullptr, nullptr, &release, kDevice};
@@ -78,7 +78,7 @@ struct Allocator final : c10::Allocator {
     if (block == nullptr) {
       block = std::aligned_alloc(512, size + 512);
       std::memcpy(block, &size, sizeof size);
-      // New memory is zeroed, so that a program does not read a random NaN.
+      // New memory is filled with zeros, so that a program does not read a random NaN.
       std::memset(static_cast<char*>(block) + 512, 0, size);
     }
     return {static_cast<char*>(block) + 512, block, &release, kDevice};
@@ -105,7 +105,7 @@ struct Allocator final : c10::Allocator {
 };
 Allocator allocator;
 
-// Synchronizations, recorded by the name of the operator
+// Recording of synchronizations, by the name of the operator
 
 std::vector<std::string> waits;
 
@@ -114,7 +114,7 @@ void note_wait(const std::string& name) {
   waits.push_back(name);
 }
 
-// The sizes of the results of these operators depend on the values of their arguments.
+// The result sizes of these operators depend on the values of their arguments.
 const std::set<std::string> kWaiting = {
     "aten::_unique2", "aten::equal",      "aten::masked_select",
     "aten::nonzero",  "aten::unique_dim", "aten::unique_consecutive",
@@ -173,7 +173,7 @@ at::Scalar read_number(const Tensor& x) {
   return at::_local_scalar_dense(at::from_blob(x.data_ptr(), {}, x.options().device(c10::kCPU)));
 }
 
-// Every other operator
+// Execution of every other operator
 
 constexpr int64_t kLarge = 1 << 14;
 
@@ -197,7 +197,7 @@ Tensor& copy(Tensor& to, const Tensor& from, bool non_blocking) {
   if (between && !(non_blocking && from.is_cpu())) {
     note_wait(to.is_cuda() ? "copy to the device" : "copy to the CPU");
   }
-  // A GPU copies asynchronously, so a large copy is skipped to take no CPU time.
+  // A GPU copies asynchronously. A large copy is therefore skipped, so that it takes no CPU time.
   if (!between && to.numel() > kLarge) return to;
   Tensor target = to.is_cuda() ? cpu_alias(to) : to;
   target.copy_(from.is_cuda() ? cpu_alias(from) : from);
@@ -209,7 +209,7 @@ void on_cpu(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stac
   if (kWaiting.count(schema.name()) != 0) note_wait(schema.name());
   const size_t count = schema.arguments().size();
   std::vector<c10::IValue> given(stack->end() - count, stack->end());
-  // A GPU computes asynchronously, so a large result is not computed, to take no CPU time.
+  // A GPU computes asynchronously. A large result is therefore not computed, to take no CPU time.
   if (schema.returns().size() == 1 && count > 0 && schema.arguments()[count - 1].is_out() &&
       given.back().toTensor().numel() > kLarge) {
     torch::jit::drop(*stack, count);
@@ -220,7 +220,7 @@ void on_cpu(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stac
     c10::IValue& value = (*stack)[stack->size() - count + i];
     const auto& argument = schema.arguments()[i];
     if (argument.is_out() && given[i].toTensor().numel() == 0) {
-      // The operator resizes an empty output.
+      // The operator resizes an output that is empty.
       value = at::empty({0}, given[i].toTensor().options().device(c10::kCPU));
     } else if (value.isTensor() && value.toTensor().defined() && value.toTensor().is_cuda()) {
       value = cpu_alias(value.toTensor());
@@ -290,8 +290,8 @@ using ::CUDAHooks;
 REGISTER_CUDA_HOOKS(CUDAHooks)
 }  // namespace at
 
-// A torch without CUDA reports no accelerator. This definition replaces torch's own definition,
-// because this library is loaded first.
+// A torch without CUDA reports no accelerator. This definition replaces torch's definition, because
+// this library is loaded before torch.
 namespace at::accelerator {
 std::optional<c10::DeviceType> getAccelerator(bool) { return c10::kCUDA; }
 }  // namespace at::accelerator

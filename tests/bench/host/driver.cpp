@@ -1,4 +1,5 @@
-// A mock of the CUDA driver, with the functions of libcuda that Triton's launcher calls.
+// This file is a mock of the CUDA driver, with the functions of libcuda that Triton's launcher
+// calls.
 //
 // The library is named libcuda.so.1. A kernel is loaded but never executed: cuLaunchKernelEx counts
 // the launch and returns. All code above the driver is real, so the CPU time of a launch can be
@@ -63,7 +64,7 @@ int cuModuleLoadData(void** module, const void*) { return *module = &launches, 0
 int cuModuleUnload(void*) { return 0; }
 int cuModuleGetFunction(void** function, void*, const char*) { return *function = &launches, 0; }
 int cuFuncGetAttribute(int* value, int number, void*) {
-  // Attribute 0 is the largest number of threads per block.
+  // Attribute 0 is the largest number of threads per block; all others are 0.
   return *value = number == 0 ? 1024 : 0, 0;
 }
 int cuFuncSetAttribute(void*, int, int) { return 0; }

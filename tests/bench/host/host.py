@@ -1,11 +1,11 @@
 """Measure the CPU time of one layer of BERT-base on a mocked GPU.
 
 ``python tests/bench/host/host.py`` prints one line of JSON for each kind of call: the smallest time
-per layer in µs, the number of Python function calls of the layer, and the launches. The number of
-function calls is the same in every run and on every machine, so tests can limit it. The yardstick,
-the time in µs of 1,000 calls of an empty Python function, measures the speed of the machine.
+per layer in µs, the number of Python function calls per layer, and the launches. The number of
+function calls is the same in every run and on every machine, so tests can limit it. The function
+`yardstick` measures the speed of the machine by calls of an empty Python function.
 
-``mocked_cuda.py`` documents which costs of a real GPU the times do not include.
+``mocked_cuda.py`` lists the costs of a real GPU that the times do not include.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from fastbert.config import BertConfig
 
-# The model has few layers, because other processes rarely interrupt a short call.
+# The model has few layers, because a short call is rarely interrupted by other processes.
 LAYERS = 2
 LENGTHS = (128, 128, 120, 112, 100, 96, 90, 64)
 
@@ -70,7 +70,7 @@ def _smallest(function: Callable[[], Any], repetitions: int) -> float:
 
 
 def python_calls(function: Callable[[], Any]) -> int:
-    """Return the number of Python function calls made by `function`, including its own call."""
+    """Return how many Python function calls `function` makes, including its own call."""
     count = 0
 
     def note(frame: Any, event: str, argument: Any) -> None:
@@ -79,7 +79,8 @@ def python_calls(function: Callable[[], Any]) -> int:
 
     sys.setprofile(note)
     try:
-        # With multithreading, the backward pass would run in another thread and not be counted.
+        # With multithreading, the backward would run in another thread, whose calls are not
+        # counted.
         with torch.autograd.set_multithreading_enabled(False):
             function()
     finally:
@@ -92,7 +93,7 @@ def measure(
     repetitions: int,
     after: Callable[[], Any] = lambda: None,
 ) -> Figures:
-    """Measure one call of `function` and divide its figures by the number of layers.
+    """Measure one call of `function`, and divide its figures by the number of layers.
 
     Args:
         function: The call, which runs `LAYERS` layers.
@@ -117,7 +118,7 @@ def measure(
 
 
 def kinds(repetitions: int) -> Iterator[tuple[str, Figures]]:
-    """Yield the name and the figures of each kind of call of a bf16 BERT-base.
+    """Yield the name and the figures of each kind of call of BERT-base in bf16.
 
     The kind "inference, whole call" includes embeddings, removal of padding, and the pooler. Their
     torch operators run on the CPU here, so the time of this kind is too long.
@@ -143,7 +144,7 @@ def kinds(repetitions: int) -> Iterator[tuple[str, Figures]]:
 
 
 def _encoder_call(model: Any, ids: Tensor, mask: Tensor) -> Callable[[], Tensor]:
-    """Return a function that calls the encoder with the arguments that `model` passes."""
+    """Return a function that calls the encoder with the arguments that `model` passes to it."""
     found: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
 
     def keep(module: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
@@ -182,7 +183,7 @@ def _training(
 
 
 def child(arguments: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run ``python *arguments`` with the mocked GPU and return its output."""
+    """Run ``python *arguments`` with the mocked GPU, and return the finished process."""
     command = [sys.executable, *arguments]
     environment = mocked_cuda.environment(folder)
     return subprocess.run(command, env=environment, text=True, capture_output=True, check=False)

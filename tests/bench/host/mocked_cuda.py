@@ -1,10 +1,11 @@
-"""A mocked GPU, with which the CPU time of a GPU call can be measured on any machine.
+"""A mocked GPU, with which any machine can measure the CPU time of a GPU call.
 
-Two libraries make the GPU. ``device.cpp`` adds the device "cuda" to a torch that was built without
-CUDA. ``driver.cpp`` is a CUDA driver that accepts launches and executes nothing. All code between
-them is real: torch's dispatcher and autograd, Triton's compiler, binder and launcher. Results are
-therefore meaningless, and times do not include a real driver. On a real machine, a launch takes 2
-to 3 µs more in ``cuLaunchKernelEx``, and a matrix product takes a few µs more in cuBLAS.
+The mock consists of two libraries. ``device.cpp`` adds the device "cuda" to a torch that was built
+without CUDA. ``driver.cpp`` is a CUDA driver that accepts launches and executes nothing. All code
+between the two is real: torch's dispatcher and autograd, and Triton's compiler, binder and
+launcher. Results are therefore meaningless, and times do not include a real driver. On a real
+machine, a launch takes 2 to 3 µs more in ``cuLaunchKernelEx``, and a matrix product a few µs more
+in cuBLAS.
 
 The libraries must be loaded before torch. A parent process therefore calls `environment` and starts
 a child process, which calls `activate` first.
@@ -39,7 +40,7 @@ PROPERTIES = SimpleNamespace(
 
 
 def build(folder: Path) -> None:
-    """Compile both libraries into a folder, unless they exist and are newer than their sources.
+    """Compile both libraries into `folder`, unless they are newer than their sources.
 
     Raises:
         subprocess.CalledProcessError: If the compiler fails.
@@ -71,10 +72,10 @@ def build(folder: Path) -> None:
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """Build the libraries, and return environment variables that give a child process the GPU.
+    """Build the libraries, and return the environment variables that load them in a child process.
 
     Args:
-        folder: Folder of the libraries.
+        folder: Folder for the libraries.
     """
     build(folder)
     libraries = ":".join(str(folder / name) for name in (DEVICE, DRIVER))
@@ -95,7 +96,7 @@ def activate() -> None:
     """
     if not is_loaded():
         raise RuntimeError("LD_PRELOAD: got no mocked GPU, allowed: mocked_cuda.environment(...)")
-    # Compilers run as children of this process and must not load the libraries.
+    # Compilers that this process starts must not load the libraries.
     os.unsetenv("LD_PRELOAD")
     # A CPU build of torch lacks these functions. The device and the stream always have number 0.
     for name in (

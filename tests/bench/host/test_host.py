@@ -1,4 +1,4 @@
-"""The CPU time and the Python calls of a layer, measured on a mocked GPU."""
+"""The CPU time and the Python calls of a layer stay below limits, measured on a mocked GPU."""
 
 from __future__ import annotations
 
@@ -51,16 +51,15 @@ def test_a_layer_calls_few_functions(figures, kind, calls, launches):
     assert figures[kind]["launches"] == launches
 
 
-# Timing needs an idle machine; the numbers of function calls above do not.
+# This test needs an idle machine, because it measures times; the test above counts calls.
 @pytest.mark.parametrize(
     ("kind", "limit"), [("inference", 7), ("training, forward", 10), ("training, backward", 18)]
 )
 def test_a_layer_takes_little_time(figures, kind, limit):
-    """The CPU time of a layer is below a limit.
+    """The CPU time of a layer is below a limit, in units of 1,000 calls of an empty function.
 
-    The unit is the time of 1,000 calls of an empty Python function. A layer takes 4 units in
-    inference, 6 in the forward of training and 11 in its backward. The limits leave room for a
-    busy machine.
+    A layer takes 4 units in inference, 6 in the forward of training and 11 in the backward of
+    training. The limits leave room for a busy machine.
     """
     row = figures[kind]
     assert row["microseconds"] <= limit * row["yardstick"], row

@@ -1,4 +1,4 @@
-"""Run training steps on the mocked GPU and print which operators wait, for ``test_host.py``."""
+"""Run training steps on the mocked GPU, and print which operators wait, for ``test_host.py``."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ for _ in range(2):
 
 
 class Calls:
-    """A substitute for a graph recorder; a replay calls the function again."""
+    """A substitute for a graph recorder, whose replay calls the recorded function again."""
 
     def __init__(self, device: torch.device) -> None:
         self.replayed = 0

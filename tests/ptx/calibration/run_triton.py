@@ -1,4 +1,4 @@
-"""Run the Triton cases on the PTX machine, in a process in which Triton compiles.
+"""Run the Triton cases on the PTX machine, in a process in which Triton compiles its kernels.
 
     python run_triton.py --arch 90 [--only TEXT] [--names NAME ...] [--seeds 0 1]
 
@@ -23,7 +23,7 @@ from triton_launch import Launch
 
 import ptxmachine as ptx
 
-# These mnemonics are counted in the PTX, to show that a case has the instructions that it tests.
+# These mnemonics are counted in the PTX. The counts show that a case has the instructions it tests.
 NOTABLE = re.compile(
     r"\b(wgmma\.mma_async|mma\.sync|ldmatrix|stmatrix|cp\.async\.bulk\.tensor"
     r"|cp\.reduce\.async\.bulk\.tensor|tensormap\.replace|cp\.async(?!\.bulk)(?=\.c[ag])"

@@ -15,7 +15,7 @@ HERE = Path(__file__).parent
 # `make calibrate` installs the package in this folder.
 PACKAGE = HERE.parents[2] / ".venv" / "cutlass" / "cutlass_library" / "source"
 BYTES = torch.float8_e4m3fn
-# File → name of the function, dtypes of A, B and D, and whether A is column- and B row-major.
+# File → name of the function, dtypes of A, B and D, and whether A is column-major and B row-major.
 PRODUCTS = {
     "pingpong": [("pingpong_half", torch.float16, torch.float16, torch.float16, False)],
     "cooperative": [

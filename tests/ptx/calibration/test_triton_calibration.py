@@ -55,7 +55,7 @@ def identifier(name: str) -> str:
 
 @pytest.fixture(scope="module")
 def results(request) -> dict[tuple[int, str], dict[str, Any]]:
-    """Run the cases of the selected tests, in one child process for each architecture."""
+    """Return the results of the selected tests' cases, from one child process per architecture."""
     if not HAS_TRITON:
         pytest.skip("triton is not installed")
     chosen: dict[int, set[str]] = {}

@@ -1,7 +1,7 @@
 """Launches of the kernels in triton_kernels.py, with inputs and expected results.
 
-A case makes a launch and a check of its results. Integers and products of small integers are
-compared bit by bit, because every order of summation is exact; other results are checked by the
+A case makes a launch and checks the results of the launch. Integers and products of small integers
+are compared bit by bit, because every order of summation is exact. Other results are checked by the
 tolerance rule.
 """
 
@@ -34,8 +34,9 @@ class Problem(NamedTuple):
 class Case(NamedTuple):
     """A named problem for some architectures.
 
-    ``breach`` is a fault kind and a reason for PTX that breaks a rule of the manual although GPUs
-    give the right result. Without the search for races, the machine's result must be right, too.
+    For PTX that breaks a rule of the manual although GPUs give the right result, ``breach`` is the
+    kind of the machine's error and a reason. Without the search for races, the machine's result
+    must be right too.
     """
 
     name: str
@@ -67,11 +68,12 @@ def equal(actual: Tensor, expected: Tensor) -> None:
 
 
 def small(*shape: int, dtype: torch.dtype, most: int = 3) -> Tensor:
-    """Draw integers whose products and sums are exact in every accumulator format."""
+    """Return random integers whose products and sums are exact in every accumulator format."""
     return torch.randint(-most, most + 1, shape).to(dtype)
 
 
-# Row by row ---------------------------------------------------------------------------------------
+# Kernels that compute row by row
+# -------------------------------------------------------------------
 
 
 def _softmax(dtype: torch.dtype, columns: int) -> Problem:
@@ -454,7 +456,8 @@ def _() -> Problem:
     return Problem(Launch(kernels.attention_backward, (length // 64, heads), arguments), check)
 
 
-# One kind of operation each -----------------------------------------------------------------------
+# Kernels for one kind of operation each
+# ------------------------------------------------------------
 
 
 @case("reductions")
@@ -600,9 +603,9 @@ def _() -> Problem:
 
 
 def _near(actual: Tensor, exact: Tensor, plain: Tensor, name: str) -> None:
-    """Check, element by element, functions that are exact to a few units in the last place.
+    """Check functions, element by element, that are exact to a few units in the last place.
 
-    exp and log are computed by ex2, lg2 and a product, whose rounding error the result amplifies.
+    Triton computes exp and log by ex2, lg2 and a product. The result amplifies its rounding error.
     """
     unit = (
         torch.maximum(exact.abs(), torch.tensor(2.0**-126).double()) * torch.finfo(exact.dtype).eps
@@ -742,7 +745,7 @@ def _casts(source: torch.dtype, target: torch.dtype, name: Any) -> Problem:
     if source.itemsize == 1 and source.is_floating_point:
         bits = torch.arange(256).to(torch.uint8).repeat(2)
         x = bits.view(source)
-        # Triton converts an infinity of e5m2 to 65536, because it converts by a multiplication.
+        # Triton converts e5m2 by a multiplication, so an infinity becomes 65536.
         x = torch.where(x.float().isfinite(), x.float(), torch.ones(512)).to(source)
     elif source.is_floating_point:
         x = (torch.randn(512, dtype=torch.float64) * 20).to(source)

@@ -1,15 +1,16 @@
 """Triton kernels with constructions that are known to be right on GPUs.
 
-They follow the programs of Triton's tutorials and its language reference: row-wise softmax, grouped
-matrix products, layer norm with locks, fused attention, persistent products with descriptors, and
-one kernel for each kind of operation.
+The kernels follow the programs of Triton's tutorials and its language reference: row-wise softmax,
+grouped matrix products, layer norm with locks, fused attention, persistent products with
+descriptors, and one kernel for each kind of operation.
 """
 
 import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
-# Row by row ---------------------------------------------------------------------------------------
+# Kernels that compute row by row
+# -------------------------------------------------------------------
 
 
 @triton.jit
@@ -115,7 +116,7 @@ def matmul(
         a = tl.load(a_ptrs, depth[None, :] < left, 0.0)
         b = tl.load(b_ptrs, depth[:, None] < left, 0.0)
         if CHANGE_A:
-            # This change puts A into registers, from which wgmma then reads A.
+            # This change puts A into registers, so that wgmma reads A from registers.
             a = (a + a).to(a.dtype)
         sum = tl.dot(a, b, sum, input_precision=PRECISION, out_dtype=ACCUMULATOR)
         a_ptrs += BK * stride_ak
@@ -130,7 +131,7 @@ def matmul(
 def matmul_split(
     a_ptr, b_ptr, c_ptr, M, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr
 ):
-    # Each program along axis 2 adds the products of a part of K by atomics.
+    # Each program along axis 2 adds the products of a part of K to the result by atomics.
     rows = tl.program_id(0) * BM + tl.arange(0, BM)
     columns = tl.program_id(1) * BN + tl.arange(0, BN)
     depth = tl.program_id(2) * BK + tl.arange(0, BK)
@@ -152,7 +153,7 @@ def matmul_batched(a_ptr, b_ptr, c_ptr, B: tl.constexpr, M: tl.constexpr, N: tl.
 @triton.jit
 def matmul_chain(a_ptr, b_ptr, c_ptr, d_ptr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
                  L: tl.constexpr):  # fmt: skip
-    # Computes (a b) c and a transposed product; the first product is an operand of the second.
+    # This kernel computes (a b) c and a transposed product; the second product uses the first one.
     m, n, k, j = tl.arange(0, M), tl.arange(0, N), tl.arange(0, K), tl.arange(0, L)
     a = tl.load(a_ptr + m[:, None] * K + k[None, :])
     b = tl.load(b_ptr + k[:, None] * N + n[None, :])
@@ -196,7 +197,7 @@ def matmul_device_descriptors(
     a_ptr, b_ptr, c_ptr, M, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     GROUP: tl.constexpr,
 ):  # fmt: skip
-    # A product with descriptors that the kernel creates: a (M, K), b (K, N), c (M, N).
+    # This product of a (M, K) and b (K, N) into c (M, N) uses descriptors that the kernel creates.
     a_desc = tl.make_tensor_descriptor(a_ptr, [M, K], [K, 1], [BM, BK])
     b_desc = tl.make_tensor_descriptor(b_ptr, [K, N], [N, 1], [BK, BN])
     c_desc = tl.make_tensor_descriptor(c_ptr, [M, N], [N, 1], [BM, BN])
@@ -213,7 +214,7 @@ def matmul_device_descriptors(
 
 @triton.jit
 def boxes(x_desc, y_desc, sum_desc, most_desc, row, column, MOST: tl.constexpr):
-    # One box is loaded from a descriptor, and then stored, added to memory, and max-reduced.
+    # One box is loaded by a descriptor. Then it is stored, added to memory, and max-reduced.
     x = x_desc.load([row, column])
     y_desc.store([row, column], x)
     sum_desc.atomic_add([row, column], x)
@@ -237,7 +238,7 @@ def attention_forward(
     q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, scale, length, D: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
-    # One program computes BM queries of one head; scale includes log2(e), because exp2 is used.
+    # One program computes BM queries of one head. The scale includes log2(e), because exp2 is used.
     head = tl.program_id(1).to(tl.int64) * length * D
     rows, columns, d = tl.program_id(0) * BM + tl.arange(0, BM), tl.arange(0, BN), tl.arange(0, D)
     q = tl.load(q_ptr + head + rows[:, None] * D + d[None, :], rows[:, None] < length, 0.0)
@@ -295,7 +296,8 @@ def attention_backward(
     q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr, dk_ptr, dv_ptr, scale, length,
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    # One program computes BN keys of one head, and adds to dq (fp32) by atomics. scale is for exp.
+    # One program computes BN keys of one head, and adds to dq (fp32) by atomics. The scale is for
+    # exp, not for exp2.
     head = tl.program_id(1).to(tl.int64) * length * D
     d, columns = tl.arange(0, D), tl.program_id(0) * BN + tl.arange(0, BN)
     k = tl.load(k_ptr + head + columns[:, None] * D + d[None, :])
@@ -316,12 +318,13 @@ def attention_backward(
     tl.store(dv_ptr + head + columns[:, None] * D + d[None, :], dv)
 
 
-# One kind of operation each -----------------------------------------------------------------------
+# Kernels for one kind of operation each
+# ------------------------------------------------------------
 
 
 @triton.jit
 def composed(a_scale, a_shift, b_scale, b_shift):
-    # Composes two maps x → scale x + shift in 32-bit integers, which is not commutative.
+    # This function composes two maps x → scale x + shift of 32-bit integers; the order matters.
     return a_scale * b_scale, a_shift * b_scale + b_shift
 
 
@@ -497,7 +500,7 @@ def high_products(x_ptr, y_ptr, out_ptr, N: tl.constexpr):
 
 @triton.jit
 def assembled(x_ptr, y_ptr, out_ptr, N: tl.constexpr):
-    # Each 32-bit register has four bytes, and the assembly returns two registers.
+    # Each 32-bit register holds four bytes, and the inline assembly returns two registers.
     n = tl.arange(0, N)
     x, y = tl.load(x_ptr + n), tl.load(y_ptr + n)
     low = tl.inline_asm_elementwise(

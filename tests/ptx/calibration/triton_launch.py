@@ -29,7 +29,7 @@ NAMES = {
     torch.uint8: "u8",
     torch.bool: "i1",
 }
-# The size of a swizzle in bytes, by the driver's number of the swizzle.
+# The swizzle sizes in bytes; the index is the driver's number of the swizzle.
 SWIZZLES = (0, 32, 64, 128)
 
 
@@ -111,7 +111,7 @@ def _aligned(size: int) -> Tensor:
 
 
 def _descriptor(value: TensorDescriptor, meta: dict[str, Any] | None) -> Sequence[Any]:
-    """Return a descriptor in the form in which Triton passes it: a tensor map, or its parts."""
+    """Return a descriptor as Triton passes it to a kernel: as a tensor map, or in parts."""
     shape, strides = list(value.shape), list(value.strides)
     if meta is None:
         flags = [value.padding == "nan", value.round_f32_to_tf32]

@@ -1,5 +1,5 @@
-// Kernels for block and warp primitives of CUB and cooperative groups, for wmma, and for
-// asynchronous copies with cuda::pipeline and cuda::barrier. Each runs in one block of kThreads.
+// These kernels use block and warp primitives of CUB and cooperative groups, wmma, and asynchronous
+// copies with cuda::pipeline and cuda::barrier. Each kernel runs in one block of kThreads threads.
 
 #include <cooperative_groups.h>
 #include <cooperative_groups/memcpy_async.h>
@@ -26,7 +26,7 @@ namespace cg = cooperative_groups;
 
 constexpr int kThreads = 128, kItems = 4, kCount = kThreads * kItems;
 
-// out contains the sum of x from three algorithms, and the maximum of x.
+// The array out gets the sum of x from three algorithms, and the maximum of x.
 __global__ void reduce(const int* x, int* out) {
   using Raking = cub::BlockReduce<int, kThreads, cub::BLOCK_REDUCE_RAKING>;
   using Commutative =
@@ -44,7 +44,7 @@ __global__ void reduce(const int* x, int* out) {
   if (threadIdx.x == 0) out[0] = a, out[1] = b, out[2] = c, out[3] = d;
 }
 
-// out contains exclusive sums from two algorithms, and inclusive maxima.
+// The array out gets exclusive sums from two algorithms, and inclusive maxima.
 __global__ void scan(const int* x, int* out) {
   using Raking = cub::BlockScan<int, kThreads, cub::BLOCK_SCAN_RAKING>;
   using Warps = cub::BlockScan<int, kThreads, cub::BLOCK_SCAN_WARP_SCANS>;
@@ -72,7 +72,7 @@ __global__ void scan(const int* x, int* out) {
   Store(memory.store).Store(out + 2 * kCount, result);
 }
 
-// out contains the sorted keys, their original positions, and the keys in descending order.
+// The array out gets the sorted keys, their original positions, and the keys in descending order.
 __global__ void sort(const int* x, int* out) {
   using Sort = cub::BlockRadixSort<int, kThreads, kItems, int>;
   using Merge = cub::BlockMergeSort<int, kThreads, kItems>;
@@ -97,7 +97,7 @@ __global__ void sort(const int* x, int* out) {
   cub::StoreDirectBlocked(threadIdx.x, out + 2 * kCount, again);
 }
 
-// x has values from 0 to 63; out contains their histogram from two algorithms.
+// x has values from 0 to 63. The array out gets the histogram of these values from two algorithms.
 __global__ void histogram(const int* x, int* out) {
   using Atomic = cub::BlockHistogram<unsigned char, kThreads, kItems, 64, cub::BLOCK_HISTO_ATOMIC>;
   using Sort = cub::BlockHistogram<unsigned char, kThreads, kItems, 64, cub::BLOCK_HISTO_SORT>;
@@ -115,7 +115,8 @@ __global__ void histogram(const int* x, int* out) {
   }
 }
 
-// Each thread has one item. out contains sums over 32 and 16 lanes, scans, and keys sorted by warp.
+// Each thread has one item. The array out gets sums over 32 and 16 lanes, scans, and the keys
+// sorted by warp.
 __global__ void warps(const int* x, int* out) {
   __shared__ typename cub::WarpReduce<int>::TempStorage reduce[kThreads / 32];
   __shared__ typename cub::WarpReduce<int, 16>::TempStorage halves[kThreads / 16];
@@ -136,8 +137,8 @@ __global__ void warps(const int* x, int* out) {
   out[4 * kThreads + t] = keys[0];
 }
 
-// out contains, from tiles of cooperative groups: sums of 8, maxima of 32, scans of 16, sums over
-// equal keys, shuffles, ballots, and ranks among the threads with an odd value.
+// The array out gets, from tiles of cooperative groups: sums of 8, maxima of 32, scans of 16, sums
+// over equal keys, shuffles, ballots, and ranks among the threads with an odd value.
 __global__ void groups(const int* x, int* out) {
   const cg::thread_block block = cg::this_thread_block();
   const auto tile8 = cg::tiled_partition<8>(block);
@@ -159,8 +160,8 @@ __global__ void groups(const int* x, int* out) {
   }
 }
 
-// out contains 2 x, reversed in each step of a two-stage pipeline; x reversed, by a copy with a
-// barrier; and the first part of x with neighbours exchanged, by a copy of a group.
+// The array out gets 2 x, reversed in each step of a two-stage pipeline; x reversed, by a copy with
+// a barrier; and the first part of x with neighbours exchanged, by a copy of a group.
 __global__ void copies(const int* x, int* out) {
   __shared__ alignas(16) int stages[2][kThreads];
   __shared__ alignas(16) int whole[kCount];
@@ -193,7 +194,8 @@ __global__ void copies(const int* x, int* out) {
   out[2 * kCount + threadIdx.x] = whole[threadIdx.x ^ 1];
 }
 
-// One warp computes d = a b + c; a (16, 32) is row-major, and b (32, 16) is column-major.
+// One warp computes d = a b + c. The matrix a (16, 32) is row-major, and b (32, 16) is
+// column-major.
 __global__ void fragments(const __half* a, const __half* b, const float* c, float* d) {
   using namespace nvcuda::wmma;
   if (threadIdx.x >= 32) return;

@@ -1,4 +1,4 @@
-// A CUTLASS 3 collective for sm_90 computes the matrix product D = A B + C.
+// A collective of CUTLASS 3 for sm_90 computes the matrix product D = A B + C.
 
 #pragma once
 
@@ -43,7 +43,7 @@ int multiply(const void* a, const void* b, const void* c, void* d, int m, int n,
       {static_cast<const A*>(a), stride_a, static_cast<const B*>(b), stride_b},
       {{Sum(1), Sum(1)}, static_cast<const D*>(c), stride_d, static_cast<D*>(d), stride_d},
       hardware};
-  // CUTLASS encodes tensor maps with the driver, which needs a context in this thread.
+  // CUTLASS encodes tensor maps with the driver, which needs a CUDA context in this thread.
   if (cudaSetDevice(hardware.device_id) != cudaSuccess) return 5;
   Gemm gemm;
   if (gemm.can_implement(arguments) != cutlass::Status::kSuccess) return 1;
@@ -61,7 +61,7 @@ using Tma = cutlass::epilogue::TmaWarpSpecialized;
 using TmaCooperative = cutlass::epilogue::TmaWarpSpecializedCooperative;
 using NoTma = cutlass::epilogue::NoSmemWarpSpecialized;
 
-// extern "C" int NAME(a, b, c, d, m, n, k, sms)
+// This macro defines the function extern "C" int NAME(a, b, c, d, m, n, k, sms).
 #define FASTBERT_PRODUCT(NAME, ...)                                                              \
   extern "C" int NAME(const void* a, const void* b, const void* c, void* d, int m, int n, int k, \
                       int sms) {                                                                 \
