@@ -1,4 +1,4 @@
-"""Mistakes that tests insert into the backward for Hopper at head dim 128, which has own consumers.
+"""Mistakes that tests insert into the backward for Hopper at head dim 128, whose consumers differ.
 
 The matches of a regular expression are counted as in `_hopper_backward_faults`.
 """

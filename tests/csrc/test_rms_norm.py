@@ -57,8 +57,8 @@ def test_huge_rows_stay_right(isa, operators):
     """Rows near 1e30, whose squares overflow fp32, have results as accurate as rows near 1."""
     x, weight, _, dy = draw(4, 111, torch.float32, residual=False)
     y = run(operators, x * 2.0**100, weight, None, dy)["y"]
-    # The float64 oracle and the fp32 yardstick use rows without the factor 2**100. For these rows,
-    # eps has a larger effect, so the oracle is corrected for eps.
+    # The results of PyTorch in float64 and in fp32 are for rows without the factor 2**100. For
+    # these rows, eps has a larger effect, so the float64 result is corrected for eps.
     oracle = gradients(x, weight, None, dy, torch.float64)["y"]
     yardstick = Yardstick(lambda: gradients(x, weight, None, dy, x.dtype)["y"])
     without_eps = x.double().square().mean(dim=-1, keepdim=True)

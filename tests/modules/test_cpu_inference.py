@@ -467,7 +467,7 @@ def test_a_bias_by_distance_is_in_the_one_call(isa, dtype, monkeypatch) -> None:
     with torch.no_grad():
         states = built(**inputs).last_hidden_state
         assert [bias is not None for bias in calls] == [True]
-        if dtype == torch.float32:  # other dtypes: see the parity tests
+        if dtype == torch.float32:  # The parity tests of the families compare the other dtypes.
             expected = layer_by_layer(built, **inputs).last_hidden_state
             assert (states - expected).abs().max() < 1e-5
         mask = inputs["attention_mask"].bool()

@@ -349,10 +349,10 @@ FAULTS = [
 ]
 
 
-# Each of these changes is harmless for its reason, so neither the machine nor the tolerance rule
-# must catch it. `FAULTS` also leaves out single redundant instructions. An example is the barrier
-# after the loop over keys in the short forward. It is redundant, because each warp waits for its
-# products before the later barriers around the layout conversion of the output.
+# Each of these changes is harmless for the reason in its entry, so neither the machine nor the
+# tolerance rule must catch it. `FAULTS` also leaves out single redundant instructions, such as the
+# barrier after the loop over keys in the short forward. This barrier is redundant, because each
+# warp waits for its products before the later barriers around the layout conversion of the output.
 UNCAUGHT: dict[CompiledFault, str] = {
     CompiledFault(80, "short", "attention_short_forward", "fma_rounding", "every", "bfloat16"): (
         "the sums are fp32, and a unit in their last place is lost when they are rounded to bf16"

@@ -51,7 +51,7 @@ def test_a_small_bias_that_the_maximum_misses_is_caught_by_the_rms():
     assert not result.passed
 
 
-# Tests of yardsticks, PyTorch's own errors, whose sums are computed in fixed orders
+# Tests of yardsticks that recompute sums in fixed orders
 
 
 def beside(library: torch.Tensor, run) -> Yardstick:

@@ -13,11 +13,11 @@ import numpy as np
 
 from fastbert.viewer import quantize
 
-# Codes are computed in fp32, whose unit roundoff is u = 2⁻²⁴, where N is the number of levels. The
-# root of a weight w, its product with N and the sum with 1/2 have a relative error of u each. A
-# weight is therefore rounded at most δ = 3 u (N + 1) off the middle of two codes. This moves the
-# decoded weight by at most 2 δ (√w + 1/N) / N < 8 u. The decoded weight is a square of a quotient
-# in fp32, with an error of at most 3 u.
+# The code of a weight w with N levels is computed in fp32, whose unit roundoff is u = 2⁻²⁴. The
+# root of w, its product with N and the sum with 1/2 have a relative error of u each. A weight is
+# therefore rounded at most δ = 3 u (N + 1) off the middle of two codes. This moves the decoded
+# weight by at most 2 δ (√w + 1/N) / N < 8 u. The decoded weight is the square of a quotient in
+# fp32, with an error of at most 3 u.
 ROUNDING = 11 * 2.0**-24
 
 

@@ -73,7 +73,6 @@ def small(*shape: int, dtype: torch.dtype, most: int = 3) -> Tensor:
 
 
 # Kernels that compute row by row
-# -------------------------------------------------------------------
 
 
 def _softmax(dtype: torch.dtype, columns: int) -> Problem:
@@ -457,7 +456,6 @@ def _() -> Problem:
 
 
 # Kernels for one kind of operation each
-# ------------------------------------------------------------
 
 
 @case("reductions")
@@ -605,7 +603,7 @@ def _() -> Problem:
 def _near(actual: Tensor, exact: Tensor, plain: Tensor, name: str) -> None:
     """Check functions, element by element, that are exact to a few units in the last place.
 
-    Triton computes exp and log by ex2, lg2 and a product. The result amplifies its rounding error.
+    Triton computes exp and log by ex2, lg2 and a product, whose rounding error can grow.
     """
     unit = (
         torch.maximum(exact.abs(), torch.tensor(2.0**-126).double()) * torch.finfo(exact.dtype).eps

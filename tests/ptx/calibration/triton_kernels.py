@@ -10,7 +10,6 @@ import triton.language as tl
 from triton.language.extra import libdevice
 
 # Kernels that compute row by row
-# -------------------------------------------------------------------
 
 
 @triton.jit
@@ -319,7 +318,6 @@ def attention_backward(
 
 
 # Kernels for one kind of operation each
-# ------------------------------------------------------------
 
 
 @triton.jit
