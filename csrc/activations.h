@@ -1,8 +1,8 @@
 // The activation functions of a feed-forward, by their names in fastbert/activations.py.
 //
-// The CPU and the CUDA code include this header. It holds plain data only, because the CPU kernels
-// include it once per instruction-set level. activation_of (checks.h) returns the activation of a
-// name.
+// The CPU and the CUDA code include this header. It contains data but no functions, because the CPU
+// kernels include it once per instruction-set level. The function activation_of in checks.h returns
+// the activation that has a given name.
 
 #pragma once
 
@@ -10,11 +10,11 @@
 
 namespace fastbert {
 
-// geglu and swiglu are gated: GELU and SiLU of the first half of the columns, multiplied by the
-// second half (Shazeer 2020).
+// geglu and swiglu are gated activations. They apply GELU or SiLU to the first half of the columns,
+// and multiply the result by the second half of the columns (Shazeer 2020).
 enum class Activation : int32_t { none, gelu, gelu_tanh, relu, geglu, swiglu };
 
-// The names in the order of the enumeration.
+// The names of the activations, in the order of the enumerators of Activation.
 inline constexpr const char* kActivationNames[] = {"none", "gelu",  "gelu_tanh",
                                                    "relu", "geglu", "swiglu"};
 

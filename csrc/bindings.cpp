@@ -1,6 +1,7 @@
-// The Python module fastbert._C. It reports how the extension was built, sets the instruction-set
-// level and compares Python objects with a record of them. The operators are registered in
-// cpu/operators.cpp and cuda/cuda_ops.cpp.
+// The Python module fastbert._C. Its functions report how the extension was built, set the
+// instruction-set level and the tile schedule of the CPU kernels, and compare Python objects with
+// their recorded state (unchanged.h). The operators are registered in cpu/operators.cpp and
+// cuda/cuda_ops.cpp.
 
 #include <c10/util/Exception.h>
 #include <pybind11/pybind11.h>
@@ -19,7 +20,7 @@ namespace {
 namespace py = pybind11;
 
 // setup.py defines FASTBERT_CUDA_ARCHS if it builds CUDA code. Otherwise it defines
-// FASTBERT_WITHOUT_CUDA, the reason why it does not.
+// FASTBERT_WITHOUT_CUDA as a string that says why no CUDA code is built.
 #if defined(FASTBERT_CUDA_ARCHS)
 constexpr bool kCuda = true;
 #else

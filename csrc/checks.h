@@ -1,7 +1,8 @@
-// The checks of the arguments of the C++ operators, which are the same on CPU and GPU.
+// Checks of the arguments that the C++ operators receive. The CPU and the CUDA operators use the
+// same checks.
 //
-// An argument that is not allowed raises ValueError or TypeError in Python. The message names the
-// argument, its value and the allowed values.
+// If an argument is not allowed, a check raises ValueError or TypeError in Python. The message
+// names the argument, its value and the allowed values.
 
 #pragma once
 
@@ -62,7 +63,7 @@ inline void check_shape(const char* name, const at::Tensor& t,
                     ", allowed: ", text_of(allowed));
 }
 
-// Checks the matrix (rows, columns) whose shape, dtype and device the other operands must match.
+// Checks the matrix (rows, columns) with which the functions below compare the other operands.
 inline void check_matrix(const char* name, const at::Tensor& t) {
   check_dtype(name, t);
   TORCH_CHECK_VALUE(t.dim() == 2 && t.size(1) >= 1, name, ": got shape ", t.sizes(),
@@ -76,7 +77,7 @@ inline void check_same(const char* name, const at::Tensor& t, const at::Tensor& 
                     ", allowed: ", like.sizes());
 }
 
-// Checks a vector of `length` elements in any floating dtype.
+// Checks that `t` is a vector of `length` elements in any floating dtype, on the device of `like`.
 inline void check_vector(const char* name, const at::Tensor& t, const at::Tensor& like,
                          int64_t length) {
   check_device(name, t, like);
@@ -85,12 +86,12 @@ inline void check_vector(const char* name, const at::Tensor& t, const at::Tensor
   check_shape(name, t, {length});
 }
 
-// Checks a vector that is as long as a row of `like`.
+// Checks that `t` is a vector with one element for each column of the matrix `like`.
 inline void check_parameter(const char* name, const at::Tensor& t, const at::Tensor& like) {
   check_vector(name, t, like, like.size(1));
 }
 
-// Checks an fp32 tensor.
+// Checks that `t` is an fp32 tensor of the shape `shape`, on the device of `like`.
 inline void check_floats(const char* name, const at::Tensor& t, const at::Tensor& like,
                          std::initializer_list<int64_t> shape) {
   check_device(name, t, like);
@@ -99,12 +100,13 @@ inline void check_floats(const char* name, const at::Tensor& t, const at::Tensor
   check_shape(name, t, shape);
 }
 
-// Checks a statistic that the forward pass stored for each row of `like`.
+// Checks a statistic from the forward pass: `t` must be fp32, with one element for each row of
+// `like`.
 inline void check_statistic(const char* name, const at::Tensor& t, const at::Tensor& like) {
   check_floats(name, t, like, {like.size(0)});
 }
 
-// Checks `count` labels or row numbers.
+// Checks that `t` contains `count` labels or row numbers, in int64 or int32.
 inline void check_numbers(const char* name, const at::Tensor& t, const at::Tensor& like,
                           int64_t count) {
   check_device(name, t, like);
@@ -128,13 +130,14 @@ inline void check_dropout(double p, const OptionalTensor& seed, const at::Tensor
   TORCH_CHECK_VALUE(seed->numel() == 1, "seed: got shape ", seed->sizes(), ", allowed: (1,)");
 }
 
-// Returns the residual if it is wider than x, and otherwise x. The result has the dtype of the sum
-// and of the sum's gradient.
+// Returns `residual` if it is an fp32 tensor, and otherwise `x`. The sum residual + x and the
+// gradient of this sum have the dtype of the returned tensor.
 inline const at::Tensor& wider_of(const at::Tensor& x, const OptionalTensor& residual) {
   return residual && residual->scalar_type() == at::kFloat ? *residual : x;
 }
 
-// With `wide`, a residual in fp32 may be added to x in any dtype.
+// If `wide` is true, `residual` may be fp32 although `x` has another dtype. If `wide` is false,
+// both must have the same dtype.
 inline void check_layer_norm(const at::Tensor& x, const at::Tensor& weight,
                              const OptionalTensor& residual, const OptionalTensor& x_bias,
                              const OptionalTensor& seed, double dropout_p, bool wide) {
@@ -174,8 +177,8 @@ inline void check_pre_activation(const at::Tensor& h, const OptionalTensor& bias
   if (bias) check_parameter("bias", *bias, h);
 }
 
-// Returns the activation called `name`, which must be in `allowed`. The error message has `where`
-// after the word "allowed".
+// Returns the activation called `name`. Raises ValueError if this activation is not in `allowed`.
+// The error message contains `where` after the word "allowed".
 inline Activation activation_of(const std::string& name, std::initializer_list<Activation> allowed,
                                 const char* where = "") {
   const auto name_of = [](Activation a) { return kActivationNames[static_cast<int32_t>(a)]; };
@@ -189,15 +192,15 @@ inline Activation activation_of(const std::string& name, std::initializer_list<A
   TORCH_CHECK_VALUE(false, "activation: got '", name, "', allowed", where, ": ", names);
 }
 
-// Returns a contiguous copy of numbers that a kernel uses as indices. No other thread can write to
-// the copy, so the numbers do not change after they were checked. `contiguous()` and `to()` alone
-// may return the tensor itself.
+// Returns a contiguous copy of `t`, whose elements a kernel uses as indices. No other thread can
+// write to the copy, so the indices cannot change after they were checked. `contiguous()`, or
+// `to()` without `copy`, may return `t` itself.
 inline at::Tensor private_copy(const at::Tensor& t, at::ScalarType dtype) {
   return t.to(dtype, /*non_blocking=*/false, /*copy=*/true, at::MemoryFormat::Contiguous);
 }
 
-// The kernels accept any row stride but need contiguous elements within a row. A tensor with
-// another layout is copied.
+// Returns `t` if the elements of each row are contiguous, and otherwise a contiguous copy. The
+// kernels accept any row stride, but they need contiguous elements within a row.
 inline at::Tensor with_unit_columns(const at::Tensor& t) {
   return t.size(1) == 1 || t.stride(1) == 1 ? t : t.contiguous();
 }

@@ -1,5 +1,5 @@
-// The registration of the C++ operators with torch. Before every call, the memory of the tensor
-// arguments is checked.
+// Registers the C++ operators with torch. Each registered operator checks the memory of its tensor
+// arguments before it runs.
 //
 // The storage of a tensor can be freed while the tensor keeps its shape: sharded training calls
 // `weight.untyped_storage().resize_(0)` between two uses of a weight. Without the check, a kernel
@@ -20,8 +20,7 @@
 
 namespace fastbert {
 
-// Returns the end, in bytes from the start of the storage, of the memory that the elements of `t`
-// use.
+// Returns the number of bytes that the storage of `t` must have to contain all elements of `t`.
 inline uint64_t bytes_reached(const at::Tensor& t) {
   if (t.numel() == 0) return 0;
   int64_t last = t.storage_offset();
@@ -48,7 +47,8 @@ inline bool is_readable(const at::Tensor& t) {
          !t._is_zerotensor();
 }
 
-// Checks one argument of the operator `name`. An argument that is not a tensor always passes.
+// Checks the memory of the tensors in one argument of the operator `name`. An argument that
+// contains no tensor always passes.
 template <class T>
 void check_memory(const char* name, size_t position, const T& argument) {
   if constexpr (std::is_same_v<T, at::Tensor>) {
@@ -77,7 +77,7 @@ struct Checked<function> {
   }
 };
 
-// Registers `function` as the implementation of the operator `name` for the library's device.
+// Registers `function` as the implementation of the operator `name` for the device of `library`.
 template <auto function>
 void implement(torch::Library& library, const char* name) {
   Checked<function>::name = name;

@@ -8,17 +8,18 @@ namespace {
 
 namespace py = pybind11;
 
-// Returns Python's version number of a class and its bases. Any change of an attribute invalidates
-// the number, and the next attribute look-up assigns a new number. Returns 0 if the class has no
-// number.
+// Returns the version tag that Python assigns to a class. A change of an attribute of the class or
+// of a base invalidates the tag, and the next attribute look-up assigns a new tag. Returns 0 if the
+// class has no tag.
 uint64_t version_of(py::handle type) {
   auto* object = reinterpret_cast<PyTypeObject*>(type.ptr());
-  // An attribute look-up assigns a number to a class that has none.
+  // An attribute look-up assigns a version tag to a class that has none.
   if (!PyObject_HasAttrString(type.ptr(), "__init__")) return 0;
   return PyType_HasFeature(object, Py_TPFLAGS_VALID_VERSION_TAG) ? object->tp_version_tag : 0;
 }
 
-// Returns whether `dict` has the keys and values, compared by identity and in order.
+// Returns whether `dict` contains exactly the items of `keys` and `values`, in the same order. Keys
+// and values are compared by identity.
 bool same_items(PyObject* dict, PyObject* keys, PyObject* values) {
   if (PyDict_GET_SIZE(dict) != PyTuple_GET_SIZE(keys)) return false;
   PyObject *key, *value;
@@ -41,18 +42,19 @@ uint64_t tag_of(PyObject* dict) {
 #endif
 }
 
-// The version tags of dictionaries at the time when they last had their recorded items. A
-// dictionary with the same tag still has the same items. Comparing a thousand tags takes a quarter
-// of the time of comparing the items.
+// The version tag of each dictionary at the last time when it had its recorded items. A dictionary
+// that still has this tag has the same items. Comparing a thousand tags takes a quarter of the time
+// of comparing the items.
 struct Tags {
   std::vector<uint64_t> seen;
 };
 
 // Returns whether all recorded objects are unchanged. `dicts` has three entries for each
-// dictionary: the dictionary, its keys and its values. `objects` has two for each object: the
-// object and its class. `classes` has two for each class: the class and its version. `functions`
-// has four for each function: the function, its code, its defaults and its keyword defaults (None
-// if absent). The tag of a dictionary that has changed but has the recorded items again is updated.
+// dictionary: the dictionary, its keys and its values. `objects` has two entries for each object:
+// the object and its class. `classes` has two entries for each class: the class and its version
+// tag. `functions` has four entries for each function: the function, its code, its defaults and its
+// keyword defaults, where None means that there are none. If a dictionary has a new tag but the
+// recorded items, the function stores the new tag in `tags`.
 bool unchanged(const py::tuple& dicts, Tags& tags, const py::tuple& objects,
                const py::tuple& classes, const py::tuple& functions) {
   PyObject* d = dicts.ptr();

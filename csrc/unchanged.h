@@ -1,4 +1,4 @@
-// The comparison of Python objects with a record of them, for fastbert/modules/snapshot.py.
+// Compares Python objects with their recorded state, for fastbert/modules/snapshot.py.
 
 #pragma once
 
@@ -6,7 +6,8 @@
 
 namespace fastbert {
 
-// Adds to a pybind11 module the class `Tags` and the functions `version_of` and `unchanged`.
+// Adds the class `Tags` and the functions `version_of`, `tag_of` and `unchanged` to a pybind11
+// module.
 void bind_unchanged(pybind11::module_& m);
 
 }  // namespace fastbert

@@ -1,5 +1,5 @@
-// Reads and writes of matrices and parameters by the kernels, up to 16 bytes at a time where
-// addresses and lengths allow it.
+// Functions with which the kernels read and write matrices and parameters. They access up to 16
+// bytes at a time if addresses and lengths allow it.
 
 #pragma once
 
@@ -35,15 +35,16 @@ inline __device__ __nv_bfloat16 from_float<__nv_bfloat16>(float x) {
   return __float2bfloat16_rn(x);
 }
 
-// Elements that are read or written at once: kCount, but at most 16 bytes.
+// The elements that one access reads or writes: kCount elements, but at most 16 bytes.
 template <class T, int kCount>
 struct alignas(sizeof(T) * (kCount < kWidth<T> ? kCount : kWidth<T>)) Pack {
   static constexpr int kLength = kCount < kWidth<T> ? kCount : kWidth<T>;
   T values[kLength];
 };
 
-// 16 bytes as four words. A row that waits for its turn is kept in words, because nvcc takes
-// elements of 16 bits apart as soon as they are loaded, and so waits for memory at once.
+// 16 bytes of a row as four words of 32 bits. A row that is loaded before it is needed stays in
+// words. With elements of 16 bits, nvcc would unpack the elements immediately after the load, and
+// the thread would wait for memory there.
 template <class T>
 struct WordPack {
   uint32_t word[4];
@@ -66,8 +67,9 @@ inline __device__ float WordPack<__nv_bfloat16>::operator[](int i) const {
   return __uint_as_float(i % 2 ? word[i / 2] & 0xffff0000u : word[i / 2] << 16);
 }
 
-// Reads kCount elements from column `first` on, a multiple of kCount; elements from `columns` on
-// read as 0. `wide` means that the row is aligned and that `columns` is a multiple of kCount.
+// Reads the kCount elements of `row` that begin at column `first`, which must be a multiple of
+// kCount. Elements at column `columns` and later become 0. If `wide` is true, the row must be
+// aligned and `columns` must be a multiple of kCount.
 template <class T, int kCount>
 __device__ void load(const T* row, int first, int columns, bool wide, float (&out)[kCount]) {
   using P = Pack<T, kCount>;
@@ -84,7 +86,8 @@ __device__ void load(const T* row, int first, int columns, bool wide, float (&ou
   for (int i = 0; i < kCount; ++i) out[i] = first + i < columns ? to_float(row[first + i]) : 0.0f;
 }
 
-// Writes 16 bytes. nvcc splits some plain stores of a struct into its elements, but not __stcg.
+// Writes 16 bytes in one access. It uses __stcg, because nvcc splits some ordinary stores of a
+// struct into stores of its elements.
 template <class T>
 __device__ void write(T* to, const Pack<T, kWidth<T>>& pack) {
   uint4 bits;
@@ -92,7 +95,8 @@ __device__ void write(T* to, const Pack<T, kWidth<T>>& pack) {
   __stcg(reinterpret_cast<uint4*>(to), bits);
 }
 
-// Writes kCount elements in the same way; none from `columns` on.
+// Writes kCount elements of `row` under the same conditions as `load`. It writes nothing at column
+// `columns` or later.
 template <class T, int kCount>
 __device__ void store(T* row, int first, int columns, bool wide, const float (&in)[kCount]) {
   static_assert(kCount % kWidth<T> == 0);
@@ -117,7 +121,8 @@ __device__ const T* row_of(const ConstMatrix& matrix, int64_t row) {
   return static_cast<const T*>(matrix.data) + row * matrix.stride;
 }
 
-// The same for a vector, which allows wide access or does not.
+// Reads kCount elements of a vector. The function itself checks whether the vector allows wide
+// access.
 template <class T, int kCount>
 __device__ void load(const T* vector, int first, int columns, float (&out)[kCount]) {
   load(vector, first, columns, columns % kCount == 0 && aligned(vector, 0, sizeof(T)), out);
@@ -134,9 +139,10 @@ __device__ void load(const Parameter& parameter, int first, int columns, float (
   }
 }
 
-// The same for a whole warp, each of whose lanes owns 8 columns after those of the lane before. 8
-// floats are two accesses; two lanes read those of one and then of the other, and exchange half, so
-// that each access covers whole sectors of 32 bytes.
+// Reads kCount elements of a parameter into each lane of a warp, where the columns of a lane follow
+// the columns of the lane before. 8 floats take two accesses of 16 bytes. Therefore two
+// neighbouring lanes first read the 8 floats of the even lane and then the 8 floats of the odd
+// lane, and exchange half of them. So each access covers whole sectors of 32 bytes.
 template <int kCount>
 __device__ void load_in_pairs(const Parameter& parameter, int first, int columns,
                               float (&out)[kCount]) {

@@ -1,20 +1,21 @@
 // Backward of attention on Ampere and later GPUs, in 16-bit formats.
 //
-// A block owns a head of a sequence. For each block of keys (128, or 64 at head dim 128), it walks
-// over all tiles of 32 queries. Keys are the rows of the scores, s = k q^T. The registers that a
-// product leaves the weights and their gradients in therefore have the layout of a left operand: dv
-// += p dout and dk += ds q stay in the registers of the warp that owns the keys. Only ds passes
-// through shared memory, for dq = ds^T k. So a pair of a query and a key costs five products, and
-// the weights are computed once.
+// A thread block computes one head of one sequence. For each block of keys (128, or 64 at head dim
+// 128), it goes through all tiles of 32 queries. The scores are computed as s = k q^T, so that
+// their rows are keys. The softmax weights p and the gradients ds of the scores then have the
+// register layout of a left operand. Therefore the sums dv += p dout and dk += ds q stay in the
+// registers of the warp that owns the keys. Only ds is written to shared memory, for dq = ds^T k. A
+// block of keys and a tile of queries take five products, and the weights are computed once.
 //
-// If a sequence has one block of keys, its dq is complete after this block. Otherwise the sums of
-// dq over the blocks of keys are kept in fp32 in global memory, and the thread that wrote a sum
-// adds to it. There are no atomics, and reruns agree bit for bit.
+// If a sequence has one block of keys, its dq is complete after this block. Otherwise, dq_sums in
+// global memory contains the sums of dq over the blocks of keys in fp32, and the thread that wrote
+// a sum adds to it for the next block. The kernel uses no atomics, so repeated runs give the same
+// bits.
 //
-// Time by unit on an A100, per 32 queries and 128 keys of head dim 64: the products take 1,280
-// cycles of the tensor cores, and ldmatrix 960 wavefronts of the shared memory. The exponentials
-// take 256 cycles of the special function units. If there are several blocks of keys, the sums of
-// dq take 16 KiB of L2 traffic.
+// The following counts are for 32 queries and 128 keys of head dim 64 on an A100. The products take
+// 1,280 cycles of the tensor cores. The ldmatrix instructions take 960 wavefronts of the shared
+// memory. The exponentials take 256 cycles of the special function units. If there are several
+// blocks of keys, the sums of dq take 16 KiB of L2 traffic.
 
 #include "access.cuh"
 #include "attention.cuh"
@@ -27,12 +28,12 @@ namespace fastbert::cuda {
 namespace {
 
 constexpr int kWarps = 4, kThreads = 32 * kWarps;
-constexpr int kQueries = 32;  // of a tile
+constexpr int kQueries = 32;  // queries of a tile
 constexpr int kColumns = kQueries / 8;
 
-// Shared memory: keys and values of the block; two stages of queries, dout and out; ds of a tile;
-// two stages of lse and delta.
-// A warp owns kRowTiles tiles of 16 keys, as many as its registers hold without spilling.
+// The layout of the shared memory: the keys and values of the block of keys, two stages of queries,
+// dout and out, the ds of one tile, and two stages of lse and delta. A warp owns kRowTiles tiles of
+// 16 keys, the largest number that its registers hold without spilling.
 template <int kHeadDim, int kTiles>
 struct Memory {
   static constexpr int kRowTiles = kTiles;
@@ -57,7 +58,8 @@ __device__ void copy_word(uint32_t to, const void* from) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
 }
 
-// Whether a query of the sequence attends each of the block's keys that a mask of pairs covers.
+// Returns whether any query of the sequence attends a key, under a mask that differs between
+// queries. `pairs` points to the mask of the head.
 __device__ bool attended_by_any(const AttentionMask& mask, const uint8_t* pairs, int key,
                                 int queries) {
   for (int64_t query = 0; query < queries; ++query)
@@ -65,8 +67,8 @@ __device__ bool attended_by_any(const AttentionMask& mask, const uint8_t* pairs,
   return false;
 }
 
-// Returns the delta of a query, which is the sum of dO · O over its row. Four threads share a row,
-// so a block of 128 threads computes the delta of 32 queries.
+// Returns delta of a query, which is the sum of dout * out over the row of the query. Four threads
+// share a row, so a block of 128 threads computes the delta of 32 queries.
 template <class T, int kHeadDim>
 __device__ float row_product(const unsigned char* dout, const unsigned char* out) {
   const int row = static_cast<int>(threadIdx.x) / 4, part = static_cast<int>(threadIdx.x) % 4;
@@ -82,13 +84,14 @@ __device__ float row_product(const unsigned char* dout, const unsigned char* out
   return quad_sum(sum);
 }
 
-// Decides which weights of a warp dropout keeps, with keys as rows. Element (query, key) takes word
-// key % 4 of the counter (key / 4, query, head, batch), so the lanes of four neighbouring keys
-// share their counters, and each lane computes a quarter of them.
+// Decides which weights of a warp dropout keeps. The rows of the weights are keys. Element (query,
+// key) uses word key % 4 of the Philox counter (key / 4, query, head, batch). Therefore the lanes
+// of four neighbouring keys use the same counters, and each of these lanes computes a quarter of
+// them.
 template <int kRowTiles>
 struct Keep {
   static constexpr int kShare = 4 * kRowTiles;
-  uint32_t words[4];  // from the lane with key % 4 == i: bit 4 c for its counter c
+  uint32_t words[4];  // word i is from the lane with key % 4 == i; bit 4 c is for counter c
 
   __device__ Keep(const Dropout& dropout, uint64_t seed, int first_key, int first_query,
                   const Head& h) {
@@ -110,22 +113,22 @@ struct Keep {
       words[i] = __shfl_sync(0xffffffffu, verdicts, (lane & ~12) | 4 * i) >> own;
   }
 
-  // Returns whether dropout keeps the weight [m][j][i].
+  // Returns whether dropout keeps element [m][j][i] of the weights.
   __device__ bool kept(int m, int j, int i) const {
     const int e = (2 * m + i / 2) * 8 + 2 * j + i % 2;
     return words[e / kShare] >> (4 * (e % kShare)) & 1;
   }
 };
 
-// Without dropout, every weight is kept.
+// Without dropout, `kept` returns true for every weight.
 template <>
 struct Keep<0> {
   __device__ Keep(const Dropout&, uint64_t, int, int, const Head&) {}
   __device__ bool kept(int, int, int) const { return true; }
 };
 
-// Reads a mask of pairs for the weights of a lane: bit 8 (2 m + half) + 2 j + i for the pair of key
-// 16 m + 8 half from `key` on and of query 8 j + i from `query` on.
+// Returns the bits of a mask of query-key pairs for the weights of a lane. Bit 8 (2 m + half) + 2 j
+// + i is 1 if query `query` + 8 j + i attends key `key` + 16 m + 8 half.
 template <int kRowTiles>
 __device__ uint32_t allowed_pairs(const AttentionMask& mask, const uint8_t* pairs, int key,
                                   int keys, int query, int queries) {
@@ -140,7 +143,8 @@ __device__ uint32_t allowed_pairs(const AttentionMask& mask, const uint8_t* pair
   return allowed;
 }
 
-// The first rows of the block's head, and its mask.
+// Pointers to the first rows of the head that the thread block computes, and to the mask of this
+// head.
 template <class T>
 struct HeadPointers {
   T *q, *dout, *out, *dq, *k, *v, *dk, *dv;
@@ -169,7 +173,7 @@ __global__ void __launch_bounds__(kThreads, kHeadDim == 128 ? 1 : 2)
 
   const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32;
   const uint32_t shared_base = shared_address(shared);
-  // These stay in shared memory, because the loop needs the registers.
+  // The pointers stay in shared memory, because the loop over the tiles needs the registers.
   __shared__ volatile HeadPointers<T> head;
   if (thread == 0) {
     const int64_t row = h.batch * p.lse_stride_batch + h.head * p.lse_stride_head + h.first_q;
@@ -194,7 +198,7 @@ __global__ void __launch_bounds__(kThreads, kHeadDim == 128 ? 1 : 2)
   float* const stage_lse = reinterpret_cast<float*>(shared + M::kStatistics);
   float* const stage_delta = stage_lse + 2 * kQueries;
 
-  // If there is no key, no tile writes dq.
+  // A sequence without keys has no tile that would write dq, so dq is set to 0 here.
   if (h.keys == 0) {
     for (int i = thread; i < h.queries * (kHeadDim / 8); i += kThreads) {
       T* row = rows_of<T>(p.dq, h, h.first_q) + i / (kHeadDim / 8) * p.dq.stride_row;
@@ -205,7 +209,8 @@ __global__ void __launch_bounds__(kThreads, kHeadDim == 128 ? 1 : 2)
   for (int first_key = 0; first_key < h.keys; first_key += M::kBlockKeys) {
     const bool is_first = first_key == 0, is_last = first_key + M::kBlockKeys >= h.keys;
 
-    // Copies a tile of queries into its stage; delta is computed in the first block of keys.
+    // Starts the copy of a tile of queries to its stage. For the first block of keys, delta is not
+    // copied, because it is computed then.
     const auto fill = [&](int first) {
       if (first < h.queries) {
         const int turn = first / kQueries % 2;
@@ -229,8 +234,8 @@ __global__ void __launch_bounds__(kThreads, kHeadDim == 128 ? 1 : 2)
       commit_copies();
     };
 
-    // Keys that no query attends become 0, because their memory may hold NaN. A lane of the warp
-    // that owns the keys gets the bits of its rows.
+    // Keys that no query attends, and their values, become 0 in shared memory, because their global
+    // memory may contain NaN. Later, each lane takes the bits of the keys that are its rows.
     KeyBits attended[kRowTiles];
     __shared__ KeyBits attended_of[M::kBlockKeys / kKeys];
     for (int i = thread; i < M::kBlockKeys; i += kThreads) {
@@ -285,7 +290,7 @@ __global__ void __launch_bounds__(kThreads, kHeadDim == 128 ? 1 : 2)
           kPairs ? allowed_pairs<kRowTiles>(p.mask, head.mask, first_key + warp_key + lane / 4,
                                             h.keys, first_query + lane % 4 * 2, h.queries)
                  : 0;
-      // Here, few registers are in use.
+      // The kept weights are determined here, because few registers are in use at this point.
       const volatile int64_t* seed = p.dropout.seed;
       const Keep<kDropout ? kRowTiles : 0> keep(p.dropout, kDropout ? *seed : 0,
                                                 first_key + warp_key, first_query, h);
@@ -299,7 +304,8 @@ __global__ void __launch_bounds__(kThreads, kHeadDim == 128 ? 1 : 2)
         for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
-            // Rows beyond the sequence have no lse in shared memory.
+            // Queries beyond the end of the sequence are not allowed: shared memory has no lse for
+            // them.
             const bool allowed = kPairs ? pairs_allowed >> (8 * (2 * m + i / 2) + 2 * j + i % 2) & 1
                                         : (attended[m] >> (8 * (i / 2)) & 1) &&
                                               first_query + column + i % 2 < h.queries;
@@ -314,8 +320,9 @@ __global__ void __launch_bounds__(kThreads, kHeadDim == 128 ? 1 : 2)
       multiply_transposed<T, kHeadDim>(gradients, base + M::kValues + warp_key * Tile::kRowBytes,
                                        douts);
       if (is_first) __syncthreads();  // delta
-      // The softmax over a single key is constant, so its gradient is 0; rounding would make it
-      // differ from 0. The values of a key that the query does not attend may be NaN.
+      // The softmax over a single key is constant, so its gradient is exactly 0; the formula would
+      // give a small number because of rounding. If the query does not attend the key, the weight
+      // is 0 and the formula is not used, because `dweight` may be NaN.
       const auto gradient = [&](float weight, float dweight, float row_delta) {
         return weight == 0.0f || h.keys == 1 ? 0.0f : weight * (dweight - row_delta);
       };
@@ -342,7 +349,7 @@ __global__ void __launch_bounds__(kThreads, kHeadDim == 128 ? 1 : 2)
       accumulate<T, kHeadDim>(dv, weights, douts);
       accumulate<T, kHeadDim>(dk, gradients, queries);
 
-      // ds goes to shared memory with keys as rows.
+      // The gradients ds of the scores are written to shared memory with keys as rows.
       const uint32_t own =
           opaque(GradientTile::offset(warp_key + lane / 4, 0) + lane % 4 * 4) + M::kGradients;
 #pragma unroll
@@ -359,7 +366,7 @@ __global__ void __launch_bounds__(kThreads, kHeadDim == 128 ? 1 : 2)
       }
       __syncthreads();
 
-      // dq of 16 queries and half of the dims: two warps share the rows.
+      // Each warp computes dq for 16 queries and half of the columns, so two warps share the rows.
       constexpr int kDims = kHeadDim / 2;
       const int dq_row = warp % 2 * 16, dq_dim = warp / 2 * kDims;
       const int dq_lane = static_cast<int>(opaque(lane));

@@ -1,16 +1,16 @@
 // Forward of attention on Ampere and later GPUs, in 16-bit formats.
 //
-// A block owns 128 queries of one head and walks over the keys in tiles of 32 with the running
-// softmax. A warp owns 32 of the queries: the scores, the weights and the sums of out stay in its
-// registers. Keys and values go through a ring of three stages that cp.async fills two tiles ahead,
-// so that each tile needs one barrier only.
+// A thread block computes 128 queries of one head. It goes through the keys in tiles of 32 and
+// updates a running softmax. Each warp owns 32 of the queries and keeps their scores, weights and
+// sums of out in registers. Keys and values go through a ring of three stages in shared memory.
+// cp.async fills the ring two tiles ahead, so that each tile needs only one barrier.
 //
-// Time by unit on an A100, per tile of 32 keys of head dim 64 and warp: 64 products of 16 x 8 x 16
-// take 512 cycles of a tensor core. 1,024 exponentials take 256 cycles of the special function
-// units. 24 ldmatrix of 4 wavefronts take 96 cycles of the shared memory, which four warps share.
-// The loop has 565 instructions, but a tile without hidden keys skips those of the masks. The issue
-// of the others takes about as long as the products. Below about 300 keys, device memory is the
-// limit.
+// The following counts are for one warp and one tile of 32 keys of head dim 64 on an A100. The 64
+// products of 16 x 8 x 16 take 512 cycles of a tensor core. The 1,024 exponentials take 256 cycles
+// of the special function units. The 24 ldmatrix instructions, of 4 wavefronts each, take 96 cycles
+// of the shared memory, which four warps share. The loop has 565 instructions, but a tile without
+// hidden keys skips the instructions for masks. Issuing the other instructions takes about as long
+// as the products. Below about 300 keys, device memory is the limit.
 
 #include "attention.cuh"
 #include "attention_products.cuh"
@@ -25,9 +25,10 @@ constexpr int kStages = 3;
 
 constexpr int kRowTiles = 2, kWarps = 4, kThreads = 32 * kWarps;
 constexpr int kQueries = 16 * kRowTiles * kWarps;
-constexpr int kColumns = kKeys / 8;  // tiles of the right operand
+constexpr int kColumns = kKeys / 8;  // column tiles of the right operand
 
-// One block writes the rows that belong to no sequence, even if no sequence has a query.
+// Returns the number of blocks for the queries of a sequence. It is at least 1, because a block
+// writes the rows that belong to no sequence even if no sequence has a query.
 inline __host__ __device__ int query_blocks(int max_q) {
   return max_q > kQueries ? (max_q + kQueries - 1) / kQueries : 1;
 }
@@ -41,10 +42,12 @@ struct Memory {
   static_assert(kBytes <= kSharedLimit);
 };
 
-// The scores or weights of a warp: 32 queries and 32 keys.
+// The scores or weights of a warp for 32 queries and 32 keys.
 using Scores = float[kRowTiles][kColumns][4];
 
-// The keys that a lane's scores belong to: bit (8 j + 2 t + i) for score [j][i].
+// Sets the scores of keys whose bits are 0 to -inf. `upper` is for the row of scores [j][0] and
+// [j][1], and `lower` is for the row of scores [j][2] and [j][3]. With t = lane % 4, scores [j][i]
+// and [j][i + 2] belong to the key of bit 8 j + 2 t + i, for i = 0 and 1.
 __device__ void hide(float (&scores)[kColumns][4], KeyBits upper, KeyBits lower) {
   const uint32_t first = threadIdx.x % 4 * 2;
 #pragma unroll
@@ -57,7 +60,8 @@ __device__ void hide(float (&scores)[kColumns][4], KeyBits upper, KeyBits lower)
   }
 }
 
-// Reads a row of a mask of pairs: the bits of the lane's own keys of the tile.
+// Reads a row of a mask of query-key pairs, and returns the bits of the keys in the tile that the
+// lane's scores belong to.
 __device__ KeyBits attended_pairs(const uint8_t* row, int64_t stride_key, int first, int keys) {
   const int lane_first = static_cast<int>(threadIdx.x) % 4 * 2;
   KeyBits bits = 0;
@@ -72,8 +76,8 @@ __device__ KeyBits attended_pairs(const uint8_t* row, int64_t stride_key, int fi
   return bits;
 }
 
-// Values that no query of the block attends may be NaN: they become 0 in shared memory. `any` has
-// the keys that the lane's queries attend.
+// Sets the values that no query of the block attends to 0 in shared memory, because they may be
+// NaN. `any` has the bits of the keys that the lane's queries attend.
 template <int kHeadDim>
 __device__ void zero_unattended(unsigned char* values, KeyBits any) {
   constexpr int kChunks = kHeadDim / 8;
@@ -92,10 +96,11 @@ __device__ void zero_unattended(unsigned char* values, KeyBits any) {
   __syncthreads();
 }
 
-// Sets weights that dropout drops to 0. Element (row, key) takes word key % 4 of the counter
-// (key / 4, row, head, batch), and a lane holds two of these four keys in every column tile. So a
-// lane draws the numbers of one of two column tiles, for itself and for its neighbour, and the two
-// lanes exchange the bits that say which weights are kept.
+// Sets the weights that dropout drops to 0. Element (row, key) uses word key % 4 of the Philox
+// counter (key / 4, row, head, batch). A lane holds two of the four keys of a counter in every
+// column tile. Therefore, of every two column tiles, each lane computes the random words of one
+// tile, for itself and for its neighbour. The two lanes then exchange the bits that say which
+// weights dropout keeps.
 __device__ void drop(float (&weights)[kColumns][4], const Dropout& dropout, int row, int first_key,
                      const Head& h) {
   const volatile int64_t* seed_of_call = dropout.seed;  // is read again in every tile
@@ -197,7 +202,8 @@ __global__ void __launch_bounds__(kThreads, kHeadDim == 128 || kPairs || kDropou
     wait_for_copies<1>();
     __syncthreads();
     fill(tile + 2);
-    // The row of the lane's first score, which need not stay in a register.
+    // `row` is the row of the lane's first score. `opaque` makes the compiler compute it again in
+    // each tile, so that it needs no register between tiles.
     const int row = first_query + warp_row + static_cast<int>(opaque(threadIdx.x) % 32 / 4);
 
     Scores scores;

@@ -1,4 +1,5 @@
-// The products of attention for one warp, from tiles in shared memory and sums in registers.
+// The matrix products of attention that one warp computes. The operands are tiles in shared memory
+// or weights in registers, and the sums are in registers.
 
 #pragma once
 
@@ -7,7 +8,7 @@
 
 namespace fastbert::cuda {
 
-// Loads the left operand of 16 rows from column 16 * step on.
+// Loads a left operand of 16 rows and 16 columns, from row `first_row` and column 16 * step on.
 template <int kHeadDim>
 __device__ void load_left(LeftFragment& fragment, uint32_t tile, int first_row, int step) {
   using Tile = SharedTile<kHeadDim>;
@@ -16,13 +17,14 @@ __device__ void load_left(LeftFragment& fragment, uint32_t tile, int first_row, 
   load_matrices(fragment.pairs, (tile + Tile::offset(lane % 16, lane / 16)) ^ (32 * step));
 }
 
-// sums = left right^T, of 16 kRowTiles rows of `left` and 8 kColumns rows of `right`. Both are
-// tiles in shared memory with rows of kHeadDim elements.
+// Computes sums = left right^T for 16 * kRowTiles rows of `left` and 8 * kColumns rows of `right`.
+// Both are tiles in shared memory with rows of kHeadDim elements.
 template <class T, int kHeadDim, int kRowTiles, int kColumns>
 __device__ void multiply_transposed(float (&sums)[kRowTiles][kColumns][4], uint32_t left,
                                     uint32_t right) {
   using Tile = SharedTile<kHeadDim>;
-  // Four matrices are two right operands: elements 0-7 and 8-15 of rows 0-7, then of rows 8-15.
+  // One ldmatrix loads four 8 x 8 matrices, which are two right operands: columns 0-7 and 8-15 of
+  // rows 0-7, then of rows 8-15.
   const uint32_t lane = opaque(threadIdx.x) % 32;
   const uint32_t first = right + Tile::offset(lane % 8 + lane / 16 * 8, lane / 8 % 2);
 #pragma unroll
@@ -49,13 +51,14 @@ __device__ void multiply_transposed(float (&sums)[kRowTiles][kColumns][4], uint3
   }
 }
 
-// sums += weights right, of 16 kRowTiles rows. The weights are sums of earlier products, and
-// `right` is a tile in shared memory of 8 kColumns rows of kHeadDim elements.
+// Computes sums += weights right for 16 * kRowTiles rows. The weights are in the register layout of
+// the sums of earlier products, and `right` is a tile in shared memory of 8 kColumns rows of
+// kHeadDim elements.
 template <class T, int kHeadDim, int kRowTiles, int kColumns>
 __device__ void accumulate(float (&sums)[kRowTiles][kHeadDim / 8][4],
                            const float (&weights)[kRowTiles][kColumns][4], uint32_t right) {
   using Tile = SharedTile<kHeadDim>;
-  // Four matrices are two right operands of 8 columns; their rows are those of the tile.
+  // One ldmatrix loads four 8 x 8 matrices, which are two right operands of 16 rows and 8 columns.
   const uint32_t lane = opaque(threadIdx.x) % 32;
   const uint32_t first = right + Tile::offset(lane % 16, lane / 16);
 #pragma unroll
@@ -81,7 +84,8 @@ __device__ void accumulate(float (&sums)[kRowTiles][kHeadDim / 8][4],
   }
 }
 
-// Lanes whose numbers differ in `bit` exchange the upper one's `low` and the lower one's `high`.
+// Exchanges values between two lanes whose numbers differ only in `bit`. The lane whose bit is 1
+// gives its `low` and receives the `high` of the other lane.
 template <int bit>
 __device__ void exchange(uint32_t& low, uint32_t& high) {
   const bool upper = threadIdx.x & bit;
@@ -89,8 +93,9 @@ __device__ void exchange(uint32_t& low, uint32_t& high) {
   (upper ? low : high) = received;
 }
 
-// Stores a row of sums, times a factor: row g of 16, or g + 8 for half = 1. Four lanes hold a row
-// in pairs of columns, and exchange pairs so that each lane stores chunks of 16 bytes.
+// Stores a row of sums multiplied by `factor`. With g = lane / 4, it is row g of 16 rows if `half`
+// is 0, and row g + 8 if `half` is 1. Four lanes hold the pairs of columns of a row, and exchange
+// pairs so that each lane stores chunks of 16 bytes.
 template <class T, int kColumns>
 __device__ void store_row(T* to, const float (&sums)[kColumns][4], int half, float factor,
                           bool exists) {
@@ -102,12 +107,13 @@ __device__ void store_row(T* to, const float (&sums)[kColumns][4], int half, flo
 #pragma unroll
     for (int i = 0; i < 4; ++i)
       pairs[i] = pair(sums[d + i][2 * half] * factor, sums[d + i][2 * half + 1] * factor, T{});
-    // A transposition of 4 lanes x 4 pairs: lane t ends with the four pairs of chunk t.
+    // The exchanges transpose 4 lanes x 4 pairs, so that lane t then holds the four pairs of chunk
+    // t.
     exchange<1>(pairs[0], pairs[1]);
     exchange<1>(pairs[2], pairs[3]);
     exchange<2>(pairs[0], pairs[2]);
     exchange<2>(pairs[1], pairs[3]);
-    // nvcc splits a plain store of the four pairs, but not __stcg.
+    // nvcc would split an ordinary store of the four pairs, but it does not split __stcg.
     if (exists)
       __stcg(reinterpret_cast<uint4*>(to + 8 * (d + t)),
              make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]));

@@ -1,5 +1,5 @@
-// The data of a block of attention: its sequence, head and rows, the keys that they may attend, and
-// the copies of tiles of rows.
+// The data that a thread block of attention works on: its sequence and head, the keys that its
+// queries may attend, and functions that copy tiles of rows.
 
 #pragma once
 
@@ -12,7 +12,7 @@ namespace fastbert::cuda {
 // The rows of one head of one sequence.
 struct Head {
   int batch, head;
-  int first_q, first_k;  // in the packed tensors; 0 in dense ones
+  int first_q, first_k;  // first rows in packed tensors; 0 in dense tensors
   int queries, keys;
 };
 
@@ -33,13 +33,13 @@ __device__ T* rows_of(const HeadRows& x, const Head& h, int first) {
          first * x.stride_row;
 }
 
-// Bit n of a word is the key n of a tile of 32 keys.
+// One bit for each key of a tile of 32 keys; bit n is for key n.
 using KeyBits = uint32_t;
 constexpr int kKeys = 32;
 constexpr KeyBits kAllKeys = 0xffffffffu;
 
-// Returns the keys of a tile that exist and, under a mask of keys, that are attended. Every lane of
-// a warp calls this, and reads one byte of the mask.
+// Returns the bits of the keys of a tile that exist and that the mask of keys, if there is one,
+// allows. All lanes of a warp call this function, and each lane reads one byte of the mask.
 inline __device__ KeyBits attended_keys(const uint8_t* mask, int64_t stride_key, int first,
                                         int keys) {
   const int left = keys - first;
@@ -48,8 +48,8 @@ inline __device__ KeyBits attended_keys(const uint8_t* mask, int64_t stride_key,
   return __ballot_sync(0xffffffffu, key < keys && mask[key * stride_key] != 0);
 }
 
-// Starts the copy of kRows rows into a tile. exists(row) is false for rows that are not read and
-// become 0, because their memory may hold NaN.
+// Starts the copy of kRows rows into a tile. A row for which exists(row) is false is not read and
+// becomes 0 in the tile, because its global memory may contain NaN.
 template <int kRows, int kColumns, int kThreads, class T, class Exists>
 __device__ void copy_rows(uint32_t to, const T* from, int64_t stride_row, const Exists& exists) {
   constexpr int kChunks = kColumns / 8, kStep = kThreads / kChunks;
@@ -61,14 +61,14 @@ __device__ void copy_rows(uint32_t to, const T* from, int64_t stride_row, const 
   from += first * stride_row + chunk * 8;
 #pragma unroll
   for (int row = 0; row < kRows; row += kStep) {
-    // Nothing is read for a row that does not exist, wherever its address points.
+    // The address of a row that does not exist may be invalid, but then copy_chunk reads nothing.
     copy_chunk(to + row * SharedTile<kColumns>::kRowBytes, from + row * stride_row,
                exists(static_cast<int>(first) + row));
   }
 }
 
-// Zeroes the rows of x in the block's head that belong to no sequence. The `blocks` blocks of the
-// last sequence share the work.
+// Sets the rows of `x` that belong to no sequence to 0, for the head of the thread block. The
+// `blocks` thread blocks of the last sequence share the work.
 template <class T, int kHeadDim, int kThreads>
 __device__ void zero_slack(const HeadRows& x, const Head& h, int64_t first, int64_t rows, int block,
                            int blocks) {

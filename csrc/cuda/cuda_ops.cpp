@@ -35,7 +35,8 @@ Format format_of(const at::Tensor& t) {
   }
 }
 
-// Raises the error of a launcher, with the driver's name of it.
+// Raises an exception if a launcher returned an error. The message contains the driver's name of
+// the error.
 void check_launch(cudaError_t error) {
   if (error == cudaSuccess) return;
   try {
@@ -58,7 +59,8 @@ OptionalTensor with_unit_columns(const OptionalTensor& t) {
   return t ? OptionalTensor(fastbert::with_unit_columns(*t)) : std::nullopt;
 }
 
-// The kernels read fp32, bf16 and fp16 parameters as they are; float64 parameters become fp32.
+// Returns a parameter in a format that the kernels read: fp32, bf16 or fp16. A float64 parameter is
+// converted to fp32.
 at::Tensor readable(const at::Tensor& t) {
   const bool wide = t.scalar_type() == at::kDouble;
   return (wide ? t.to(at::kFloat) : t).contiguous();
@@ -204,7 +206,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> activation_backward_op(
   return {dh, sum_rows && bias ? dbias.to(bias_in->scalar_type()) : dbias, a};
 }
 
-// Whether the kernels can read the rows of a tensor in place.
+// Returns whether the kernels can read the rows of a tensor in place, without a copy.
 bool is_aligned(const at::Tensor& t) {
   bool aligned =
       t.stride(-1) == 1 && reinterpret_cast<uintptr_t>(t.const_data_ptr()) % kRowAlignment == 0;
@@ -213,8 +215,9 @@ bool is_aligned(const at::Tensor& t) {
   return aligned;
 }
 
-// Products with GELU. The kernels read the operands in place, so the rows of each must be multiples
-// of 16 bytes; fastbert/ops/fused_products.py asks for this before it calls the operators.
+// Checks an operand of a matrix product with GELU. The kernels read the operands in place, so the
+// address, the row stride and the length of a row must be multiples of 16 bytes.
+// fastbert/ops/fused_products.py tests this condition before it calls the operators.
 void check_product_operand(const char* name, const at::Tensor& t, const at::Tensor& like,
                            int64_t rows, int64_t columns) {
   check_device(name, t, like);
@@ -328,7 +331,7 @@ void check_rows(const char* name, const at::Tensor& t, const at::Tensor& like, i
                     ", allowed: ", text_of(allowed));
 }
 
-// The checked arguments that both passes share.
+// The checked arguments that the forward and the backward of attention have in common.
 struct AttentionCall {
   at::Tensor q, k, v;
   OptionalTensor mask, cu_seqlens_q, cu_seqlens_k;
@@ -394,7 +397,8 @@ struct AttentionCall {
   }
 };
 
-// Memory for the bits of a mask of pairs, which `params` then points to.
+// Allocates the memory for the bits of a mask of query-key pairs, and stores its address in
+// `params`.
 template <class Params>
 at::Tensor pair_bits(Params& params, const at::Tensor& q) {
   auto bits = at::empty({attention_pair_words(params)}, q.options().dtype(at::kInt));
@@ -495,7 +499,7 @@ void flash_attention_backward_op(const at::Tensor& dq, const at::Tensor& dk, con
     if (!written[i].is_same(*wanted[i])) wanted[i]->copy_(written[i]);
 }
 
-// The places of the tokens of a padded batch
+// The positions of the tokens in a padded batch
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> mask_places_op(const at::Tensor& mask,
                                                                           bool with_padding) {
@@ -526,7 +530,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> mask_places_op(const 
 
 }  // namespace
 
-// These operators exist on CUDA alone.
+// The following operators exist only for CUDA tensors.
 TORCH_LIBRARY_FRAGMENT(fastbert_C, m) {
   m.def(
       "linear_gelu_forward(Tensor x, Tensor weight, Tensor? bias, str activation, bool save) -> "

@@ -1,5 +1,5 @@
-// The functions of the CUDA driver that the launchers need. The runtime finds these functions, so
-// that nothing is linked with libcuda.
+// The functions of the CUDA driver that the launchers need. The CUDA runtime looks up these
+// functions, so that the extension need not be linked with libcuda.
 
 #pragma once
 
@@ -8,7 +8,7 @@
 
 namespace fastbert::cuda {
 
-// Returns a function of the driver, or nullptr.
+// Returns the driver's function called `name`, or nullptr if the driver has no such function.
 inline void* driver_function(const char* name) {
   void* function = nullptr;
   cudaDriverEntryPointQueryResult found;
@@ -18,7 +18,8 @@ inline void* driver_function(const char* name) {
 }
 
 // Binds the context of the current device to the calling thread, as the driver's functions require.
-// Few calls of the runtime do so, and a thread of autograd may have made none of them.
+// Few functions of the CUDA runtime bind the context, and an autograd thread may have called none
+// of them.
 inline cudaError_t bind_context() {
   thread_local int bound = -1;
   int device = 0;
@@ -29,7 +30,7 @@ inline cudaError_t bind_context() {
   return error;
 }
 
-// Returns the error of the runtime for a result of the driver, which has the same number.
+// Returns the error of the CUDA runtime that has the same number as a result of the driver.
 inline cudaError_t error_of(CUresult result) {
   static_assert(static_cast<int>(CUDA_SUCCESS) == static_cast<int>(cudaSuccess) &&
                 static_cast<int>(CUDA_ERROR_INVALID_CONTEXT) ==

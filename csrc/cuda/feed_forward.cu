@@ -1,8 +1,8 @@
-// activation(h + bias) with gelu and gelu_tanh, forward and backward.
+// The forward and the backward of activation(h + bias), where the activation is gelu or gelu_tanh.
 //
-// A thread owns a few neighbouring columns, 16 bytes of a row, and walks down its chunk of rows. It
-// reads the bias once. It sums dh in registers and writes the sum once per chunk; sum_partials adds
-// the chunks.
+// A thread computes a few neighbouring columns (16 bytes of a row) in all rows of its chunk of
+// rows. It reads the bias once. In the backward, it adds up dh in registers and writes the sum once
+// per chunk; sum_partials then adds the sums of the chunks.
 
 #include "feed_forward.cuh"
 #include "gelu.cuh"
@@ -13,14 +13,14 @@ namespace {
 
 constexpr int kThreads = 128;
 
-// The argument of a kernel; with `wide`, every matrix allows 16-byte access.
+// The argument of a kernel. `wide` is true if every matrix allows 16-byte access.
 template <class P>
 struct Launch {
   P p;
   bool wide;
 };
 
-// The first of the calling thread's columns.
+// Returns the first column that the calling thread computes.
 template <class T>
 __device__ int64_t first_column() {
   return (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) * kWidth<T>;
@@ -97,8 +97,8 @@ cudaError_t launch_backward(const ActivationBackward& p, cudaStream_t stream) {
              : launch(backward_kernel<T, Gelu>, grid, kThreads, k, stream);
 }
 
-// Column numbers are ints on the device, and the last block may go beyond the last column. The
-// limit of 2^30 leaves room for this block.
+// The kernels store column numbers in ints, and the last block may extend beyond the last column.
+// With fewer than 2^30 columns, the column numbers of the last block do not overflow.
 bool supported(Activation activation, int64_t columns) {
   const bool gelu = activation == Activation::gelu || activation == Activation::gelu_tanh;
   return gelu && columns >= 1 && columns < (int64_t{1} << 30);

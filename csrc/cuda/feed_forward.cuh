@@ -1,5 +1,5 @@
-// The launchers of the element-wise half of the feed-forward, activation(h + bias) and its
-// gradients, and their arguments. Free of torch; cuda_ops.cpp fills the structs.
+// The launchers and params structs for the element-wise part of the feed-forward: activation(h +
+// bias) and its gradients. This header does not include torch; cuda_ops.cpp fills the structs.
 
 #pragma once
 
@@ -21,8 +21,8 @@ struct ActivationForward {
   void* y;
 };
 
-// dh is contiguous. dbias (columns) is the sum of dh over the rows, or null; the sum needs
-// `partial`, (activation_partials(rows), columns) floats.
+// dh is contiguous. dbias (columns) receives the sum of dh over the rows, or is null if this sum is
+// not wanted. For the sum, `partial` must have (activation_partials(rows), columns) floats.
 struct ActivationBackward {
   Format format;
   Activation activation;
@@ -35,10 +35,11 @@ struct ActivationBackward {
   Format dbias_format;
 };
 
-// The number of chunks of rows does not depend on the GPU, and therefore neither does the sum.
+// Returns the number of chunks of rows. This number does not depend on the GPU, so dbias has the
+// same bits on every GPU.
 inline int64_t activation_partials(int64_t rows) { return rows < 256 ? rows : 256; }
 
-// Return cudaErrorInvalidValue for an activation or a number of columns without a kernel.
+// Return cudaErrorInvalidValue if no kernel supports the activation or the number of columns.
 cudaError_t activation_forward(const ActivationForward& params, cudaStream_t stream);
 cudaError_t activation_backward(const ActivationBackward& params, cudaStream_t stream);
 

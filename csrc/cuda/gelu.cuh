@@ -8,7 +8,7 @@
 
 namespace fastbert::cuda {
 
-// The arithmetic of results in fp32. `mills` is the polynomial P of normal_tail.h.
+// The arithmetic for results in fp32. `mills` evaluates the polynomial P of normal_tail.h.
 struct FullPrecision {
   static constexpr bool kTakesInfinity = true;
   static __device__ float inverse(float x) { return 1.0f / x; }
@@ -23,9 +23,9 @@ struct FullPrecision {
   }
 };
 
-// The arithmetic of results in 16 bits. The polynomial is a minimax polynomial as the longer one,
-// with a relative error of 3.1e-6, which is an eightieth of half a unit of fp16. The derivative at
-// an infinite number is NaN, as that of PyTorch.
+// The arithmetic for results in 16 bits. `mills` evaluates a shorter minimax polynomial with a
+// relative error of 3.1e-6, which is an eightieth of half a unit in the last place of fp16. The
+// derivative at an infinite number is NaN, as in PyTorch.
 struct HalfPrecision {
   static constexpr bool kTakesInfinity = false;
   static __device__ float inverse(float x) {
@@ -47,7 +47,8 @@ struct HalfPrecision {
 
 template <class Arithmetic>
 struct GeluBy {
-  // Returns Phi(x) and sets `bell` to exp(-x^2 / 2).
+  // Returns Phi(x), the distribution function of the standard normal distribution, and sets `bell`
+  // to exp(-x^2 / 2).
   static __device__ float distribution(float x, float& bell) {
     namespace tail = fastbert::normal_tail;
     const float a = fabsf(x);
@@ -63,7 +64,9 @@ struct GeluBy {
     return x * distribution(x, bell);
   }
 
-  // Returns Phi(x) + x phi(x). Where phi is 0, the product is left out, because x may be infinite.
+  // Returns Phi(x) + x phi(x), where phi is the density of the standard normal distribution. For
+  // |x| > 14, the product is negligible, and FullPrecision leaves it out, because x may be
+  // infinite.
   static __device__ float derivative(float x) {
     float bell;
     const float cumulative = distribution(x, bell);
@@ -91,7 +94,8 @@ struct GeluTanhBy {
     return x * logistic(x, complement);
   }
 
-  // Returns s + x s (1 - s) 2 w'. Above |x| = 12, the second term is 0, and x^2 may overflow.
+  // Returns s + x s (1 - s) 2 w', where s = s(2 w) as in `logistic` and w' is the derivative of w.
+  // For |x| > 12, the function returns s, because the second term is 0 and x^2 may overflow.
   static __device__ float derivative(float x) {
     float complement;
     const float s = logistic(x, complement);

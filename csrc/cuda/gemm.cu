@@ -1,14 +1,14 @@
 // Matrix products with an activation in the epilogue, in 16-bit formats, for sm_80 and later.
 //
-// A block of four warps computes a tile of 128 x 128. Slices of 32 columns of both operands go
-// through a ring of three stages in shared memory (cp.async), and each warp multiplies 64 x 64 of
-// the tile from there. Then the sums, which began with the bias, are rounded into the same memory.
-// Each lane reads 16 bytes at a time from there, applies the activation and writes whole sectors.
-// Two blocks share a multiprocessor, even if it has only 100 KB of shared memory: the epilogue of
-// one block runs while the other block multiplies.
+// A block of four warps computes a tile of 128 x 128. cp.async copies slices of 32 columns of both
+// operands to a ring of three stages in shared memory, and each warp computes 64 x 64 elements of
+// the tile from these slices. The sums start from the bias. At the end, they are rounded and stored
+// in the same shared memory. From there, each lane reads 16 bytes at a time, applies the activation
+// and writes whole sectors. Two blocks share a multiprocessor, even if it has only 100 KB of shared
+// memory: the epilogue of one block runs while the other block multiplies.
 //
-// Time by unit on an A100, for a tile and K = 768: the products take 12,288 cycles of the tensor
-// cores, and ldmatrix takes 6,144 cycles of the shared memory.
+// On an A100 and at a depth of 768, the products of one tile take 12,288 cycles of the tensor
+// cores. The ldmatrix instructions take 6,144 cycles of the shared memory.
 
 #include "gemm.cuh"
 
@@ -32,7 +32,7 @@ constexpr int kSliceBytes = kRows * Slice::kRowBytes;
 static_assert(kSliceBytes == kColumns * Slice::kRowBytes &&
               kSliceBytes == kDepth * SliceByRows::kRowBytes);
 constexpr int kSharedBytes = kStages * 2 * kSliceBytes;
-constexpr int kColumnSums = kRows * Result::kRowBytes;  // of each warp, after the result
+constexpr int kColumnSums = kRows * Result::kRowBytes;  // offset of the column sums of the warps
 static_assert(kColumnSums + kWarps * kColumns * 4 <= kSharedBytes);
 
 template <class Call>
@@ -43,8 +43,8 @@ struct Params {
   int row_tiles, column_tiles;
 };
 
-// Copies a slice of `rows` x kDepth elements at (first_row, first_column) of a matrix that has
-// `height` rows and `width` columns.
+// Starts the copy of kTileRows rows of the matrix `x` to a tile, from (first_row, first_column) on.
+// `x` has `height` rows and `width` columns.
 template <class Tile, int kTileRows>
 __device__ void copy_slice(uint32_t to, const ConstMatrix& x, int first_row, int first_column,
                            int64_t height, int64_t width) {
@@ -92,13 +92,13 @@ __device__ void start_sums(Sums& sums, const void* bias, int column, int64_t col
   }
 }
 
-// sums += left right of one stage, for the 64 x 64 of a warp.
+// Computes sums += left right from the operands of one stage, for the 64 x 64 elements of a warp.
 template <class T, bool kByRows>
 __device__ void multiply_stage(Sums& sums, uint32_t stage, int warp) {
   const uint32_t lane = threadIdx.x % 32;
   const uint32_t left =
       stage + warp / 2 * kWarpRows * Slice::kRowBytes + Slice::offset(lane % 16, lane / 16);
-  // Four matrices are two right operands of 8 columns.
+  // One ldmatrix loads four 8 x 8 matrices, which are two right operands of 8 columns each.
   uint32_t right = stage + kSliceBytes;
   if (kByRows)
     right = (right + SliceByRows::offset(lane % 16, lane / 16)) ^ (warp % 2 * kWarpColumns * 2);
@@ -127,7 +127,7 @@ __device__ void multiply_stage(Sums& sums, uint32_t stage, int warp) {
   }
 }
 
-// Rounds the sums of a warp into the tile of the result.
+// Rounds the sums of a warp, and stores them in the tile of the result in shared memory.
 template <class T>
 __device__ void store_sums(const Sums& sums, unsigned char* result, int warp) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
@@ -144,7 +144,8 @@ __device__ void store_sums(const Sums& sums, unsigned char* result, int warp) {
       }
 }
 
-// Applies the activation to 32 rows of the result, and writes them. One warp calls this.
+// Applies the activation to 32 rows of the result, and writes these rows to global memory. One warp
+// calls this function.
 template <class T, class Store>
 __device__ void finish(const typename Store::Params& p, unsigned char* memory, const TileAt& at,
                        int warp) {
@@ -202,7 +203,8 @@ __global__ void __launch_bounds__(kThreads, 2)
 #pragma unroll 1
   for (int step = 0; step < steps; ++step) {
     wait_for_copies<kStages - 2>();
-    // All copies of this step have ended, and all warps have read the stage that is filled next.
+    // After the barrier, all copies of this step have ended, and all warps have read the stage that
+    // is filled next.
     __syncthreads();
     start_copy(step + kStages - 1);
     multiply_stage<T, kByRows>(sums, shared + step % kStages * 2 * kSliceBytes, warp);
@@ -240,8 +242,8 @@ Params<Call> params_of(const Call& call, const ConstMatrix& left, const ConstMat
           static_cast<int>(ceil_div(call.columns, kColumns))};
 }
 
-// The limit of the rows and columns of a matrix. Their indices are ints on the device, and a tile
-// may extend beyond the last row and column.
+// The numbers of rows and columns of a matrix must be below this limit. The kernels store indices
+// in ints, and a tile may extend beyond the last row and column.
 constexpr int64_t kLargest = int64_t{1} << 30;
 
 template <class Call>

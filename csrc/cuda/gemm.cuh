@@ -1,5 +1,6 @@
-// The launchers of matrix products with an activation in the epilogue, and their arguments. Free of
-// torch; cuda_ops.cpp fills the structs. All matrices have one 16-bit format.
+// The launchers and params structs of matrix products with an activation in the epilogue. This
+// header does not include torch; cuda_ops.cpp fills the structs. All matrices of a call have the
+// same 16-bit format.
 
 #pragma once
 
@@ -13,7 +14,7 @@ namespace fastbert::cuda {
 
 // y = activation(x weight^T + bias), with gelu or gelu_tanh. x is (rows, depth) and weight is
 // (columns, depth). y and h are contiguous (rows, columns). h is the pre-activation with the bias,
-// rounded to the format, and y is the activation of this h. bias (columns) may be null, and h too.
+// rounded to the format, and y is the activation of this h. bias (columns) and h may be null.
 struct LinearGelu {
   Format format;
   Activation activation;
@@ -24,8 +25,9 @@ struct LinearGelu {
 };
 
 // da = dy weight, dh = da * activation'(h) and a = activation(h). dy is (rows, depth) and weight is
-// (depth, columns). h, dh and a are contiguous (rows, columns). dbias (columns) is the sum of dh
-// over the rows, or null; the sum needs `partial`, (gemm_partials(rows), columns) floats.
+// (depth, columns). h, dh and a are contiguous (rows, columns). dbias (columns) receives the sum of
+// dh over the rows, or is null if this sum is not wanted. For the sum, `partial` must have
+// (gemm_partials(rows), columns) floats.
 struct LinearGeluGradient {
   Format format;
   Activation activation;
@@ -37,12 +39,12 @@ struct LinearGeluGradient {
   void* dbias;
 };
 
-constexpr int kGemmRows = 128;  // of a tile, on every architecture
+constexpr int kGemmRows = 128;  // rows of a tile, on every architecture
 
 inline int64_t gemm_partials(int64_t rows) { return ceil_div(rows, kGemmRows); }
 
-// Return cudaErrorInvalidValue for operands that the kernels do not serve: another format or
-// activation, no depth, or rows and pointers that are not multiples of 16 bytes.
+// Return cudaErrorInvalidValue if no kernel supports the format or the activation, if the depth is
+// 0, or if the address or the rows of a matrix are not multiples of 16 bytes.
 cudaError_t linear_gelu(const LinearGelu& params, cudaStream_t stream);
 cudaError_t linear_gelu_gradient(const LinearGeluGradient& params, cudaStream_t stream);
 

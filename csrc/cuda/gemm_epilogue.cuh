@@ -1,6 +1,6 @@
-// The work on a tile of a product after it has been rounded to 16 bits in shared memory: the
-// activation, its gradient, and the order of the tiles. A lane takes chunks of eight neighbouring
-// columns.
+// The epilogue of a matrix product, which applies the activation or its gradient to a tile that has
+// been rounded to 16 bits in shared memory. This file also defines the order of the tiles. A lane
+// takes chunks of eight neighbouring columns.
 
 #pragma once
 
@@ -41,15 +41,15 @@ __device__ uint4 packed(const float (&x)[kChunk], T) {
           pair(x[6], x[7], T{})};
 }
 
-// The position of a chunk in the result, and whether the result has it. Results have a multiple of
-// eight columns, so a chunk exists as a whole or not at all.
+// The position of a chunk in the result, and whether the chunk is inside the result. The number of
+// columns is a multiple of eight, so a chunk is either completely inside or completely outside.
 struct ChunkAt {
   int64_t offset;  // in elements
   bool exists;
 };
 
-// The chunks of a lane: `offset` is the offset of the first chunk, from which the result has `rows`
-// further rows and `columns` further columns.
+// The chunks of a lane. `offset` is the offset of the first chunk. `rows` and `columns` are the
+// numbers of rows and columns from the first chunk to the end of the result.
 struct Chunks {
   int64_t offset, stride;
   int rows, columns;
@@ -70,7 +70,7 @@ inline __device__ void write_chunk(void* to, int64_t offset, const uint4& chunk)
   __stcg(reinterpret_cast<uint4*>(static_cast<uint16_t*>(to) + offset), chunk);
 }
 
-// The forward: a chunk of the pre-activation becomes one of y.
+// The epilogue of the forward, which computes a chunk of y from a chunk of the pre-activation.
 template <class T, class Function>
 struct StoreGelu {
   using Params = LinearGelu;
@@ -88,8 +88,9 @@ struct StoreGelu {
   }
 };
 
-// The backward: a chunk of da and a chunk of h become one of dh and one of a. `sums` gathers dh
-// over the rows; da and h are 0 beyond the last row, and so is dh.
+// The epilogue of the backward, which computes a chunk of dh and a chunk of a from a chunk of da
+// and a chunk of h. `sums` adds up dh over the rows. Beyond the last row, da and h are 0, and
+// therefore dh is 0.
 template <class T, class Function>
 struct StoreGradient {
   using Params = LinearGeluGradient;
@@ -112,15 +113,15 @@ struct StoreGradient {
   }
 };
 
-// The chunk of the saved pre-activation, 0 where there is none.
+// Returns a chunk of the saved pre-activation, or zeros if the chunk is outside the result.
 inline __device__ uint4 saved_chunk(const LinearGeluGradient& p, const ChunkAt& at) {
   if (!at.exists) return {0, 0, 0, 0};
   return __ldcg(reinterpret_cast<const uint4*>(static_cast<const uint16_t*>(p.h) + at.offset));
 }
 
-// Adds the sums of the lanes whose numbers differ by multiples of kLanes, which have the same
-// columns, and writes them in the order of the columns. Two lanes write half a chunk each, so that
-// no two accesses meet in a bank.
+// Adds the sums of lanes that have the same columns, and writes the totals in the order of the
+// columns. Lanes have the same columns if their numbers differ by a multiple of kLanes. Two lanes
+// write half a chunk each, so that there are no bank conflicts.
 template <int kLanes>
 __device__ void write_sums(float* to, float (&sums)[kChunk]) {
 #pragma unroll
@@ -132,16 +133,17 @@ __device__ void write_sums(float* to, float (&sums)[kChunk]) {
   if (lane >= 2 * kLanes) return;
   const int half = (lane / kLanes) ^ (lane / 4 % 2);
   const uint32_t at = shared_address(to + lane % kLanes * kChunk + half * 4);
-  // nvcc would split a plain store into its elements.
+  // This is PTX, because nvcc would split the store of four floats into stores of single floats.
   asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(at), "f"(half ? sums[4] : sums[0]),
                "f"(half ? sums[5] : sums[1]), "f"(half ? sums[6] : sums[2]),
                "f"(half ? sums[7] : sums[3])
                : "memory");
 }
 
-// Returns the row and the column of a tile of the result, counted in tiles. Eight rows of tiles
-// form a group; its tiles come column by column. So the tiles that are computed at the same time
-// share rows of both operands, which are then read from the L2 cache.
+// The row and the column of a tile of the result, counted in tiles. tile_at returns them for the
+// number of a tile. Eight rows of tiles form a group, whose tiles are numbered column by column.
+// Therefore the tiles that are computed at the same time share rows of both operands, which are
+// then read from the L2 cache.
 struct TileAt {
   int row, column;
 };

@@ -1,10 +1,11 @@
-"""Find the headers and the library that CUDA code needs, before setup.py compiles any of it.
+"""Find the headers and the library that CUDA code needs, before setup.py compiles CUDA code.
 
-torch adds the folders beside the nvcc on PATH to every command. If that nvcc is a link to a toolkit
-in another folder, or a script that runs one, there are no headers beside it. nvcc compiles the
-kernels nevertheless, and the build fails at its end, in the only CUDA file for the C++ compiler.
-The compilers judge each set of folders. A list of files would have to follow the toolkits, which
-spread the headers over several packages.
+torch adds the folders next to the nvcc on PATH to every command. If that nvcc is a link to a
+toolkit in another folder, or a script that starts another nvcc, there are no headers next to it.
+nvcc still compiles the kernels, but the build fails at its end, in the only CUDA file that the C++
+compiler compiles. Therefore this module compiles and links a small program with each set of
+folders. It does not search for a list of files, because toolkits spread the headers over several
+packages in different ways.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-# The folders of NVIDIA's packages for CUDA 12; those for CUDA 13 share the folder cu13.
+# The folders of NVIDIA's pip packages for CUDA 12. The packages for CUDA 13 share the folder cu13.
 OLD_PACKAGES = ("cuda_runtime", "cuda_nvcc", "cuda_cccl")
 HOST = """\
 #include <cuda.h>
@@ -42,7 +43,8 @@ class Lacking(Exception):
 
 
 class Toolkit(NamedTuple):
-    """The folders that a build needs besides those of torch, and the runtime's name for -l."""
+    """The folders that a build needs besides torch's folders, and the runtime library's name for
+    -l."""
 
     include_dirs: list[str]
     library_dirs: list[str]
@@ -63,10 +65,10 @@ def find(
         nvcc: The compiler.
         include_dirs: The folders of CUDA headers that torch adds to every command.
         library_dirs: The folders of CUDA libraries that torch adds to every command.
-        roots: The folders of NVIDIA's packages.
+        roots: The folders in which NVIDIA's pip packages are installed.
 
     Raises:
-        Lacking: If a compiler, a header or the library is missing or refused.
+        Lacking: If a compiler, a header or the runtime library is missing, or a compiler fails.
     """
     require_release(nvcc, cuda)
     major = cuda.split(".")[0]
@@ -120,7 +122,7 @@ def folders_of(nvcc: Path) -> tuple[list[str], list[str]]:
 
 
 def refusal(nvcc: Path, include_dirs: list[str], major: str, folder: Path) -> str | None:
-    """Return why the C++ compiler or nvcc does not compile with these folders, or None."""
+    """Return why the C++ compiler or nvcc fails with the headers in `include_dirs`, or None."""
     folders = [f"-I{path}" for path in include_dirs]
     host, kernel = folder / "host.cpp", folder / "kernel.cu"
     host.write_text(HOST.format(major=major), encoding="utf-8")
@@ -136,9 +138,10 @@ def refusal(nvcc: Path, include_dirs: list[str], major: str, folder: Path) -> st
 
 
 def runtimes(own: list[str], packages: list[Path], major: str) -> Iterator[tuple[list[str], str]]:
-    """Yield each folder to add for the runtime, and its name for -l, in the order of preference.
+    """Yield the folders to add for the runtime library and its name for -l, the preferred ones
+    first.
 
-    The packages have no libcudart.so, which -lcudart needs.
+    NVIDIA's packages have no libcudart.so, which -lcudart needs, so their file is named in full.
     """
     yield [], "cudart"
     yield own, "cudart"
@@ -148,7 +151,7 @@ def runtimes(own: list[str], packages: list[Path], major: str) -> Iterator[tuple
 
 
 def links(library_dirs: list[str], name: str, folder: Path) -> bool:
-    """Tell whether the linker finds a library."""
+    """Return whether the linker finds the library `name` in `library_dirs` or its own folders."""
     flags = [*environment("LDFLAGS"), *(f"-L{path}" for path in library_dirs), f"-l{name}"]
     empty = ("-shared", "-x", "c++", os.devnull, "-x", "none", "-o", folder / "empty.so")
     return execute(*cxx(), *empty, *flags).returncode == 0
@@ -172,7 +175,8 @@ def execute(*command: object) -> subprocess.CompletedProcess[str]:
 
 
 def complaint(result: subprocess.CompletedProcess[str]) -> str:
-    """Return the first error in the output of a compiler, or its last line if none is marked."""
+    """Return the first error in the output of a compiler, or the last line if no line has an
+    error."""
     lines = (result.stdout + result.stderr).strip().splitlines()
     if not lines:
         return f"exit status {result.returncode}"

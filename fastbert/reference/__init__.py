@@ -1,9 +1,9 @@
 """Unfused PyTorch for every operation: the specification against which each kernel is checked.
 
 Every function runs on any device and in any floating dtype up to float64. Autograd can
-differentiate the functions twice, except int8 functions, which round. The code is written to be
-read, not to be fast. A public function takes the arguments of the function of the same name in
-``fastbert.ops``, except ``backend``.
+differentiate the functions twice, except the int8 functions, because they round. The code is
+written to be read, not to be fast. A public function takes the arguments of the function of the
+same name in ``fastbert.ops``, except ``backend``.
 """
 
 from fastbert.reference.attention import (

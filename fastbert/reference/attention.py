@@ -21,12 +21,12 @@ def visible(
     device: torch.device,
     lengths: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor | None:
-    """Return the mask of keys inside the window and the lengths, or None without any limit.
+    """Return the mask of keys inside the window and the sequence, or None if every key is allowed.
 
-    The mask is bool and broadcastable to (B, H, Lq, Lk). Query ``i`` has the position of key
-    ``i + Lk - Lq`` (bottom-right alignment), where `lengths` replaces Lq and Lk for each sequence.
-    -1 leaves a side of the window open. Rows of queries beyond the length of their sequence may
-    allow keys, but no caller uses these rows.
+    The mask is bool and broadcastable to (B, H, Lq, Lk). Query ``i`` has the position of key ``i +
+    Lk - Lq`` (bottom-right alignment), where `lengths` replaces Lq and Lk for each sequence. A
+    `left` or `right` of -1 leaves that side of the window open. Rows of queries beyond the length
+    of their sequence may allow keys, but no caller uses these rows.
     """
     query = torch.arange(query_length, device=device).view(1, 1, -1, 1)
     key = torch.arange(key_length, device=device).view(1, 1, 1, -1)
@@ -59,7 +59,8 @@ def softmax_weights(
         scores = scores.masked_fill(~allowed, -math.inf)
     if allowed is None and bias is None:
         return torch.softmax(scores, dim=-1)
-    # Empty rows are set to 0 before the softmax, too, because NaN would enter the gradient.
+    # The scores of a row without an allowed key are set to 0 before the softmax, too, because NaN
+    # would otherwise enter the gradient.
     empty = (scores == -math.inf).all(dim=-1, keepdim=True)
     return torch.softmax(scores.masked_fill(empty, 0.0), dim=-1).masked_fill(empty, 0.0)
 

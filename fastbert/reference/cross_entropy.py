@@ -18,7 +18,7 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Compute the cross entropy of ``hidden Wᵀ + b``; see ``fastbert.ops.linear_cross_entropy``.
 
-    The mean over no label is 0, not NaN.
+    If every label is `ignore_index`, the mean is 0, not NaN.
     """
     rows = (labels != ignore_index).nonzero().flatten()
     logits = F.linear(hidden[rows], weight, bias)

@@ -1,4 +1,4 @@
-"""Dropout by a counter-based generator, whose mask depends on seed and coordinates alone."""
+"""Dropout by a counter-based generator: the mask depends only on the seed and the coordinates."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ PHILOX_ROUNDS = 7
 def philox(seed: Tensor, c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor) -> list[Tensor]:
     """Compute the four 32-bit words of Philox4x32-7 (Salmon et al. 2011) as int64 tensors.
 
-    The seed, int64 (1,), is the key, low word first. The counters are int64 and broadcast.
+    The key is the seed, an int64 tensor of shape (1,), whose low word comes first. The counters c0
+    to c3 are int64 tensors, which are broadcast against each other.
     """
     key0, key1 = seed & WORD, (seed >> 32) & WORD
     for _ in range(PHILOX_ROUNDS):
@@ -27,8 +28,9 @@ def philox(seed: Tensor, c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor) -> list
 def dropout_keep(seed: Tensor, p: float, shape: tuple[int, ...]) -> Tensor:
     """Return the bool mask of retained elements for `shape`: (rows, columns) or (B, H, Lq, Lk).
 
-    Element (c3, c2, c1, j) takes word ``j % 4`` of the counter (j // 4, c1, c2, c3). Its mask
-    therefore depends on the seed and its coordinates alone, not on the layout, tile or batch.
+    Element (c3, c2, c1, j) uses word ``j % 4`` of the counter (j // 4, c1, c2, c3), where c2 and c3
+    are 0 for two dimensions. The mask of an element therefore depends only on the seed and the
+    coordinates of the element, not on the layout, tile or batch.
     """
     full = (1,) * (4 - len(shape)) + tuple(shape)
     sizes = (*full[:3], -(-full[3] // 4))

@@ -14,14 +14,14 @@ PANELS, DEPTH = 4, 64
 
 
 class Int8Weight(NamedTuple):
-    """A weight W (N, K) ≈ integers · scale in the layout that the kernels read, padded with 0.
+    """A weight W (N, K) ≈ integers · scale, in the layout that the kernels read, padded with 0.
 
     Args:
         packed: Integers, int8 (panels, K / group, lanes, group); a panel has ``lanes`` outputs.
         scale: Scale of each output, fp32 (panels · lanes,).
         column_sum: Sum of the integers of each output, int32 (panels · lanes,).
-        outputs: N.
-        inputs: K.
+        outputs: Number N of outputs.
+        inputs: Number K of inputs.
     """
 
     packed: Tensor
@@ -78,7 +78,7 @@ def int8_rows(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def int8_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantise weight (N, K) symmetrically, with one scale per row, 0 for a scale below 2⁻¹²⁰.
+    """Quantise weight (N, K) symmetrically, with one scale per row; a scale below 2⁻¹²⁰ becomes 0.
 
     Args:
         weight: Weight of shape ``(N, K)``.
@@ -104,9 +104,10 @@ def int8_linear(
 ) -> Tensor:
     """Compute ``activation((q − zero) valuesᵀ · scales + b) + residual``.
 
-    x is (..., K), and the result has its dtype. `int8_rows` gives q, zero and the scale of each
-    row, and `weight` holds the values and the scale of each output. The sums of integers are exact,
-    and all other arithmetic is fp32.
+    x has the shape (..., K), and the result has the dtype of x. `int8_rows` returns q, the scale
+    and zero of each row of x. `weight` contains the integer values and the scale of each output.
+    ``scales`` is the product of the scale of a row and the scale of an output, and b is `bias`. The
+    sums of integers are exact, and all other arithmetic is fp32.
     """
     values, scale = unpack(weight)
     q, row_scale, zero = int8_rows(x.reshape(-1, x.shape[-1]))

@@ -55,9 +55,9 @@ def pad(packed: Packed) -> Tensor:
 
 
 def sequence_positions(cu_seqlens: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """Return the sequence index of each packed row and its position there, both int64 (rows,).
+    """Return the sequence of each packed row and its position in the sequence, both int64 (rows,).
 
-    Rows beyond ``cu_seqlens[-1]`` get the index B, which no sequence has, and position 0.
+    Rows beyond ``cu_seqlens[-1]`` get the sequence index B, which no sequence has, and position 0.
     """
     row = torch.arange(rows, device=cu_seqlens.device)
     boundaries = cu_seqlens.long()

@@ -1,7 +1,8 @@
 """Attention weights, queries, keys and values of a model, for one text.
 
-After the call, and also after an error, the caller's model has its earlier mode, hooks and classes.
-A model of transformers is accelerated for the call, so that one path serves all families.
+When `collect` returns or raises an error, the model has the same mode, hooks and classes as before.
+A model of transformers is accelerated during the call, so that the same code works for all model
+families.
 """
 
 from __future__ import annotations
@@ -32,15 +33,18 @@ class Layer:
 
     Attributes:
         number: Number of the layer in the model, from 0.
-        window: Largest distance between a query and its keys, or None.
+        window: Largest distance between a query and its keys, or None if there is no limit.
         weights: Softmax weights of shape ``(heads, L, L)``, 0 at padding.
         queries: Queries of shape ``(heads, L, D)``, rotated if the model rotates them.
         keys: Keys of shape ``(heads, L, D)``, rotated if the model rotates them.
-        norms: Norm of what each token's value adds to the output of attention if its weight is 1,
-            of shape ``(heads, L)`` (Kobayashi et al. 2020, "Attention is Not Only a Weight").
-        relevance: Positive part of gradient × weight for the chosen output, of shape
-            ``(heads, L, L)``, or None; its mean over the heads is equation 5 of Chefer et al. 2021.
-        scores: Sum of ``|gradient × weight|`` of each head, of shape ``(heads,)``, or None.
+        norms: Norm of the vector that each token's value adds to the output of attention if its
+            weight is 1, of shape ``(heads, L)`` (Kobayashi et al. 2020, "Attention is Not Only a
+            Weight").
+        relevance: Positive part of gradient × weight for the chosen output, of shape ``(heads, L,
+            L)``, or None without a gradient. The mean of `relevance` over the heads is equation 5
+            of Chefer et al. 2021.
+        scores: Sum of ``|gradient × weight|`` of each head, of shape ``(heads,)``, or None without
+            a gradient.
     """
 
     number: int
@@ -62,9 +66,11 @@ class Collected:
             class of the model.
         config: The configuration of the encoder.
         layers: The chosen layers.
-        prediction: The prediction of the head, or None if the model has no head that is shown.
+        prediction: The prediction of the head, or None if the model has no head that the page
+            shows.
         note: Why there is no gradient although there is a prediction; empty otherwise.
-        biased: Whether a bias by distance is added to the products of queries and keys.
+        biased: Whether the model adds a bias that depends on the distance to the products of
+            queries and keys.
     """
 
     name: str
@@ -77,11 +83,11 @@ class Collected:
 
 @contextmanager
 def _opened(model: Any) -> Iterator[tuple[nn.Module, BertModel]]:
-    """Yield the outermost model with a forward of ids, and the encoder of fastbert inside.
+    """Yield the outermost module that takes token ids, and the encoder of fastbert inside it.
 
-    Modules get the eval mode, and parameters need no gradient, which saves a third of the time. At
-    the end, every module has its earlier mode and class, and every parameter its earlier
-    ``requires_grad``.
+    Inside the block, modules are in eval mode and parameters require no gradient, which saves a
+    third of the time. After the block, every module has its earlier mode and class, and every
+    parameter has its earlier ``requires_grad``.
     """
     with ExitStack() as stack:
         whole: Any = model if isinstance(model, nn.Module) else getattr(model, "model", None)
@@ -146,8 +152,8 @@ class _Seen:
 def _watched(encoder: BertModel, gradient: bool) -> Iterator[list[_Seen]]:
     """Record the calls of self-attention inside the block, in the order of the layers.
 
-    With `gradient`, the input of the layers becomes a leaf that wants a gradient, so that the
-    weights carry one even if every parameter is frozen.
+    If `gradient` is true, the input of the layers becomes a leaf tensor that requires a gradient,
+    so that the attention weights have a gradient even if every parameter is frozen.
     """
     seen: list[_Seen] = []
 
@@ -275,10 +281,12 @@ def _layer(
 
 
 def _norms(dense: nn.Module, values: Tensor) -> Tensor:
-    """Return ``‖W_O,h v_j,h‖`` for values ``(heads, L, D)``, of shape ``(heads, L)``.
+    """Return the norm of each value after the output projection, of shape ``(heads, L)``.
 
-    A projection that is quantized, adapted or hooked is called with the values of one head and
-    zeros for the other heads, and its bias is taken away.
+    The norm of head h and token j is ``‖W_O,h v_j,h‖``, where v is `values` of shape ``(heads, L,
+    D)`` and ``W_O,h`` has the columns of the projection's weight that belong to head h. If the
+    projection is quantized, adapted or hooked, the function does not use its weight. It calls the
+    projection with the values of one head and zeros for the other heads, and subtracts the bias.
     """
     heads, length, size = values.shape
     if deviation(dense, Linear) is None:

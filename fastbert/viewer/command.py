@@ -24,16 +24,16 @@ def page_of(
     pad_to: int | None,
     backend: str | None,
 ) -> Page:
-    """Load a model with its tokenizer, and return the page of a text.
+    """Load a model with its tokenizer, and return the page that shows its attention for a text.
 
     Args:
         model: Folder or hub id of a checkpoint.
         text: The text.
         pair: The second text, or None.
         layers: Numbers of layers, separated by commas; None means all.
-        output: As in `view`.
-        place: As in `view`.
-        pad_to: As in `view`.
+        output: The output whose gradient is shown, as in `view`.
+        place: The position of the token whose output is shown, as in `view`.
+        pad_to: Number of tokens up to which the text is padded, as in `view`.
         backend: Backend of the model; None lets each operation choose.
 
     Returns:

@@ -11,11 +11,11 @@ from fastbert.viewer.text import PADDING, Tokens
 
 
 class Measure(NamedTuple):
-    """A number per head, and its name in the page.
+    """A measure that the page shows as one number for each head.
 
     Attributes:
         name: Name of the measure in the data of the page.
-        label: Name for readers.
+        label: Name that the page shows to its reader.
         unit: ``"nats"``, ``"tokens"`` or ``"share"``.
     """
 
@@ -40,10 +40,10 @@ def measure(weights: Tensor, tokens: Tokens) -> dict[str, list[float]]:
     """Compute the measures of the heads of a layer.
 
     Each measure is a mean over the queries that are not padding. A share is the sum of the weights
-    on the named keys. The mean distance is ``Σ_j w_ij |i − j|``. The entropy is ``−Σ_j w_ij log
-    w_ij``, in nats. A special token is in no sentence. The share on the own sentence is the mean
-    over the queries in a sentence, and a share on a neighbour is the mean over the queries that
-    have this neighbour.
+    on the keys that the measure names. With the weight ``w_ij`` of query i on key j, the distance
+    of query i is ``Σ_j w_ij |i − j|``, and its entropy is ``−Σ_j w_ij log w_ij``, in nats. A
+    special token is in no sentence. The share on the own sentence is the mean over the queries in a
+    sentence, and a share on a neighbour is the mean over the queries that have this neighbour.
 
     Args:
         weights: Attention weights of shape ``(heads, L, L)``, 0 at padding.
@@ -69,7 +69,8 @@ def measure(weights: Tensor, tokens: Tokens) -> dict[str, list[float]]:
     }
     found = {name: values[:, exists].mean(-1) for name, values in per_query.items()}
     found["same"] = per_query["same"][:, sentences >= 0].mean(-1)
-    # The neighbours of real tokens are real, because padding follows the text.
+    # All padding comes after the text, so the first `last` pairs of neighbouring positions contain
+    # no padding.
     last = int(exists.sum()) - 1
     found["previous"] = weights.diagonal(-1, -2, -1)[:, :last].mean(-1)
     found["next"] = weights.diagonal(1, -2, -1)[:, :last].mean(-1)
@@ -83,8 +84,9 @@ def rollout(means: Tensor) -> Tensor:
         means: The mean over the heads of each layer, of shape ``(layers, L, L)``.
 
     Returns:
-        Tensor of shape ``(layers, L, L)``: layer l is ``A_l A_{l-1} … A_0`` with ``A = (mean + I)
-        / 2``. Row i says how much of each input token reaches token i.
+        Tensor of shape ``(layers, L, L)``: layer l is ``A_l A_{l-1} … A_0``, where ``A_l`` is
+        ``(means[l] + I) / 2`` with the identity matrix I. Row i says how much of each input token
+        reaches token i.
 
     Note:
         Abnar and Zuidema 2020, "Quantifying Attention Flow in Transformers". The page computes the

@@ -1,4 +1,4 @@
-"""One HTML file: the program of the page, the data of a text, and its weights in blocks."""
+"""Write one HTML file with the program of the page, the data of a text, and weights in blocks."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from fastbert.viewer.collect import Collected, Layer
 from fastbert.viewer.measures import MEASURES, measure
 from fastbert.viewer.text import Tokens
 
-# Largest number of characters of a page. A browser opens such a file in about a second.
+# Largest number of characters of a page. A browser opens a file of this size in about a second.
 BUDGET = 14_700_000
-# Largest number of characters for the queries and keys of the neuron view. With 512 tokens, some
-# layers have no queries and keys.
+# Largest number of characters for the queries and keys of the neuron view. At 512 tokens, the page
+# leaves out the queries and keys of some layers.
 NEURON_BUDGET = 2_000_000
 THUMBNAIL = 48
 # Largest number of characters for gradient × attention of each head. The page of a longer text has
 # the mean over the heads.
 RELEVANCE_BUDGET = 2_000_000
 RELEVANCE_LEVELS = 31
-# The limit of a file in the messages of the page: the budget, rounded up.
+# The largest size of a file, as the messages of the page state it: BUDGET, rounded up.
 LIMIT = "15 MB"
 TEMPLATE = "page.html"
 DATA, BLOCKS = "<!-- fastbert:data -->", "<!-- fastbert:blocks -->"
@@ -47,7 +47,7 @@ def build(collected: Collected, tokens: Tokens, title: str) -> str:
         title: Title of the page.
 
     Returns:
-        A complete HTML document of at most `BUDGET` characters, which loads nothing.
+        A complete HTML document of at most `BUDGET` characters, which loads no other file.
 
     Raises:
         ValueError: If the weights of the chosen layers do not fit, because the text is very long.
@@ -56,7 +56,7 @@ def build(collected: Collected, tokens: Tokens, title: str) -> str:
     weights = [layer.weights.clamp(0, 1).numpy() for layer in layers]
     blocks, entries = {}, [_entry(layer, tokens) for layer in layers]
     size = min(len(tokens.ids), THUMBNAIL)
-    # The page makes the thumbnails of a short text from the weights.
+    # For a short text, the page itself computes the thumbnails from the weights.
     if size < len(tokens.ids):
         small = np.stack([quantize.thumbnail(layer, size) for layer in weights])
         blocks["thumbnails"] = quantize.compress(small.tobytes())
@@ -85,16 +85,17 @@ def build(collected: Collected, tokens: Tokens, title: str) -> str:
 def fill(data: dict[str, Any], blocks: dict[str, str]) -> str:
     """Put data and blocks into the page.
 
-    A ``<`` in the data is written as an escape of JSON, so that no text of a user is markup.
+    ``<``, ``>`` and ``&`` in the data are written as JSON escapes, so that a browser does not read
+    the text of a user as markup.
 
     Args:
-        data: The data, which JSON can express.
+        data: The data, which must be serializable as JSON.
         blocks: Base64 text by name.
 
     Returns:
         The HTML document.
     """
-    # JSON has no number for NaN, so that it must not reach the page.
+    # JSON cannot represent NaN, so json.dumps raises ValueError if the data contains NaN.
     text = json.dumps(data, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
     escaped = text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
     scripts = "\n".join(
@@ -142,9 +143,9 @@ def _entry(layer: Layer, tokens: Tokens) -> dict[str, Any]:
 
 
 def _with_neurons(layers: list[Layer]) -> list[int]:
-    """Choose the layers whose queries and keys fit: all, or evenly spaced ones with the last."""
+    """Choose layers whose queries and keys fit: all, or evenly spaced layers including the last."""
     each = layers[0].queries.numel() * 2
-    # A code of a Gaussian vector takes about 6.1 bits, and base64 adds a third.
+    # The code of an element of a Gaussian vector takes about 6.1 bits, and base64 adds a third.
     most = max(1, int(NEURON_BUDGET / (each * 6.1 / 8 * 4 / 3)))
     count = len(layers)
     if most >= count:
@@ -170,7 +171,7 @@ def _add_relevance(
     """Add gradient × attention of each head if it fits, otherwise the mean over the heads.
 
     Returns:
-        Whether the heads are apart; None if there is no gradient.
+        Whether the heads are stored separately; None if there is no gradient.
     """
     planes = [layer.relevance.numpy() for layer in layers if layer.relevance is not None]
     if not planes:

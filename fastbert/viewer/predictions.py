@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fastbert.viewer.text import PADDING, Tokens
 
-# Candidates that the page lists for a mask or for the classes.
+# Largest number of candidates that the page lists for a mask, a text or a token.
 MOST = 10
 
 
@@ -20,10 +20,11 @@ class Output:
     """A chosen output of a head.
 
     Attributes:
-        label: Id of a token of the vocabulary, number of a class, or place of the first token of
-            an answer; None means the likeliest.
-        place: Place of the mask or of the classified token, where None means the first, or of the
-            last token of an answer, where None means the likeliest. Ignored for classes of a text.
+        label: Id of a token of the vocabulary, number of a class, or position of the first token of
+            an answer. None means the likeliest.
+        place: Position of a token, counted from 0. For a mask or a classified token, None means the
+            first one. For the last token of an answer, None means the likeliest. For a class of a
+            text, only None and 0 are allowed.
     """
 
     label: int | None = None
@@ -39,9 +40,9 @@ class Prediction:
 
     Attributes:
         kind: ``"mask"``, ``"class"``, ``"tokens"`` or ``"span"``.
-        rows: For each mask, text or token its ``place`` and ``candidates``, the likeliest first.
-            A candidate has a ``label``, the ``name`` and the ``probability``. A span has two rows,
-            for its first and its last token.
+        rows: A dictionary for each mask, text or token, with its ``place`` and its ``candidates``,
+            the likeliest first. A candidate has a ``label``, the ``name`` and the ``probability``.
+            A span has two rows, for its first and its last token.
         target: The chosen logit, a scalar with a gradient if the model computes one; for a span,
             the sum of the logits of its first and its last token.
         chosen: The label, the place and the name of the chosen output.
@@ -62,7 +63,7 @@ def predict(outer: nn.Module, out: Any, tokens: Tokens, output: Output) -> Predi
 
     Args:
         outer: The model.
-        out: Its output for a batch of one text.
+        out: The output of `outer` for a batch of one text.
         tokens: The tokens of the text.
         output: The output whose gradient is wanted.
 
@@ -113,7 +114,8 @@ def _prediction(
         raise ValueError(f"output: got label {label}, allowed: 0 to {width - 1}")
     rows = []
     for row in places:
-        # A lone output is a regression, whose probability would always be 1.
+        # A head with a single output is a regression, and the softmax of one output would always be
+        # 1.
         shares = logits[row].detach()
         shares = shares.softmax(-1) if width > 1 else shares
         rows.append({"place": row, "candidates": _candidates(shares, name)})
@@ -130,7 +132,8 @@ def _candidates(shares: Tensor, name: Callable[[int], str | None]) -> list[dict[
 
 
 def _span(first: Tensor, last: Tensor, tokens: Tokens, output: Output) -> Prediction:
-    """Return the likeliest answer, which is in the last text, or the answer of `output`."""
+    """Return the prediction of an answer in the last text: the one `output` names, or the
+    likeliest."""
     inside = [i for i, sentence in enumerate(tokens.sentences) if sentence == max(tokens.sentences)]
     for option, place in (("label", output.label), ("place", output.place)):
         if place is not None and place not in inside:

@@ -1,9 +1,9 @@
-"""Attention weights in few bits: quantized, compressed, and written as text.
+"""Quantize attention weights to few bits, compress them, and write them as text.
 
-A weight w in 0 to 1 becomes the code ``round(√w · N)`` for N levels. The square root spends codes
-on small weights: the error of a weight is at most ``√w / N + 1 / (4 N²)``. A head is stored by
-columns, because the weights on one key are alike. The compression is Huffman coding with run
-lengths, which browsers read with ``DecompressionStream``.
+A weight w between 0 and 1 becomes the code ``round(√w · N)``, where N is the number of levels above
+0. The square root makes small weights more precise: the error of a weight is at most ``√w / N + 1 /
+(4 N²)``. A head is stored by columns, because the weights on one key are alike. The compression is
+Huffman coding with run lengths, which browsers read with ``DecompressionStream``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-# The numbers of levels, the finest first.
+# The numbers of levels that `finest` chooses from, in descending order.
 LEVELS = (255, 191, 127, 95, 79, 63, 47, 31, 23, 15, 11)
 # One in SAMPLE heads of every layer is compressed to choose the number of levels.
 SAMPLE = 8
@@ -35,7 +35,7 @@ def compress(data: bytes) -> str:
 
 
 def decompress(text: str) -> bytes:
-    """Return the bytes that `compress` was given."""
+    """Return the bytes from which `compress` made the text."""
     return zlib.decompress(base64.b64decode(text), -15)
 
 
@@ -47,7 +47,7 @@ def encode(weights: Floats, levels: int) -> Codes:
         levels: Number N of levels above 0, at most 255.
 
     Returns:
-        Codes of shape ``(..., L, L)``, with the keys before the queries.
+        Codes of shape ``(..., L, L)``, with the dimension of the keys before that of the queries.
     """
     codes = np.sqrt(weights)
     codes *= levels
@@ -96,7 +96,7 @@ def finest(layers: list[Floats], budget: int) -> int:
 
 
 def estimate(layers: list[Floats], levels: int) -> float:
-    """Estimate the characters that layers take from one in `SAMPLE` heads of each.
+    """Estimate from one in `SAMPLE` heads of each layer how many characters the layers take.
 
     Args:
         layers: Planes of shape ``(heads, L, L)`` between 0 and 1, one array for each layer.
@@ -112,10 +112,10 @@ def estimate(layers: list[Floats], levels: int) -> float:
 
 @dataclass
 class Vectors:
-    """Vectors in few bits.
+    """Quantized vectors, with one scale for each head.
 
     Attributes:
-        codes: ``round(x / scale · N) + N`` as uint8, for `VECTOR_LEVELS` N.
+        codes: ``round(x / scale · N) + N`` as uint8, where N is `VECTOR_LEVELS`.
         scales: The largest absolute value of each head.
     """
 

@@ -76,24 +76,24 @@ def view(
 
     The page has the weights of all heads, the queries and keys, measures of each head, attention
     rollout, value-weighted norms, the model's prediction, and gradient × attention of one output.
-    It is one file that loads nothing from anywhere.
+    It is one file, which loads no other file.
 
     Args:
         model: A model of fastbert, a model of transformers with any head or with none, a
             ``SentenceTransformer`` or a pipeline; accelerated or not. The model comes back
             unchanged.
-        tokenizer: A tokenizer of fastbert or a fast tokenizer of transformers. None takes the
-            tokenizer of a ``SentenceTransformer`` or of a pipeline.
+        tokenizer: A tokenizer of fastbert or a fast tokenizer of transformers. None means the
+            tokenizer of `model`, which must be a ``SentenceTransformer`` or a pipeline.
         text: The text.
         pair: The second text of a pair, or None.
         layers: Numbers of the layers, from 0; a negative number counts from the end. None means
             all.
         output: The output whose gradient is shown: the id of a token of the vocabulary for a mask,
-            the number of a class, or the place of the first token of an answer. None means the
+            the number of a class, or the position of the first token of an answer. None means the
             likeliest output.
-        place: The place, counted in tokens from 0, of the mask or of the classified token whose
-            output is shown, where None means the first one; or the place of the last token of an
-            answer, where None means the likeliest.
+        place: Position of a token, counted from 0. For a mask or a classified token, it chooses the
+            token whose output is shown, and None means the first one. For an answer, it is the last
+            token, and None means the likeliest.
         pad_to: Number of tokens up to which the text is padded, to see what padding does. None
             means no padding.
         title: Title of the page; None means the name of the model.

@@ -12,7 +12,7 @@ from fastbert.data import WordPieceTokenizer
 from fastbert.data.json_tokenizer import JsonTokenizer
 
 ALLOWED = "a WordPieceTokenizer or JsonTokenizer of fastbert, or a fast tokenizer of transformers"
-# The sentence of a token that belongs to no text.
+# Values of `Tokens.sentences` for a token that belongs to no text.
 SPECIAL, PADDING = -1, -2
 
 
@@ -27,7 +27,7 @@ class Tokens:
         sentences: 0 for the first text, 1 for the second text, `SPECIAL` or `PADDING`.
         words: Number of the word of each token, counted over both texts; None for special tokens
             and padding.
-        surfaces: The words in the spelling of the text, by number.
+        surfaces: The words as the text spells them, indexed by the number of the word.
         mask_id: Id of the mask token, or None.
         separator_ids: Ids of the tokens between and after texts.
         piece: Function from an id to the token as the vocabulary writes it.
@@ -49,7 +49,7 @@ class Tokens:
         """Append padding up to a length.
 
         Args:
-            length: Number of tokens with the padding; a smaller number than L is an error.
+            length: Number of tokens after padding, at least L.
             pad_id: Id of the padding token.
 
         Raises:
@@ -77,7 +77,7 @@ def tokenize(tokenizer: Any, text: str, pair: str | None = None) -> Tokens:
         The tokens, without padding and without truncation.
 
     Raises:
-        TypeError: If `tokenizer` is of another kind, or a text is not a str.
+        TypeError: If `tokenizer` is not such a tokenizer, or a text is not a str.
         ValueError: If a text is empty.
     """
     for name, value in (("text", text), ("pair", pair)):
@@ -113,7 +113,8 @@ def _encoded(encoding: Encoding, texts: list[str], backend: Any) -> Tokens:
     """Return the tokens of an encoding with special tokens."""
     special = encoding.special_tokens_mask
     found = zip(encoding.sequence_ids, special, strict=True)
-    # A mask token that the text itself contains is a part of the text.
+    # A token has no sequence id if the tokenizer added it. A mask token that the text itself
+    # contains has a sequence id, because it is a part of the text.
     sentences = [SPECIAL if number is None else number for number, _ in found]
     words, surfaces = _words(encoding, texts, sentences)
     known = {name: backend.token_to_id(name) for name in ("[MASK]", "<mask>", "[SEP]", "</s>")}
