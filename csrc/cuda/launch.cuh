@@ -1,6 +1,6 @@
-// The launch of a kernel that takes one params struct by value. `launch` returns the error of the
-// launch, which cuda_ops.cpp raises as an exception. An empty grid launches nothing, because CUDA
-// refuses it.
+// Launches a kernel that takes one params struct by value. `launch` returns the error of the
+// launch, which cuda_ops.cpp raises as an exception. If the grid is empty, `launch` launches
+// nothing, because CUDA would return an error.
 
 #pragma once
 
@@ -10,7 +10,8 @@
 
 namespace fastbert::cuda {
 
-// The largest grid in y. A kernel strides over the rows beyond it.
+// The largest size of a grid in y. If there are more rows, each block of a kernel computes several
+// rows.
 constexpr int64_t kMaxGridY = 65535;
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -20,8 +21,10 @@ cudaError_t launch(void (*kernel)(Params), dim3 grid, int threads, const Params&
                    cudaStream_t stream, int dynamic_shared = 0) {
   if (grid.x == 0 || grid.y == 0) return cudaSuccess;
   const void* const function = reinterpret_cast<const void*>(kernel);
-  // A block may have more than 48 KiB only on request. Static memory counts too, which this
-  // function does not know. Each kernel has one size, so no other thread asks for another.
+  // A block may use more than 48 KiB of shared memory only if the launcher requests it. Smaller
+  // sizes are requested, too, because static shared memory also counts, and its size is not known
+  // here. Each kernel always requests the same size, so concurrent threads do not request different
+  // sizes.
   if (dynamic_shared > 0) {
     const cudaError_t error =
         cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, dynamic_shared);

@@ -1,17 +1,17 @@
 // Layer norm of a residual sum, forward and backward. Each kernel reads every operand once.
 //
-// A half, a whole or two warps own a row of up to 1024 elements, and keep the sum residual +
-// dropout(x + x_bias) in registers. Longer rows take four warps or all threads of a block. Rows
-// that fill the lanes exactly (384, 512, 768 and 1024 elements) have kernels without any test of a
-// column.
+// Half a warp, one warp or two warps compute a row of up to 1024 elements, and keep the sum
+// residual + dropout(x + x_bias) in registers. Longer rows take four warps or all threads of a
+// block. For rows that fill the lanes exactly (384, 512, 768 and 1024 elements), there are kernels
+// that do not test whether a column exists.
 //
-// The blocks stay on their multiprocessors, and each takes rows at regular distances. While a row
-// is computed, the next rows are copied to shared memory (row_ring.cuh), so that memory never waits
-// for arithmetic.
+// The thread blocks are persistent, and each block takes rows at a regular distance. While a row is
+// computed, the next rows are copied to shared memory (row_ring.cuh), so that the reads from memory
+// continue during the arithmetic.
 //
-// The backward forms the sum again instead of storing it. Each warp keeps its share of the
-// parameters' gradients in registers; a block adds the shares of its warps and writes the sum once,
-// and sum_partials adds the sums of the blocks.
+// The forward does not store the sum residual + dropout(x + x_bias); the backward computes it
+// again. Each warp keeps its share of the parameters' gradients in registers; a block adds the
+// shares of its warps and writes the sum once, and sum_partials adds the sums of the blocks.
 //
 // By the counts of README.md, memory is the limit of both passes on an H200, even with dropout.
 
@@ -42,7 +42,7 @@ struct Shared {
   // bank conflicts.
   float4 part[kStaged ? L::kVectors * kCount / kPart : 1][kStaged ? L::kThreads : 1];
 
-  // The caller synchronizes the block before the first `read`.
+  // The caller must synchronize the block between `fill` and the first `read`.
   __device__ void fill(const Parameter& parameter, int columns) {
     if constexpr (kStaged) {
       // Neighbouring threads read neighbouring parts.
@@ -71,8 +71,8 @@ struct Shared {
   }
 };
 
-// Dropout of the columns of a thread. If kHeld, registers hold the values that depend on the
-// columns alone.
+// Dropout for the columns of a thread. If kHeld is true, registers hold the parts of Philox that
+// depend only on the columns.
 template <class L, bool kHeld>
 struct ColumnDropout {
   static constexpr int kGroups = kWidth<typename L::Element> / 4;  // of a vector
@@ -101,8 +101,8 @@ struct ColumnDropout {
     return ColumnPhilox(seed, static_cast<uint32_t>(L::column(v) / 4 + g));
   }
 
-  // Replaces x by base + scale x, rounded once, or by base where x is dropped. Bit v * kWidth + i
-  // of the result says whether that element is kept.
+  // Replaces each element of x by base + scale * x, rounded once, or by base if dropout drops the
+  // element. Bit v * kWidth + i of the result is 1 if dropout keeps element [v][i].
   __device__ uint32_t add(int64_t row, const typename L::Vectors& base,
                           typename L::Vectors& x) const {
     static_assert(L::kElements <= 32);
@@ -126,8 +126,8 @@ struct ColumnDropout {
   }
 };
 
-// Forms the sum residual + dropout(x + x_bias) of a row. Bit v * kWidth + i of the result says
-// whether dropout keeps that element.
+// Computes the sum residual + dropout(x + x_bias) of a row. Bit v * kWidth + i of the result is 1
+// if dropout keeps element [v][i].
 template <class L, class P, bool kHeld>
 __device__ uint32_t sum_of(const P& p, const Shared<L>& x_biases,
                            const ColumnDropout<L, kHeld>& dropout, int64_t row, const RowPart<L>& x,
@@ -171,8 +171,9 @@ __device__ void store_vector(void* matrix, int64_t row, int v, int columns, bool
     store(to, L::column(v), columns, wide, x);
 }
 
-// The blocks of the forward that share a multiprocessor, which limits their registers. A thread
-// with 128 bytes of a row has too much shared memory for more than two.
+// The number of blocks of the forward that share a multiprocessor. It limits the registers of each
+// thread. If a thread has 128 bytes of a row, the blocks need so much shared memory that only two
+// fit.
 template <class L>
 constexpr int kResident = L::kBlock > 128 || L::kVectors* kAccess > 96 ? 2 : (L::kExact ? 4 : 3);
 
@@ -194,8 +195,8 @@ __global__ void __launch_bounds__(L::kBlock, kResident<L>)
   const ColumnDropout<L, L::kExact> dropout(p.dropout);
   if (Shared<L>::kStaged) __syncthreads();
 
-  // All rows of a block make the same number of turns; rows after the last row are computed and not
-  // written.
+  // All threads of a block make the same number of iterations. Rows after the last row are
+  // computed, but not written.
   for (int64_t first = L::first_row(); first < p.rows; first += L::row_step()) {
     const int64_t row = first + L::group();
     const bool exists = L::exists(row, p.rows);
@@ -210,7 +211,8 @@ __global__ void __launch_bounds__(L::kBlock, kResident<L>)
       for (int i = 0; i < kCount; ++i) total += sum[v][i];
     }
     const float first_mean = row_sum(total, shared[0][L::group()]) * inverse;
-    // The sum of the deviations gives the rounding error of the mean, which matters around 1e4.
+    // The sum of the deviations from the first mean gives the rounding error of this mean, which
+    // matters for elements around 1e4.
     Pair deviations = {0.0f, 0.0f};
 #pragma unroll
     for (int v = 0; v < L::kVectors; ++v) {
@@ -245,7 +247,8 @@ __global__ void __launch_bounds__(L::kBlock, kResident<L>)
   }
 }
 
-// Adds the shares of the rows of a block, and writes them to a row of the partial sums.
+// Adds the shares of a parameter's gradient that the threads of different rows hold, and writes the
+// totals of the block to a row of the partial sums.
 template <class L>
 __device__ void write_partial(float* to, const typename L::Vectors& own, int columns, bool wide,
                               float (&memory)[L::kRows > 1 ? L::kThreads * L::kElements : 1]) {
@@ -300,8 +303,8 @@ __global__ void __launch_bounds__(L::kBlock, 1) backward_kernel(Launch<LayerNorm
   int64_t row = L::first_row() + L::group();
   float next_mean = row < p.rows ? p.mean[row] : 0.0f;
   float next_rstd = row < p.rows ? p.rstd[row] : 0.0f;
-  // All rows of a block make the same number of turns; rows after the last row only take part in
-  // the reductions.
+  // All threads of a block make the same number of iterations. Rows after the last row only take
+  // part in the reductions.
   for (int64_t first = L::first_row(); first < p.rows; first += L::row_step(), turn ^= 1) {
     row = first + L::group();
     const bool exists = L::exists(row, p.rows);
@@ -327,8 +330,8 @@ __global__ void __launch_bounds__(L::kBlock, 1) backward_kernel(Launch<LayerNorm
           g[v][i] = parts[0][v][i];
           dbias[v][i] += g[v][i];
           dweight[v][i] += g[v][i] * h[v][i];
-          // Without an FMA, g is rounded as in its mean, so that a row of one column cancels
-          // exactly.
+          // The product is rounded before it is used (no FMA), as in the mean of g. So g - mean(g)
+          // is exactly 0 in a row of one column.
           g[v][i] = __fmul_rn(g[v][i], weight[i]);
           sums.a += g[v][i];
           sums.b += g[v][i] * h[v][i];
@@ -366,7 +369,8 @@ bool wide_access(const P& p) {
   return p.columns % kWidth<T> == 0 && aligned(p.x.data, p.x.stride, sizeof(T)) && residual;
 }
 
-// The blocks of the forward that a GPU runs at a time. CUDA keeps 1 KiB of each block for itself.
+// Returns how many blocks of the forward the GPU runs at the same time. CUDA reserves 1 KiB of the
+// shared memory of each block for itself.
 template <class L>
 int64_t resident_blocks() {
   constexpr int kBytes = RowRing<L, 2>::kBytes + 3 * sizeof(Shared<L>) + 1024;
@@ -404,7 +408,8 @@ cudaError_t launch_backward(const LayerNormBackward& p, cudaStream_t stream) {
     using L = decltype(layout);
     return launch(backward_kernel<L>, grid, L::kBlock, k, stream, RowRing<L, 3>::kBytes);
   };
-  // A warp with 32 elements of a row in each lane would spill its registers.
+  // The layouts have at most 24 elements of a row in each lane, because registers would spill with
+  // 32.
   if (wide && p.columns == 384) return start(Layout<T, 128, 16, 24, true>{});
   if (wide && p.columns == 512) return start(Layout<T, 128, 32, 16, true>{});
   if (wide && p.columns == 768) return start(Layout<T, 128, 32, 24, true>{});

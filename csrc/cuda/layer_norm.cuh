@@ -1,5 +1,5 @@
-// The params of layer norm of a residual sum, y = LN(residual + dropout(x + x_bias)) (Ba et al.
-// 2016). This header is free of torch; cuda_ops.cpp fills the structs.
+// The params structs of layer norm of a residual sum, y = LN(residual + dropout(x + x_bias)) (Ba et
+// al. 2016). This header does not include torch; cuda_ops.cpp fills the structs.
 
 #pragma once
 
@@ -10,7 +10,8 @@
 
 namespace fastbert::cuda {
 
-// One block holds a row in its registers. Longer rows are refused with cudaErrorInvalidValue.
+// The largest number of columns, because one block holds a row in its registers. For longer rows,
+// the launchers return cudaErrorInvalidValue.
 constexpr int64_t kMaxColumns = 6144;
 // The largest number of blocks of the backward pass, each with its own partial sums: two for each
 // multiprocessor of an H100. It is a constant, so the result does not depend on the GPU's size.

@@ -46,7 +46,7 @@ inline __device__ void multiply(float (&sums)[4], const LeftFragment& left,
         "r"(right.pairs[0]), "r"(right.pairs[1]));
 }
 
-// Rounds two floats to a pair; `low` is the element of the lower column.
+// Rounds two floats to a pair of 16-bit elements. `low` becomes the element of the lower column.
 inline __device__ uint32_t pair(float low, float high, __half) {
   uint32_t result;
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(high), "f"(low));
@@ -59,8 +59,8 @@ inline __device__ uint32_t pair(float low, float high, __nv_bfloat16) {
   return result;
 }
 
-// Loads four 8 x 8 matrices from shared memory. Lane i gives the address of row i % 8 of matrix
-// i / 8. A lane receives the pair of columns 2t of row g of each matrix.
+// Loads four 8 x 8 matrices from shared memory. Lane i gives the address of row i % 8 of matrix i /
+// 8. A lane receives columns 2t and 2t + 1 of row g of each matrix.
 inline __device__ void load_matrices(uint32_t (&pairs)[4], uint32_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(pairs[0]), "=r"(pairs[1]), "=r"(pairs[2]), "=r"(pairs[3])
@@ -68,7 +68,8 @@ inline __device__ void load_matrices(uint32_t (&pairs)[4], uint32_t address) {
                : "memory");
 }
 
-// As load_matrices, but each matrix is transposed: a lane receives rows 2t, 2t + 1 of column g.
+// Like load_matrices, but each matrix is transposed: a lane receives rows 2t and 2t + 1 of column
+// g.
 inline __device__ void load_transposed_matrices(uint32_t (&pairs)[4], uint32_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(pairs[0]), "=r"(pairs[1]), "=r"(pairs[2]), "=r"(pairs[3])

@@ -28,13 +28,14 @@ cudaError_t with_format(Format format, const Body& body) {
   return cudaErrorInvalidValue;
 }
 
-// Rows are `stride` elements apart. `data` is null for an absent operand.
+// A matrix whose rows are `stride` elements apart. `data` is null if the operand is absent.
 struct ConstMatrix {
   const void* data;
   int64_t stride;
 };
 
-// A vector as long as a row, in its own format. `data` is null for an absent parameter.
+// A vector with one element for each column of the matrices. Its format may differ from the format
+// of the matrices. `data` is null if the parameter is absent.
 struct Parameter {
   const void* data;
   Format format;

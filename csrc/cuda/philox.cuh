@@ -6,9 +6,10 @@
 
 namespace fastbert::cuda {
 
-// Element (r, n) is kept iff word n % 4 of Philox(key = seed, counter = (n / 4, r, c2, c3)) >> 8 >=
-// threshold. In attention, c2 is the head and c3 the sequence; elsewhere both are 0. The seed is
-// read on the device, so that no launch waits for it. A null seed means that there is no dropout.
+// Dropout keeps the element in row r and column n if w >> 8 is at least `threshold`, where w is
+// word n % 4 of Philox(key = seed, counter = (n / 4, r, c2, c3)). In attention, c2 is the head and
+// c3 the sequence; elsewhere both are 0. The seed is read on the device, so that no launch waits
+// for it. A null seed means that there is no dropout.
 struct Dropout {
   const int64_t* seed;
   uint32_t threshold;
@@ -19,7 +20,8 @@ struct Words {
   uint32_t word[4];
 };
 
-// Of a product of two uint64_t, nvcc 13.0 also adds the upper halves, although they are 0.
+// Returns the 64-bit product of two 32-bit integers. For a product of two uint64_t, nvcc 13.0 also
+// adds the products of the upper halves, although these halves are 0.
 inline __device__ uint64_t wide_product(uint32_t a, uint32_t b) {
   uint64_t product;
   asm("mul.wide.u32 %0, %1, %2;" : "=l"(product) : "r"(a), "r"(b));
@@ -32,7 +34,7 @@ constexpr uint32_t kWeyl0 = 0x9E3779B9u, kWeyl1 = 0xBB67AE85u;      // steps of 
 inline __device__ uint32_t low(uint64_t x) { return static_cast<uint32_t>(x); }
 inline __device__ uint32_t high(uint64_t x) { return static_cast<uint32_t>(x >> 32); }
 
-// Rounds kFirst to 6 of a counter.
+// Computes the rounds kFirst to 6 of Philox for one counter.
 template <int kFirst>
 __device__ Words philox_rounds(uint64_t key, uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3) {
   uint32_t key0 = low(key) + kFirst * kWeyl0, key1 = high(key) + kFirst * kWeyl1;
@@ -55,8 +57,9 @@ inline __device__ Words philox(uint64_t key, uint32_t c0, uint32_t c1, uint32_t 
   return philox_rounds<0>(key, c0, c1, c2, c3);
 }
 
-// Philox of the counters (c0, row, 0, 0) of one column. In the first three rounds, half of the work
-// depends on c0 alone; a thread that has the same columns of many rows does it once.
+// Computes Philox for the counters (c0, row, 0, 0) of a fixed c0. In the first three rounds, half
+// of the work depends only on c0. A thread that computes the same columns of many rows does this
+// half once.
 class ColumnPhilox {
  public:
   ColumnPhilox() = default;

@@ -1,4 +1,5 @@
-// The second reduction of parameters' gradients, which adds the partial sums of blocks of rows.
+// The second step in the reduction of the parameters' gradients, which adds the partial sums of
+// blocks of rows.
 //
 // A block owns 32 columns. Each of its 8 warps adds every eighth partial row in reads of 128 bytes,
 // and the first warp adds the 8 results.

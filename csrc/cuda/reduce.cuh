@@ -1,5 +1,5 @@
-// Sums over the threads that share a row, and over partial sums. Every sum has a fixed order and no
-// atomics, so reruns agree bit for bit.
+// Sums over the threads that share a row, and over partial sums. Every sum is computed in a fixed
+// order and without atomics, so repeated runs give the same bits.
 
 #pragma once
 
@@ -24,15 +24,15 @@ __device__ float warp_sum(float x) {
   return x;
 }
 
-// The shared memory of one row_sum. Consecutive sums alternate between two RowSums, which saves a
-// barrier.
+// The shared memory of one call of row_sum. Consecutive calls must alternate between two RowSums,
+// which saves a barrier.
 template <int kThreads>
 struct RowSums {
   Pair warp[kThreads > 32 ? kThreads / 32 : 1];
 };
 
-// Returns the sums over the kThreads threads of a row to each of these threads. Rows of more than a
-// warp do not wait for each other, because each has a barrier of its own.
+// Returns the sums over the kThreads threads of a row to each of these threads. Rows that take more
+// than one warp do not wait for each other, because each row has its own barrier.
 template <int kThreads>
 __device__ Pair row_sum(Pair p, RowSums<kThreads>& shared) {
   p = {warp_sum<kThreads>(p.a), warp_sum<kThreads>(p.b)};

@@ -12,14 +12,15 @@
 namespace fastbert::cuda {
 
 // The layout of rows over a block: kThreads threads share a row, and each holds kElements elements
-// in vectors of kWidth<T>. Exact rows have kThreads * kElements columns, and 16-byte access.
+// in vectors of kWidth<T>. If kExact is true, rows have exactly kThreads * kElements columns and
+// allow 16-byte access.
 template <class T, int kBlockThreads, int kRowThreads, int kRowElements, bool kIsExact>
 struct Layout {
   using Element = T;
   static constexpr int kThreads = kRowThreads, kElements = kRowElements;
   static constexpr bool kExact = kIsExact;
   static constexpr int kBlock = kBlockThreads;
-  static constexpr int kRows = kBlock / kThreads;  // of a block at a time
+  static constexpr int kRows = kBlock / kThreads;  // rows of a block at a time
   static constexpr int kVectors = kElements / kWidth<T>;
   static_assert(kElements % kWidth<T> == 0);
   using Vectors = float[kVectors][kWidth<T>];
@@ -30,7 +31,7 @@ struct Layout {
   // The first row of the block, and the distance to its next rows.
   static __device__ int64_t first_row() { return static_cast<int64_t>(blockIdx.x) * kRows; }
   static __device__ int64_t row_step() { return static_cast<int64_t>(gridDim.x) * kRows; }
-  // Whether a row whose block has a row left exists.
+  // Returns whether `row` exists, if the first row of the block exists in the same iteration.
   static __device__ bool exists(int64_t row, int64_t rows) { return kRows == 1 || row < rows; }
   static __device__ int group() { return static_cast<int>(threadIdx.x) / kThreads; }
   static __device__ bool inside(int column, int columns) { return kExact || column < columns; }
@@ -71,8 +72,8 @@ class RowRing {
     for (int stage = 0; stage < kStages; ++stage) copy(memory_ + stage * kStageBytes);
   }
 
-  // Takes the next row to registers, and begins to copy the row that gets its place. After the
-  // last row, and of the absent matrix, it takes zeros.
+  // Loads the next row of each matrix from shared memory into registers, and starts the copy of the
+  // row that takes its place there. After the last row, and for the absent matrix, it loads zeros.
   __device__ void take(RowPart<L> (&parts)[kMatrices]) {
     wait_for_copies<kStages - 1>();
     unsigned char* const stage = memory_ + stage_;
@@ -123,7 +124,7 @@ class RowRing {
   const T* from_[kMatrices];
   int64_t step_[kMatrices];
   int64_t row_, rows_;       // the row to copy next
-  int columns_, stage_ = 0;  // the offset of the next row to take
+  int columns_, stage_ = 0;  // stage_ is the offset of the next row to take
   bool wide_, last_;
 };
 

@@ -16,7 +16,7 @@ inline __device__ float exp2_fast(float x) {
   return result;
 }
 
-// The four lanes that share a row combine their values.
+// row_max and quad_sum combine the values of the four lanes that share a row.
 inline __device__ float row_max(float x) {
   x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
   return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
@@ -27,11 +27,13 @@ inline __device__ float quad_sum(float x) {
   return x + __shfl_xor_sync(0xffffffffu, x, 2);
 }
 
-// The state of one row. `maximum` is that of the scaled scores in base 2, and `total` is the lane's
-// own share of the sum of 2^(score - maximum).
+// The state of one row. The scaled scores are the raw scores times scale * log2(e). `maximum` is
+// the largest scaled score, and `total` is the lane's share of the sum of 2^(scaled score -
+// maximum).
 //
-// An array of states starts with `clear`, because the members have no default values: in an array
-// of arrays, nvcc 13.0 gives default values to the first inner array only, and 0 to all others.
+// The caller must first call `clear` on each state of an array, because the members have no default
+// values: in an array of arrays, nvcc 13.0 gives default values to the first inner array only, and
+// 0 to all others.
 struct RowState {
   float maximum, total;
 
@@ -41,8 +43,8 @@ struct RowState {
   }
 
   // Turns the lane's raw scores of the row into weights, and returns the factor by which the
-  // earlier sums must be multiplied. `factor` is scale * log2(e). A row without an allowed key has
-  // only -inf.
+  // earlier sums must be multiplied. `factor` is scale * log2(e). In a row without an allowed key,
+  // all scores are -inf.
   template <int kColumns>
   __device__ float step(float (&scores)[kColumns][4], int half, float factor) {
     float largest = -INFINITY;
@@ -67,8 +69,8 @@ struct RowState {
     return rescale;
   }
 
-  // Returns the natural log-sum-exp of the row and sets `inverse` to 1 / sum; -inf and 1 for a row
-  // without an allowed key.
+  // Returns the log-sum-exp of the row as a natural logarithm, and sets `inverse` to 1 / sum. For a
+  // row without an allowed key, it returns -inf and sets `inverse` to 1.
   __device__ float finish(float& inverse) {
     const float sum = quad_sum(total);
     inverse = sum == 0.0f ? 1.0f : __fdividef(1.0f, sum);

@@ -43,8 +43,7 @@ class Lacking(Exception):
 
 
 class Toolkit(NamedTuple):
-    """The folders that a build needs besides torch's folders, and the runtime library's name for
-    -l."""
+    """The folders that a build needs besides torch's, and the runtime library's name for -l."""
 
     include_dirs: list[str]
     library_dirs: list[str]
@@ -138,8 +137,7 @@ def refusal(nvcc: Path, include_dirs: list[str], major: str, folder: Path) -> st
 
 
 def runtimes(own: list[str], packages: list[Path], major: str) -> Iterator[tuple[list[str], str]]:
-    """Yield the folders to add for the runtime library and its name for -l, the preferred ones
-    first.
+    """Yield the folders to add for the runtime library and its name for -l, the preferred first.
 
     NVIDIA's packages have no libcudart.so, which -lcudart needs, so their file is named in full.
     """
@@ -175,8 +173,7 @@ def execute(*command: object) -> subprocess.CompletedProcess[str]:
 
 
 def complaint(result: subprocess.CompletedProcess[str]) -> str:
-    """Return the first error in the output of a compiler, or the last line if no line has an
-    error."""
+    """Return the first error in the output of a compiler, or its last line if there is no error."""
     lines = (result.stdout + result.stderr).strip().splitlines()
     if not lines:
         return f"exit status {result.returncode}"

@@ -1,12 +1,14 @@
-// The places of the tokens of a padded batch, in one launch and without a wait of the CPU.
+// Computes the positions of the tokens in a padded batch, with one launch and without making the
+// CPU wait for the GPU.
 //
 // A block owns consecutive sequences. It first counts the tokens of the whole batch, and separately
 // the tokens before its own sequences: each warp reads a sequence at a time. So no block waits for
 // another, but each block reads the whole mask. The mask stays in the L2 cache, and few blocks
-// share the work. Then the block goes through its own places in turns of one place for each thread.
-// A ballot ranks the tokens inside a warp, and the sums of the warps rank them inside the turn.
+// share the work. Then the block goes through the positions of its own sequences. In each turn,
+// every thread takes one position. A ballot ranks the tokens inside a warp, and the sums of the
+// warps rank them inside the turn.
 //
-// Latency is the limit: a mask of 32 × 512 integers of 8 bytes has 128 KiB.
+// The latency of the GPU is the limit: a mask of 32 × 512 integers of 8 bytes has only 128 KiB.
 
 #include "launch.cuh"
 #include "varlen.cuh"
@@ -24,7 +26,8 @@ __device__ bool keeps(const MaskPlaces& p, int64_t row, int64_t column) {
   return mask[row * p.stride_row + column * p.stride_column] != 0;
 }
 
-// The tokens of all sequences and of those before a block's own, and the longest sequence.
+// The number of tokens in all sequences, the number of tokens in the sequences before those of a
+// block, and the length of the longest sequence.
 struct Counts {
   int32_t total, before, longest;
 };
@@ -56,10 +59,11 @@ __device__ Counts count(const MaskPlaces& p, int64_t first) {
   return all;
 }
 
-// One block for each group of sequences, in their order.
+// Each block computes one group of consecutive sequences, and the groups are in the order of the
+// blocks.
 template <class Element>
 __global__ void __launch_bounds__(kThreads) mask_places_kernel(MaskPlaces p) {
-  // Two turns alternate, so that one barrier for each turn suffices.
+  // Successive turns alternate between two arrays, so that one barrier for each turn is enough.
   __shared__ int32_t tokens_of_warp[2][kWarps];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int64_t sequences = (p.batch + gridDim.x - 1) / gridDim.x;
@@ -90,7 +94,8 @@ __global__ void __launch_bounds__(kThreads) mask_places_kernel(MaskPlaces p) {
     }
     if (place >= end) continue;
     if (column == 0) p.cu_seqlens[row] = static_cast<int32_t>(rank);
-    // The padding before this place comes after all tokens.
+    // The place of padding comes after all tokens and after the earlier padding, which is place -
+    // rank.
     const int64_t to = kept ? rank : counts.total + place - rank;
     if (kept || p.rows != nullptr) p.indices[to] = place;
     if (p.rows != nullptr) p.rows[place] = to;

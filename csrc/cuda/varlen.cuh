@@ -1,4 +1,5 @@
-// The places of the tokens of a padded batch, for the removal of the padding on the device.
+// Finds the positions of the tokens in a padded batch, so that the padding can be removed on the
+// device.
 
 #pragma once
 
@@ -8,16 +9,19 @@
 
 namespace fastbert::cuda {
 
-// A mask (batch, length) at any strides, in elements of 1, 4 or 8 bytes; nonzero bits keep a token.
+// `mask` is (batch, length) with any strides, and has elements of 1, 4 or 8 bytes. A token is kept
+// if its element is not 0.
 struct MaskPlaces {
   const void* mask;
   int32_t element_size;
   int64_t batch, length;
   int64_t stride_row, stride_column;
-  // (batch · length,): the place in the flat batch of each kept token, in order. With `rows`, the
-  // places of the padding follow; otherwise the rest is not written.
+  // (batch · length,): the position of each kept token in the flattened batch, in order. If `rows`
+  // is not null, the positions of the padding follow; otherwise, the remaining elements are not
+  // written.
   int64_t* indices;
-  // (batch · length,), or null: the inverse permutation, the row of each place.
+  // (batch · length,), or null: the inverse permutation of `indices`, which gives the row of each
+  // position in the flattened batch.
   int64_t* rows;
   // (batch + 1,)
   int32_t* cu_seqlens;

@@ -132,8 +132,7 @@ def _candidates(shares: Tensor, name: Callable[[int], str | None]) -> list[dict[
 
 
 def _span(first: Tensor, last: Tensor, tokens: Tokens, output: Output) -> Prediction:
-    """Return the prediction of an answer in the last text: the one `output` names, or the
-    likeliest."""
+    """Return the prediction of an answer in the last text: that of `output`, or the likeliest."""
     inside = [i for i, sentence in enumerate(tokens.sentences) if sentence == max(tokens.sentences)]
     for option, place in (("label", output.label), ("place", output.place)):
         if place is not None and place not in inside:
@@ -157,7 +156,7 @@ def _span(first: Tensor, last: Tensor, tokens: Tokens, output: Output) -> Predic
         word = tokens.words[place]
         return f"{tokens.pieces[place] if word is None else tokens.surfaces[word]} ({place})"
 
-    # Padding can be no answer. The other tokens can: a special token means that there is none.
+    # Padding cannot be an answer, but a special token can: it means that there is no answer.
     exists = torch.tensor([sentence != PADDING for sentence in tokens.sentences])
     rows = []
     for logits in (first, last):

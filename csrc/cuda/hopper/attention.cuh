@@ -1,5 +1,5 @@
-// Attention on Hopper GPUs (sm_90a), which attention_forward and attention_backward call where it
-// is faster.
+// Attention on Hopper GPUs (sm_90a). attention_forward and attention_backward call these functions
+// if hopper_attention_refuses returns null.
 
 #pragma once
 
@@ -7,7 +7,7 @@
 
 namespace fastbert::cuda {
 
-// Returns the reason why the kernels of this folder do not serve a call, or null if they serve it.
+// Return the reason why the kernels in this folder do not compute a call, or null if they do.
 const char* hopper_attention_refuses(const AttentionForward& params);
 const char* hopper_attention_refuses(const AttentionBackward& params);
 

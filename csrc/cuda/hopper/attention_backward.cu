@@ -1,32 +1,35 @@
 // Backward of attention on Hopper GPUs (sm_90a), in 16-bit formats.
 //
-// A persistent block takes one head of a sequence after the other. For each block of 128 keys, it
-// walks over all tiles of 64 queries. One thread of the first group of four warps starts the
-// copies: the keys and values of a block, and the q and dout of each tile, with out if delta must
-// be computed. The tiles go through a ring of stages, which does not restart at a new block or
-// head. Two further warps prepare the log-sum-exp and delta of the queries. Each of the two other
-// groups owns 64 keys of the block.
+// A persistent thread block computes the heads of sequences one after the other. For each block of
+// 128 keys, it goes through all tiles of 64 queries. One thread of the first group of four warps
+// starts the copies: the keys and values of each block of keys, the q and dout of each tile, and
+// out if delta must be computed. The tiles go through a ring of stages in shared memory, which does
+// not restart at a new block of keys or a new head. Two other warps of the first group prepare the
+// log-sum-exp and delta of the queries. Each of the two other groups owns 64 keys of the block of
+// keys.
 //
-// Keys are the rows of the scores, s = k q^T. The registers that a product leaves the weights and
-// their gradients in therefore have the layout of a left operand: dv += p dout and dk += ds q stay
-// in the registers of the group that owns the keys. Only ds passes through shared memory, for dq =
-// ds^T k. Each group computes half of the columns of dq, or at head dim 32 all columns of every
-// second tile. The keys of a group are a left operand in registers, too. So are the values at head
-// dim 32, but not at head dim 64, where ptxas would spill.
+// The scores are computed as s = k q^T, so that their rows are keys. The softmax weights p and the
+// gradients ds of the scores then have the register layout of a left operand. Therefore the sums dv
+// += p dout and dk += ds q stay in the registers of the group that owns the keys. Only ds is
+// written to shared memory, for dq = ds^T k. Each group computes half of the columns of dq, or at
+// head dim 32 all columns of every second tile. The keys of a group are a left operand in
+// registers, too. At head dim 32, the values are also in registers. At head dim 64, they are in
+// shared memory, because ptxas would otherwise spill registers.
 //
 // The products dv, dk and dq of a tile run while the weights of the next tile are computed.
 //
-// If a sequence has one block of keys, its dq is complete after this block. Otherwise the sums of
-// dq over the blocks of keys are kept in fp32 in global memory, and the thread that wrote a sum
-// adds to it. There are no atomics, and reruns agree bit for bit.
+// If a sequence has one block of keys, its dq is complete after this block. Otherwise, dq_sums in
+// global memory contains the sums of dq over the blocks of keys in fp32, and the thread that wrote
+// a sum adds to it for the next block. The kernel uses no atomics, so repeated runs give the same
+// bits.
 //
-// Time by unit on an H200, per 64 queries and 128 keys of head dim 64: the products take 1,280
-// cycles of the tensor cores. The reads of their operands take 1,024 cycles of the shared memory,
-// which is busy for 1,420 cycles with statistics, ds and copies. The issue of 445 instructions by
-// each of eight warps takes 890 cycles of the four schedulers, and 8,192 exponentials take 512
-// cycles of the special function units. The shared memory is the limit; below about 300 keys,
-// device memory is the limit. At head dim 32 the shared memory is busy for 870 cycles, the tensor
-// cores for 640, and the issue takes 857.
+// The following counts are for 64 queries and 128 keys of head dim 64 on an H200. The products take
+// 1,280 cycles of the tensor cores. The reads of their operands take 1,024 cycles of the shared
+// memory, which is busy for 1,420 cycles with statistics, ds and copies. The issue of 445
+// instructions by each of eight warps takes 890 cycles of the four schedulers, and 8,192
+// exponentials take 512 cycles of the special function units. The shared memory is the limit; below
+// about 300 keys, device memory is the limit. At head dim 32 the shared memory is busy for 870
+// cycles, the tensor cores for 640, and the issue of instructions takes 857 cycles.
 
 #include "../attention.cuh"
 #include "attention.cuh"
@@ -37,8 +40,9 @@ namespace {
 
 using namespace backward;
 
-// The work of a group of four warps on 64 keys of each block and on 32 columns of dq. At head dim
-// 64, the group computes these columns of each tile, and at head dim 32, of every second tile.
+// The work of a group of four warps, which owns 64 keys of each block and computes 32 columns of
+// dq. At head dim 64, the group computes these columns for every tile, and at head dim 32, for
+// every second tile.
 template <class T, int kHeadDim, bool kPairs, bool kDropout>
 class Consumer : KeyGroup<T, kHeadDim, kPairs, kDropout> {
   using Base = KeyGroup<T, kHeadDim, kPairs, kDropout>;
@@ -50,7 +54,7 @@ class Consumer : KeyGroup<T, kHeadDim, kPairs, kDropout> {
   using typename Base::M;
   using typename Base::Row;
   static constexpr bool kAlternates = Base::kAlternates;
-  // At head dim 64, ptxas would spill with the values in registers.
+  // At head dim 64, the values are in shared memory, because ptxas would otherwise spill registers.
   static constexpr bool kValuesInRegisters = kHeadDim == 32;
 
  public:
@@ -67,7 +71,7 @@ class Consumer : KeyGroup<T, kHeadDim, kPairs, kDropout> {
   // Returns the stage before `stage_`.
   __device__ int last_stage() const { return (stage_.stage + M::kStages - 1) % M::kStages; }
 
-  // Computes one block of keys with all tiles of queries.
+  // Computes the gradients of one block of keys, and adds to dq for all tiles of queries.
   __device__ void differentiate(const Item& item, int block) {
     this->await_keys();
     load_keys();
@@ -93,9 +97,9 @@ class Consumer : KeyGroup<T, kHeadDim, kPairs, kDropout> {
     load_sums(item, block, 0);
   }
 
-  // Computes the weights of a tile while the products of the gradients of the tile before run.
-  // ptxas moves arithmetic past a wait for products, but not a result that is stored before the
-  // wait.
+  // Computes the weights of a tile while the products for the gradients of the previous tile run.
+  // ptxas may move arithmetic past a wait for products, but it does not move a result that is
+  // stored before the wait. Therefore publish() stores ds before the wait.
   __device__ void next_tile(const Item& item, int block, int tile) {
     const Kept kept = this->draw(item, block, tile);
     start_scores();
@@ -109,7 +113,8 @@ class Consumer : KeyGroup<T, kHeadDim, kPairs, kDropout> {
     load_sums(item, block, tile);
   }
 
-  // Loads the group's keys, and at head dim 32 its values, as left operands.
+  // Loads the keys of the group, and at head dim 32 also the values, into registers as left
+  // operands.
   __device__ void load_keys() {
     load_rows(keys_, keys_at());
     if constexpr (kValuesInRegisters) load_rows(values_, keys_at() + M::kKeyBytes);
@@ -125,7 +130,8 @@ class Consumer : KeyGroup<T, kHeadDim, kPairs, kDropout> {
     }
   }
 
-  // Starts the products of the scores, and the products of the gradients of the weights.
+  // Starts the products that give the scores and the products that give the gradients of the
+  // weights.
   __device__ void start_scores() {
     wait(shared_ + M::kTileLanded + 8 * stage_.stage, stage_.parity);
     const uint32_t tile = uniform(tile_at(stage_.stage));
@@ -152,8 +158,8 @@ class Consumer : KeyGroup<T, kHeadDim, kPairs, kDropout> {
     end_products();
   }
 
-  // Turns scores into weights, and the gradients of the weights into gradients of the scores. At
-  // the end, the last kPending groups of products may still run.
+  // Turns scores into weights, and the gradients of the weights into gradients of the scores. When
+  // the function returns, the last kPending groups of products may still be running.
   template <int kPending>
   __device__ void weigh(const Kept& kept) {
     const Statistics& statistics = this->await_statistics();
@@ -166,10 +172,10 @@ class Consumer : KeyGroup<T, kHeadDim, kPairs, kDropout> {
     stage_.advance();
   }
 
-  // Rounds weights and gradients to left operands. The products that read the operands of the tile
-  // before must have ended. The upper 16 bits of attended_ are 0, but ptxas does not know this.
-  // Without the XOR, ptxas would reuse the pairs that publish() stored, which would hinder these
-  // products.
+  // Rounds the weights and the gradients to 16 bits, as left operands. The products that read the
+  // operands of the previous tile must have ended before the call. The upper 16 bits of attended_
+  // are 0, but ptxas does not know this. Without the XOR with `none`, ptxas would reuse the pairs
+  // that publish() stored, which would hinder those products.
   __device__ void narrow() {
     const uint32_t none = attended_ >> 16;
 #pragma unroll
@@ -179,8 +185,9 @@ class Consumer : KeyGroup<T, kHeadDim, kPairs, kDropout> {
     }
   }
 
-  // Starts the products of dv, dk and dq of the last tile. If the groups of warps alternate in dq,
-  // ptxas puts a product of 8 columns into the group of products that would be empty.
+  // Starts the products that add to dv, dk and dq for `tile`. At head dim 32, a group of warps has
+  // no product for dq in every second tile; ptxas then puts a product of 8 columns into the empty
+  // group of products.
   __device__ void start_gradients(int block, int tile) {
     const uint64_t queries = descriptor<Row::kBytes>(uniform(tile_at(last_stage())));
     const uint64_t douts = moved(queries, M::kTileBytes);
@@ -211,7 +218,7 @@ class Consumer : KeyGroup<T, kHeadDim, kPairs, kDropout> {
     turn_.advance();
   }
 
-  // Waits for the products of `start_gradients`, and frees the stage of the tile.
+  // Waits for the products that `start_gradients` started, and frees the stage of their tile.
   __device__ void finish_gradients(int stage) {
     wait_for_products<0>();
     pin(weights_);
@@ -273,7 +280,8 @@ cudaError_t hopper_attention_backward(const AttentionBackward& p, cudaStream_t s
   const Sequences& s = p.sequences;
   if (s.batches == 0 || (s.rows_q == 0 && s.rows_k == 0)) return cudaSuccess;
   Params params = {{}, {}, {}, {}, {}, p, pair_tiles(p)};
-  // Without queries or without keys, none of them are copied.
+  // If there are no queries, none are copied, so their tensor maps describe the rows of k instead.
+  // The same holds for the maps of k and v if there are no keys.
   const bool queries = s.max_q > 0, keys = s.max_k > 0;
   const int64_t rows_q = queries ? s.rows_q : s.rows_k, rows_k = keys ? s.rows_k : s.rows_q;
   const auto map = [&](CUtensorMap& to, const HeadRows& x, int64_t rows, int box_rows) {

@@ -1,10 +1,10 @@
 // Backward of attention at head dim 128 on Hopper GPUs (sm_90a), in 16-bit formats.
 //
-// The tiles, the producer and the groups of keys are the same as in attention_backward.cu. The sums
-// of dk and dv of 64 keys take 128 registers of a lane here. Therefore nothing of a tile stays in
-// registers while the scores of the next tile are computed, and keys and values are left operands
-// in shared memory. The steps of a tile have an order in which products run during most of the
-// arithmetic:
+// The tiles, the producer and the groups of keys are the same as in attention_backward.cu. At head
+// dim 128, the sums of dk and dv for 64 keys take 128 registers of each lane. Therefore no weights
+// or gradients of a tile stay in registers while the scores of the next tile are computed, and the
+// keys and values are left operands in shared memory. The steps of a tile are ordered so that
+// products run during most of the arithmetic:
 //
 //   scores; gradients of weights     of both groups, one after the other
 //   weights                          while the gradients of the weights are multiplied
@@ -16,10 +16,11 @@
 // Each group computes half of the columns of dq. The groups wait for each other in every tile, so
 // that two buffers for ds are enough.
 //
-// Time by unit on an H200, per 64 queries and 128 keys: the products take 2,560 cycles of the
-// tensor cores, and the reads of their operands take 2,048 cycles of the shared memory. The issue
-// of 475 instructions by each of eight warps takes 950 cycles of the four schedulers. The tensor
-// cores are the limit. README.md lists variants of this kernel that ptxas would spill.
+// The following counts are for 64 queries and 128 keys on an H200. The products take 2,560 cycles
+// of the tensor cores, and the reads of their operands take 2,048 cycles of the shared memory. The
+// issue of 475 instructions by each of eight warps takes 950 cycles of the four schedulers. The
+// tensor cores are the limit. README.md lists variants of this kernel for which ptxas would spill
+// registers.
 
 #include "../attention.cuh"
 #include "attention.cuh"
@@ -28,7 +29,8 @@
 namespace fastbert::cuda::backward {
 namespace {
 
-// The work of a group of four warps on 64 keys of each block and on 64 columns of dq.
+// The work of a group of four warps, which owns 64 keys of each block and computes 64 columns of
+// dq.
 template <class T, bool kPairs, bool kDropout>
 class Consumer : KeyGroup<T, 128, kPairs, kDropout> {
   using Base = KeyGroup<T, 128, kPairs, kDropout>;
@@ -47,7 +49,7 @@ class Consumer : KeyGroup<T, 128, kPairs, kDropout> {
   }
 
  private:
-  // Computes one block of keys with all tiles of queries.
+  // Computes the gradients of one block of keys, and adds to dq for all tiles of queries.
   __device__ void differentiate(const Item& item, int block) {
     this->await_keys();
     this->find_attended(item, block);
@@ -74,7 +76,7 @@ class Consumer : KeyGroup<T, 128, kPairs, kDropout> {
     this->finish_keys(item, block);
   }
 
-  // Returns the descriptor of the keys that begin at a row and at a part of their columns. The
+  // Returns the descriptor of the keys from row `row` on, for the part `part` of their columns. The
   // address is computed again in each tile, because the descriptors of all steps would otherwise
   // take registers.
   __device__ uint64_t keys(int row, int part) const {
@@ -87,7 +89,8 @@ class Consumer : KeyGroup<T, 128, kPairs, kDropout> {
     return descriptor<Row::kBytes>(uniform(this->tile_at(stage_.stage)), M::kTilePart);
   }
 
-  // Starts the products of the scores, and the products of the gradients of the weights.
+  // Starts the products that give the scores and the products that give the gradients of the
+  // weights.
   __device__ void start_scores() {
     wait(shared_ + M::kTileLanded + 8 * stage_.stage, stage_.parity);
     const uint64_t left = keys(group_ * kGroupKeys, 0), right = queries();
@@ -106,8 +109,8 @@ class Consumer : KeyGroup<T, 128, kPairs, kDropout> {
     end_products();
   }
 
-  // Turns scores into weights, starts the product of dv, and turns the gradients of the weights
-  // into gradients of the scores.
+  // Turns scores into weights, starts the product that adds to dv, and turns the gradients of the
+  // weights into gradients of the scores.
   __device__ void weigh(const Kept& kept) {
     const Statistics& statistics = this->await_statistics();
     wait_for_products<1>();
@@ -135,7 +138,7 @@ class Consumer : KeyGroup<T, 128, kPairs, kDropout> {
     end_products();
   }
 
-  // Starts the products of dq and dk.
+  // Starts the products that add to dq and dk.
   __device__ void start_gradients() {
 #pragma unroll
     for (int i = 0; i < kTileScores / 2; ++i) gradients_[i] = this->gradient_pair(i);

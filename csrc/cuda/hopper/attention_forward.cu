@@ -1,23 +1,25 @@
 // Forward of attention on Hopper GPUs (sm_90a), in 16-bit formats.
 //
-// A persistent block has three groups of four warps. One thread of the first group starts the
-// copies. The queries of an item go through two or three buffers, and tiles of 128 keys and values
-// go through rings of stages, which do not restart at a new item. Each of the two other groups owns
-// 64 of the item's 128 queries. It multiplies from shared memory with wgmma and keeps scores,
-// weights and sums of out in its registers. While one group computes a softmax, the products of the
-// other group run: named barriers make the groups take turns. Inside a group, the products of the
-// scores of the next tile and of the last weights with their values run at the same time, and the
-// softmax of the next tile overlaps with the product of the weights. The group writes out over its
-// queries in shared memory, and the copy engine stores it. Under a mask, a further warp of the
-// first group writes the attended keys or pairs of each tile to shared memory.
+// A persistent thread block has three groups of four warps. It computes work items of 128 queries
+// of one head (schedule.cuh). One thread of the first group starts the copies. The queries of an
+// item go through two or three buffers, and tiles of 128 keys and values go through rings of
+// stages, which do not restart at a new item. Each of the two other groups owns 64 of the 128
+// queries. It multiplies with wgmma, and keeps scores, weights and sums of out in its registers.
+// Named barriers make the two groups take turns, so that the products of one group run while the
+// other group computes a softmax. Inside a group, two products run at the same time: the scores of
+// the next tile, and the product of the last weights with their values. The softmax of the next
+// tile overlaps with the second product. The group writes `out` to the shared memory of its
+// queries, and the copy engine (TMA) stores it in global memory. Under a mask, another warp of the
+// first group writes the attended keys or query-key pairs of each tile to shared memory.
 //
-// Time by unit on an H200, per 128 queries and 128 keys of head dim 64: the products take 1,024
-// cycles of the tensor cores. Of the 16,384 exponentials, 14,336 take 896 cycles of the special
-// function units (MUFU), and the others are polynomials. The issue of 466 instructions by each of
-// eight warps takes 932 cycles of the four schedulers. The tensor cores are the limit. Keys and
-// values are 32 KB, or 32 bytes in a cycle from the L2 cache. Below about 400 keys, device memory
-// is the limit. At head dim 32 the tensor cores take 512 cycles, the MUFU 928 and the issue 916, so
-// that the MUFU is the limit.
+// The following counts are for 128 queries and 128 keys of head dim 64 on an H200. The products
+// take 1,024 cycles of the tensor cores. Of the 16,384 exponentials, 14,336 take 896 cycles of the
+// special function units (MUFU), and the other exponentials are computed as polynomials. The issue
+// of 466 instructions by each of eight warps takes 932 cycles of the four schedulers. The tensor
+// cores are the limit. The 32 KB of keys and values need 32 bytes per cycle from the L2 cache.
+// Below about 400 keys, device memory is the limit. At head dim 32, the products take 512 cycles of
+// the tensor cores, the exponentials take 928 cycles of the MUFU, and the issue of instructions
+// takes 916 cycles, so the MUFU is the limit.
 
 #include <algorithm>
 
@@ -41,11 +43,12 @@ namespace fastbert::cuda {
 namespace {
 
 constexpr int kGroupRows = kQueryRows / kConsumers, kWarpRows = 16;
-// Numbers of named barriers; __syncthreads uses barrier 0.
+// The numbers of the named barriers. They start at 1, because __syncthreads uses barrier 0.
 constexpr int kTurn = 1, kGroupBarrier = kTurn + kConsumers;
 
 // Offsets in shared memory, from an address that is a multiple of 1024. A tile of 128 rows is
-// stored in parts of 64 columns, one after the other, or in a single part of 32 columns.
+// stored in parts of 64 columns, one after the other, or at head dim 32 in a single part of 32
+// columns.
 template <int kHeadDim>
 struct Memory {
   using Row = BoxRow<kHeadDim>;
@@ -54,8 +57,8 @@ struct Memory {
   static constexpr int kKeys = kPlaces * kTileBytes, kValues = kKeys + kStages * kTileBytes;
   static constexpr int kBits = kValues + kStages * kTileBytes;
   static constexpr int kBarriers = kBits + kStages * kKeyWords * 4;
-  // Each stage has barriers for full keys, full values, empty keys, empty values and values that
-  // have arrived. Each buffer of queries has a barrier for full and one for empty.
+  // Each stage has five barriers: keys full, values full, keys empty, values empty, and values
+  // landed (their copy has ended). Each buffer of queries has two barriers: full and empty.
   static constexpr int kKeysFull = kBarriers, kValuesFull = kKeysFull + 8 * kStages;
   static constexpr int kKeysEmpty = kValuesFull + 8 * kStages;
   static constexpr int kValuesEmpty = kKeysEmpty + 8 * kStages;
@@ -63,7 +66,8 @@ struct Memory {
   static constexpr int kQueriesFull = kLanded + 8 * kStages;
   static constexpr int kQueriesEmpty = kQueriesFull + 8 * kPlaces;
   static constexpr int kOrder = kQueriesEmpty + 8 * kPlaces;
-  // The attended pairs of each stage, which exist only under a mask of pairs.
+  // The bits of the attended query-key pairs of each stage. They are used only under a mask that
+  // differs between queries.
   static constexpr int kPairs = (kOrder + sizeof(Order) + 15) / 16 * 16;
   static constexpr int kBytes = kPairs + kStages * ForwardPairs::kBytes;
 };
@@ -74,7 +78,7 @@ struct Params {
   ForwardPairs pairs;
 };
 
-// Starts all copies of a block. One thread calls this.
+// Starts all copies of a thread block. One thread calls this function.
 template <int kHeadDim>
 __device__ void load_tiles(const Params& p, uint32_t shared, Items items) {
   using M = Memory<kHeadDim>;
@@ -83,8 +87,8 @@ __device__ void load_tiles(const Params& p, uint32_t shared, Items items) {
     for (int part = 0; part < M::Row::kParts; ++part)
       load_box(to + part * M::kPartBytes, map, part * kBoxColumns, at, barrier);
   };
-  // Under a mask, values are not yet full when they have arrived: zero_unattended or publish_pairs
-  // zeroes rows first.
+  // Under a mask, the copies of values complete the barrier kLanded. The barrier kValuesFull
+  // completes after zero_unattended or publish_pairs has zeroed the rows that are not attended.
   const uint32_t values_full = shared + (p.call.mask.data ? M::kLanded : M::kValuesFull);
   Place<M::kPlaces> place;
   Place<M::kStages> stage;
@@ -111,7 +115,7 @@ __device__ void load_tiles(const Params& p, uint32_t shared, Items items) {
 }
 
 // Under a mask of keys, writes the bits of the attended keys of each tile to shared memory, and
-// zeroes the values of the other keys, which may be NaN. One warp calls this.
+// sets the values of the other keys to 0, because they may be NaN. One warp calls this function.
 template <int kHeadDim>
 __device__ void zero_unattended(const Params& p, uint32_t shared, unsigned char* memory,
                                 Items items) {
@@ -137,8 +141,9 @@ __device__ void zero_unattended(const Params& p, uint32_t shared, unsigned char*
   }
 }
 
-// Under a mask of pairs, writes the bits of the pairs of each tile to shared memory, and zeroes the
-// values of the keys that no query of the tile attends. One warp calls this.
+// Under a mask of query-key pairs, writes the bits of the attended pairs of each tile to shared
+// memory, and sets the values of the keys that no query of the tile attends to 0. One warp calls
+// this function.
 template <int kHeadDim>
 __device__ void publish_pairs(const Params& p, uint32_t shared, unsigned char* memory,
                               Items items) {
@@ -177,8 +182,8 @@ __device__ void publish_pairs(const Params& p, uint32_t shared, unsigned char* m
   }
 }
 
-// Writes the rows of out and lse of packed tensors that belong to no sequence. 64 threads of each
-// block call this.
+// In packed tensors, sets the rows of out that belong to no sequence to 0, and the same rows of lse
+// to -inf. 64 threads of each thread block call this function.
 template <int kHeadDim>
 __device__ void zero_slack(const AttentionForward& p, int thread) {
   constexpr int kChunks = kHeadDim / 8;
@@ -205,8 +210,8 @@ __device__ void hide(float (&scores)[kScores], const KeyBits (&bits)[kKeyWords])
   }
 }
 
-// Sets the scores of pairs that are not attended to -inf. `first` points to the pairs of the warp's
-// first query. A warp that attends all pairs of a tile skips this.
+// Sets the scores of query-key pairs that are not attended to -inf. `first` points to the bits of
+// the pairs of the warp's first query. A warp that attends all pairs of a tile skips this.
 __device__ void hide_pairs(float (&scores)[kScores], const uint4* first) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const uint4 upper = first[lane / 4], lower = first[lane / 4 + 8];
@@ -239,7 +244,7 @@ __device__ void start_scores(float (&scores)[kScores], uint32_t queries, uint32_
   end_products();
 }
 
-// sums += weights values
+// Starts the products that compute sums += weights values.
 template <class T, int kHeadDim>
 __device__ void start_sums(float (&sums)[kHeadDim / 2], const uint32_t (&weights)[kScores / 2],
                            uint32_t values) {
@@ -251,7 +256,7 @@ __device__ void start_sums(float (&sums)[kHeadDim / 2], const uint32_t (&weights
   end_products();
 }
 
-// The work of a group of four warps on 64 queries of each item.
+// The work of a group of four warps, which owns 64 queries of each item.
 template <class T, int kHeadDim, bool kPairs, bool kDropout>
 class Consumer {
   using M = Memory<kHeadDim>;
@@ -261,7 +266,7 @@ class Consumer {
       : p_(p), shared_(shared), memory_(memory), group_(uniform(threadIdx.x / kGroup) - 1) {}
 
   __device__ void run(Items items) {
-    // The first group has the first turn.
+    // The first of the two groups has the first turn; the second group hands over the turn here.
     if (group_ != 0) end_turn();
     for (Item item; uniform(items.next(item));) {
       item.head.keys = uniform(item.head.keys);
@@ -282,8 +287,8 @@ class Consumer {
     return shared_ + M::kValues + values_.stage * M::kTileBytes;
   }
 
-  // Frees a stage. Each warp arrives by itself, because it knows only that its own products have
-  // ended.
+  // Frees a stage of a ring. Each warp arrives at the barrier separately, because a warp knows only
+  // that its own products have ended.
   template <int kCount>
   __device__ void give_back(int barriers, Place<kCount>& place) {
     __syncwarp();
@@ -327,7 +332,7 @@ class Consumer {
     return __any_sync(0xffffffffu, grown);
   }
 
-  // Rounds the weights to the left operand of their product with the values.
+  // Rounds the weights to 16 bits, as the left operand of the product with the values.
   __device__ void narrow() {
 #pragma unroll
     for (int i = 0; i < kScores / 2; ++i)
@@ -367,7 +372,8 @@ class Consumer {
     store(item, queries);
   }
 
-  // Computes the weights of a tile while the product of the weights of the tile before runs.
+  // Computes the weights of a tile while the product of the previous tile's weights with their
+  // values runs.
   __device__ void step(const Item& item, int tile, uint32_t queries) {
     wait(shared_ + M::kKeysFull + 8 * keys_.stage, keys_.parity);
     begin_turn();
@@ -384,7 +390,8 @@ class Consumer {
     pin(scores_);
     hide_and_release(item, tile);
     float rescale[2];
-    // Both branches have the wait, because ptxas would otherwise move it before the softmax.
+    // Both branches call finish_sums, because ptxas would otherwise move its wait before the
+    // softmax.
     if (weigh(item, tile, rescale)) {
       finish_sums();
 #pragma unroll
@@ -402,8 +409,8 @@ class Consumer {
     give_back(M::kValuesEmpty, values_);
   }
 
-  // Frees the buffer of the last item's queries after the copy engine has read the item's out from
-  // it.
+  // Frees the buffer of the previous item's queries after the copy engine has read the `out` of
+  // that item from the buffer.
   __device__ void release_stored_queries() {
     if (!stored_) return;
     if (lane() == 0) {
@@ -413,7 +420,8 @@ class Consumer {
     stored_ = false;
   }
 
-  // Writes out over the queries in shared memory, and starts the copy of out to global memory.
+  // Writes `out` to the shared memory of the queries, and starts the copy of `out` to global
+  // memory.
   __device__ void store(const Item& item, uint32_t queries) {
     float inverse[2];
     const int row = group_ * kGroupRows + warp() * kWarpRows + lane() / 4;
@@ -555,7 +563,7 @@ cudaError_t hopper_attention_forward(const AttentionForward& p, cudaStream_t str
   const Sequences& s = p.sequences;
   if (s.batches == 0 || s.rows_q == 0) return cudaSuccess;
   Params params = {{}, {}, {}, {}, p, pair_tiles(p)};
-  // Without keys there are no copies of keys.
+  // If there are no keys, none are copied, so the tensor maps of k and v describe the rows of q.
   const HeadRows& k = s.max_k ? p.k : p.q;
   const HeadRows& v = s.max_k ? p.v : p.q;
   const int64_t rows_k = s.max_k ? s.rows_k : s.rows_q;

@@ -18,7 +18,7 @@ namespace fastbert::cuda::backward {
 
 constexpr int kGroupKeys = kKeyRows / kConsumers, kWarpRows = 16;
 
-// The number of scores of a lane: two rows of 16 queries.
+// The number of scores of a lane: 16 queries for each of two keys.
 constexpr int kTileScores = kTileQueries / 2;
 
 template <class T, int kHeadDim, bool kPairs, bool kDropout>
@@ -28,15 +28,15 @@ class KeyGroup {
   using Row = typename M::Row;
   using Kept = KeptWeights<kDropout>;
   static constexpr int kAllRows = 0xffff;
-  // The columns of dq that the group computes: half of them, or at head dim 32 all of them for
-  // every second tile.
+  // The number of columns of dq that the group computes: half of the columns for every tile, or at
+  // head dim 32 all columns for every second tile.
   static constexpr int kColumns = kHeadDim == 32 ? 32 : kHeadDim / 2;
   static constexpr bool kAlternates = kHeadDim == kColumns;
 
   __device__ KeyGroup(const Params& p, uint32_t shared, const unsigned char* memory)
       : p_(p), shared_(shared), memory_(memory), group_(uniform(threadIdx.x / kGroup) - 1) {}
 
-  // Calls body(item, block) for each block of keys of the items.
+  // Calls body(item, block) for each item and for each block of keys in the item.
   template <class Body>
   __device__ void each_block(const Heads& items, const Body& body) {
     items.each([&](const Item& of_lane) {
@@ -45,7 +45,7 @@ class KeyGroup {
       for (int* x : {&h.batch, &h.head, &h.first_q, &h.first_k, &h.queries, &h.keys})
         *x = uniform(*x);
       item.key_tiles = uniform(item.key_tiles);
-      // Without a key, no block writes dq.
+      // An item without keys has no block of keys that would write dq, so dq is set to 0 here.
       if (item.key_tiles == 0 && group_ == 0)
         zero_rows<T, kHeadDim>(p_.call.dq, h, h.first_q, h.first_q + h.queries, warp(),
                                kGroup / 32);
@@ -55,7 +55,7 @@ class KeyGroup {
 
   __device__ int lane() const { return static_cast<int>(threadIdx.x) % 32; }
   __device__ int warp() const { return static_cast<int>(threadIdx.x) % kGroup / 32; }
-  // The first of the warp's rows in a block of keys.
+  // Returns the first row of the warp in a block of keys.
   __device__ int key_row() const { return group_ * kGroupKeys + warp() * kWarpRows; }
   __device__ uint32_t keys_at() const { return shared_ + place_.stage * M::kPlaceBytes; }
   __device__ int first_column() const { return kAlternates ? 0 : group_ * kColumns; }
@@ -85,7 +85,7 @@ class KeyGroup {
                 item.head.batch);
   }
 
-  // Finds the attended keys of the warp.
+  // Sets attended_ to the bits of the attended keys among the 16 keys of the warp.
   __device__ void find_attended(const Item& item, int block) {
     uint32_t bits;
     if (p_.call.mask.data) {
@@ -97,7 +97,7 @@ class KeyGroup {
     attended_ = uniform(bits & kAllRows);
   }
 
-  // Waits for the statistics of the tile, and returns them.
+  // Waits for the log-sum-exp and delta of the tile's queries, and returns them.
   __device__ const Statistics& await_statistics() const {
     wait(shared_ + M::kStatisticsFull + 8 * stage_.stage, stage_.parity);
     return reinterpret_cast<const Statistics*>(memory_ + M::kStatistics)[stage_.stage];
@@ -112,8 +112,8 @@ class KeyGroup {
       if (!(of_lane >> (i / 2 % 2 * 8) & 1)) scores_[i] = -INFINITY;
   }
 
-  // Sets the scores of pairs that are not attended to -inf. A warp that attends all pairs of a tile
-  // skips this.
+  // Sets the scores of query-key pairs that are not attended to -inf. A warp whose pairs are all
+  // attended skips this.
   __device__ void hide_pairs() {
     const uint2* rows =
         reinterpret_cast<const uint2*>(memory_ + M::kPairs + stage_.stage * BackwardPairs::kBytes) +
@@ -130,7 +130,7 @@ class KeyGroup {
     }
   }
 
-  // Turns scores into weights.
+  // Turns the scores of a tile into softmax weights.
   __device__ void exponentiate(const Statistics& statistics) {
     const float factor = p_.call.scale * kLog2E;
     const int first = lane() % 4 * 2;
@@ -190,15 +190,16 @@ class KeyGroup {
     if (lane() == 0) arrive(shared_ + M::kGradientsFull + 8 * turn);
   }
 
-  // Frees the stage of a tile. Each warp arrives by itself, because it knows only that its own
-  // products have ended.
+  // Frees the stage of a tile. Each warp arrives at the barrier separately, because a warp knows
+  // only that its own products have ended.
   __device__ void release_tile(int stage) {
     __syncwarp();
     if (lane() == 0) arrive(shared_ + M::kTileEmpty + 8 * stage);
   }
 
-  // Returns the factor of dq and dk. The softmax over a single key is constant, so its gradient is
-  // 0; rounding would make it differ from 0.
+  // Returns the factor by which dq and dk are multiplied. The softmax over a single key is
+  // constant, so for one key the factor is 0; the computed gradient would differ from 0 because of
+  // rounding.
   __device__ float scale(const Item& item) const {
     return item.head.keys == 1 ? 0.0f : p_.call.scale;
   }
@@ -215,8 +216,8 @@ class KeyGroup {
     }
   }
 
-  // Returns the sums of dq of a row in global memory, from the lane's first column. A lane stores
-  // four of its columns next to each other, so that four lanes cover 64 bytes.
+  // Returns the address in dq_sums of the sums for the row `query`, from the lane's first column
+  // on. A lane stores four of its columns next to each other, so that four lanes cover 64 bytes.
   __device__ float4* sums_of(const Item& item, int query) const {
     const AttentionBackward& call = p_.call;
     const Head& h = item.head;
@@ -225,8 +226,8 @@ class KeyGroup {
     return reinterpret_cast<float4*>(call.dq_sums + row * kHeadDim + first_column()) + lane() % 4;
   }
 
-  // Calls body(element of dq, its sum over the earlier blocks of keys) for the lane's part of a
-  // tile.
+  // Calls body(element, sum) for the lane's part of a tile, where `element` is an element of dq and
+  // `sum` is its sum over the earlier blocks of keys.
   template <class Body>
   __device__ void each_sum(const Item& item, int tile, const Body& body) {
     each_query(item, tile, [&](int query, int half, bool exists) {
@@ -242,7 +243,8 @@ class KeyGroup {
     });
   }
 
-  // Stores dq of a tile, or before the last block of keys its sums.
+  // After the last block of keys, stores dq of a tile. After an earlier block, stores the sums of
+  // dq.
   __device__ void store_queries(const Item& item, int block, int tile) {
     const AttentionBackward& call = p_.call;
     if (block + 1 < item.key_tiles) {
@@ -297,7 +299,7 @@ class KeyGroup {
   float dk_[kHeadDim / 2], dv_[kHeadDim / 2], dq_[kColumns / 2];
 };
 
-// Runs a block of threads. `Consumer` is the class with the work of a group on its keys.
+// Runs a thread block. `Consumer` is the class that does the work of a group on its keys.
 template <class Consumer, class T, int kHeadDim, bool kPairs>
 __device__ void run_block(const Params& p, unsigned char* memory) {
   const uint32_t shared = shared_address(memory);
@@ -324,7 +326,8 @@ __device__ void run_block(const Params& p, unsigned char* memory) {
   }
 }
 
-// Launches a kernel for a head dim, with a persistent block for each multiprocessor.
+// Launches the kernel of a head dim, with at most one persistent thread block on each
+// multiprocessor.
 template <int kHeadDim>
 cudaError_t launch_blocks(void (*kernel)(Params), const Params& params, cudaStream_t stream) {
   const Sequences& s = params.call.sequences;

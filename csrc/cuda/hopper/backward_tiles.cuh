@@ -1,5 +1,6 @@
-// The shared memory of the backward of attention, and the group of warps that fills it: the copies,
-// the zeroed keys, and the statistics of the queries.
+// The layout of the shared memory in the backward of attention, and the work of the group of warps
+// that fills it: this group copies tiles, zeroes keys that are not attended, and computes the
+// statistics of the queries.
 
 #pragma once
 
@@ -32,17 +33,18 @@ struct Memory {
   // A place is a buffer for keys and values, and a stage is a buffer for queries, dout and out.
   static constexpr int kPlaceBytes = 2 * kKeyBytes, kStageBytes = 3 * kTileBytes;
   static constexpr int kRing = kPlaces * kPlaceBytes;
-  // ds of a tile, with keys as rows. The tiles use kTurns buffers in turn. Three are needed if a
-  // group writes ds before it has waited for the products of the tile before, because the other
-  // group may then still be one tile earlier.
+  // ds of a tile, with keys as rows. The tiles use kTurns buffers in turn. Three buffers are needed
+  // if a group writes ds before it has waited for the products of the previous tile, because the
+  // other group may then still work on an earlier tile.
   using GradientRow = BoxRow<kTileQueries>;
   static constexpr int kGradients = kRing + kStages * kStageBytes;
   static constexpr int kGradientBytes = kKeyRows * GradientRow::kBytes;
   static constexpr int kStatistics = kGradients + kTurns * kGradientBytes;
   static constexpr int kBits = kStatistics + kStages * static_cast<int>(sizeof(Statistics));
   static constexpr int kBarriers = kBits + kPlaces * kKeyWords * 4;
-  // Each place has barriers for keys that have arrived, full and empty. Each stage has barriers for
-  // a tile that has arrived, full statistics and empty. Each buffer of ds has a barrier for full.
+  // Each place has three barriers: keys landed (their copy has ended), keys full and keys empty.
+  // Each stage has three barriers: tile landed, statistics full and tile empty. Each buffer of ds
+  // has one barrier, which completes when the buffer is full.
   static constexpr int kKeysLanded = kBarriers, kKeysFull = kKeysLanded + 8 * kPlaces;
   static constexpr int kKeysEmpty = kKeysFull + 8 * kPlaces;
   static constexpr int kTileLanded = kKeysEmpty + 8 * kPlaces;
@@ -50,7 +52,8 @@ struct Memory {
   static constexpr int kTileEmpty = kStatisticsFull + 8 * kStages;
   static constexpr int kGradientsFull = kTileEmpty + 8 * kStages;
   static constexpr int kOrder = kGradientsFull + 8 * kTurns;
-  // The attended pairs of each stage, which exist only under a mask of pairs.
+  // The bits of the attended query-key pairs of each stage. They are used only under a mask that
+  // differs between queries.
   static constexpr int kPairs = (kOrder + sizeof(Order) + 15) / 16 * 16;
   static constexpr int kBytes = kPairs + kStages * BackwardPairs::kBytes;
 };
@@ -86,11 +89,12 @@ __device__ void init_barriers(uint32_t shared) {
   fence_barrier_init();
 }
 
-// Starts all copies of a block. One thread calls this.
+// Starts all copies of a thread block. One thread calls this function.
 template <int kHeadDim>
 __device__ void load_tiles(const Params& p, uint32_t shared, const Heads& items) {
   using M = Memory<kHeadDim>;
-  // Under a mask, keys are not yet full when they have arrived: zero_unattended zeroes rows first.
+  // Under a mask, the copies of keys complete the barrier kKeysLanded. The barrier kKeysFull
+  // completes after zero_unattended has zeroed the rows that are not attended.
   const uint32_t keys_full = shared + (p.call.mask.data ? M::kKeysLanded : M::kKeysFull);
   Place<M::kPlaces> place;
   Place<M::kStages> stage;
@@ -123,7 +127,8 @@ __device__ void load_tiles(const Params& p, uint32_t shared, const Heads& items)
   });
 }
 
-// Finds the keys of a block that any query attends. Every lane of a warp calls this.
+// Sets `bits` to the keys of a block that at least one query attends. All lanes of a warp call this
+// function.
 inline __device__ void attended_keys(KeyBits (&bits)[kKeyWords], const BackwardPairs& pairs,
                                      const Item& item, int block) {
   const uint2* from =
@@ -139,8 +144,8 @@ inline __device__ void attended_keys(KeyBits (&bits)[kKeyWords], const BackwardP
     bits[word] = __ballot_sync(0xffffffffu, any[word] != 0);
 }
 
-// Under a mask, writes the bits of the attended keys of each block to shared memory, and zeroes the
-// keys and values of the other keys, which may be NaN. One warp calls this.
+// Under a mask, writes the bits of the attended keys of each block to shared memory, and sets the
+// other keys and their values to 0, because they may be NaN. One warp calls this function.
 template <int kHeadDim, bool kPairs>
 __device__ void zero_unattended(const Params& p, uint32_t shared, unsigned char* memory,
                                 const Heads& items) {
@@ -168,9 +173,9 @@ __device__ void zero_unattended(const Params& p, uint32_t shared, unsigned char*
   });
 }
 
-// Writes the statistics of the queries of each tile, and under a mask of pairs the pairs of the
-// tile, to shared memory. delta is computed in the first block of keys. kPreparers warps call this,
-// and each has 32 of the rows.
+// Writes the log-sum-exp and delta of the queries of each tile to shared memory, and under a mask
+// of query-key pairs also the bits of the pairs. delta is computed in the first block of keys.
+// kPreparers warps call this function, and each warp prepares 32 of the rows.
 template <class T, int kHeadDim, bool kPairs>
 __device__ void prepare_statistics(const Params& p, uint32_t shared, unsigned char* memory,
                                    const Heads& items) {
@@ -215,7 +220,8 @@ __device__ void prepare_statistics(const Params& p, uint32_t shared, unsigned ch
   });
 }
 
-// Zeroes the rows of a head from `first` to before `end`. One of `warps` warps calls this.
+// Sets the rows of a head from `first` to `end` - 1 to 0. `warps` warps share the work, and each of
+// them calls this function with its own number `warp`.
 template <class T, int kHeadDim>
 __device__ void zero_rows(const HeadRows& x, const Head& h, int64_t first, int64_t end, int warp,
                           int warps) {
@@ -227,8 +233,8 @@ __device__ void zero_rows(const HeadRows& x, const Head& h, int64_t first, int64
     *reinterpret_cast<uint4*>(rows + i / kChunks * x.stride_row + i % kChunks * 8) = {0, 0, 0, 0};
 }
 
-// Zeroes the rows of packed gradients that belong to no sequence. One warp of each block calls
-// this.
+// Sets the rows of packed gradients that belong to no sequence to 0. One warp of each thread block
+// calls this function.
 template <class T, int kHeadDim>
 __device__ void zero_slack(const AttentionBackward& p) {
   const Sequences& s = p.sequences;

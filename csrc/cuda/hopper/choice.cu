@@ -1,4 +1,4 @@
-// Decides which calls the kernels of this folder serve.
+// Decides which calls of attention the kernels in this folder compute.
 
 #include "attention.cuh"
 #include "device.cuh"

@@ -13,10 +13,11 @@ struct DropoutRows {
   int row, head, batch;
 };
 
-// Sets weights that dropout drops to 0. Element (row, key) takes word key % 4 of the counter
-// (key / 4, row, head, batch), and a lane holds two of these four keys in every 8 columns. So a
-// lane draws the numbers of one of two groups of 8 columns, for itself and for its neighbour, and
-// the two lanes exchange the bits that say which weights are kept.
+// Sets the weights that dropout drops to 0. Element (row, key) uses word key % 4 of the Philox
+// counter (key / 4, row, head, batch). A lane holds two of the four keys of a counter in every
+// group of 8 columns. Therefore, of every two groups, each lane computes the random words of one
+// group, for itself and for its neighbour. The two lanes then exchange the bits that say which
+// weights dropout keeps.
 __device__ inline void drop(float (&weights)[kScores], const Dropout& dropout, int first_key,
                             const DropoutRows& at) {
   const volatile int64_t* seed_of_call = dropout.seed;  // is read again in every tile
@@ -51,8 +52,8 @@ __device__ inline void drop(float (&weights)[kScores], const Dropout& dropout, i
 }
 
 // Decides which weights dropout keeps, for a warp with 16 keys as rows and 64 queries as columns.
-// The lanes of four neighbouring keys share their Philox counters, and each lane computes a quarter
-// of them.
+// The lanes of four neighbouring keys use the same Philox counters, and each of these lanes
+// computes a quarter of the counters.
 template <bool kDropout>
 class KeptWeights {
  public:
@@ -92,7 +93,7 @@ class KeptWeights {
   uint32_t kept_ = 0;  // bit 4 c + i for counter c of the lane with key % 4 == i
 };
 
-// Without dropout, every weight is kept.
+// Without dropout, `kept` returns true for every weight.
 template <>
 class KeptWeights<false> {
  public:

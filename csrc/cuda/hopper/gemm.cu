@@ -1,24 +1,26 @@
 // Matrix products with an activation in the epilogue on Hopper GPUs (sm_90a), in 16-bit formats.
 //
-// A persistent block has three groups of four warps. Tiles of 64 columns of both operands go
-// through a ring of three stages that runs on across tiles of the result. Two groups multiply: each
-// owns 64 of a tile's 128 rows, and its registers hold the sums of all 256 columns. When the sums
-// are complete, the group rounds them into shared memory and begins with the next tile at once. The
-// first group reads the sums from there, applies the activation and writes the results, 16 bytes
-// per lane, while the products of the next tile run. So the activation costs no time, as long as it
-// takes less time than the products. Between two pieces of work, one thread of the first group
-// looks for free stages and starts their copies.
+// A persistent block has three groups of four warps. Slices of 64 columns of both operands go
+// through a ring of three stages in shared memory, which does not restart at a new tile of the
+// result. Two groups multiply: each owns 64 of the 128 rows of a tile, and its registers hold the
+// sums of all 256 columns. When the sums are complete, the group rounds them, stores them in shared
+// memory and begins the next tile immediately. The first group reads the sums from shared memory,
+// applies the activation and writes the results, 16 bytes per lane, while the products of the next
+// tile run. So the activation costs no time, as long as it takes less time than the products.
+// Between two pieces of work, one thread of the first group looks for free stages and starts their
+// copies.
 //
 // The bias is copied with the first stage of a tile, and the sums start from the bias.
 //
 // Two groups that take turns in products and epilogues (ping-pong) would hide the epilogue as well.
-// But each needs a tile of its own, and thus 64 or 80 bytes of operands for each cycle of the
-// tensor cores. The shared tile of 128 x 256 needs 48 bytes, which come from the L2 cache. A group
-// for the copies alone does not fit: ptxas gives 512 threads at most 128 registers, and the sums
-// alone are 128. If a warp of the first group did nothing but copy, the other three would take
-// longer than the products in the backward at K = 768.
+// But each group would need its own tile, and thus 64 or 80 bytes of operands for each cycle of the
+// tensor cores. The tile of 128 x 256 that both groups share needs 48 bytes per cycle, which come
+// from the L2 cache. A fourth group that does nothing but copy does not fit: with 512 threads,
+// ptxas gives each thread at most 128 registers, and the sums alone need 128. If a warp of the
+// first group did nothing but copy, the other three would take longer than the products in the
+// backward at a depth of 768.
 //
-// Time by unit on an H200, for a tile and K = 768: the products take 12,288 cycles of the tensor
+// On an H200 and at a depth of 768, the products of one tile take 12,288 cycles of the tensor
 // cores. README.md has the counts of the other units.
 
 #include <algorithm>
@@ -37,7 +39,7 @@ namespace {
 constexpr int kEpilogueWarps = kGroup / 32;
 constexpr int kRows = kGemmRows, kColumns = 256, kDepth = 64;
 constexpr int kGroupRows = kRows / kConsumers, kWarpRows = 16;
-constexpr int kSums = kColumns / 2;  // of a lane: two rows of 128 columns
+constexpr int kSums = kColumns / 2;  // sums of a lane: 64 columns in each of two rows
 constexpr int kEpilogueBarrier = 1;
 
 // Offsets in shared memory, from an address that is a multiple of 1024.
@@ -45,18 +47,17 @@ struct Memory {
   static constexpr int kStages = 3;
   static constexpr int kLeftBytes = kRows * kBoxRowBytes, kRightBytes = kColumns * kBoxRowBytes;
   static constexpr int kStageBytes = kLeftBytes + kRightBytes;
-  // The rounded sums of each group that multiplies: parts of 64 columns in the layout of tma.cuh.
+  // The rounded sums of each multiplying group, in parts of 64 columns in the layout of tma.cuh.
   static constexpr int kPartBytes = kGroupRows * kBoxRowBytes;
   static constexpr int kResultBytes = kColumns / kBoxColumns * kPartBytes;
   static constexpr int kResults = kStages * kStageBytes;
   static constexpr int kBiasBytes = kColumns * 2;
-  static constexpr int kBias = kResults + kConsumers * kResultBytes;  // of each stage
-  // Sums of columns over the rows of each warp of the first group. Two tiles use two buffers in
-  // turn.
+  static constexpr int kBias = kResults + kConsumers * kResultBytes;  // the bias of each stage
+  // The sums of each column over the rows of each warp of the first group. Successive tiles
+  // alternate between two buffers.
   static constexpr int kColumnSums = kBias + kStages * kBiasBytes;
   static constexpr int kColumnSumsBytes = kEpilogueWarps * kColumns * 4;
-  // Each stage, and the results of each group that multiplies, have a barrier for full and one for
-  // empty.
+  // Each stage and the results of each multiplying group have two barriers: full and empty.
   static constexpr int kFull = kColumnSums + 2 * kColumnSumsBytes, kEmpty = kFull + 8 * kStages;
   static constexpr int kResultFull = kEmpty + 8 * kStages;
   static constexpr int kResultEmpty = kResultFull + 8 * kConsumers;
@@ -75,8 +76,9 @@ struct Params {
   __device__ TileAt at(int tile) const { return tile_at(tile, row_tiles, column_tiles); }
 };
 
-// Starts the copies of all stages that are free, and does not wait. One thread calls this. The
-// right operand is a weight (columns, depth) in the forward, and (depth, columns) in the backward.
+// Starts copies to all stages that are free, without waiting for a stage. One thread calls its
+// functions. The right operand is a weight (columns, depth) in the forward, and (depth, columns) in
+// the backward.
 template <class Call, bool kByRows>
 class Copies {
  public:
@@ -126,7 +128,7 @@ class Copies {
   int tile_, step_ = 0;
 };
 
-// The work of a group that multiplies, on 64 rows of each tile.
+// The work of a group that multiplies, which owns 64 rows of each tile.
 template <class T, class Call, bool kByRows>
 class Consumer {
  public:
@@ -144,7 +146,7 @@ class Consumer {
       for (int step = 1; step < steps; ++step) {
         wait_for_stage();
         start_products();
-        // Here, the products of the stage before have ended.
+        // After this wait, the products of the previous stage have ended.
         wait_for_products<1>();
         give_back();
       }
@@ -163,7 +165,7 @@ class Consumer {
     wait(shared_ + Memory::kFull + 8 * full_.stage, full_.parity);
   }
 
-  // Only the forward has a bias.
+  // Only the forward has a bias; kByRows is true in the backward.
   __device__ void start_sums() {
     if (kByRows || !p_.has_bias) {
 #pragma unroll
@@ -199,15 +201,15 @@ class Consumer {
     full_.advance();
   }
 
-  // Frees a stage. Each warp arrives by itself, because it knows only that its own products have
-  // ended.
+  // Frees a stage. Each warp arrives at the barrier separately, because a warp knows only that its
+  // own products have ended.
   __device__ void give_back() {
     __syncwarp();
     if (lane() == 0) arrive(shared_ + Memory::kEmpty + 8 * used_.stage);
     used_.advance();
   }
 
-  // Rounds the sums into shared memory, where the epilogue reads them.
+  // Rounds the sums and stores them in shared memory, where the epilogue reads them.
   __device__ void store(uint32_t parity) {
     const uint32_t to = shared_ + Memory::kResults + group_ * Memory::kResultBytes +
                         (warp() * kWarpRows + lane() % 16) * kBoxRowBytes;
@@ -233,9 +235,10 @@ class Consumer {
   float sums_[kSums];
 };
 
-// The work of the first group: the epilogue, and the copies by its first thread. Warp w takes 16
-// rows of each group that multiplies, in pieces of 64 columns; pieces of the same columns follow
-// each other. A lane takes one chunk of eight columns in every fourth row.
+// The work of the first group: all of its threads compute the epilogue, and its first thread also
+// starts the copies. Each warp takes 16 rows of each multiplying group, in pieces of 64 columns.
+// The pieces that have the same columns come one after the other. A lane takes one chunk of eight
+// columns in every fourth row.
 template <class T, class Store, bool kByRows>
 class Epilogue {
   using Call = typename Store::Params;
@@ -306,7 +309,7 @@ class Epilogue {
     if constexpr (Store::kReadsSaved) {
 #pragma unroll
       for (int i = 0; i < kRounds; ++i) saved[i] = saved_[i];
-      // The reads of the next piece overlap with the arithmetic of this one.
+      // The reads of the next piece overlap with the arithmetic of the current piece.
       read_saved(chunks, half ^ 1, part + half);
     }
     const unsigned char* const from = memory_ + Memory::kResults + half * Memory::kResultBytes +
@@ -322,8 +325,8 @@ class Epilogue {
     }
   }
 
-  // Adds the sums of a tile's columns that the warps have computed, in the order of the warps. The
-  // next tile uses the other buffer, so that one barrier for each tile is enough.
+  // Adds the column sums that the warps have computed for a tile, in the order of the warps. The
+  // next tile uses the other buffer, so one barrier for each tile is enough.
   __device__ void store_columns(const TileAt& at, uint32_t parity) {
     if constexpr (Store::kReadsSaved) {
       sync_group(kEpilogueBarrier, kGroup);
@@ -384,7 +387,8 @@ int multiprocessors() {
   return value;
 }
 
-// The left operand is (rows, depth); the maps of both operands are encoded already.
+// Launches the kernel. The left operand is (rows, depth). The caller must already have encoded the
+// tensor maps of both operands in `params`.
 template <class T, class Store, bool kByRows>
 cudaError_t launch_gemm(Params<typename Store::Params>& params, cudaStream_t stream) {
   const auto& call = params.call;

@@ -1,6 +1,6 @@
 // Products of 64 rows and 256 columns of a tile, by a group of four warps, with both operands in
-// shared memory. Each call adds 16 products to each element of the result. wgmma.cuh explains the
-// layouts.
+// shared memory. Each call adds the products of 16 columns of the left operand to each element of
+// the result. wgmma.cuh explains the layouts.
 
 #pragma once
 

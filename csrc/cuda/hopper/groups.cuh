@@ -1,5 +1,6 @@
-// The groups of four warps of a persistent block. The first group copies for the other groups,
-// which multiply. In attention, the first group also gives registers to them.
+// The groups of four warps in a persistent thread block. The first group starts the copies, and the
+// other groups multiply. In attention, the first group also gives some of its registers to the
+// other groups.
 
 #pragma once
 
@@ -8,19 +9,21 @@ namespace fastbert::cuda {
 constexpr int kGroup = 128, kConsumers = 2, kThreads = kGroup * (1 + kConsumers);
 constexpr int kConsumerWarps = kConsumers * kGroup / 32;
 
-// Of 65,536 registers, ptxas gives each thread of a block that is alone on a multiprocessor the
-// same multiple of 8, so that the block owns 64,512. A group that asks for more registers than the
-// block owns waits for ever.
+// A multiprocessor has 65,536 registers. If a single block runs on it, ptxas gives each thread the
+// same number of registers, which is a multiple of 8, so that the block owns 64,512 registers. A
+// group that requests more registers than the block has left waits forever.
 constexpr int kThreadRegisters = 65536 / kThreads / 8 * 8;
 constexpr int kProducerRegisters = 56, kConsumerRegisters = 224;
 static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <=
               (1 + kConsumers) * kThreadRegisters);
 
-// The first group calls this, and its threads keep kProducerRegisters each.
+// The first group calls this function, after which each of its threads has kProducerRegisters
+// registers.
 inline __device__ void give_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kProducerRegisters));
 }
-// The other groups call this, and their threads have kConsumerRegisters each.
+// The other groups call this function, after which each of their threads has kConsumerRegisters
+// registers.
 inline __device__ void take_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kConsumerRegisters));
 }

@@ -1,5 +1,5 @@
-// The keys of a tile that are not attended: the mask hides them, or they are beyond the end of the
-// sequence.
+// The keys of a tile that are not attended, because the mask hides them or because they are beyond
+// the end of the sequence.
 
 #pragma once
 
@@ -16,7 +16,7 @@ inline __device__ KeyBits first_bits(int count) {
   return count >= 32 ? kAllKeys : count <= 0 ? 0 : (1u << count) - 1;
 }
 
-// Returns the bits of the attended keys of a tile. Every lane of a warp calls this.
+// Sets `bits` to the attended keys of a tile. All lanes of a warp call this function.
 inline __device__ void attended_keys(KeyBits (&bits)[kKeyWords], const AttentionMask& mask,
                                      const Item& item, int tile) {
   const uint8_t* of_head =
@@ -27,8 +27,8 @@ inline __device__ void attended_keys(KeyBits (&bits)[kKeyWords], const Attention
         attended_keys(of_head, mask.stride_key, tile * kKeyRows + 32 * word, item.head.keys);
 }
 
-// Zeroes the rows of a tile whose keys are not attended, because these rows may hold NaN. One warp
-// calls this.
+// Sets the rows of a tile whose keys are not attended to 0, because these rows may contain NaN. One
+// warp calls this function.
 template <int kHeadDim>
 __device__ void zero_unattended_rows(unsigned char* tile, const KeyBits (&bits)[kKeyWords]) {
   using Row = BoxRow<kHeadDim>;

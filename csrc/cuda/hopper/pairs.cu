@@ -1,13 +1,13 @@
-// Packs a mask of pairs into tiles of bits.
+// Packs a mask of query-key pairs into tiles of bits.
 //
 // A warp packs 32 rows of a tile, in squares of 32 queries and 32 keys. A lane reads the bytes of
 // one key, so that a warp reads 32 neighbouring bytes of a query at once, and 32 of these reads are
 // in flight. If keys are the rows of the tile, the bytes of a lane become the bits of its word. If
-// queries are the rows, ballots give the words.
+// queries are the rows, the warp builds the words with ballots.
 //
-// A mask that is the same for all heads is packed once. Without packing, the kernels of attention
-// would read its bytes for each head. Device memory is the limit: a mask of one byte for each of
-// 16,384 x 512 pairs takes at least 2 us on an H200.
+// A mask that is the same for all heads is packed once. Without packing, the attention kernels
+// would read the bytes of the mask again for each head. Device memory is the limit: a mask of one
+// byte for each of 16,384 x 512 pairs takes at least 2 us on an H200.
 
 #include "pairs.cuh"
 
@@ -27,9 +27,10 @@ struct PackParams {
   PairTiles<kColumns> tiles;
 };
 
-// Returns the lane's word of a square: the keys of the lane's query, or with kKeysAreRows the
-// queries of the lane's key. A lane whose key or query does not exist reads the last key or query
-// instead, so that no read waits for a branch.
+// Returns the lane's word of a square of 32 queries and 32 keys. Its bits are the keys that the
+// lane's query attends or, if kKeysAreRows is true, the queries that attend the lane's key. A lane
+// whose key or query does not exist reads the last key or query instead, so that no read waits for
+// a branch.
 template <bool kKeysAreRows>
 __device__ uint32_t pack_square(const AttentionMask& mask, const Head& h, int first_query,
                                 int first_key) {
@@ -63,7 +64,7 @@ template <int kColumns>
 __global__ void __launch_bounds__(kThreads) pack_pairs_kernel(PackParams<kColumns> p) {
   using Tiles = PairTiles<kColumns>;
   constexpr bool kKeysAreRows = kColumns == kTileQueries;
-  constexpr int kStrips = Tiles::kRows / 32;  // of a tile
+  constexpr int kStrips = Tiles::kRows / 32;  // strips of a tile
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const uint32_t strip = blockIdx.x * kWarps + threadIdx.x / 32, tile = strip / kStrips;
   const uint32_t row = tile / p.tiles.columns, head = row / p.tiles.rows;
@@ -87,7 +88,8 @@ __global__ void __launch_bounds__(kThreads) pack_pairs_kernel(PackParams<kColumn
     *reinterpret_cast<uint4*>(to) = {words[0], words[1], words[2], words[3]};
 }
 
-// Packed sequences have lengths of their own, so that the pairs of each are packed.
+// Returns the tiles of a call. Packed sequences have different lengths, so the pairs of each
+// sequence are packed separately, even if all sequences have the same mask.
 template <int kColumns, class Call>
 PairTiles<kColumns> tiles_of(const Call& p, int64_t rows, int64_t columns) {
   const Sequences& s = p.sequences;

@@ -1,6 +1,5 @@
-// A mask of pairs of queries and keys as bits in tiles, from which the kernels of attention read
-// the pairs of a tile in wide loads, whatever the strides of the mask are. pairs.cu packs the tiles
-// before the kernels run.
+// A mask of query-key pairs as tiles of bits. The attention kernels read the bits of a tile in wide
+// loads, whatever the strides of the mask are. pairs.cu packs the tiles before the kernels run.
 
 #pragma once
 
@@ -18,8 +17,8 @@ struct PairTiles {
   static constexpr int kBytes = 4 * kWords;
 
   uint32_t* data;
-  int32_t batches, heads;  // 1 if all of them have the same pairs
-  int32_t rows, columns;   // of tiles, in a head
+  int32_t batches, heads;  // 1 if all batches or heads have the same pairs
+  int32_t rows, columns;   // rows and columns of tiles in a head
 
   // Returns a pointer to the first tile of a row of tiles.
   __device__ const uint32_t* row(const Head& h, int row) const {
@@ -33,17 +32,18 @@ struct PairTiles {
 using ForwardPairs = PairTiles<kKeyRows>;
 using BackwardPairs = PairTiles<kTileQueries>;
 
-// Returns whether queries differ in the keys that they attend. A mask for a single query is a mask
-// of keys.
+// Returns whether the mask can differ between the queries of a sequence. It cannot if there is only
+// one query.
 inline bool has_pairs(const AttentionMask& mask, const Sequences& sequences) {
   return mask.data && mask.stride_row != 0 && sequences.max_q > 1;
 }
 
-// Returns the tiles of a call, whose memory is the call's pair_bits.
+// Return the tiles of a call. The memory of the tiles is params.pair_bits.
 ForwardPairs pair_tiles(const AttentionForward& params);
 BackwardPairs pair_tiles(const AttentionBackward& params);
 
-// Packs the tiles of a call; does nothing without a mask of pairs.
+// Pack the mask of a call into its tiles. Without a mask that differs between queries, they do
+// nothing.
 cudaError_t pack_pairs(const AttentionForward& params, cudaStream_t stream);
 cudaError_t pack_pairs(const AttentionBackward& params, cudaStream_t stream);
 

@@ -1,5 +1,5 @@
-// Barriers between the warps of a block: mbarriers of shared memory, on which copies count their
-// bytes, and the named barriers of groups of warps.
+// Barriers between the warps of a block: mbarriers in shared memory, which also count the bytes of
+// copies, and named barriers between groups of warps.
 
 #pragma once
 
@@ -29,7 +29,7 @@ inline __device__ void arrive_expecting(uint32_t barrier, int bytes) {
                : "memory");
 }
 
-// Returns whether a phase has completed, without waiting for it.
+// Returns whether a phase of parity `parity` has completed, without waiting for it.
 inline __device__ bool has_completed(uint32_t barrier, uint32_t parity) {
   uint32_t done;
   asm volatile(

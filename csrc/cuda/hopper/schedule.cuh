@@ -1,11 +1,11 @@
 // The work items of attention, and the order in which persistent blocks take them.
 //
-// Block b of the grid takes the items b, b + blocks, and so on of one order that all blocks know.
-// Neighbouring items share the keys of a head, which are thus in the L2 cache. The longest items of
-// packed sequences come first, so that no block ends with a long item. For 64 sequences of 32 to
-// 512 tokens and 16 heads, the slowest of 132 blocks then works 3 % longer than the mean; in the
-// order of the batch, it would work 45 % longer. Every block sorts the sequences itself, because
-// the launch of a kernel that sorts would take longer.
+// All thread blocks use the same order of items. With n blocks in the grid, block b takes the items
+// b, b + n, b + 2 n, and so on. Neighbouring items share the keys of a head, which are thus in the
+// L2 cache. The longest items of packed sequences come first, so that no block ends with a long
+// item. For 64 sequences of 32 to 512 tokens and 16 heads, the slowest of 132 blocks then works 3 %
+// longer than the mean; in the order of the batch, it would work 45 % longer. Every block sorts the
+// sequences itself, because the launch of a kernel that sorts would take longer.
 
 #pragma once
 
@@ -32,15 +32,15 @@ struct Item {
   __device__ RowAt key(int row) const { return this->row(head.first_k, head.keys, row); }
 };
 
-// The order of packed sequences, in shared memory. A class has the sequences with the same number
-// of tiles of queries. The first class has the sequences with the most tiles, and the last class
-// also has the sequences without queries.
+// The order of packed sequences, in shared memory. A class contains the sequences with the same
+// number of query tiles. The first class contains the sequences with the most tiles, and the last
+// class also contains the sequences without queries.
 struct Order {
   static constexpr int kClasses = 32, kSequences = 2048;
 
   uint16_t sequence[kSequences];
-  // For each class, the first index in `sequence` and the first item; the last entries are the
-  // ends.
+  // first[c] is the index in `sequence` at which class c begins, and first_item[c] is the first
+  // item of class c. The last entries are the ends of the last class.
   int first[kClasses + 1], first_item[kClasses + 1];
 
   static __device__ bool serves(const Sequences& s) {
@@ -53,7 +53,7 @@ inline __device__ int query_tiles(int queries) { return (queries + kQueryRows - 
 // A sequence without queries is in the class of sequences with one tile.
 inline __device__ int class_tiles(int queries) { return max(query_tiles(queries), 1); }
 
-// Sorts the sequences by their classes, stably. One warp calls this.
+// Sorts the sequences by class and keeps their order inside a class. One warp calls this function.
 inline __device__ void sort(Order& order, const Sequences& s) {
   const int lane = static_cast<int>(threadIdx.x) % 32, classes = class_tiles(s.max_q);
   // Calls body(sequence, class, lanes before this one with the same class, all lanes with this
@@ -104,7 +104,7 @@ inline __device__ void sort(Order& order, const Sequences& s) {
   }
 }
 
-// The items of a block, one after the other.
+// Iterates over the items that a thread block takes.
 class Items {
  public:
   __device__ Items(const Sequences& sequences, const Order* order)
@@ -114,7 +114,8 @@ class Items {
         count_(order ? order->first_item[tiles_] : tiles_ * sequences.heads * sequences.batches),
         next_(static_cast<int>(blockIdx.x)) {}
 
-  // Sets the block's next item, and returns false if there is none.
+  // Sets `item` to the next item of the thread block, and returns false if there is no further
+  // item.
   __device__ bool next(Item& item) {
     for (; next_ < count_; next_ += static_cast<int>(gridDim.x)) {
       int tiles = tiles_, of_class = next_, first = 0;
@@ -147,7 +148,7 @@ class Items {
 // b, b + blocks, and so on.
 class Heads {
  public:
-  // `order` must be sorted if Order::serves the sequences.
+  // If Order::serves(sequences) is true, `order` must already be sorted.
   __device__ Heads(const Sequences& sequences, const Order& order)
       : sequences_(sequences), order_(order) {}
 
@@ -158,8 +159,8 @@ class Heads {
     const int sequences = Order::serves(s) ? order_.first[class_tiles(s.max_q)] : s.batches;
     for (int number = static_cast<int>(blockIdx.x); number < sequences * s.heads;
          number += static_cast<int>(gridDim.x)) {
-      // This is computed again for each item, because a flag would take a register that the body
-      // needs.
+      // Order::serves is evaluated again for each item, because storing its result would take a
+      // register that `body` needs.
       Sequences asked = s;
       asked.max_q = static_cast<int>(opaque(static_cast<uint32_t>(asked.max_q)));
       const int place = number / s.heads;

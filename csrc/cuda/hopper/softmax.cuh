@@ -1,7 +1,8 @@
 // The running softmax of a tile of 64 x 128 scores in the registers of a group of four warps;
-// ../softmax.cuh has the same for smaller tiles. An eighth of the exponentials is a polynomial on
-// the FMA units, because the special function units alone would take longer than the products. A
-// larger part would take longer to issue than the products; README.md has the counts.
+// ../softmax.cuh has the same for smaller tiles. One in eight exponentials is computed as a
+// polynomial on the FMA units, because the special function units alone would take longer than the
+// products. With a larger share, the issue of instructions would take longer than the products;
+// README.md has the counts.
 
 #pragma once
 
@@ -11,12 +12,12 @@ namespace fastbert::cuda {
 
 constexpr int kScores = 64;  // of a lane: two rows of 32 keys
 
-// Returns 2^x for x <= 0 with a relative error of at most 3.1e-6, exactly 1 for 0, and exactly 0
-// below -127, -inf included.
+// Returns 2^x for x <= 0 with a relative error of at most 3.1e-6. The result is exactly 1 for x =
+// 0, and exactly 0 for x <= -127 and for -inf.
 //
 // x = n + f with an integer n and |f| <= 1/2 (Cody and Waite 1980); adding 1.5 * 2^23 rounds x to n
 // and leaves n in the low bits of the sum. 2^f is a minimax polynomial whose constant is 1, and n
-// is added to the exponent. For x = -127, 2^f is 1 and the bits become those of 0.
+// is added to the exponent. For x = -127, 2^f is 1 and the bits of the result are those of 0.
 inline __device__ float exp2_polynomial(float x) {
   x = fmaxf(x, -127.0f);
   const float shifted = x + 12582912.0f;
@@ -29,7 +30,8 @@ inline __device__ float exp2_polynomial(float x) {
   return __int_as_float(__float_as_int(y) + (__float_as_int(shifted) << 23));
 }
 
-// The state of the softmax of the lane's two rows: row g for half = 0, and row g + 8 for half = 1.
+// The state of the softmax of the lane's two rows. With g = lane / 4, these are row g for half = 0
+// and row g + 8 for half = 1.
 struct TileSoftmax {
   float maximum[2] = {-INFINITY, -INFINITY}, total[2] = {0.0f, 0.0f};
 
@@ -62,8 +64,8 @@ struct TileSoftmax {
     return rescale;
   }
 
-  // Returns the natural log-sum-exp of a row and sets `inverse` to 1 / sum; -inf and 1 for a row
-  // without an allowed key.
+  // Returns the log-sum-exp of a row as a natural logarithm, and sets `inverse` to 1 / sum. For a
+  // row without an allowed key, it returns -inf and sets `inverse` to 1.
   __device__ float finish(int half, float& inverse) const {
     const float sum = quad_sum(total[half]);
     inverse = sum == 0.0f ? 1.0f : __fdividef(1.0f, sum);

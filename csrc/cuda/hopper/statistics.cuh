@@ -8,7 +8,7 @@
 
 namespace fastbert::cuda {
 
-constexpr int kTileQueries = 64;  // of a tile of the backward
+constexpr int kTileQueries = 64;  // queries of a tile in the backward
 
 // The statistics of a tile, in shared memory. `logarithm` is the log-sum-exp in base 2. It is +inf
 // for a query that attends no key or is beyond the end of the sequence.
@@ -16,8 +16,9 @@ struct Statistics {
   float logarithm[kTileQueries], delta[kTileQueries];
 };
 
-// Returns delta of row `first` + lane of a tile of dout and of out in the layout of tma.cuh. All
-// lanes of a warp call this. For each row, as many lanes read as the row has chunks of 16 bytes.
+// Returns delta of row `first` + lane, from a tile of dout and a tile of out in the layout of
+// tma.cuh. All lanes of a warp call this function. A row is read by as many lanes as the row has
+// chunks of 16 bytes.
 template <class T, int kHeadDim>
 __device__ float delta_of(const unsigned char* dout, const unsigned char* out, int first) {
   using Row = BoxRow<kHeadDim>;
@@ -27,7 +28,8 @@ __device__ float delta_of(const unsigned char* dout, const unsigned char* out, i
 #pragma unroll 1
   for (int i = 0; i < 32 / kRows; ++i) {
     const int row = first + kRows * i + lane / kSharers;
-    // Both tiles have a chunk at the same place, so that the order of the chunks does not matter.
+    // A chunk of columns is at the same place in both tiles, so the order of the chunks does not
+    // matter.
     const int at = row * Row::kBytes + lane % kSharers * 16;
     float sum = 0.0f;
 #pragma unroll

@@ -48,7 +48,8 @@ bool has_tensor_map(const HeadRows& x, const Sequences& s, int64_t rows) {
 cudaError_t encode(CUtensorMap& map, const HeadRows& x, Format format, int head_dim,
                    const Sequences& s, int64_t rows, int box_rows) {
   const bool packed = s.cu_seqlens_q != nullptr;
-  // The stride of a dimension of size 1 has no meaning, but must be a multiple of 16 bytes.
+  // The stride of a dimension of size 1 is not used, but the driver requires a multiple of 16
+  // bytes.
   const auto bytes = [](int64_t size, int64_t stride) {
     return size == 1 ? kAnyStride : static_cast<cuuint64_t>(2 * stride);
   };

@@ -1,18 +1,19 @@
 // Copies of boxes of rows between global and shared memory by the copy engine (TMA).
 //
-// A box has 64 neighbouring 16-bit elements of up to 128 rows of one head, or 32 at head dim 32. In
-// shared memory a row takes 128 bytes, and chunk c of 16 bytes of row r is at index c XOR (r % 8)
-// of its row, in memory aligned to 1024 bytes. A row of 64 bytes has chunk c at index c XOR (r / 2
-// % 4). wgmma reads both layouts (swizzles of 128 and 64 bytes) without conflicts.
+// A box has up to 128 rows of one head, and 64 neighbouring 16-bit elements of each row, or 32
+// elements at head dim 32. A box in shared memory is aligned to 1024 bytes. A row of 64 elements
+// takes 128 bytes, and chunk c of 16 bytes in row r is at index c XOR (r % 8) of the row. In rows
+// of 64 bytes, chunk c is at index c XOR (r / 2 % 4). wgmma reads both layouts (swizzles of 128 and
+// 64 bytes) without conflicts.
 //
-// Packed rows of other sequences are neither read nor written, because each sequence ends at the
-// bound of a dimension. Row r of a sequence of `length` rows has the coordinates (kEnd - length +
-// r, first + length, kEnd) in three dimensions with strides of a row, a row, and 2^34 bytes less
-// one row. The first dimension has kEnd = 2^30 rows, so that a coordinate exceeds it exactly if r
-// >= length. The address is right because kEnd * 2^34 = 2^64 is 0 in the arithmetic of addresses.
-// Triton's ragged descriptors (triton/tools/ragged_tma.py) use the same wrap-around. A load beyond
-// the bound gives 0, so that no NaN of another sequence reaches a product. A store beyond the bound
-// writes nothing.
+// In packed tensors, a box neither reads nor writes rows of other sequences, because each sequence
+// ends at the bound of a dimension. Row r of a sequence of `length` rows has the coordinates (kEnd
+// - length + r, first + length, kEnd) in three dimensions with strides of a row, a row, and 2^34
+// bytes less one row. The first dimension has kEnd = 2^30 rows, so that a coordinate exceeds it
+// exactly if r >= length. The address is right because kEnd * 2^34 = 2^64 is 0 in 64-bit address
+// arithmetic. Triton's ragged descriptors (triton/tools/ragged_tma.py) use the same wrap-around. A
+// load beyond the bound gives 0, so that no NaN of another sequence reaches a product. A store
+// beyond the bound writes nothing.
 
 #pragma once
 
@@ -26,18 +27,18 @@ namespace fastbert::cuda {
 constexpr int kBoxColumns = 64, kBoxRowBytes = 128;
 constexpr int kEnd = 1 << 30;
 
-// The columns of a box of rows of a head.
+// Returns the number of columns of a box.
 inline __host__ __device__ constexpr int box_columns(int head_dim) {
   return head_dim < kBoxColumns ? head_dim : kBoxColumns;
 }
 
-// The rows of the boxes of a head in shared memory.
+// The layout of the rows of a box in shared memory.
 template <int kHeadDim>
 struct BoxRow {
   static constexpr int kColumns = box_columns(kHeadDim), kBytes = 2 * kColumns;
   static constexpr int kParts = kHeadDim / kColumns, kChunks = kColumns / 8;
 
-  // The offset of a chunk of 16 bytes of a row.
+  // Returns the byte offset of a chunk of 16 bytes in a row.
   static __device__ int offset(int row, int chunk) {
     return row * kBytes + (chunk ^ (row * kBytes / kBoxRowBytes % kChunks)) * 16;
   }
@@ -55,7 +56,8 @@ inline __device__ void prefetch(const CUtensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
-// Starts the load of a box, which counts its bytes at an mbarrier. One thread calls this.
+// Starts the load of a box. The load counts its bytes at the mbarrier `barrier`. One thread calls
+// this function.
 inline __device__ void load_box(uint32_t to, const CUtensorMap& map, int column, const RowAt& at,
                                 uint32_t barrier) {
   asm volatile(
@@ -65,7 +67,8 @@ inline __device__ void load_box(uint32_t to, const CUtensorMap& map, int column,
       : "memory");
 }
 
-// Starts the store of a box as a part of the calling thread's open group.
+// Starts the store of a box. The store belongs to the current group of stores of the calling
+// thread.
 inline __device__ void store_box(const CUtensorMap& map, int column, const RowAt& at,
                                  uint32_t from) {
   asm volatile(
@@ -75,7 +78,8 @@ inline __device__ void store_box(const CUtensorMap& map, int column, const RowAt
       : "memory");
 }
 
-// Starts the load of a box of a plain matrix, or of the elements of a vector from `column` on.
+// Start the load of a box of a matrix without heads, or of the elements of a vector from `column`
+// on.
 inline __device__ void load_box(uint32_t to, const CUtensorMap& map, int column, int row,
                                 uint32_t barrier) {
   asm volatile(
@@ -101,7 +105,8 @@ inline __device__ void wait_for_stores() {
 }
 
 // Stores four 8 x 8 matrices of 16-bit elements from registers into shared memory. Lane i gives the
-// address of row i % 8 of matrix i / 8, and holds the pair of columns 2t of row g of each matrix.
+// address of row i % 8 of matrix i / 8. With g = lane / 4 and t = lane % 4, a lane holds columns 2t
+// and 2t + 1 of row g of each matrix.
 inline __device__ void store_matrices(uint32_t address, const uint32_t (&pairs)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
                "r"(pairs[0]), "r"(pairs[1]), "r"(pairs[2]), "r"(pairs[3])
@@ -112,12 +117,13 @@ inline __device__ void store_matrices(uint32_t address, const uint32_t (&pairs)[
 // 16 bytes to 2^40 bytes, and dimensions that broadcast have the stride 0.
 bool has_tensor_map(const HeadRows& x, const Sequences& sequences, int64_t rows);
 
-// Encodes the map of boxes of `box_rows` rows.
+// Encodes the tensor map for boxes of `box_rows` rows of q, k, v, out or dout.
 cudaError_t encode(CUtensorMap& map, const HeadRows& x, Format format, int head_dim,
                    const Sequences& sequences, int64_t rows, int box_rows);
 
-// Encodes the map of boxes of `box_rows` rows of a plain matrix, whose rows are multiples of 16
-// bytes apart, and of pieces of `box` elements of a vector. Both addresses are multiples of 16.
+// Encode the tensor map for boxes of `box_rows` rows of a matrix without heads, or for pieces of
+// `box` elements of a vector. The row stride of the matrix and both addresses must be multiples of
+// 16 bytes.
 cudaError_t encode_matrix(CUtensorMap& map, const ConstMatrix& x, Format format, int64_t rows,
                           int64_t columns, int box_rows);
 cudaError_t encode_vector(CUtensorMap& map, const void* data, Format format, int64_t size, int box);

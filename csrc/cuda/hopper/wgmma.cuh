@@ -5,9 +5,9 @@
 // and then of row g + 8. The left operand in registers has the layout of mma.cuh, so the sums of 16
 // columns are the left operand of the next product.
 //
-// A product runs in the background. Its sums and its left registers may not be touched before
-// wait_for_products. begin_products comes before the first product of a group, and after the last
-// access to these registers.
+// A product runs asynchronously. The registers of its sums and of its left operand may not be
+// accessed before wait_for_products. begin_products must be called before the first product of a
+// group, and after the last access to these registers.
 
 #pragma once
 
@@ -18,9 +18,9 @@
 
 namespace fastbert::cuda {
 
-// The descriptor of an operand in the layout of tma.cuh, with rows of 128 or 64 bytes. Groups of
-// eight rows follow each other. `halves` is the distance in bytes between the first 64 and the next
-// 64 columns of a right operand of accumulate_rows.
+// Returns the descriptor of an operand in the layout of tma.cuh, with rows of 128 or 64 bytes.
+// Groups of eight rows are stored one after the other. `halves` is the distance in bytes between
+// the first 64 and the next 64 columns of a right operand of accumulate_rows.
 template <int kRowBytes = 128>
 __device__ uint64_t descriptor(uint32_t address, uint32_t halves = 16) {
   static_assert(kRowBytes == 128 || kRowBytes == 64);
@@ -49,7 +49,7 @@ __device__ void wait_for_products() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// Keeps the compiler from moving an access to these registers across this point.
+// Keeps the compiler from moving an access to the registers of `x` across this call.
 template <int kCount>
 __device__ void pin(float (&x)[kCount]) {
 #pragma unroll
@@ -61,8 +61,8 @@ __device__ void pin(uint32_t (&x)[kCount]) {
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+r"(x[i])::"memory");
 }
 
-// Tells the compiler that the values of these registers are not needed any more, so that they are
-// not kept until a product overwrites them.
+// Tells the compiler that the values in the registers of `x` are no longer needed, so that it need
+// not preserve them until a product overwrites `x`.
 template <int kCount>
 __device__ void discard(float (&x)[kCount]) {
 #pragma unroll
