@@ -22,8 +22,10 @@ ROOT = Path(__file__).parent.parent
 CPP = {".c", ".cpp", ".cu", ".cuh", ".h"}
 # The expression matches a C++ comment, or a string or character that may contain two slashes.
 CPP_TOKEN = re.compile(r'"(?:\\.|[^"\\])*"|\'(?:\\.|[^\'\\])*\'|(//.*)')
-# Comments for tools, and examples in docstrings, are not prose.
-NO_PROSE = re.compile(r"#!|# (fmt|mypy|noqa|ruff|type)\b|// NOLINT|>>> |\.\.\. ")
+# Comments for tools, comments at the end of a namespace, and examples in docstrings are not prose.
+NO_PROSE = re.compile(
+    r"#!|# (fmt|mypy|noqa|ruff|type)\b|// (NOLINT|clang-format|namespace)\b|>>> |\.\.\. "
+)
 FEWEST_WORDS = 3
 
 

@@ -21,6 +21,8 @@ def f():
 CPP = """// A header of one line.
 const char* url = "https://no.comment.at/all";  // Its address on the web.
 int n = 1;
+}  // namespace of::the::example
+// clang-format on
 """
 
 
@@ -33,7 +35,7 @@ def test_comments_and_docstrings_are_prose(path, text, numbers):
 
 def test_a_line_is_shown_between_its_neighbours():
     line = lines_of("a.cu", CPP)[1]
-    first, second, third = CPP.splitlines()
+    first, second, third, *_ = CPP.splitlines()
     assert str(line).splitlines() == ["a.cu:2", f"   | {first}", f"-> | {second}", f"   | {third}"]
 
 

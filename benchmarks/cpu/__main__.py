@@ -31,7 +31,7 @@ SECTIONS = report.ORDER
 # Seconds of timing for one shape in inference, for the training step, and for the times of the
 # single operations at one shape.
 TURNS_S, STEPS_S, BREAKDOWN_S = 5.0, 10.0, 2.0
-# Seconds of timing for all schedules of one call on AMX tiles.
+# Seconds in which all AMX schedules of the kernels together are timed on one call.
 TILES_S = 1.5
 # Seconds that the estimate assumes for the start and the parity check of a worker, for a conversion
 # to ONNX or OpenVINO, and for a compilation.

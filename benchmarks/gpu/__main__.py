@@ -75,7 +75,10 @@ def main() -> int:
 
 
 def dry_run(wanted: list[Section]) -> int:
-    """List commands, run tiny benchmarks and compile launches; return 1 if one fails, else 0."""
+    """List the commands, run tiny benchmarks, and compile the Triton kernels of the sections.
+
+    Returns 1 if a benchmark or a compilation fails, else 0.
+    """
     for section in wanted:
         print(f"[{section.name}] {section.about}")
         for command in section.commands:

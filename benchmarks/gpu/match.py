@@ -31,7 +31,7 @@ class Contender:
 
 @dataclass(frozen=True)
 class Match:
-    """One shape in one dtype and direction.
+    """A comparison of implementations on one shape, in one dtype, forward or backward.
 
     Attributes:
         series, label: Panel of the plot, and label of the match in the panel.

@@ -270,9 +270,10 @@ def _drops(modules: Modules) -> bool:
 
 
 def _dropouts(modules: Modules) -> tuple[float, ...]:
-    """Return the dropout probabilities of a layer: for the attention weights, and before both sums.
+    """Return the dropout probabilities of a layer.
 
-    In a `PreNormLayer`, the dropouts before the sums belong to the layer itself. The probabilities
+    They are those of the attention weights and of the inputs of the two residual additions. In a
+    `PreNormLayer`, the dropouts before the additions belong to the layer itself. The probabilities
     of its layer norms come after them in the result.
     """
     layer, attention = modules[""], modules[ATTENTION]

@@ -396,9 +396,9 @@ _order_on_gpu._dynamo_marked_constant = True  # type: ignore[attr-defined]
 def prefer(op: str, requested: str | None) -> str | None:
     """Return `requested` if that backend serves every call of `op`, or None otherwise.
 
-    A model calls this function to request its backend for each of its operations. If the result is
-    None, the operation chooses its backend itself. ``fastbert info`` and ``model.backends()`` show
-    the resulting backends.
+    A model calls this function for each operation, to decide whether to ask for the backend of the
+    model. If the result is None, the operation chooses the backend. ``fastbert info`` and
+    ``model.backends()`` show the resulting backends.
     """
     row = None if requested is None else TABLES[op].get(validate(requested) or "")
     return None if row is None or row.is_partial else requested

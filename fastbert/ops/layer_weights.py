@@ -50,11 +50,11 @@ class LayerWeights(NamedTuple):
         return [tensor for field in self for tensor in field]
 
     def matrices(self) -> Tensors:
-        """Return the weights of all products."""
+        """Return the weights of all matrix products."""
         return (*self.qkv, *self.projection, *self.inner, *self.outer)
 
     def of_products(self) -> Tensors:
-        """Return the weights of all products and the biases that a product adds.
+        """Return the weights of all matrix products, and the biases that these products add.
 
         The layer norms add the biases `projection_bias` and `outer_bias` to their input.
         """

@@ -272,7 +272,7 @@ EXAMPLES = [
 ]  # fmt: skip
 
 
-# A vector that no optional operand of the examples allows.
+# A vector operand of seven registers, which fits no optional operand of the examples.
 TOO_MUCH = "{%r1, %r2, %r3, %r4, %r5, %r6, %r7}"
 # Register prefix → a register that does not fit, because it has too few bits or another kind.
 NARROWER = {"%p": "%r1", "%h": "%p1", "%r": "%h1", "%d": "%h1", "%c": "%h1"}

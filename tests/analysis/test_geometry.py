@@ -1,4 +1,4 @@
-"""Word senses, the map of a word and the structural probe recover structures that tests plant."""
+"""The sense classifier, the word map and the structural probe find structures that tests insert."""
 
 from __future__ import annotations
 

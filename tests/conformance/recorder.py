@@ -1,4 +1,4 @@
-"""A pytest plugin that records the outcome of each test, and the reasons why stock code ran."""
+"""A pytest plugin that records test outcomes, and why transformers' code ran, not fastbert's."""
 
 from __future__ import annotations
 

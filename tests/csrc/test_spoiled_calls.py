@@ -213,7 +213,8 @@ def test_the_good_call_returns(outcomes, operator):
 def test_a_spoiled_argument_is_an_error_or_harmless(outcomes, operator):
     """A changed argument raises an error that names the argument, or the call is in ``HARMLESS``.
 
-    No call ends in a signal, and no layout changes a result.
+    No call ends the process by a signal, and an argument in another memory layout gives the same
+    result.
     """
     spoiled = [v for v in outcomes[operator] if v.spoil != "nothing"]
     assert [v for v in spoiled if not is_fine(operator, v)] == []

@@ -60,7 +60,10 @@ def small_windows(monkeypatch):
 
 
 def stop(monkeypatch, window):
-    """Interrupt the next prediction at the beginning of `window`; the first window is 1."""
+    """Interrupt the next prediction before it computes the window with the number `window`.
+
+    A window is the batches between two writes of the output. Numbers count from 1.
+    """
     calls, compute = [], evaluate.compute
 
     def stopped(*arguments):

@@ -234,7 +234,7 @@ def thumbnail(opened: Any) -> None:
     opened.page.locator(".thumbnail").nth(4).click()
     state = opened.state()
     assert (state["view"], state["layer"], state["heads"]) == ("matrix", "1", "1")
-    # The view of the thumbnail is closed, so the tab of the new view has the focus.
+    # The view that had the thumbnail is closed, so the tab of the new view has the focus.
     assert opened.page.evaluate("document.activeElement.id") == "tab-matrix"
 
 

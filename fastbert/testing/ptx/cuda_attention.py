@@ -59,7 +59,10 @@ class AttentionBackward(Structure):
 
 
 def _is_aligned(t: Tensor) -> bool:
-    """Whether the kernels can read and write the rows of heads in place."""
+    """Whether the kernels can use `t` without a copy.
+
+    The last dimension is then contiguous, and every row begins at a multiple of 16 bytes.
+    """
     strides = [step for size, step in zip(t.shape[:-1], t.stride()[:-1], strict=True) if size > 1]
     fits = all(step * t.itemsize % 16 == 0 for step in strides)
     return t.stride(-1) == 1 and t.data_ptr() % 16 == 0 and fits
