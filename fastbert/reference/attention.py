@@ -23,9 +23,9 @@ def visible(
 ) -> Tensor | None:
     """Return the mask of keys inside the window and the sequence, or None if every key is allowed.
 
-    The mask is bool and broadcastable to (B, H, Lq, Lk). Query ``i`` has the position of key ``i +
-    Lk - Lq`` (bottom-right alignment), where `lengths` replaces Lq and Lk for each sequence. A
-    `left` or `right` of -1 leaves that side of the window open. Rows of queries beyond the length
+    The mask is bool and broadcastable to (B, H, Lq, Lk). Query ``i`` has the position of key
+    ``i + Lk - Lq`` (bottom-right alignment), where `lengths` replaces Lq and Lk for each sequence.
+    A `left` or `right` of -1 leaves that side of the window open. Rows of queries beyond the length
     of their sequence may allow keys, but no caller uses these rows.
     """
     query = torch.arange(query_length, device=device).view(1, 1, -1, 1)

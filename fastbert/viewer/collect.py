@@ -40,9 +40,9 @@ class Layer:
         norms: Norm of the vector that each token's value adds to the output of attention if its
             weight is 1, of shape ``(heads, L)`` (Kobayashi et al. 2020, "Attention is Not Only a
             Weight").
-        relevance: Positive part of gradient × weight for the chosen output, of shape ``(heads, L,
-            L)``, or None without a gradient. The mean of `relevance` over the heads is equation 5
-            of Chefer et al. 2021.
+        relevance: Positive part of gradient × weight for the chosen output, of shape
+            ``(heads, L, L)``, or None without a gradient. The mean of `relevance` over the heads is
+            equation 5 of Chefer et al. 2021.
         scores: Sum of ``|gradient × weight|`` of each head, of shape ``(heads,)``, or None without
             a gradient.
     """
@@ -283,10 +283,11 @@ def _layer(
 def _norms(dense: nn.Module, values: Tensor) -> Tensor:
     """Return the norm of each value after the output projection, of shape ``(heads, L)``.
 
-    The norm of head h and token j is ``‖W_O,h v_j,h‖``, where v is `values` of shape ``(heads, L,
-    D)`` and ``W_O,h`` has the columns of the projection's weight that belong to head h. If the
-    projection is quantized, adapted or hooked, the function does not use its weight. It calls the
-    projection with the values of one head and zeros for the other heads, and subtracts the bias.
+    The norm of head h and token j is ``‖W_O,h v_j,h‖``, where v is `values` of shape
+    ``(heads, L, D)`` and ``W_O,h`` has the columns of the projection's weight that belong to head
+    h. If the projection is quantized, adapted or hooked, the function does not use its weight. It
+    calls the projection with the values of one head and zeros for the other heads, and subtracts
+    the bias.
     """
     heads, length, size = values.shape
     if deviation(dense, Linear) is None:

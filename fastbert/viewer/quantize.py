@@ -1,9 +1,9 @@
 """Quantize attention weights to few bits, compress them, and write them as text.
 
 A weight w between 0 and 1 becomes the code ``round(√w · N)``, where N is the number of levels above
-0. The square root makes small weights more precise: the error of a weight is at most ``√w / N + 1 /
-(4 N²)``. A head is stored by columns, because the weights on one key are alike. The compression is
-Huffman coding with run lengths, which browsers read with ``DecompressionStream``.
+0. The square root makes small weights more precise: the error of a weight is at most
+``√w / N + 1 / (4 N²)``. A head is stored by columns, because the weights on one key are alike. The
+compression is Huffman coding with run lengths, which browsers read with ``DecompressionStream``.
 """
 
 from __future__ import annotations
