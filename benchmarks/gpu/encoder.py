@@ -1,4 +1,4 @@
-"""The matches of the whole model: inference, a pre-training step, and the latency of one sequence.
+"""Comparisons of the whole model: inference, a pre-training step, and the latency of a sequence.
 
 The function ``encoder.gate`` checks two layers of each model in each dtype by the tolerance rule.
 An implementation that fails is refused. Rates count real tokens only.

@@ -141,8 +141,9 @@ __device__ void load(const Parameter& parameter, int first, int columns, float (
 
 // Reads kCount elements of a parameter into each lane of a warp, where the columns of a lane follow
 // the columns of the lane before. 8 floats take two accesses of 16 bytes. Therefore two
-// neighbouring lanes first read the 8 floats of the even lane and then the 8 floats of the odd
-// lane, and exchange half of them. So each access covers whole sectors of 32 bytes.
+// neighbouring lanes together read first the 8 floats of the even lane, 4 per lane, and then the 8
+// floats of the odd lane. Each lane then gives the other lane the 4 floats that belong to it. So
+// each access of the two lanes covers one whole sector of 32 bytes.
 template <int kCount>
 __device__ void load_in_pairs(const Parameter& parameter, int first, int columns,
                               float (&out)[kCount]) {

@@ -360,7 +360,10 @@ def _snapshot(hf_model: nn.Module) -> Snapshot:
 
 
 def _are_row_wise(leaf: Leaf, called: Mapping[str, str]) -> bool:
-    """Return whether the modules of `leaf` that are in `called` compute each row independently."""
+    """Return whether the HF modules of `leaf` that fastbert calls compute each row independently.
+
+    These are the modules whose paths are in `called`.
+    """
     pairs = zip(leaf.paths, leaf.hf_places, strict=True)
     modules = [place.get() for path, place in pairs if path in called]
     return all(module is not None and is_row_wise(module) for module in modules)

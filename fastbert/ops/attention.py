@@ -131,8 +131,8 @@ def attention_varlen(
         max_seqlen_q: Upper bound of the lengths of the query sequences. None reads the largest
             length from `cu_seqlens_q`, which synchronises with a GPU.
         max_seqlen_k: As `max_seqlen_q`, for the key sequences.
-        mask: As in `attention`, broadcastable to ``(B, H, max_seqlen_q, max_seqlen_k)`` and indexed
-            by positions inside the sequences.
+        mask: Bool mask as in `attention`, of shape ``(B, max_seqlen_k)`` or broadcastable to
+            ``(B, H, max_seqlen_q, max_seqlen_k)``. Index 0 is the first token of each sequence.
         bias: Floating tensor that is added to the logits; shape and indices as for `mask`.
         dropout_p: As in `attention`.
         scale: As in `attention`.

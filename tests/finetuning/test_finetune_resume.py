@@ -1,4 +1,4 @@
-"""A run that is interrupted at any step and resumed has the bits of an uninterrupted run."""
+"""An interrupted and resumed run ends with the same model, bit for bit, as one without a stop."""
 
 from __future__ import annotations
 

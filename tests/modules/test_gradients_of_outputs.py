@@ -147,7 +147,7 @@ def test_the_fused_kernel_runs_where_no_gradient_is_wanted(monkeypatch, frozen: 
         model(**batch(padded=True), **BOTH)
 
 
-# Tests of the parts of the computation
+# Tests of single functions: the layout of the weights, and the context computed from the weights
 
 
 def test_the_weights_in_the_callers_layout_go_back_to_the_rows() -> None:

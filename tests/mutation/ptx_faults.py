@@ -24,7 +24,8 @@ PTX_UNITS: dict[str, Unit] = {f"ptx_{room}": Unit(f"{PTX}/{room}.cpp") for room 
 def selected(*names: str, triton: str = "") -> list[str]:
     """Return tests of the PTX machine, and the Triton cases whose names contain `triton`."""
     files = [f"{OWN}{name}.py" for name in names]
-    # One of the files is in tests/, so that pytest reads the options in tests/conftest.py.
+    # `TRITON` is always passed, even if no Triton case is selected. It is in tests/, so that pytest
+    # loads tests/conftest.py, which adds the options of the command line.
     others = "not triton_calibration"
     return [*files, TRITON, "-k", f"{others} or {triton}" if triton else others]
 

@@ -1,9 +1,10 @@
 // Packs a mask of query-key pairs into tiles of bits.
 //
-// A warp packs 32 rows of a tile, in squares of 32 queries and 32 keys. A lane reads the bytes of
-// one key, so that a warp reads 32 neighbouring bytes of a query at once, and 32 of these reads are
-// in flight. If keys are the rows of the tile, the bytes of a lane become the bits of its word. If
-// queries are the rows, the warp builds the words with ballots.
+// A warp packs 32 rows of a tile, in squares of 32 queries and 32 keys. A lane reads the
+// bytes that the mask has for one key and 32 queries. In each read, the warp thus covers 32
+// neighbouring bytes of the mask of one query, and all 32 reads are in flight. If keys are the rows
+// of the tile, the bytes of a lane become the bits of its word. If queries are the rows, the warp
+// builds the words with ballots.
 //
 // A mask that is the same for all heads is packed once. Without packing, the attention kernels
 // would read the bytes of the mask again for each head. Device memory is the limit: a mask of one
