@@ -261,7 +261,7 @@ class DynamicBatcher:
 
     def _no_rows(self) -> Tensor:
         """Return an empty tensor of shape ``(0, width)``; a call of the model gives the width."""
-        return self._compute([self.model.tokenizer(("a",))])[:0]
+        return self._compute(self._encode(["a"]))[:0]
 
     def _run(self) -> None:
         """Compute batches until no call waits."""

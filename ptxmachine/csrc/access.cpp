@@ -91,7 +91,7 @@ Place reach(Warp& w, int lane, Space space, uint64_t address, uint32_t size, boo
     case Space::shared:
     case Space::cluster: {
       Block& home = space == Space::cluster ? b.cluster->home(w, lane, address) : b;
-      if (space == Space::cluster) address &= (1ull << kRankShift) - 1;
+      if (space == Space::cluster) address = in_block(address);
       const uint32_t o = home.shared_offset(address, size, size);
       uint8_t* at = home.shared.data() + o;
       if (!write) {
@@ -128,6 +128,7 @@ void count(Warp& w, const Instr& i, Mask m, const uint64_t* address, uint32_t si
   if (!w.block->launch->options.count || m == 0) return;
   if (i.pipe == Pipe::shared) return count_shared(*w.block, m, address, size);
   if (i.pipe != Pipe::global) return;
+  if ((Space)i.arg[0] == Space::global) return count_global(*w.block, m, address, size);
   // A generic address may be one of shared memory.
   Mask global = 0, shared = 0;
   each_lane(m, [&](int l) {

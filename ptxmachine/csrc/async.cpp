@@ -182,7 +182,7 @@ void mbarrier_arrive(Warp& w, const Instr& i, Mask m) {
     w.need(r[0], 1u << l, "an address");
     uint64_t address = w.get(r[0], l) + (uint64_t)i.offset;
     Block& b = i.arg[3] ? w.block->cluster->home(w, l, address) : *w.block;
-    if (i.arg[3]) address &= (1ull << kRankShift) - 1;
+    if (i.arg[3]) address = in_block(address);
     MBarrier& mb = existing(w, b, b.shared_offset(address, 8, 8), l);
     const uint64_t count = i.arg[2] ? w.get(r[1], l) : 1;
     if (i.arg[1] && i.reg[0].id >= 0) {

@@ -162,7 +162,7 @@ void issue_load(Warp& w, int l, const BulkCopy& c, uint64_t address, const Reg* 
 // The offset of an address in the shared memory of its own block. All blocks of a cluster have the
 // same layout, so any block b of the cluster gives the offset.
 uint32_t offset_in_home(const Block& b, uint64_t given, uint64_t bytes, uint64_t align) {
-  return b.shared_offset(given & ((1ull << kRankShift) - 1), bytes, align);
+  return b.shared_offset(in_block(given), bytes, align);
 }
 
 // The mbarrier of a load, which must be in the block of the destination.
@@ -381,7 +381,7 @@ void Block::complete_load(size_t index) {
   mb.transactions -= bytes;
   if (launch->options.races) {
     if (mb.arrivals.empty()) {
-      mb.arrivals.assign(launch->entries() * launch->cluster_size(), 0);
+      mb.arrivals.assign(launch->clock_size(), 0);
       mb.arrivals_fenced = mb.arrivals;
     }
     mb.arrivals[c.slot] = std::max(mb.arrivals[c.slot], time);

@@ -40,8 +40,8 @@ Cluster::Cluster(Launch& l, uint32_t n) : launch(&l), number(n) {
 // ------------------------------------------------------------------------------------
 
 Block& Cluster::home(const Warp& w, int lane, uint64_t address) const {
-  const uint32_t rank = (uint32_t)(address & 0xffffffff) >> kRankShift;
-  return rank ? member(w, lane, rank - 1) : *w.block;
+  const uint32_t field = rank_field(address);
+  return field ? member(w, lane, field - 1) : *w.block;
 }
 
 Block& Cluster::member(const Warp& w, int lane, uint32_t rank) const {
@@ -70,7 +70,7 @@ void Cluster::leave(Warp& w) {
   complete_phase();
   Block& b = *w.block;
   if (blocks.size() == 1 || b.live() || !launch->options.races) return;
-  Times known(w.base[0]->size(), 0);
+  Times known(launch->clock_size(), 0);
   for (const Warp& other : b.warps)
     for (const Clock& clock : other.base)
       for (size_t t = 0; t < known.size(); ++t) known[t] = std::max(known[t], (*clock)[t]);
@@ -160,14 +160,14 @@ void map_address(Warp& w, const Instr& i, Mask m) {
                 (size == 1 ? " block" : " blocks"),
             l);
     const uint64_t field = rank == w.block->rank ? 0 : (rank + 1) << kRankShift;
-    w.set(i.reg[0], l, (address & ~(0xffull << kRankShift)) | field);
+    w.set(i.reg[0], l, in_block(address) | field);
   });
   w.wrote(i.reg[0], m, w.ok(i.reg[1]));
 }
 
 void rank_of_address(Warp& w, const Instr& i, Mask m) {
   each_lane(m, [&](int l) {
-    const uint64_t field = w.get(i.reg[1], l) >> kRankShift & 0xff;
+    const uint32_t field = rank_field(w.get(i.reg[1], l));
     w.set(i.reg[0], l, field ? field - 1 : w.block->rank);
   });
   w.wrote(i.reg[0], m, w.ok(i.reg[1]));

@@ -339,7 +339,7 @@ void is_space(Warp& w, const Instr& i, Mask m) {
   uint32_t& to = w.file[i.reg[0].at];
   each_lane(m, [&](int l) {
     const uint64_t a = w.get(i.reg[1], l), window = (uint64_t)i.offset;
-    const bool other = window == kSharedWindow && !i.arg[0] && (a & 0xffffffff) >> kRankShift;
+    const bool other = window == kSharedWindow && !i.arg[0] && rank_field(a);
     const bool is = (a & kWindowMask) == window && !other;
     to = (to & ~(1u << l)) | (uint32_t)is << l;
   });

@@ -83,7 +83,7 @@ void start(Block& b, Warp& w, int index) {
     fill(w, c.reg, c.value);
     w.written[(size_t)c.reg.id] = kAlways;
   }
-  const auto zero = std::make_shared<const Times>(launch.entries() * launch.cluster_size(), 0u);
+  const auto zero = std::make_shared<const Times>(launch.clock_size(), 0u);
   for (int l = 0; l < kLanes; ++l) w.base[l] = w.fenced[l] = zero, w.time[l] = 1;
   const auto special = [&](Special s, uint64_t v) { set_special(w, s, v); };
   for (int s = 0; s < kSpecials; ++s) special((Special)s, 0);

@@ -109,6 +109,10 @@ constexpr uint64_t kWindowMask = 0xff00000000000000ull;
 // An address in the shared memory of the cluster has 1 + the rank of the block from this bit on, or
 // 0 for the block of the thread. The bits below are the address in the shared memory of that block.
 constexpr int kRankShift = 24;
+constexpr uint64_t kRankMask = 0xffull << kRankShift;
+// 1 + the rank in such an address, or 0, and the address in the shared memory of the block.
+inline uint32_t rank_field(uint64_t address) { return (uint32_t)(address >> kRankShift & 0xff); }
+inline uint64_t in_block(uint64_t address) { return address & ~kRankMask; }
 
 struct Counts {
   uint64_t warp[kPipes] = {};  // instructions that warps executed, by pipe
@@ -167,6 +171,7 @@ struct Launch {
   uint32_t block_of(uint32_t number, uint32_t rank) const;
   // The number of entries that each block has in a vector clock.
   uint32_t entries() const;
+  size_t clock_size() const { return (size_t)entries() * cluster_size(); }
 };
 
 // Blocks and warps

@@ -74,27 +74,23 @@ __global__ void __cluster_dims__(2, 1, 1) rank_kernel(Params p) {
   asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
   if (threadIdx.x == 0) p.out[blockIdx.x] = 10 + rank;
 }
+int launch_clusters(Kernel kernel, Params* p, unsigned blocks, unsigned threads, size_t shared,
+                    unsigned cluster, unsigned attributes) {
+  void* arguments[] = {p};
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim = {cluster, 1, 1};
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(blocks), config.blockDim = dim3(threads), config.dynamicSmemBytes = shared;
+  config.attrs = &attribute, config.numAttrs = attributes;
+  return cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(kernel), arguments);
+}
 // Without an attribute if cluster is 0.
 int run_ranks(Params* p, unsigned blocks, unsigned cluster) {
-  void* arguments[] = {p};
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeClusterDimension;
-  attribute.val.clusterDim = {cluster, 1, 1};
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(blocks), config.blockDim = dim3(32);
-  config.attrs = &attribute, config.numAttrs = cluster > 0;
-  const auto* kernel = reinterpret_cast<const void*>(rank_kernel);
-  return cudaLaunchKernelExC(&config, kernel, arguments);
+  return launch_clusters(rank_kernel, p, blocks, 32, 0, cluster, cluster > 0);
 }
 int run_cluster(Params* p, int kernel, unsigned blocks, unsigned cluster) {
-  void* arguments[] = {p};
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeClusterDimension;
-  attribute.val.clusterDim = {cluster, 1, 1};
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(blocks), config.blockDim = dim3(256), config.dynamicSmemBytes = 1024;
-  config.attrs = &attribute, config.numAttrs = 1;
-  return cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(kernels[kernel]), arguments);
+  return launch_clusters(kernels[kernel], p, blocks, 256, 1024, cluster, 1);
 }
 int run_launch(Params* p, int kernel, int shared) {
   return launch(kernels[kernel], dim3(1), 256, *p, nullptr, shared);

@@ -40,14 +40,16 @@ PTX_SELECTIONS: dict[str, list[str]] = {
         "registers",
         "tensor_copies",
         "matrices",
-        "clusters",
+        "multicasts",
         triton="matmul_bfloat16",
     ),
     "ptx_atomics": selected("memory", "meetings", triton="atomics or locks"),
     "ptx_bulk": selected(
-        "hardware_rules", "tensor_copies", "clusters", triton="boxes or descriptors"
+        "hardware_rules", "tensor_copies", "multicasts", triton="boxes or descriptors"
     ),
-    "ptx_cluster": selected("clusters", "meetings", "hardware_rules", "machine_faults"),
+    "ptx_cluster": selected(
+        "clusters", "multicasts", "meetings", "hardware_rules", "machine_faults"
+    ),
     "ptx_compare": selected("floats", "integers", triton="bits_of"),
     "ptx_convert": selected("floats", "integers", "clusters", triton="cast"),
     "ptx_decode": selected("control_flow", "floats", "integers"),
