@@ -14,6 +14,8 @@
 #include <thread>
 #include <utility>
 
+#include "workers.h"
+
 namespace fastbert::cpu {
 namespace {
 
@@ -32,6 +34,7 @@ void before_fork() {
 // Runs in the child after a fork. With a thread pool without threads, torch's own operators, such
 // as the tanh of the pooler, would also wait forever, so torch is limited to one thread too.
 void in_child() {
+  Workers::mine().forget();
   if (!inherited) return;
   orphaned = true;
   at::set_num_threads(1);
@@ -134,8 +137,13 @@ void together(const std::function<void()>& body) {
   if (threads == 1 || !use_threads() || at::in_parallel_region()) return body();
   Team team;
   std::exception_ptr failure;
+  Workers& workers = Workers::mine();
+  workers.prepare(threads);
   at::parallel_for(0, threads, 1, [&](int64_t first, int64_t) {
-    if (first > 0) return team.help();
+    if (first > 0) {
+      workers.join((int)first);
+      return team.help();
+    }
     led = &team;
     try {
       body();

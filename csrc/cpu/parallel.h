@@ -11,7 +11,8 @@
 // small model. A call with many loops is therefore one parallel region, in which the threads take
 // the tasks of one loop after another (`together`). No loop waits for a thread that has no task. A
 // separate thread pool would have to share the cores with OpenMP's threads, which keep polling for
-// work for milliseconds after each of torch's operators.
+// work for milliseconds after each of torch's operators. workers.h says where the threads wake up
+// after a pause.
 
 #pragma once
 

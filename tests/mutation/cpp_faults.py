@@ -63,6 +63,7 @@ UNITS: dict[str, Unit] = {
     "cpu_rms_norm_operands": source("rows/rms_norm"),
     "cpu_rotary_operands": source("rows/rotary"),
     "cpu_varlen": source("varlen"),
+    "cpu_workers": source("workers"),
     "cpu_attention_pieces_of_rows": source("attention/forward"),
     "cpu_recycling": source("recycling"),
     "snapshot": Unit("csrc/unchanged.cpp"),
@@ -159,6 +160,7 @@ CPP_SELECTIONS: dict[str, list[str]] = {
     "cpu_rms_norm_operands": ["tests/csrc/test_rms_norm.py", "-k", "avx2 or names"],
     "cpu_rotary_operands": ["tests/csrc/test_rotary.py", "-k", "avx2 or names"],
     "cpu_varlen": ["tests/csrc/test_varlen.py"],
+    "cpu_workers": ["tests/csrc/test_workers.py", "-k", "avoids or user"],
 }
 
 GEMM = (
@@ -1815,6 +1817,20 @@ PARALLEL = (
         f"{CPU}/parallel.cpp",
         "thread_local std::unique_ptr<void, Free> memory;",
         "static std::unique_ptr<void, Free> memory;",
+    ),
+    Fault(
+        "worker_may_wake_on_the_core_of_its_caller",
+        "cpu_workers",
+        f"{CPU}/workers.cpp",
+        "  CPU_CLR(core, &given_);\n",
+        "",
+    ),
+    Fault(
+        "cores_that_a_user_gave_to_a_worker_are_forgotten",
+        "cpu_workers",
+        f"{CPU}/workers.cpp",
+        "if (avoided_ < 0 || !CPU_EQUAL(&now, &given_)) allowed_ = now;",
+        "if (avoided_ < 0) allowed_ = now;",
     ),
     Fault(
         "lowest_level_is_the_default",
