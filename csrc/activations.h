@@ -1,4 +1,4 @@
-// The activation functions of a feed-forward, by their names in fastbert/activations.py.
+// The activation functions of a feed-forward layer, by their names in fastbert/activations.py.
 //
 // The CPU and the CUDA code include this header. It contains data but no functions, because the CPU
 // kernels include it once per instruction-set level. The function activation_of in checks.h returns

@@ -1,6 +1,6 @@
-// The Python module fastbert._C. Its functions report how the extension was built, set the
-// instruction-set level and the tile schedule of the CPU kernels, and compare Python objects with
-// their recorded state (unchanged.h). The operators are registered in cpu/operators.cpp and
+// The Python module fastbert._C. Its functions report how the extension was built, return and set
+// the instruction-set level and the tile schedule of the CPU kernels, and compare Python objects
+// with their recorded state (unchanged.h). The operators are registered in cpu/operators.cpp and
 // cuda/cuda_ops.cpp.
 
 #include <c10/util/Exception.h>

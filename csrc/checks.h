@@ -63,7 +63,8 @@ inline void check_shape(const char* name, const at::Tensor& t,
                     ", allowed: ", text_of(allowed));
 }
 
-// Checks the matrix (rows, columns) with which the functions below compare the other operands.
+// Checks that `t` is an fp32, bf16 or fp16 matrix of shape (rows, columns) with at least one
+// column. The functions below compare the other operands with this matrix.
 inline void check_matrix(const char* name, const at::Tensor& t) {
   check_dtype(name, t);
   TORCH_CHECK_VALUE(t.dim() == 2 && t.size(1) >= 1, name, ": got shape ", t.sizes(),
@@ -136,8 +137,9 @@ inline const at::Tensor& wider_of(const at::Tensor& x, const OptionalTensor& res
   return residual && residual->scalar_type() == at::kFloat ? *residual : x;
 }
 
-// If `wide` is true, `residual` may be fp32 although `x` has another dtype. If `wide` is false,
-// both must have the same dtype.
+// Checks the arguments that the forward and the backward of layer norm have in common. If `wide` is
+// true, `residual` may be fp32 although `x` has another dtype. If `wide` is false, both must have
+// the same dtype.
 inline void check_layer_norm(const at::Tensor& x, const at::Tensor& weight,
                              const OptionalTensor& residual, const OptionalTensor& x_bias,
                              const OptionalTensor& seed, double dropout_p, bool wide) {

@@ -42,9 +42,9 @@ uint64_t tag_of(PyObject* dict) {
 #endif
 }
 
-// The version tag of each dictionary at the last time when it had its recorded items. A dictionary
-// that still has this tag has the same items. Comparing a thousand tags takes a quarter of the time
-// of comparing the items.
+// For each dictionary, its version tag at the last check that found its recorded items. A
+// dictionary that still has this tag has the same items. Comparing the tags of a thousand
+// dictionaries takes a quarter of the time that comparing their items takes.
 struct Tags {
   std::vector<uint64_t> seen;
 };

@@ -79,8 +79,9 @@ constexpr int kSharedLimit = 96 * 1024;
 // The largest number of keys for which the backward needs neither delta nor dq_sums.
 constexpr int32_t kAttentionBlockKeys = 64;
 
-// Return how many words of 4 bytes a call needs in pair_bits for a mask that differs between
-// queries. The functions do not read params.pair_bits itself.
+// Return how many words of 4 bytes a call needs in pair_bits. Only the kernels for Hopper need such
+// words, and only for a mask that differs between queries. The functions do not read
+// params.pair_bits itself.
 int64_t attention_pair_words(const AttentionBackward& params);
 int64_t attention_pair_words(const AttentionForward& params);
 

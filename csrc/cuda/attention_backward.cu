@@ -84,10 +84,10 @@ __device__ float row_product(const unsigned char* dout, const unsigned char* out
   return quad_sum(sum);
 }
 
-// Decides which weights of a warp dropout keeps. The rows of the weights are keys. Element (query,
-// key) uses word key % 4 of the Philox counter (key / 4, query, head, batch). Therefore the lanes
-// of four neighbouring keys use the same counters, and each of these lanes computes a quarter of
-// them.
+// Holds, for the weights of one warp, which of them dropout keeps. The rows of the weights are
+// keys. Element (query, key) uses word key % 4 of the Philox counter (key / 4, query, head, batch).
+// Therefore the lanes of four neighbouring keys use the same counters, and each of these lanes
+// computes a quarter of them.
 template <int kRowTiles>
 struct Keep {
   static constexpr int kShare = 4 * kRowTiles;
@@ -127,8 +127,8 @@ struct Keep<0> {
   __device__ bool kept(int, int, int) const { return true; }
 };
 
-// Returns the bits of a mask of query-key pairs for the weights of a lane. Bit 8 (2 m + half) + 2 j
-// + i is 1 if query `query` + 8 j + i attends key `key` + 16 m + 8 half.
+// Reads a mask of query-key pairs, and returns one bit for each weight of a lane. Bit 8 (2 m +
+// half) + 2 j + i is 1 if query `query` + 8 j + i attends key `key` + 16 m + 8 half.
 template <int kRowTiles>
 __device__ uint32_t allowed_pairs(const AttentionMask& mask, const uint8_t* pairs, int key,
                                   int keys, int query, int queries) {
@@ -258,7 +258,8 @@ __global__ void __launch_bounds__(kThreads, kHeadDim == 128 ? 1 : 2)
     copy_rows<M::kBlockKeys, kHeadDim, kThreads>(shared_base + M::kValues, v, p.v.stride_row,
                                                  key_exists);
     fill(0);
-    const int warp_key = warp * 16 * kRowTiles;  // in the block
+    const int warp_key =
+        warp * 16 * kRowTiles;  // the warp's first key, counted in the block of keys
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
       const int row = warp_key + 16 * m;
@@ -319,7 +320,7 @@ __global__ void __launch_bounds__(kThreads, kHeadDim == 128 ? 1 : 2)
       float gradients[kRowTiles][kColumns][4];
       multiply_transposed<T, kHeadDim>(gradients, base + M::kValues + warp_key * Tile::kRowBytes,
                                        douts);
-      if (is_first) __syncthreads();  // delta
+      if (is_first) __syncthreads();  // all threads have written their delta
       // The softmax over a single key is constant, so its gradient is exactly 0; the formula would
       // give a small number because of rounding. If the query does not attend the key, the weight
       // is 0 and the formula is not used, because `dweight` may be NaN.

@@ -45,7 +45,7 @@ struct Memory {
 // The scores or weights of a warp for 32 queries and 32 keys.
 using Scores = float[kRowTiles][kColumns][4];
 
-// Sets the scores of keys whose bits are 0 to -inf. `upper` is for the row of scores [j][0] and
+// Sets a score to -inf if the bit of its key is 0. `upper` is for the row of scores [j][0] and
 // [j][1], and `lower` is for the row of scores [j][2] and [j][3]. With t = lane % 4, scores [j][i]
 // and [j][i + 2] belong to the key of bit 8 j + 2 t + i, for i = 0 and 1.
 __device__ void hide(float (&scores)[kColumns][4], KeyBits upper, KeyBits lower) {
@@ -60,8 +60,8 @@ __device__ void hide(float (&scores)[kColumns][4], KeyBits upper, KeyBits lower)
   }
 }
 
-// Reads a row of a mask of query-key pairs, and returns the bits of the keys in the tile that the
-// lane's scores belong to.
+// Reads a row of a mask of query-key pairs, which is the row of one query. Returns one bit for each
+// key of the tile for which the lane holds a score. The bit is 1 if the query attends the key.
 __device__ KeyBits attended_pairs(const uint8_t* row, int64_t stride_key, int first, int keys) {
   const int lane_first = static_cast<int>(threadIdx.x) % 4 * 2;
   KeyBits bits = 0;
@@ -76,8 +76,8 @@ __device__ KeyBits attended_pairs(const uint8_t* row, int64_t stride_key, int fi
   return bits;
 }
 
-// Sets the values that no query of the block attends to 0 in shared memory, because they may be
-// NaN. `any` has the bits of the keys that the lane's queries attend.
+// Writes 0 to shared memory in place of the values of keys that no query of the block attends,
+// because these values may be NaN. `any` has the bits of the keys that the lane's queries attend.
 template <int kHeadDim>
 __device__ void zero_unattended(unsigned char* values, KeyBits any) {
   constexpr int kChunks = kHeadDim / 8;
@@ -96,7 +96,7 @@ __device__ void zero_unattended(unsigned char* values, KeyBits any) {
   __syncthreads();
 }
 
-// Sets the weights that dropout drops to 0. Element (row, key) uses word key % 4 of the Philox
+// Replaces each weight that dropout drops by 0. Element (row, key) uses word key % 4 of the Philox
 // counter (key / 4, row, head, batch). A lane holds two of the four keys of a counter in every
 // column tile. Therefore, of every two column tiles, each lane computes the random words of one
 // tile, for itself and for its neighbour. The two lanes then exchange the bits that say which

@@ -38,8 +38,9 @@ using KeyBits = uint32_t;
 constexpr int kKeys = 32;
 constexpr KeyBits kAllKeys = 0xffffffffu;
 
-// Returns the bits of the keys of a tile that exist and that the mask of keys, if there is one,
-// allows. All lanes of a warp call this function, and each lane reads one byte of the mask.
+// Returns one bit for each key of a tile. The bit is 1 if the key exists and the mask of keys
+// allows it, or if the key exists and `mask` is null. All lanes of a warp call this function, and
+// each lane reads one byte of the mask.
 inline __device__ KeyBits attended_keys(const uint8_t* mask, int64_t stride_key, int first,
                                         int keys) {
   const int left = keys - first;
@@ -67,7 +68,7 @@ __device__ void copy_rows(uint32_t to, const T* from, int64_t stride_row, const 
   }
 }
 
-// Sets the rows of `x` that belong to no sequence to 0, for the head of the thread block. The
+// Writes 0 to the rows of `x` that belong to no sequence, for the head of the thread block. The
 // `blocks` thread blocks of the last sequence share the work.
 template <class T, int kHeadDim, int kThreads>
 __device__ void zero_slack(const HeadRows& x, const Head& h, int64_t first, int64_t rows, int block,

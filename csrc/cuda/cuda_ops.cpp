@@ -306,7 +306,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> linear_gelu_gradient_op(const at:
   return {dh, dbias, a};
 }
 
-// Attention
+// The following functions belong to the operators of attention. readable_rows returns `t` or an
+// aligned copy. writable_rows returns `t` or an aligned tensor without contents.
 
 at::Tensor readable_rows(const at::Tensor& t) {
   return is_aligned(t) ? t : t.clone(at::MemoryFormat::Contiguous);
@@ -499,7 +500,7 @@ void flash_attention_backward_op(const at::Tensor& dq, const at::Tensor& dk, con
     if (!written[i].is_same(*wanted[i])) wanted[i]->copy_(written[i]);
 }
 
-// The positions of the tokens in a padded batch
+// The operator that finds the positions of the tokens in a padded batch.
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> mask_places_op(const at::Tensor& mask,
                                                                           bool with_padding) {

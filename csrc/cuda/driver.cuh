@@ -1,4 +1,4 @@
-// The functions of the CUDA driver that the launchers need. The CUDA runtime looks up these
+// Gives the launchers access to functions of the CUDA driver. The CUDA runtime looks up these
 // functions, so that the extension need not be linked with libcuda.
 
 #pragma once

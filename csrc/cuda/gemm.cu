@@ -59,6 +59,8 @@ __device__ void copy_slice(uint32_t to, const ConstMatrix& x, int first_row, int
   }
 }
 
+// Starts the copies of the slices of both operands for one step. If kByRows is true, the right
+// operand is stored as (depth, columns), and otherwise as (columns, depth).
 template <class Params, bool kByRows>
 __device__ void copy_stage(const Params& p, uint32_t to, const TileAt& at, int step) {
   const int depth = step * kDepth, column = at.column * kColumns;
@@ -73,7 +75,8 @@ __device__ void copy_stage(const Params& p, uint32_t to, const TileAt& at, int s
 
 using Sums = float[kWarpRows / 16][kWarpColumns / 8][4];
 
-// Sets the sums of a warp to the bias. `column` is the first column of the warp.
+// Sets the sums of a warp to the bias, or to 0 if `bias` is null. `column` is the first column of
+// the warp.
 template <class T>
 __device__ void start_sums(Sums& sums, const void* bias, int column, int64_t columns) {
   const int t = static_cast<int>(threadIdx.x) % 4;
@@ -144,8 +147,9 @@ __device__ void store_sums(const Sums& sums, unsigned char* result, int warp) {
       }
 }
 
-// Applies the activation to 32 rows of the result, and writes these rows to global memory. One warp
-// calls this function.
+// Applies the activation, or its gradient, to the tile in shared memory, and writes the results to
+// global memory. Each warp of the block calls this function and computes 32 rows. In the backward,
+// the function also writes the sums of dh over the rows of the tile.
 template <class T, class Store>
 __device__ void finish(const typename Store::Params& p, unsigned char* memory, const TileAt& at,
                        int warp) {

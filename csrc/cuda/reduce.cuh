@@ -54,8 +54,8 @@ __device__ float row_sum(float x, RowSums<kThreads>& shared) {
   return row_sum(Pair{x, 0.0f}, shared).a;
 }
 
-// out[n] = sum over i < count of partial[i][n]. `partial` is a (count, columns) matrix, and `out`
-// is written in `format`.
+// out[n] = sum over i < count of partial[i][n]. `partial` is a (count, columns) matrix whose rows
+// are `stride` elements apart, and `out` is written in `format`.
 struct SumPartials {
   const float* partial;
   int64_t count, columns, stride;

@@ -1,8 +1,8 @@
 // Asynchronous copies of rows from global memory to the registers of a block's threads.
 //
-// A thread copies its part of a row with cp.async to shared memory, one or two rows before it loads
-// that row into its registers. It copies only its own part, so it waits only for its own copies,
-// and no thread waits for another thread.
+// A thread copies its part of a row with cp.async to shared memory, while it still computes the row
+// before, or the row before that. Later it loads the part into its registers. It copies only its
+// own part, so it waits only for its own copies, and no thread waits for another thread.
 
 #pragma once
 
@@ -37,7 +37,7 @@ struct Layout {
   static __device__ bool inside(int column, int columns) { return kExact || column < columns; }
 };
 
-// The part of a row that a thread holds, in its own format.
+// The part of a row that a thread holds, in the storage format of the matrix.
 template <class L>
 using RowPart = WordPack<typename L::Element>[L::kVectors];
 

@@ -43,7 +43,7 @@ class Lacking(Exception):
 
 
 class Toolkit(NamedTuple):
-    """The folders that a build needs besides torch's, and the runtime library's name for -l."""
+    """The folders that a build needs besides torch's, and the name of libcudart for option -l."""
 
     include_dirs: list[str]
     library_dirs: list[str]
@@ -67,7 +67,8 @@ def find(
         roots: The folders in which NVIDIA's pip packages are installed.
 
     Raises:
-        Lacking: If a compiler, a header or the runtime library is missing, or a compiler fails.
+        Lacking: If a compiler, a header or the runtime library is missing, if a compiler fails, or
+            if nvcc has another major version than `cuda`.
     """
     require_release(nvcc, cuda)
     major = cuda.split(".")[0]
@@ -137,9 +138,10 @@ def refusal(nvcc: Path, include_dirs: list[str], major: str, folder: Path) -> st
 
 
 def runtimes(own: list[str], packages: list[Path], major: str) -> Iterator[tuple[list[str], str]]:
-    """Yield the folders to add for the runtime library and its name for -l, the preferred first.
+    """Yield pairs of the folders to search for libcudart and its name for -l, the preferred first.
 
-    NVIDIA's packages have no libcudart.so, which -lcudart needs, so their file is named in full.
+    NVIDIA's packages have no libcudart.so, which -lcudart needs. Therefore the full name of the
+    file in the package is given, after a colon.
     """
     yield [], "cudart"
     yield own, "cudart"
@@ -160,7 +162,7 @@ def cxx() -> list[str]:
 
 
 def environment(*names: str) -> list[str]:
-    """Return the flags in these environment variables, which setuptools passes to compilers."""
+    """Return the flags in the environment variables `names`, in the order of the names."""
     return [flag for name in names for flag in shlex.split(os.environ.get(name, ""))]
 
 
@@ -173,7 +175,10 @@ def execute(*command: object) -> subprocess.CompletedProcess[str]:
 
 
 def complaint(result: subprocess.CompletedProcess[str]) -> str:
-    """Return the first error in the output of a compiler, or its last line if there is no error."""
+    """Return the first error in the output of a compiler, or the last line if there is no error.
+
+    If there is no output, return the exit status.
+    """
     lines = (result.stdout + result.stderr).strip().splitlines()
     if not lines:
         return f"exit status {result.returncode}"

@@ -94,8 +94,8 @@ __global__ void __launch_bounds__(kThreads) mask_places_kernel(MaskPlaces p) {
     }
     if (place >= end) continue;
     if (column == 0) p.cu_seqlens[row] = static_cast<int32_t>(rank);
-    // The place of padding comes after all tokens and after the earlier padding, which is place -
-    // rank.
+    // A position of padding is written after all tokens and after the earlier positions of padding.
+    // The number of these earlier positions is place - rank.
     const int64_t to = kept ? rank : counts.total + place - rank;
     if (kept || p.rows != nullptr) p.indices[to] = place;
     if (p.rows != nullptr) p.rows[place] = to;

@@ -142,8 +142,8 @@ __device__ void zero_unattended(const Params& p, uint32_t shared, unsigned char*
 }
 
 // Under a mask of query-key pairs, writes the bits of the attended pairs of each tile to shared
-// memory, and sets the values of the keys that no query of the tile attends to 0. One warp calls
-// this function.
+// memory, and writes 0 in place of the values of keys that no query of the tile attends. One warp
+// calls this function.
 template <int kHeadDim>
 __device__ void publish_pairs(const Params& p, uint32_t shared, unsigned char* memory,
                               Items items) {
@@ -182,8 +182,8 @@ __device__ void publish_pairs(const Params& p, uint32_t shared, unsigned char* m
   }
 }
 
-// In packed tensors, sets the rows of out that belong to no sequence to 0, and the same rows of lse
-// to -inf. 64 threads of each thread block call this function.
+// In packed tensors, writes 0 to the rows of out that belong to no sequence, and -inf to the same
+// rows of lse. 64 threads of each thread block call this function.
 template <int kHeadDim>
 __device__ void zero_slack(const AttentionForward& p, int thread) {
   constexpr int kChunks = kHeadDim / 8;
@@ -200,7 +200,7 @@ __device__ void zero_slack(const AttentionForward& p, int thread) {
   }
 }
 
-// Sets the scores of keys that are not attended to -inf.
+// Replaces the scores of keys that are not attended by -inf.
 __device__ void hide(float (&scores)[kScores], const KeyBits (&bits)[kKeyWords]) {
   const int first = static_cast<int>(threadIdx.x) % 4 * 2;
 #pragma unroll
@@ -210,8 +210,9 @@ __device__ void hide(float (&scores)[kScores], const KeyBits (&bits)[kKeyWords])
   }
 }
 
-// Sets the scores of query-key pairs that are not attended to -inf. `first` points to the bits of
-// the pairs of the warp's first query. A warp that attends all pairs of a tile skips this.
+// Replaces the scores of query-key pairs that are not attended by -inf. `first` points to the bits
+// of the pairs of the warp's first query. If all queries of the warp attend all keys of the tile,
+// the function returns early.
 __device__ void hide_pairs(float (&scores)[kScores], const uint4* first) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const uint4 upper = first[lane / 4], lower = first[lane / 4 + 8];
@@ -296,7 +297,8 @@ class Consumer {
     place.advance();
   }
 
-  // Sets the scores of a tile that are not attended to -inf, and frees the stage of the keys.
+  // Replaces the scores of keys or pairs that are not attended by -inf, and frees the stage of the
+  // keys.
   __device__ void hide_and_release(const Item& item, int tile) {
     const int left = item.head.keys - tile * kKeyRows;
     if constexpr (kPairs) {

@@ -103,7 +103,7 @@ class KeyGroup {
     return reinterpret_cast<const Statistics*>(memory_ + M::kStatistics)[stage_.stage];
   }
 
-  // Sets the scores of keys that are not attended to -inf.
+  // Replaces the scores of keys that are not attended by -inf.
   __device__ void hide_keys() {
     if (attended_ == kAllRows) return;
     const int of_lane = attended_ >> lane() / 4;
@@ -112,8 +112,8 @@ class KeyGroup {
       if (!(of_lane >> (i / 2 % 2 * 8) & 1)) scores_[i] = -INFINITY;
   }
 
-  // Sets the scores of query-key pairs that are not attended to -inf. A warp whose pairs are all
-  // attended skips this.
+  // Replaces the scores of query-key pairs that are not attended by -inf. If all pairs of the warp
+  // are attended, the function returns early.
   __device__ void hide_pairs() {
     const uint2* rows =
         reinterpret_cast<const uint2*>(memory_ + M::kPairs + stage_.stage * BackwardPairs::kBytes) +

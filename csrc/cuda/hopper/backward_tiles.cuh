@@ -220,8 +220,8 @@ __device__ void prepare_statistics(const Params& p, uint32_t shared, unsigned ch
   });
 }
 
-// Sets the rows of a head from `first` to `end` - 1 to 0. `warps` warps share the work, and each of
-// them calls this function with its own number `warp`.
+// Writes 0 to the rows of a head from `first` to `end` - 1. `warps` warps share the work, and each
+// of them calls this function with its own number `warp`.
 template <class T, int kHeadDim>
 __device__ void zero_rows(const HeadRows& x, const Head& h, int64_t first, int64_t end, int warp,
                           int warps) {
@@ -233,8 +233,8 @@ __device__ void zero_rows(const HeadRows& x, const Head& h, int64_t first, int64
     *reinterpret_cast<uint4*>(rows + i / kChunks * x.stride_row + i % kChunks * 8) = {0, 0, 0, 0};
 }
 
-// Sets the rows of packed gradients that belong to no sequence to 0. One warp of each thread block
-// calls this function.
+// Writes 0 to the rows of packed gradients that belong to no sequence. One warp of each thread
+// block calls this function.
 template <class T, int kHeadDim>
 __device__ void zero_slack(const AttentionBackward& p) {
   const Sequences& s = p.sequences;

@@ -13,7 +13,7 @@ struct DropoutRows {
   int row, head, batch;
 };
 
-// Sets the weights that dropout drops to 0. Element (row, key) uses word key % 4 of the Philox
+// Replaces each weight that dropout drops by 0. Element (row, key) uses word key % 4 of the Philox
 // counter (key / 4, row, head, batch). A lane holds two of the four keys of a counter in every
 // group of 8 columns. Therefore, of every two groups, each lane computes the random words of one
 // group, for itself and for its neighbour. The two lanes then exchange the bits that say which
@@ -90,7 +90,7 @@ class KeptWeights {
 
  private:
   static constexpr int kShare = 8;
-  uint32_t kept_ = 0;  // bit 4 c + i for counter c of the lane with key % 4 == i
+  uint32_t kept_ = 0;  // bit 4 c + i is for counter c of the lane with key % 4 == i
 };
 
 // Without dropout, `kept` returns true for every weight.

@@ -165,7 +165,8 @@ class Consumer {
     wait(shared_ + Memory::kFull + 8 * full_.stage, full_.parity);
   }
 
-  // Only the forward has a bias; kByRows is true in the backward.
+  // Sets the sums to the bias, or to 0 if there is none. Only the forward has a bias; kByRows is
+  // true in the backward.
   __device__ void start_sums() {
     if (kByRows || !p_.has_bias) {
 #pragma unroll
@@ -242,7 +243,7 @@ class Consumer {
 template <class T, class Store, bool kByRows>
 class Epilogue {
   using Call = typename Store::Params;
-  static constexpr int kRounds = 4;  // four rows each
+  static constexpr int kRounds = 4;  // rounds of four rows, in each of which a lane takes one row
   static constexpr int kParts = kColumns / kBoxColumns;
 
  public:

@@ -1,6 +1,6 @@
 // The groups of four warps in a persistent thread block. The first group starts the copies, and the
-// other groups multiply. In attention, the first group also gives some of its registers to the
-// other groups.
+// other groups multiply. In gemm.cu, the first group also computes the epilogue. In attention, it
+// gives some of its registers to the other groups.
 
 #pragma once
 

@@ -11,7 +11,7 @@ namespace fastbert::cuda {
 
 constexpr int kKeyWords = kKeyRows / 32;
 
-// Returns the bits of the first `count` keys of 32.
+// Returns 32 bits, of which the lowest `count` bits are 1. `count` may be below 0 or above 32.
 inline __device__ KeyBits first_bits(int count) {
   return count >= 32 ? kAllKeys : count <= 0 ? 0 : (1u << count) - 1;
 }
@@ -27,8 +27,8 @@ inline __device__ void attended_keys(KeyBits (&bits)[kKeyWords], const Attention
         attended_keys(of_head, mask.stride_key, tile * kKeyRows + 32 * word, item.head.keys);
 }
 
-// Sets the rows of a tile whose keys are not attended to 0, because these rows may contain NaN. One
-// warp calls this function.
+// Writes 0 to the rows of a tile whose keys are not attended, because these rows may contain NaN.
+// One warp calls this function.
 template <int kHeadDim>
 __device__ void zero_unattended_rows(unsigned char* tile, const KeyBits (&bits)[kKeyWords]) {
   using Row = BoxRow<kHeadDim>;

@@ -40,7 +40,7 @@ struct Order {
 
   uint16_t sequence[kSequences];
   // first[c] is the index in `sequence` at which class c begins, and first_item[c] is the first
-  // item of class c. The last entries are the ends of the last class.
+  // item of class c. The entry after the last class in use is the end of that class.
   int first[kClasses + 1], first_item[kClasses + 1];
 
   static __device__ bool serves(const Sequences& s) {
@@ -56,8 +56,9 @@ inline __device__ int class_tiles(int queries) { return max(query_tiles(queries)
 // Sorts the sequences by class and keeps their order inside a class. One warp calls this function.
 inline __device__ void sort(Order& order, const Sequences& s) {
   const int lane = static_cast<int>(threadIdx.x) % 32, classes = class_tiles(s.max_q);
-  // Calls body(sequence, class, lanes before this one with the same class, all lanes with this
-  // class) for 32 sequences at a time.
+  // Calls body(sequence, class, before, peers) for 32 sequences at a time, one for each lane.
+  // `peers` is the number of lanes whose sequence has the same class, and `before` is the number of
+  // such lanes before this lane. A lane without a sequence has the class -1.
   const auto each = [&](const auto& body) {
     for (int first = 0; first < s.batches; first += 32) {
       const int number = first + lane;
@@ -69,8 +70,8 @@ inline __device__ void sort(Order& order, const Sequences& s) {
       __syncwarp();
     }
   };
-  // `first_item` first counts the sequences of each class, and then holds the next free index of
-  // each class.
+  // `first_item` first counts the sequences of each class. Then it holds the next free index in
+  // `sequence` for each class, and at the end the first item of each class.
   if (lane <= classes) order.first_item[lane] = 0;
   if (lane == 0) order.first_item[classes] = 0;
   __syncwarp();

@@ -10,7 +10,7 @@
 
 namespace fastbert::cuda {
 
-constexpr int kScores = 64;  // of a lane: two rows of 32 keys
+constexpr int kScores = 64;  // scores of a lane: two rows of 32 keys
 
 // Returns 2^x for x <= 0 with a relative error of at most 3.1e-6. The result is exactly 1 for x =
 // 0, and exactly 0 for x <= -127 and for -inf.

@@ -17,8 +17,8 @@ struct Statistics {
 };
 
 // Returns delta of row `first` + lane, from a tile of dout and a tile of out in the layout of
-// tma.cuh. All lanes of a warp call this function. A row is read by as many lanes as the row has
-// chunks of 16 bytes.
+// tma.cuh. All lanes of a warp call this function. Neighbouring lanes share a row: each of them
+// reads one chunk of 16 bytes from each part of the row.
 template <class T, int kHeadDim>
 __device__ float delta_of(const unsigned char* dout, const unsigned char* out, int first) {
   using Row = BoxRow<kHeadDim>;

@@ -1,10 +1,10 @@
 // Copies of boxes of rows between global and shared memory by the copy engine (TMA).
 //
-// A box has up to 128 rows of one head, and 64 neighbouring 16-bit elements of each row, or 32
-// elements at head dim 32. A box in shared memory is aligned to 1024 bytes. A row of 64 elements
-// takes 128 bytes, and chunk c of 16 bytes in row r is at index c XOR (r % 8) of the row. In rows
-// of 64 bytes, chunk c is at index c XOR (r / 2 % 4). wgmma reads both layouts (swizzles of 128 and
-// 64 bytes) without conflicts.
+// In attention, a box has up to 128 rows of one head, and 64 neighbouring 16-bit elements of each
+// row, or 32 elements at head dim 32. A box in shared memory is aligned to 1024 bytes. A row of 64
+// elements takes 128 bytes, and chunk c of 16 bytes in row r is at index c XOR (r % 8) of the row.
+// In rows of 64 bytes, chunk c is at index c XOR (r / 2 % 4). wgmma reads both layouts (swizzles of
+// 128 and 64 bytes) without conflicts.
 //
 // In packed tensors, a box neither reads nor writes rows of other sequences, because each sequence
 // ends at the bound of a dimension. Row r of a sequence of `length` rows has the coordinates (kEnd

@@ -20,7 +20,7 @@ namespace fastbert::cuda {
 
 // Returns the descriptor of an operand in the layout of tma.cuh, with rows of 128 or 64 bytes.
 // Groups of eight rows are stored one after the other. `halves` is the distance in bytes between
-// the first 64 and the next 64 columns of a right operand of accumulate_rows.
+// successive parts of 64 columns in the right operand of accumulate_rows or multiply_rows.
 template <int kRowBytes = 128>
 __device__ uint64_t descriptor(uint32_t address, uint32_t halves = 16) {
   static_assert(kRowBytes == 128 || kRowBytes == 64);
@@ -32,8 +32,9 @@ __device__ uint64_t descriptor(uint32_t address, uint32_t halves = 16) {
 // Returns the descriptor of an operand that begins `bytes` further on.
 inline __device__ uint64_t moved(uint64_t descriptor, int bytes) { return descriptor + bytes / 16; }
 
-// Returns x, which is the same in all lanes of a warp. ptxas knows that this result is the same, so
-// that counters and addresses that depend on it stay in uniform registers, as wgmma takes them.
+// Returns x, which must be the same in all lanes of a warp. ptxas knows that this result is the
+// same in all lanes. Therefore counters and addresses that depend on it stay in uniform registers,
+// which wgmma requires for its operands.
 inline __device__ int uniform(int x) {
   return static_cast<int>(__reduce_or_sync(0xffffffffu, static_cast<unsigned>(x)));
 }
