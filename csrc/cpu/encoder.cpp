@@ -23,8 +23,8 @@ constexpr size_t kScales = 8;  // number of tensors in `scales` for a layer
 // The division of the rows into sequences, and the settings that every layer shares.
 struct Stack {
   const OptionalTensor &cu_seqlens, &mask, &bias;
-  at::TensorList rotations;  // cosines and sines for each layer
-  at::IntArrayRef windows;   // largest distance between a query and a key, for each layer
+  at::TensorList rotations;  // cosines and sines for each layer, or empty
+  at::IntArrayRef windows;   // largest distance between a query and a key for each layer, or empty
   int64_t batch, max_seqlen, heads;
   // The number of weight tensors of the projections to q, k and v, and the number of weight tensors
   // of the first product of the feed-forward.

@@ -26,14 +26,14 @@ namespace {
 // The indices of the tensors that the forward stores for the backward. A tensor that a layer does
 // not need is empty.
 enum Kept : size_t {
-  kKeys,       // keys and values; also the queries, first, if every row is a query
+  kKeys,       // keys and values or, if every row is a query, queries, keys and values
   kAttended,   // the output of attention
-  kProjected,  // only if the norm is after attention
+  kProjected,  // projection of kAttended, if a norm is after attention
   kFirstMean,
   kFirstScale,
-  kMiddle,  // input of the feed-forward, before the norm if there is one
+  kMiddle,  // input of the feed-forward or, if a norm is before it, of this norm
   kInner,   // result of the feed-forward's first product, before the activation
-  kOuter,   // only if the norm is after the feed-forward
+  kOuter,   // result of the feed-forward's second product, if a norm is after the feed-forward
   kSecondMean,
   kSecondScale,
   kQueries,  // queries, if a call chose them
@@ -43,7 +43,7 @@ enum Kept : size_t {
   kCount,
 };
 
-// The division of the rows into sequences and the settings of a trained layer.
+// The settings of a layer in training, and the division of its rows into sequences.
 struct LayerSettings {
   const OptionalTensor &chosen, &cu_seqlens_q, &cu_seqlens_k;
   at::TensorList seeds, rotation;  // rotation: cosines and sines, or empty
@@ -105,7 +105,7 @@ struct Linear {
   }
 };
 
-// Checks
+// The following functions check the arguments of a layer.
 
 void check_seeds(const LayerSettings& s) {
   TORCH_CHECK_VALUE(s.dropouts.size() == 3, "dropouts: got ", s.dropouts.size(),
@@ -239,7 +239,7 @@ OptionalTensor copied(const OptionalTensor& chosen) {
   return private_copy(*chosen, at::kLong);
 }
 
-// Products
+// The following functions compute matrix products and their gradients.
 
 // Returns x Wᵀ + bias in s.dtype, where W is the concatenation of the weights of `l`.
 at::Tensor product_with_bias(const at::Tensor& x, const Linear& l, const LayerSettings& s) {
@@ -306,7 +306,7 @@ void write_gradients(const Linear& gradients, const at::Tensor& dy, const at::Te
   }
 }
 
-// Attention
+// The following functions compute attention and its gradients.
 
 // Returns a view of projection number `part` in rows whose projections have `size` columns each.
 // The view is (rows, heads, head_dim) for packed sequences and (batch, heads, length, head_dim)
@@ -393,7 +393,7 @@ at::Tensor attend_backward(const at::Tensor& dattended, const OptionalTensor& dr
                           scatter_rows(dchosen, *s.chosen, rows.size(0)), s);
 }
 
-// The feed-forward
+// The following functions compute the feed-forward and its gradients.
 
 // Returns the activation of the first product of the feed-forward, and stores this product in
 // `kept`.
@@ -422,7 +422,7 @@ at::Tensor feed_backward(const at::Tensor& dy, const OptionalTensor& drows, cons
   return gradient_of_rows(dh, Linear(p.inner, s.inner_projections), drows, s);
 }
 
-// The layer
+// The following functions compute the whole layer and its gradients.
 
 // The gradients of the parameters of a layer.
 struct Gradients {
@@ -497,8 +497,8 @@ at::Tensor backward_post_norm(const at::Tensor& dy, const at::Tensor& hidden,
                          g.qkv, s);
 }
 
-// Runs the forward of a layer with norms before attention and before the feed-forward. The norm
-// before attention may be absent.
+// Runs the forward of a layer whose norms come before attention and before the feed-forward. The
+// norm before attention may be absent.
 void forward_pre_norm(const at::Tensor& hidden, const LayerParameters& p, const LayerSettings& s,
                       std::vector<at::Tensor>& found) {
   at::Tensor *kept = &found[1], rows = hidden;

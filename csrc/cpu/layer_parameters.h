@@ -12,9 +12,9 @@
 namespace fastbert::cpu {
 
 // Each linear layer has one or more weights, followed by the same number of biases. Each norm has a
-// weight and a bias. A tensor without elements is absent. A layer has `projections` weights, which
-// compute q, k and v in this order, and `inner_projections` weights for the first product of the
-// feed-forward.
+// weight and a bias. A tensor without elements stands for an absent weight or bias. A layer has
+// `projections` weights, which compute q, k and v in this order, and `inner_projections` weights
+// for the first product of the feed-forward.
 struct LayerParameters {
   const at::Tensor *qkv, *projection, *first_norm, *inner, *outer, *second_norm;
 

@@ -48,8 +48,8 @@ at::Tensor linear_layer_norm(const at::Tensor& x, const at::Tensor& weight,
 
 // Returns LN(activation(x Wᵢᵀ + bᵢ) Wₒᵀ + bₒ + residual) in the dtype of the residual. Wᵢ and bᵢ
 // are `inner` and `inner_bias`, and Wₒ and bₒ are `outer` and `outer_bias`. The result has the same
-// bits as `linear` followed by `linear_layer_norm`. The activations are stored only as the packed
-// operand of the second product.
+// bits as `linear` followed by `linear_layer_norm`. If `inner` has a multiple of 32 rows, the
+// activations are stored only as the packed operand of the second product.
 at::Tensor feed_forward_layer_norm(const at::Tensor& x, const at::Tensor& inner,
                                    const OptionalTensor& inner_bias, const at::Tensor& outer,
                                    const OptionalTensor& outer_bias, const at::Tensor& residual,
@@ -104,8 +104,9 @@ std::tuple<at::Tensor, at::Tensor> rms_norm_backward(const at::Tensor& dy, const
                                                      const at::Tensor& rstd,
                                                      const OptionalTensor& residual);
 
-// Rotates the first `heads` heads of x (tokens, H, D) by the angles whose cosines and sines are
-// `cos` and `sin` (tokens, D / 2).
+// Returns a copy of x (tokens, H, D) in which the first `heads` heads are rotated by the angles
+// whose cosines and sines are `cos` and `sin` (tokens, D / 2). If `inverse` is true, they are
+// rotated by the negative angles.
 at::Tensor rotary(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin, int64_t heads,
                   bool inverse);
 
@@ -113,20 +114,20 @@ at::Tensor rotary(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& 
 void rotate_in_place(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin,
                      int64_t heads, bool inverse);
 
-// Returns softmax(q kᵀ scale + bias) v and, in fp32, the log-sum-exp of each row of logits. q is
-// (B, H, Lq, D), k and v are (B, H, Lk, D), and all may have any strides. In a packed batch, they
-// are (T, H, D) with cu_seqlens in int32 (B + 1,), and the result is 0 in rows after the last
-// sequence. `mask` is bool and `bias` floating; both are 4-D and broadcastable to (B, H, max_q,
-// max_k). The memory order of a dense result is (B, Lq, H, D), so that heads can be merged without
-// a copy. The log-sum-exp is (B, H, Lq) or, in a packed batch with Tq query rows, (H, Tq).
+// Returns dropout(softmax(q kᵀ scale + bias)) v and, in fp32, the log-sum-exp of each row of
+// logits. q is (B, H, Lq, D), k and v are (B, H, Lk, D), and all may have any strides. In a packed
+// batch, they are (T, H, D) with cu_seqlens in int32 (B + 1,), and the result is 0 in rows after
+// the last sequence. `mask` is bool and `bias` floating; both are 4-D and broadcastable to (B, H,
+// max_q, max_k). The memory order of a dense result is (B, Lq, H, D), so that heads can be merged
+// without a copy. The log-sum-exp is (B, H, Lq) or, in a packed batch with Tq query rows, (H, Tq).
 std::tuple<at::Tensor, at::Tensor> attention_forward(
     const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const OptionalTensor& mask,
     const OptionalTensor& bias, const OptionalTensor& cu_seqlens_q,
     const OptionalTensor& cu_seqlens_k, const OptionalTensor& seed, int64_t max_seqlen_q,
     int64_t max_seqlen_k, double dropout_p, double scale, int64_t left, int64_t right);
 
-// Writes the gradients to dq, dk and dv and, if it is not None, to dbias, which has the shape of
-// the bias.
+// Writes the gradients of q, k and v to dq, dk and dv. If dbias is not None, the gradient of the
+// bias is written to it; dbias has the shape of the bias.
 void attention_backward(const at::Tensor& dq, const at::Tensor& dk, const at::Tensor& dv,
                         const OptionalTensor& dbias, const at::Tensor& dout, const at::Tensor& q,
                         const at::Tensor& k, const at::Tensor& v, const OptionalTensor& mask,
@@ -135,8 +136,8 @@ void attention_backward(const at::Tensor& dq, const at::Tensor& dk, const at::Te
                         int64_t max_seqlen_q, int64_t max_seqlen_k, double dropout_p, double scale,
                         int64_t left, int64_t right);
 
-// Returns the softmax weights of the heads in `heads` and the queries in `rows`. The result is (B,
-// number of heads, number of rows, max_seqlen_k).
+// Returns the softmax weights of the heads in `heads` and the queries in `rows`, where None stands
+// for all heads or all queries. The result is (B, number of heads, number of rows, max_seqlen_k).
 at::Tensor attention_weights(const at::Tensor& q, const at::Tensor& k, const OptionalTensor& mask,
                              const OptionalTensor& bias, const OptionalTensor& cu_seqlens_q,
                              const OptionalTensor& cu_seqlens_k, int64_t max_seqlen_q,

@@ -1,9 +1,9 @@
 // Pages of 2 MiB for the memory of weights.
 //
 // A product with few rows reads each weight once per call. With pages of 4 KiB, this reading is
-// limited by the speed at which the processor translates addresses. With pages of 2 MiB, a call
-// with 32 tokens takes 10 % less time. The operating system moves the memory to such pages without
-// changing an address or a value.
+// limited by the speed at which the processor translates addresses. With pages of 2 MiB, a call of
+// an encoder with 32 tokens takes 10 % less time. The operating system moves the memory to such
+// pages without changing an address or a value.
 
 #if defined(__linux__)
 #include <pthread.h>
@@ -24,7 +24,8 @@ namespace {
 constexpr uintptr_t kPage = uintptr_t{2} << 20;
 constexpr int kCollapse = 25;  // MADV_COLLAPSE since Linux 6.1; older headers do not define it
 
-// After a fork, parent and child share memory, and moving the memory would copy it.
+// Whether this process was created by a fork. After a fork, parent and child share memory, and
+// moving the memory would copy it.
 bool forked = false;
 [[maybe_unused]] const int registered = pthread_atfork(nullptr, nullptr, [] { forked = true; });
 

@@ -11,9 +11,10 @@ std::mutex strong_accesses;
 
 namespace {
 
-// Whether a write stores the bytes that an unordered write of another thread has already stored.
-// Such writes are not a race: several threads may store the same value in any order, and they may
-// all store uninitialized values. `value` has the meaning that it has in `reach`.
+// Returns whether a write stores the same bytes that another thread has already stored with an
+// unordered write. Such writes are not a race: several threads may store the same value in any
+// order, and they may all store uninitialized values. `value` has the meaning that it has in
+// `reach`.
 bool repeats(const Block& b, const Warp& w, int lane, uint32_t offset, uint32_t size,
              const uint8_t* value) {
   const Stamp& last = b.cells[offset / (uint32_t)b.launch->program->granule].write;
@@ -129,7 +130,7 @@ void count(Warp& w, const Instr& i, Mask m, const uint64_t* address, uint32_t si
   if (i.pipe == Pipe::shared) return count_shared(*w.block, m, address, size);
   if (i.pipe != Pipe::global) return;
   if ((Space)i.arg[0] == Space::global) return count_global(*w.block, m, address, size);
-  // A generic address may be one of shared memory.
+  // With generic addresses, some lanes may access global memory and others shared memory.
   Mask global = 0, shared = 0;
   each_lane(m, [&](int l) {
     const Space space = space_of((Space)i.arg[0], address[l]);

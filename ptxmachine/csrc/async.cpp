@@ -40,7 +40,7 @@ void copy(Warp& w, const Instr& i, Mask m) {
     if (!b.late) {
       b.finish_copy(w.copies[l].back().back());
     } else {
-      // Until the wait, the destination has neither the old bytes nor the new bytes.
+      // Until the wait, the destination holds neither its old bytes nor the copied bytes.
       std::memset(b.shared.data() + c.to, 0xff, bytes);
     }
   });
@@ -79,8 +79,7 @@ void copy_wait(Warp& w, const Instr& i, Mask m) {
   });
 }
 
-// Barriers
-// -----------------------------------------------------------------------------------------
+// The following function belongs to the named barriers of a block.
 
 // bar and barrier. arg 0: 0 for sync, 1 for arrive, 2 for red. arg 1: the index of the operand with
 // the number of the barrier, which is 1 for red and 0 otherwise. arg 2, for red: 0 for popc, 1 for
@@ -113,8 +112,7 @@ void barrier(Warp& w, const Instr& i, Mask m) {
   w.block->arrive(w, (int)id, expected, i.arg[0] != 1, i.arg[0] == 2 ? &i : nullptr, yes);
 }
 
-// Fences
-// -------------------------------------------------------------------------------------------
+// The following functions belong to fences.
 
 // fence.proxy.async: the asynchronous proxy sees all writes that happen before a lane executes the
 // fence.
@@ -134,8 +132,7 @@ void memory_fence(Warp& w, const Instr& i, Mask m) {
 
 void trap(Warp&, const Instr&, Mask m) { fault("trap", "the kernel trapped", __builtin_ctz(m)); }
 
-// mbarrier
-// -----------------------------------------------------------------------------------------
+// The following functions belong to mbarriers.
 
 uint32_t barrier_at(Warp& w, const Instr& i, Reg r, int l) {
   w.need(r, 1u << l, "an address");
@@ -170,11 +167,11 @@ void mbarrier_inval(Warp& w, const Instr& i, Mask m) {
   });
 }
 
-// mbarrier operations other than waits. arg 0: 0 for arrive, 1 for arrive.expect_tx, 2 for
-// expect_tx, 3 for complete_tx, 4 for arrive_drop. arg 1: whether the first operand is the state
-// that the operation returns. arg 2: whether there is a count. arg 3: whether the mbarrier may be
-// in another block. The scope of an arrival or a wait is ignored, because CUTLASS uses the scope of
-// the block even for an mbarrier in another block.
+// mbarrier operations that change the counts of an mbarrier. arg 0: 0 for arrive, 1 for
+// arrive.expect_tx, 2 for expect_tx, 3 for complete_tx, 4 for arrive_drop. arg 1: whether the first
+// operand is the state that the operation returns. arg 2: whether there is a count. arg 3: whether
+// the mbarrier may be in another block. The scope of an arrival or a wait is ignored, because
+// CUTLASS uses the scope of the block even for an mbarrier in another block.
 void mbarrier_arrive(Warp& w, const Instr& i, Mask m) {
   const Reg* r = i.reg + i.arg[1];
   if (i.arg[2]) w.need(r[1], m, "the count of an arrival");
@@ -243,8 +240,7 @@ void copy_arrive(Warp& w, const Instr& i, Mask m) {
   });
 }
 
-// Registers
-// ---------------------------------------------------------------------------------------
+// The following functions belong to setmaxnreg.
 
 // Reports a fault if the block could never free enough registers for a warpgroup. All warps of the
 // warpgroup take registers, and each warp of another warpgroup can free its registers down to
@@ -319,8 +315,8 @@ Known decode_copy(Instr& i, const Mnemonic& name, const RawInstr& raw) {
     i.run = copy_arrive;
     return Shape{address()};
   }
-  // Operands: [to], [from], bytes, then optionally the number of source bytes or a predicate, then
-  // optionally a cache policy.
+  // The operands are [to], [from] and bytes. The number of source bytes or a predicate may follow,
+  // and then a cache policy.
   if (!name.any({"ca", "cg"})) return kUnknown;
   i.pipe = Pipe::global;
   const RawOperand& third = raw.operand(3);

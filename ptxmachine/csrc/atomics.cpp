@@ -80,9 +80,10 @@ uint64_t combined(Type type, Atom op, uint64_t old, uint64_t b, uint64_t c) {
   }
 }
 
-// atom and red. arg 1: the number of elements; each element is one atomic operation. arg 2: Order
-// flags. arg 3: operation. arg 4: whether the instruction returns the old values. The registers are
-// those of the old values, the address, and the operands b and c of the PTX manual.
+// atom and red. arg 0: state space. arg 1: the number of elements; each element is one atomic
+// operation. arg 2: Order flags. arg 3: operation. arg 4: whether the instruction returns the old
+// values. The registers are those of the old values, the address, and the operands b and c of the
+// PTX manual.
 void atomic(Warp& w, const Instr& i, Mask m) {
   const uint32_t size = (uint32_t)bytes_of(i.type);
   const int n = i.arg[1];

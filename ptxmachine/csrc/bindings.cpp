@@ -59,7 +59,7 @@ py::dict dict_of(const Counts& c) {
   return d;
 }
 
-// Each element of `memory` is a tuple (address, bytes, writable, name, whether it is
+// Runs a launch. Each element of `memory` is a tuple (address, bytes, writable, name, whether it is
 // uninitialized). Returns the counts, and the fault as a tuple (kind, message, instruction, block,
 // warp, lane), or None without a fault.
 py::tuple run_launch(

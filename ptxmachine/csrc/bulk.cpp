@@ -12,8 +12,8 @@
 namespace ptxmachine {
 namespace {
 
-// The offset in shared memory, after the swizzle, of the 16 bytes whose offset before the swizzle
-// is `offset`.
+// Returns the offset in shared memory of a piece of 16 bytes of a copy. `offset` is the offset that
+// the piece would have without the swizzle.
 uint32_t piece(const Block& b, const BulkCopy& c, uint32_t offset) {
   const uint32_t base = b.launch->shared_base;
   return swizzled(offset + base, c.swizzle) - base;
@@ -165,7 +165,8 @@ uint32_t offset_in_home(const Block& b, uint64_t given, uint64_t bytes, uint64_t
   return b.shared_offset(in_block(given), bytes, align);
 }
 
-// The mbarrier of a load, which must be in the block of the destination.
+// Returns the offset of the mbarrier of a load. Reports a fault if the mbarrier is not in the block
+// of the destination.
 uint32_t barrier_of(Warp& w, int l, uint64_t to, uint64_t barrier) {
   const Cluster& c = *w.block->cluster;
   if (&c.home(w, l, to) != &c.home(w, l, barrier))
@@ -217,8 +218,8 @@ void copy_out(Warp& w, BulkCopy& c) {
   c.done = true;
 }
 
-// Whether two stores of one instruction write the same bytes of shared memory to the same global
-// addresses.
+// Returns whether two stores of one instruction write the same bytes of shared memory to the same
+// global addresses.
 bool same(const BulkCopy& a, const BulkCopy& c) {
   return a.reduction < 0 && c.reduction < 0 && a.rows.size() == c.rows.size() &&
          a.row_bytes == c.row_bytes && a.swizzle == c.swizzle &&
@@ -262,7 +263,7 @@ uint64_t address(Warp& w, Reg r, int l, int64_t offset) {
   return w.get(r, l) + (uint64_t)offset;
 }
 
-// The element type that a number of .elemtype in tensormap.replace names.
+// Returns the element type for a value of .elemtype in tensormap.replace.
 Type map_type(uint32_t number) {
   static const Type types[] = {Type::u8,   Type::u16, Type::u32, Type::s32, Type::u64,
                                Type::s64,  Type::f16, Type::f32, Type::f32, Type::f64,
@@ -392,7 +393,7 @@ void Block::complete_load(size_t index) {
 
 namespace {
 
-// The number of dimensions of a tensor copy, or 0.
+// Returns the number of dimensions of a tensor copy, or 0 for a copy of bytes.
 int rank_of(const Mnemonic& name) {
   static const char* ranks[] = {"1d", "2d", "3d", "4d", "5d"};
   for (int d = 0; d < 5; ++d)
@@ -426,7 +427,8 @@ Known decode_bulk(Instr& i, const Mnemonic& name, const RawInstr& raw) {
   i.arg[2] = -1;
   if (name.parts[1] == "reduce") {
     i.arg[2] = reduction_of(name), i.type = name.last();
-    // In a tensor copy, the tensor map has the type of the elements.
+    // The mnemonic of a tensor copy needs no type, because the tensor map has the type of the
+    // elements.
     if (!i.arg[0] || i.arg[2] < 0 || (!rank && bytes_of(i.type) < 1)) return kUnknown;
   }
   // The machine does not support a copy from shared memory to the shared memory of another block.

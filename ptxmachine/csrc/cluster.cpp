@@ -36,8 +36,7 @@ Cluster::Cluster(Launch& l, uint32_t n) : launch(&l), number(n) {
     blocks.push_back(std::make_unique<Block>(*this, l.block_of(n, rank), rank));
 }
 
-// The shared memory of other blocks
-// ------------------------------------------------------------------------------------
+// The following functions find and check the shared memory of the cluster's blocks.
 
 Block& Cluster::home(const Warp& w, int lane, uint64_t address) const {
   const uint32_t field = rank_field(address);
@@ -64,8 +63,9 @@ Block& Cluster::member(const Warp& w, int lane, uint32_t rank) const {
   return b;
 }
 
-// Ends a block after its last warp. Reports a race unless each access to its shared memory by
-// another block or by an asynchronous operation happens before the end of one of its threads.
+// Completes the phase of barrier.cluster if all live lanes have arrived. If the block of w has no
+// live lane, reports a race unless each access to the shared memory of the block by another block
+// or by an asynchronous operation happens before the end of one of the block's threads.
 void Cluster::leave(Warp& w) {
   complete_phase();
   Block& b = *w.block;
@@ -89,8 +89,7 @@ void Cluster::leave(Warp& w) {
     for (const Stamp& s : list) check(c, s);
 }
 
-// barrier.cluster
-// ------------------------------------------------------------------------------------
+// The following functions belong to barrier.cluster, mapa and getctarank.
 
 void Cluster::complete_phase() {
   Mask arrived = 0;
@@ -193,12 +192,11 @@ Known decode_cluster(Instr& i, const Mnemonic& name, const RawInstr&) {
   return Shape{result(bits), source(bits), source(32)};
 }
 
-// The order of turns
-// ------------------------------------------------------------------------------------
+// The following functions run the clusters, and choose which warp runs next.
 
 // Returns the fault for a cluster in which no warp can continue. The fault names the last warp that
-// waits for registers. Without one, it names the last warp that waits at barrier.cluster, or else
-// the last live warp.
+// waits for registers. If no warp waits for registers, it names the last warp that waits at
+// barrier.cluster. If there is no such warp either, it names the last live warp.
 Fault Cluster::deadlock(bool at_barriers) const {
   std::string what = at_barriers ? "all warps wait at barriers" : "all warps wait at mbarriers";
   const Warp* found = nullptr;

@@ -74,7 +74,8 @@ void put_predicate(Warp& w, Reg r, Mask m, Mask bits, Mask valid) {
 }
 
 // setp. arg 0: comparison. arg 1: boolean operation with the predicate c: 0 for none, 1 for and, 2
-// for or, 3 for xor. arg 2: whether c is negated. arg 3: ftz. arg 4: whether there are two results.
+// for or, 3 for xor. arg 2: whether c is negated. arg 3: whether subnormal fp32 operands count as 0
+// (ftz). arg 4: whether there are two results.
 template <class T>
 void set_predicate(Warp& w, const Instr& i, Mask m) {
   const Reg* source = i.reg + 1 + i.arg[4];
@@ -109,7 +110,8 @@ void set_pair(Warp& w, const Instr& i, Mask m) {
     if (i.reg[e].id >= 0) put_predicate(w, i.reg[e], m, bits[e], w.ok(i.reg[2]) & w.ok(i.reg[3]));
 }
 
-// set. The result of a true comparison is all ones, or 1.0 if arg 5 is set, for a result in fp32.
+// set. arg 0 and 3 have the same meaning as for setp. arg 5: whether the result is fp32. For a true
+// comparison, the result is then 1.0, and otherwise a word of ones.
 template <class T>
 void set_word(Warp& w, const Instr& i, Mask m) {
   const Mask bits = compared<T>(w, i, i.reg + 1);

@@ -26,8 +26,8 @@ double rounded_integral(double x, Round round) {
   }
 }
 
-// The value of a floating-point source of cvt. A double represents every value of these formats
-// exactly.
+// Returns the value of a floating-point source of cvt. A double represents every value of these
+// formats exactly.
 double read_float(Type type, uint64_t bits) {
   switch (type) {
     case Type::f16:
@@ -186,7 +186,7 @@ uint64_t converted(Type to, Type from, uint64_t bits, Round round, int flags) {
   return r;
 }
 
-// Whether cvt converts single values of this type.
+// Returns whether cvt converts single values of this type.
 bool converts(Type type) {
   return bytes_of(type) > 0 && bytes_of(type) <= 8 && type != Type::f16x2 && type != Type::bf16x2;
 }
@@ -195,7 +195,8 @@ Type element_of(Type type) {
   return type == Type::f16x2 ? Type::f16 : type == Type::bf16x2 ? Type::bf16 : type;
 }
 
-// Extends the sign of a signed result that is narrower than its register.
+// Returns the bits of a result of the type `type`, where an integer is extended to 64 bits with its
+// sign.
 uint64_t extended(Type type, uint64_t value) {
   return is_float(type) ? value : (uint64_t)(int64_t)read_integer(type, value);
 }
@@ -210,7 +211,8 @@ void convert(Warp& w, const Instr& i, Mask m) {
   w.wrote(i.reg[0], m, w.ok(i.reg[1]));
 }
 
-// cvt.rn.f16x2.f32 d, a, b: the upper 16 bits of d are the converted a.
+// cvt with two sources, such as cvt.rn.f16x2.f32 d, a, b. The upper half of d is the converted a,
+// and the lower half is the converted b.
 void convert_pair(Warp& w, const Instr& i, Mask m) {
   const Type to = element_of(i.type);
   const int shift = bytes_of(to) * 8;
@@ -268,9 +270,10 @@ void move_predicate(Warp& w, const Instr& i, Mask m) {
   w.wrote(i.reg[0], m, w.ok(i.reg[1]));
 }
 
-// mov. The destination gets the same entry in Warp::written as the source, so that the move does
-// not count as a write after wgmma.fence. LLVM copies accumulators between wgmma.fence and wgmma,
-// and ptxas assigns the copy to the same hardware register as the source.
+// mov. Unless the source is a constant, the destination gets the same entry in Warp::written as the
+// source, so that the move does not count as a write after wgmma.fence. LLVM copies accumulators
+// between wgmma.fence and wgmma, and ptxas assigns the copy to the same hardware register as the
+// source.
 template <class W>
 void move(Warp& w, const Instr& i, Mask m) {
   W out[kLanes];
@@ -409,7 +412,7 @@ Known decode_mov(Instr& i, const Mnemonic& name, const RawInstr& raw) {
   if (bits < 16 || bits > 64) return kUnknown;
   for (int side = 0; side < 2; ++side) {
     if (raw.operand(side).kind != 'v') continue;
-    // A vector has two or four parts, each of at least one byte.
+    // A vector has two parts, or four parts if the whole has at least 32 bits.
     const int parts = raw.operand(side).parts.size() == 4 && bits >= 32 ? 4 : 2,
               each = bits / parts;
     i.arg[0] = parts, i.arg[1] = each, i.arg[2] = side;
@@ -418,7 +421,7 @@ Known decode_mov(Instr& i, const Mnemonic& name, const RawInstr& raw) {
     if (side) return Shape{result(bits), vector(parts, sized(source(each)))};
     return Shape{vector(parts, sized(result(each).or_sink())), source(bits)};
   }
-  // A special register may have another width.
+  // A special register as the source may have another width than the type.
   const RawOperand& from = raw.operand(1);
   const int from_bits = from.special ? from.bits : bits;
   if ((from_bits == 64) != (bits == 64))

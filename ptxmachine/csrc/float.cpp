@@ -1,8 +1,9 @@
 // Floating-point instructions.
 //
 // The common forms (round to nearest, no flush of subnormal numbers, no saturation) have their own
-// loops. `general` executes all other forms, one lane at a time. An approximate instruction returns
-// the exact result plus Options::approximate times the largest error that the PTX manual allows.
+// loops. `general` executes all other forms, one lane at a time. An approximate fp32 instruction
+// returns the exact result plus Options::approximate times the largest error that the PTX manual
+// allows.
 
 #include <cfenv>
 #include <limits>
@@ -88,7 +89,7 @@ enum class Op : int32_t {
   tanh
 };
 enum class Round : int32_t { nearest, zero, down, up };
-// The flags in arg 2.
+// The flags in arg 2 of `general`.
 enum : int32_t { kFtz = 1, kSat = 2, kNan = 4, kRelu = 8, kApprox = 16, kFull = 32, kXorsign = 64 };
 
 template <class T>
@@ -267,13 +268,13 @@ template <class T>
 T compute(const Instr& i, T a, T b, T c, double share) {
   using F = Format<T>;
   using C = typename F::Compute;
-  // Approximate instructions of 16-bit formats are computed in fp32, and the result is rounded to
-  // the format.
+  // 16-bit formats are computed in double precision, also by approximate instructions, and the
+  // result is rounded to the format.
   return F::narrow(modified<C>(i, F::widen(a), F::widen(b), F::widen(c), share));
 }
 
-// The handler of all forms without a loop of their own. arg 3: the number of sources. arg 4: the
-// number of elements in a register.
+// The handler of all forms without a loop of their own. arg 0: a value of Op. arg 1: a value of
+// Round. arg 2: flags. arg 3: the number of sources. arg 4: the number of elements in a register.
 template <class T>
 void general(Warp& w, const Instr& i, Mask m) {
   const double share = w.block->launch->options.approximate;

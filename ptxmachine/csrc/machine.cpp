@@ -1,5 +1,5 @@
-// Runs the warps and the barriers of a block; cluster.cpp chooses the warp. The lanes of a warp
-// execute together as long as they take the same branches.
+// Runs the warps and the barriers of a block. cluster.cpp chooses the warp that runs next. The
+// lanes of a warp execute together as long as they take the same branches.
 //
 // A warp whose lanes take different branches is divided into fragments. The fragment with the
 // lowest instruction number runs first, and fragments at the same instruction are joined. Lanes
@@ -221,7 +221,8 @@ bool Block::live() const {
   return std::any_of(warps.begin(), warps.end(), [](const Warp& w) { return w.live != 0; });
 }
 
-// Each warp checks whether the launch is stopped after every kStopEvery instructions.
+// After every kStopEvery instructions, a warp checks whether a fault of another block has stopped
+// the launch.
 constexpr uint64_t kStopEvery = 4096;
 
 // Runs a warp for `quantum` instructions, or until the warp waits or ends.

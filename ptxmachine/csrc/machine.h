@@ -26,15 +26,15 @@ namespace ptxmachine {
 // fault on a processor without AVX2 or FMA.
 #define FASTBERT_PTX_SIMD __attribute__((target("avx2,fma,f16c,bmi,bmi2,lzcnt,popcnt")))
 
-// The limits that hardware sets for instructions, from the PTX ISA. ptxmachine/limits.py has the
-// limits of PTX texts and of launches.
+// The limits that hardware sets for instructions, from the PTX ISA. src/ptxmachine/limits.py has
+// the limits of PTX texts and of launches.
 constexpr int kBarriers = 16;                     // named barriers per block
 constexpr int64_t kMostArrivals = (1 << 20) - 1;  // arrivals or bytes per mbarrier
 constexpr uint64_t kStrideEnd = 1ull << 40;       // every stride of a tensor map is less than this
 // Alignment in bytes of a tensor map, and of the shared memory that a tensor copy accesses.
 constexpr uint64_t kMapAlignment = 64, kTensorAlignment = 128;
 constexpr int kGroupWarps = 4;                                 // warps per warpgroup
-constexpr int32_t kLeastRegisters = 24, kMostRegisters = 256;  // setmaxnreg, per thread
+constexpr int32_t kLeastRegisters = 24, kMostRegisters = 256;  // limits of setmaxnreg, per thread
 
 struct Fault : std::runtime_error {
   std::string kind;  // "out of bounds", "race", ...
@@ -42,11 +42,10 @@ struct Fault : std::runtime_error {
   Fault(std::string k, const std::string& what) : std::runtime_error(what), kind(std::move(k)) {}
 };
 
-// Vector clocks
-// ------------------------------------------------------------------------------------
+// The following types belong to the vector clocks.
 
-// A vector clock. Entry t is the latest time of thread t that happens before the owner of the
-// clock.
+// A vector clock. Accesses of thread t up to the time in entry t happen before the next access of
+// the thread that owns the clock.
 using Times = std::vector<uint32_t>;
 using Clock = std::shared_ptr<const Times>;
 
@@ -73,14 +72,13 @@ struct Cell {
 };
 
 // The clocks that a strong write publishes at its address. A strong read of the written value
-// acquires the clocks for the smallest scope that has the writer and the reader.
+// acquires the clocks for the smallest scope that includes the writer and the reader.
 struct Released {
   Stamp by;
   ByScope clocks;
 };
 
-// Memory
-// -------------------------------------------------------------------------------------------
+// The following types belong to memory, counts and launches.
 
 struct Allocation {
   uint64_t begin = 0, bytes = 0;
@@ -174,8 +172,7 @@ struct Launch {
   size_t clock_size() const { return (size_t)entries() * cluster_size(); }
 };
 
-// Blocks and warps
-// ---------------------------------------------------------------------------------
+// The following types belong to blocks and warps.
 
 struct Fragment {
   int32_t pc;
@@ -199,7 +196,7 @@ struct PendingMma {
   uint64_t a, b;  // matrix descriptors
   bool scale_d;
   bool done = false;
-  uint64_t number = 0;              // from 1, in the order in which the warp issues
+  uint64_t number = 0;              // number of this wgmma among those of its warp, from 1
   std::vector<uint32_t> operand_a;  // copies of the registers of A at issue, and their valid lanes
 };
 
@@ -220,7 +217,7 @@ static_assert(sizeof(TensorMap) <= 128);
 // shared memory. Bytes outside the tensor are filled by a load and left out by a store.
 struct BulkRow {
   uint64_t global;          // address of the first byte inside the tensor
-  uint32_t shared;          // offset of the row before the swizzle
+  uint32_t shared;          // offset of the row in shared memory, before the swizzle is applied
   uint32_t before, inside;  // bytes of the row before the tensor, and bytes inside the tensor
 };
 
@@ -350,7 +347,7 @@ struct Block {
   std::vector<Warp> warps;
   std::vector<uint8_t> shared, shared_valid;
   std::vector<Cell> cells;
-  std::unordered_map<uint32_t, std::vector<Stamp>> readers;  // more reads of a cell than Cell::read
+  std::unordered_map<uint32_t, std::vector<Stamp>> readers;  // by cell: reads besides Cell::read
   std::array<Barrier, kBarriers> barriers;
   std::map<uint32_t, MBarrier> mbarriers;
   std::map<uint64_t, Stamp> map_fences;  // last fence.proxy.tensormap, by address of the map
@@ -376,7 +373,7 @@ struct Block {
   Stamp now(const Warp& w, int lane, Scope scope = Scope::weak) const;
   // The stamp of an asynchronous operation that is not complete.
   Stamp pending(const Warp& w, int lane, bool async) const;
-  // The smallest scope that has the threads of two stamps.
+  // The smallest scope that includes the threads of both stamps.
   Scope between(const Stamp& a, const Stamp& b) const;
   // Whether two accesses are morally strong in the PTX memory model: both are strong, and each
   // scope includes the thread of the other access.

@@ -118,8 +118,7 @@ void Block::release(Warp& w, int lane, Times& times, Times& fenced_times) {
   times[w.thread(lane)] = std::max(times[w.thread(lane)], w.time[lane]++);
 }
 
-// Strong accesses
-// ------------------------------------------------------------------------------------
+// The following functions order strong accesses.
 
 Knowledge Block::known(Warp& w, int lane) {
   auto own = std::make_shared<Times>(*w.base[lane]);
@@ -177,8 +176,7 @@ void Block::fence(Warp& w, int lane, Scope scope) {
   std::fill_n(w.offered[lane].begin(), (int)scope, known(w, lane));
 }
 
-// Shared memory
-// ------------------------------------------------------------------------------------
+// The following functions check accesses to shared memory.
 
 uint32_t Block::shared_offset(uint64_t address, uint64_t size, uint64_t align) const {
   address &= ~kWindowMask;
@@ -238,8 +236,8 @@ void Block::note_read(Warp& w, int lane, uint32_t offset, uint32_t size, const S
   }
 }
 
-// Sets the time of completion in the stamps of this thread's pending reads of the bytes in shared
-// memory from `offset` on.
+// Completes pending reads: in the stamps of the reads by the thread of `lane`, in `size` bytes of
+// shared memory from `offset` on, replaces kPending by the current time of the thread.
 void Block::settle_read(Warp& w, int lane, uint32_t offset, uint32_t size) {
   if (!launch->options.races) return;
   const uint32_t granule = launch->program->granule;
@@ -255,8 +253,8 @@ void Block::settle_read(Warp& w, int lane, uint32_t offset, uint32_t size) {
   }
 }
 
-// Sets the time of completion in the stamps of this thread's pending writes to the bytes in shared
-// memory from `offset` on.
+// Completes pending writes: in the stamps of the writes by the thread number `thread`, in `size`
+// bytes of shared memory from `offset` on, replaces kPending by `time`.
 void Block::settle_write(uint16_t thread, uint32_t offset, uint32_t size, uint32_t time) {
   if (!launch->options.races) return;
   const uint32_t granule = launch->program->granule;
@@ -300,8 +298,7 @@ void Block::note_write(Warp& w, int lane, uint32_t offset, uint32_t size, const 
   }
 }
 
-// Global memory
-// ------------------------------------------------------------------------------------
+// The following functions check accesses to global memory.
 
 Allocation* Launch::find(uint64_t address, uint64_t size, Allocation* last) const {
   if (last && last->holds(address, size)) return last;

@@ -29,7 +29,8 @@ void multiply(const Operands& o, float* d, Accumulate order);
 // overflow wrap around, or are clamped to the range of int32 if `saturate` is true.
 void multiply_integers(const Operands& o, int32_t* d, bool saturate);
 
-// The value of an element of a matrix. Its bits are the low bits of `bits`.
+// Returns the value of an element of a matrix in fp32. The low bits of `bits` are the bits of the
+// element in the format `type`.
 float element(Type type, uint32_t bits);
 
 inline int element_bytes(Type type) {
@@ -41,8 +42,8 @@ struct MatrixShape {
 };
 bool shape_of(const Mnemonic& name, MatrixShape& shape);
 
-// Whether a matrix instruction multiplies A and B of these types: as integers if `integers` is
-// true, otherwise as floats.
+// Returns whether a matrix instruction can multiply a matrix A of type `a` by a matrix B of type
+// `b`: as integers if `integers` is true, and otherwise as floats.
 bool multiplies(Type a, Type b, bool integers);
 
 // Reads accumulators of 16 rows and n columns into d, of shape (16, n). Sets each element of ok, of

@@ -59,7 +59,7 @@ Type type_of(const std::string& suffix);  // Type::none when the suffix is no ty
 
 // The scope of a strong access or a fence: the threads that it affects. A weak access has no scope.
 enum class Scope : uint8_t { weak, block, cluster, device };
-constexpr int kScopes = 3;  // without weak
+constexpr int kScopes = 3;  // the scopes other than weak
 
 // A register in the register file. A narrow register has 32 words. A wide register (64 bits) has 64
 // words. A predicate has a single word with one bit per lane.
@@ -105,7 +105,7 @@ struct Instr {
   int32_t target = -1;      // number of the instruction that a branch jumps to
   int64_t offset = 0;       // byte offset of the first address operand
   int64_t offsets[4] = {};  // byte offsets of all address operands
-  int32_t arg[6] = {};      // modifiers, as decode.cpp numbers them for the handler
+  int32_t arg[6] = {};      // modifiers, whose meaning depends on the handler
   int32_t line = 0;         // line of the PTX text
   const char* text = "";    // mnemonic
 };
@@ -128,7 +128,8 @@ struct RawInstr {
   int32_t guard_bits = 1;
   bool negated = false;
   int32_t line = 0;
-  // The operand with this number, from 0. A missing operand has the kind ' ', which fits no slot.
+  // Returns the operand number `at`, counted from 0. If there is no such operand, returns an
+  // operand of the kind ' ', which fits no slot.
   const RawOperand& operand(size_t at) const;
 };
 
@@ -190,14 +191,15 @@ struct Program {
   std::vector<std::vector<Reg>> operands;  // the arrays that Instr::reg points into
   std::vector<Reg> registers;              // the declared registers, then the special registers
   std::vector<Constant> constants;
-  int32_t words = 0;  // size of a warp's register file
+  int32_t words = 0;  // size of a warp's register file, in words of 32 bits
   int32_t ids = 0;    // number of registers of all kinds
   int32_t first_special = 0;
   int32_t granule = 16;  // bytes; every write to shared memory fills whole units of this size
   int32_t global_granule = 16;
   std::vector<std::string> texts;
-  // Line and message, for each instruction that the machine does not know and for each operand that
-  // does not fit its instruction. A program with such an instruction or operand cannot run.
+  // Pairs of a line and a message. `unsupported` has one for each instruction that the machine does
+  // not know, and `misfits` has one for each instruction whose operands do not fit. A program with
+  // such an instruction or operand cannot run.
   std::vector<std::pair<int32_t, std::string>> unsupported, misfits;
   bool runs() const { return unsupported.empty() && misfits.empty(); }
 };

@@ -54,8 +54,9 @@ Slot address(int coordinates = 0);
 Slot constant(int64_t low, int64_t high);
 Slot label();
 
-// Returns "" if the operands of `raw` fit `shape`. Otherwise, returns a message that names the
-// operands and what is allowed instead.
+// Returns "" if the operands of `raw` fit `shape`. Otherwise, returns a message about the number of
+// operands, the first operand that does not fit, or the guard. The message says what is allowed
+// instead.
 std::string mismatch(const RawInstr& raw, const Shape& shape);
 
 }  // namespace ptxmachine

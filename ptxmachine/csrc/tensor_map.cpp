@@ -53,7 +53,7 @@ void write(Warp& w, int lane, int space, uint64_t address, const uint8_t* from) 
 }
 
 void set(TensorMap& map, Field field, uint32_t ordinal, uint64_t value, int lane) {
-  static const uint8_t bytes[] = {1, 2, 4, 4, 8, 8, 2, 4, 4, 8, 2, 4, 4};  // by type
+  static const uint8_t bytes[] = {1, 2, 4, 4, 8, 8, 2, 4, 4, 8, 2, 4, 4};  // of an element, by type
   const auto allow = [&](bool good, const char* what) {
     if (!good) fault("out of bounds", std::string(what) + " of a tensor map", lane);
   };

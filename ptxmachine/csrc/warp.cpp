@@ -89,7 +89,7 @@ void active_mask(Warp& w, const Instr& i, Mask m) {
   w.wrote(i.reg[0], m, kAll);
 }
 
-// redux.sync d, a, members. arg 0: operation.
+// redux.sync d, a, members. arg 0: the operation, which is an index in `ops` of decode_warp.
 void reduce(Warp& w, const Instr& i, Mask m) {
   members_of(w, i.reg[2], m);
   w.need(i.reg[1], m, "an operand of redux");

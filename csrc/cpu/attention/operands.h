@@ -32,8 +32,8 @@ at::Tensor checked_lengths(const char* name, const at::Tensor& cu_seqlens, int64
 // elements at the same address.
 void check_no_overlap(const char* name, const at::Tensor& written);
 
-// One attention problem: the operands of the kernels, and the tensors that own the memory of these
-// operands.
+// The checked inputs of one call of an attention operator: the operands of the kernels, and the
+// tensors that own the memory of these operands.
 struct AttentionProblem {
   Attention kernel;
   std::vector<at::Tensor> alive;
@@ -48,8 +48,9 @@ struct AttentionProblem {
   // Returns the approximate number of (query, key) pairs that are inside the window, for one head
   // of the sequence.
   int64_t pairs(int64_t sequence) const;
-  // Returns the operand for a tensor that the kernels read. A tensor whose last dimension is not
-  // contiguous is copied first.
+  // `read` returns the operand for a tensor that the kernels read; if the last dimension of the
+  // tensor is not contiguous, it is copied first. `write` returns the operand for a tensor that the
+  // kernels write; error messages call the tensor `name`.
   ConstRows read(const at::Tensor& x);
   Rows write(const char* name, const at::Tensor& x) const;
   // Returns an empty fp32 tensor with one element for each query, such as the log-sum-exp.

@@ -150,8 +150,8 @@ void pack_rows(const Source<F>& source, int64_t rows, int64_t columns, float* to
         const int64_t row = first + i;
         block[i] = row < rows ? (WordVec)source.load(row, n, count) : WordVec{};
       }
-      // For b < kLanes / 4, word 4 b + i of register block[j] is now element (first + i, n + 4 b +
-      // j) of the source.
+      // After this call, word 4 b + i of register block[j] is element (first + i, n + 4 b + j) of
+      // the source, for b < kLanes / 4.
       transpose_blocks(block);
       for (int j = 0; j < 4; ++j) {
         for (int b = 0; b < kLanes / 4; ++b) {

@@ -99,9 +99,9 @@ FASTBERT_INLINE const uint8_t* mask_row(const Attention& a, const Head& h, int64
 }
 
 // Sets used[n] for every key n of the head: to all ones if any query attends to the key, and to 0
-// otherwise. Returns `used`, or null if there is no mask and no window, so that every key is used.
-// A key that no query attends to may contain NaN, and 0 * NaN is NaN, so the kernels read such a
-// key as zeros.
+// otherwise. Returns `used`. If there is no mask and no window, every key is used, and the function
+// sets nothing and returns null. A key that no query attends to may contain NaN, and 0 * NaN is
+// NaN, so the kernels read such a key as zeros.
 inline const uint32_t* used_keys(const Attention& a, const Head& h, uint32_t* used) {
   if (a.mask.data == nullptr && a.left < 0 && a.right < 0) return nullptr;
   for (int64_t n = 0; n < h.k_length; ++n) used[n] = 0;
@@ -151,7 +151,7 @@ struct Block {
 
 // The masking that the rows of a block need.
 struct Masking {
-  bool needed;     // whether any (query, key) pair of the block is masked
+  bool needed;  // whether any (query, key) pair of the block is masked, or its last panel is padded
   bool every_row;  // whether the masked keys differ between queries
 };
 

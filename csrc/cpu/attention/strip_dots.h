@@ -50,8 +50,8 @@ __attribute__((noinline)) void strip_product(const uint16_t* a, int64_t a_row, c
   }
 }
 
-// The product c = a b or, if `add`, c += a b of a strip of rows of a and all panels of b. a is
-// bf16, and its rows are padded to whole steps of kStep elements.
+// The product c = a b or, if `add` is true, the update c += a b, for a strip of rows of a and all
+// panels of b. a is bf16, and its rows are padded to whole steps of kStep elements.
 struct StripProduct {
   const uint16_t* a;
   int64_t a_row;

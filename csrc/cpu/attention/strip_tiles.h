@@ -15,9 +15,9 @@ FASTBERT_INLINE void end_strips() { tile_release(); }
 constexpr bool kMayOverlap = true;
 FASTBERT_INLINE bool overlaps() { return tile_schedule != TileSchedule::in_turn; }
 
-// The product c = a b or, if `add`, c += a b of a strip of rows of a and all panels of b. a is
-// bf16, and its rows are padded to whole steps of kStep elements. The sums of a panel stay in tile
-// registers from the panel's first step to its last step.
+// The product c = a b or, if `add` is true, the update c += a b, for a strip of rows of a and all
+// panels of b. a is bf16, and its rows are padded to whole steps of kStep elements. The sums of a
+// panel stay in tile registers from the panel's first step to its last step.
 struct StripProduct {
   const uint16_t* a;
   int64_t a_row;

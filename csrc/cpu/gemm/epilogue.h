@@ -49,7 +49,8 @@ struct GeluTo<BF16> {
 };
 
 // A pointer into the matrix of a residual or of a result. `data` points to the element that belongs
-// to the first sum of a tile, and is null if there is no residual. Rows are `stride` apart.
+// to the first sum of a tile, and is null if there is no residual. Rows are `stride` elements
+// apart.
 template <class Pointer>
 struct Place {
   Pointer data;
@@ -123,7 +124,7 @@ FASTBERT_INLINE void with_activation(Activation activation, Body body) {
       return body(Each<GeluTanh>{});
     case Activation::relu:
       return body(Each<Relu>{});
-    case Activation::geglu:  // Gated activations need whole rows: rows/activation_kernel.h.
+    case Activation::geglu:  // Gated activations need whole rows; see rows/activation_kernel.h.
     case Activation::swiglu:
       __builtin_unreachable();
   }

@@ -33,8 +33,8 @@ constexpr int64_t kProductGrain = 400'000;
 // kNormUnit rows may have more bytes.
 constexpr int64_t kNormUnit = 32, kFewNormUnits = 4, kNormBytes = 896 << 10;
 
-// The rows of x, packed as the right operand of products. This object owns the memory of the packed
-// rows, which is freed at the end of the operator's call.
+// The rows of a matrix (x, or a weight), packed as the right operand of products. This object owns
+// the memory of the packed rows, which is freed at the end of the operator's call.
 struct RightOperand {
   Packing packing = {};
   at::Tensor bytes;

@@ -32,7 +32,7 @@
 
 namespace fastbert::cpu::FASTBERT_LEVEL {
 
-constexpr int64_t kBlockBytes = 1152 << 10;  // most streamed bytes: over half of L2
+constexpr int64_t kBlockBytes = 1152 << 10;  // most bytes of a streamed operand
 constexpr int64_t kMaxStripRows = 1024;      // rows of the largest task
 
 // Copies rows of the left operand one after another. Zeros pad each row to whole steps, and the
@@ -116,9 +116,10 @@ FASTBERT_INLINE void store_block(float* sums, int64_t stride) {
   }
 }
 
-// The next data to prefetch from beyond the second-level cache. In each step, these are `lines`
-// cache lines of the right operand, starting at `b`, and one cache line of each of `a_rows` rows of
-// the left operand, starting at `a`. `a` is null if an earlier block has read these rows.
+// The next data to prefetch from beyond the second-level cache. Each step prefetches the next
+// `lines` cache lines of the right operand, where `b` is the first line of the first step, and the
+// next cache line of each of `a_rows` rows of the left operand, where `a` is the start of the first
+// row. `a` is null if no rows are to be prefetched.
 struct Ahead {
   const char* b;
   int64_t lines;
@@ -139,10 +140,11 @@ FASTBERT_INLINE void fetch_near(const char* a, int64_t stride) {
 struct TileTask {
   const Gemm& g;
   int64_t row, column, rows, columns, steps;
-  const char *a, *tail;  // whole strips of rows, and a padded copy of the remaining rows
-  int64_t a_stride;      // bytes between rows of `a`
-  float* sums;           // sums of one block
-  Pieces pending;        // epilogue of the previous block
+  const char *a,
+      *tail;  // rows of the left operand; padded copy of the last rows, or null if not needed
+  int64_t a_stride;  // bytes between rows of `a`
+  float* sums;       // sums of one block
+  Pieces pending;    // epilogue of the previous block
 };
 
 template <int kRowTiles, int kPanels, Passing kPassing>

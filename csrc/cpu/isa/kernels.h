@@ -45,7 +45,7 @@ struct Dropout {
 // y = LN(residual + dropout(x + x_bias)) for rows of `columns` elements, where LN is layer norm. y
 // is contiguous.
 struct LayerNormForward {
-  Format format, x_format;  // formats of y and the residual, and of x; x may be narrower than fp32
+  Format format, x_format;  // format: of y and the residual; x_format: of x
   int64_t columns;
   ConstMatrix x, residual;
   const float *weight, *bias, *x_bias;
@@ -69,7 +69,7 @@ struct RowNorm {
 // its own partial sums of parameter gradients: `columns` doubles for dweight, as many for dbias if
 // `has_bias`, and as many for dx_bias if x_bias is not null.
 struct LayerNormBackward {
-  Format format, x_format;  // formats of dy, the residual and dsum; of x and dx
+  Format format, x_format;  // format: of dy, the residual and dsum; x_format: of x and dx
   int64_t columns;
   ConstMatrix dy, x, residual;
   const float *weight, *x_bias, *mean, *rstd;
@@ -261,7 +261,8 @@ struct GemmPlan {
   int64_t short_rows;
 };
 
-// The layout of a prepacked int8 weight: panels of `lanes` columns, [k / group][lanes][group].
+// The layout of a prepacked int8 weight. It consists of panels of `lanes` columns, and each panel
+// is stored as [k / group][lanes][group].
 struct Int8Layout {
   int64_t lanes, group;
 };

@@ -2,9 +2,10 @@
 //
 // Arithmetic uses the compilers' vector extensions, so one source serves every register width.
 // Intrinsics appear only where the extensions cannot express an operation. A level_*.cpp file
-// defines FASTBERT_LEVEL (a namespace) and FASTBERT_LEVEL_BYTES (the register width) before it
-// includes this header. All functions are force-inlined into that namespace, and no std header with
-// code is included, because the linker could share such code between levels (kernels.h).
+// defines FASTBERT_LEVEL (the name of a namespace) and FASTBERT_LEVEL_BYTES (the size of a register
+// in bytes) before it includes this header. All functions are force-inlined into that namespace,
+// and no std header with code is included, because the linker could share such code between levels
+// (kernels.h).
 
 #pragma once
 

@@ -2,8 +2,8 @@
 // (Milakov and Gimelshein 2018), and the gradient of the logits after the last part.
 //
 // The forward stores both the maximum and the sum instead of their log-sum-exp. The rounding error
-// of the log-sum-exp would be as large as that of a logit: near 1e4, it changes a probability by a
-// factor of 1 + 5e-4.
+// of the log-sum-exp would be as large as that of a logit. For logits near 1e4, this error changes
+// a probability by a factor of 1 + 5e-4.
 
 #pragma once
 

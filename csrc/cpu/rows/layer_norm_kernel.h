@@ -49,9 +49,9 @@ FASTBERT_INLINE const Storage* row_of(const ConstMatrix& matrix, int64_t row) {
   return matrix.data ? (const Storage*)matrix.data + row * matrix.stride : nullptr;
 }
 
-// The operands of the sum that is normalised: x alone, x and residual, or any combination of the
-// operands. The kernels are compiled for each value, so that the loops of the first two cases have
-// no branch.
+// The operands of the sum that is normalised: x alone, x and residual, or x with any of residual,
+// x_bias and dropout. The kernels are compiled for each value, so that the loops of the first two
+// cases have no branch.
 enum class Summands { x, x_and_residual, any };
 
 // Computes residual + dropout(x + x_bias) for elements of one row. P is a params struct of
@@ -298,8 +298,9 @@ FASTBERT_INLINE void for_each_group(int64_t begin, int64_t end, int64_t length, 
   }
 }
 
-// `length` is the number of sums, one to three times the columns. With dropout but without x_bias,
-// the sums of dx are computed and not used.
+// Computes the backward of the rows [begin, end). `length` is the number of sums, which is one to
+// three times the number of columns. With dropout but without x_bias, the sums of dx are computed
+// and not used.
 template <class Row>
 void layer_norm_backward_rows(const typename Row::P& params, int64_t length, int64_t begin,
                               int64_t end, float* scratch, double* partial) {
