@@ -47,7 +47,8 @@ enum Kept : size_t {
 struct LayerSettings {
   const OptionalTensor &chosen, &cu_seqlens_q, &cu_seqlens_k;
   at::TensorList seeds, rotation;  // rotation: cosines and sines, or empty
-  at::ArrayRef<double> dropouts;   // of attention weights, attention output and feed-forward
+  at::ArrayRef<double>
+      dropouts;  // probabilities for attention weights, attention output and feed-forward
   int64_t max_seqlen_q, max_seqlen_k, batch, heads, projections, inner_projections;
   int64_t window;  // largest distance between a query and a key; -1 for no limit
   bool pre_norm;
@@ -64,8 +65,9 @@ struct LayerSettings {
   }
 };
 
-// A linear layer with one or more weights and as many biases, whose outputs follow one another; or
-// the gradients of such a layer. An absent bias is an empty tensor.
+// The parameters of a linear layer that has one or more weights and as many biases; the outputs of
+// the weights follow one another. The same struct also holds the gradients of these parameters. An
+// absent bias is an empty tensor.
 struct Linear {
   std::vector<at::Tensor> weights, biases;
 
@@ -266,7 +268,7 @@ at::Tensor product_of(const at::Tensor& a, const at::Tensor& b, const OptionalTe
   return out;
 }
 
-// Returns the gradient of the input of a product, dy weight, in s.dtype.
+// Returns dy weight in s.dtype. This is the gradient of the input of a product with `weight`.
 at::Tensor gradient_of_rows(const at::Tensor& dy, const at::Tensor& weight,
                             const LayerSettings& s) {
   return product_of(dy, weight, std::nullopt, s.dtype, s);

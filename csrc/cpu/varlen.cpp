@@ -1,6 +1,6 @@
 // The conversion between a padded and a packed batch: the range check of ids, the indices of the
-// real tokens, and the scatter of rows to these indices. Each operator makes one pass over its
-// input. On a short batch, a chain of tensor operations would take longer than an encoder layer.
+// real tokens, and the scatter of rows to these indices. Each operator is one call into C++,
+// because on a short batch, a chain of tensor operations would take longer than an encoder layer.
 
 #include <algorithm>
 #include <cstring>

@@ -91,7 +91,8 @@ __device__ float row_product(const unsigned char* dout, const unsigned char* out
 template <int kRowTiles>
 struct Keep {
   static constexpr int kShare = 4 * kRowTiles;
-  uint32_t words[4];  // word i is from the lane with key % 4 == i; bit 4 c is for counter c
+  uint32_t
+      words[4];  // word i is from the lane with key % 4 == i; bit 4 c is for counter c of that lane
 
   __device__ Keep(const Dropout& dropout, uint64_t seed, int first_key, int first_query,
                   const Head& h) {

@@ -45,9 +45,9 @@ struct Memory {
 // The scores or weights of a warp for 32 queries and 32 keys.
 using Scores = float[kRowTiles][kColumns][4];
 
-// Sets a score to -inf if the bit of its key is 0. `upper` is for the row of scores [j][0] and
-// [j][1], and `lower` is for the row of scores [j][2] and [j][3]. With t = lane % 4, scores [j][i]
-// and [j][i + 2] belong to the key of bit 8 j + 2 t + i, for i = 0 and 1.
+// Sets a score to -inf if the bit of its key is 0. `upper` has the bits for the row of scores
+// [j][0] and [j][1], and `lower` has the bits for the row of scores [j][2] and [j][3]. With t =
+// lane % 4, scores [j][i] and [j][i + 2] belong to the key of bit 8 j + 2 t + i, for i = 0 and 1.
 __device__ void hide(float (&scores)[kColumns][4], KeyBits upper, KeyBits lower) {
   const uint32_t first = threadIdx.x % 4 * 2;
 #pragma unroll
@@ -96,11 +96,11 @@ __device__ void zero_unattended(unsigned char* values, KeyBits any) {
   __syncthreads();
 }
 
-// Replaces each weight that dropout drops by 0. Element (row, key) uses word key % 4 of the Philox
-// counter (key / 4, row, head, batch). A lane holds two of the four keys of a counter in every
-// column tile. Therefore, of every two column tiles, each lane computes the random words of one
-// tile, for itself and for its neighbour. The two lanes then exchange the bits that say which
-// weights dropout keeps.
+// Applies dropout without its scale: a weight becomes 0 if dropout drops it. Element (row, key)
+// uses word key % 4 of the Philox counter (key / 4, row, head, batch). A lane holds two of the four
+// keys of a counter in every column tile. Therefore, of every two column tiles, each lane computes
+// the random words of one tile, for itself and for its neighbour. The two lanes then exchange the
+// bits that say which weights dropout keeps.
 __device__ void drop(float (&weights)[kColumns][4], const Dropout& dropout, int row, int first_key,
                      const Head& h) {
   const volatile int64_t* seed_of_call = dropout.seed;  // is read again in every tile

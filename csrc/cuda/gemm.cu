@@ -25,8 +25,8 @@ constexpr int kThreads = 128, kWarps = kThreads / 32;
 constexpr int kRows = kGemmRows, kColumns = 128, kDepth = 32, kStages = 3;
 constexpr int kWarpRows = 64, kWarpColumns = 64;
 
-using Slice = SharedTile<kDepth>;          // rows of the left operand, and of the right one
-using SliceByRows = SharedTile<kColumns>;  // kDepth rows of the right operand
+using Slice = SharedTile<kDepth>;          // 128 rows of kDepth elements
+using SliceByRows = SharedTile<kColumns>;  // kDepth rows of 128 elements
 using Result = SharedTile<kColumns>;
 constexpr int kSliceBytes = kRows * Slice::kRowBytes;
 static_assert(kSliceBytes == kColumns * Slice::kRowBytes &&

@@ -174,7 +174,7 @@ __device__ void store_vector(void* matrix, int64_t row, int v, int columns, bool
 
 // The number of blocks of the forward that share a multiprocessor. It limits the registers of each
 // thread. If a thread has 128 bytes of a row, the blocks need so much shared memory that only two
-// fit. Larger blocks, of 256 threads, also share a multiprocessor in twos.
+// fit. At most two blocks of 256 threads share a multiprocessor.
 template <class L>
 constexpr int kResident = L::kBlock > 128 || L::kVectors* kAccess > 96 ? 2 : (L::kExact ? 4 : 3);
 

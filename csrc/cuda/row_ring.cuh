@@ -1,8 +1,9 @@
 // Asynchronous copies of rows from global memory to the registers of a block's threads.
 //
-// A thread copies its part of a row with cp.async to shared memory, while it still computes the row
-// before, or the row before that. Later it loads the part into its registers. It copies only its
-// own part, so it waits only for its own copies, and no thread waits for another thread.
+// A thread uses cp.async to copy its part of each row to shared memory, one or two rows ahead. When
+// it loads its part of a row into registers, the copy of a later row starts in the same memory. A
+// thread copies only its own part, so it waits only for its own copies, and no thread waits for
+// another thread.
 
 #pragma once
 
@@ -47,7 +48,7 @@ class RowRing {
   using T = typename L::Element;
   static constexpr int kVectorBytes = L::kBlock * kAccess;
   static constexpr int kStageBytes = kMatrices * L::kVectors * kVectorBytes;
-  static constexpr int kMostBytes = 80 * 1024;  // so that GPUs with 100 KB run a block
+  static constexpr int kMostBytes = 80 * 1024;  // so that a block fits GPUs with 100 KB
 
  public:
   static constexpr int kStages = 2 * kStageBytes <= kMostBytes ? 2 : 1;
@@ -123,7 +124,7 @@ class RowRing {
   unsigned char* memory_;  // the shared memory of this thread
   const T* from_[kMatrices];
   int64_t step_[kMatrices];
-  int64_t row_, rows_;       // the row to copy next
+  int64_t row_, rows_;       // the row to copy next, and the number of rows
   int columns_, stage_ = 0;  // stage_ is the offset of the next row to take
   bool wide_, last_;
 };

@@ -1,4 +1,4 @@
-// Asynchronous copies, barriers and fences.
+// Asynchronous copies (cp.async), named barriers, mbarriers, fences and setmaxnreg.
 
 #include "decode.h"
 #include "lanes.h"

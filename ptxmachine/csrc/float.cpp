@@ -1,9 +1,9 @@
 // Floating-point instructions.
 //
-// The common forms (round to nearest, no flush of subnormal numbers, no saturation) have their own
-// loops. `general` executes all other forms, one lane at a time. An approximate fp32 instruction
-// returns the exact result plus Options::approximate times the largest error that the PTX manual
-// allows.
+// The common forms of fp32 and fp64 (round to nearest, no flush of subnormal numbers, no
+// saturation) have their own loops. `general` executes all other forms, one lane at a time. An
+// approximate fp32 instruction returns the exact result plus Options::approximate times the largest
+// error that the PTX manual allows.
 
 #include <cfenv>
 #include <limits>

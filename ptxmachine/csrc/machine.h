@@ -108,7 +108,8 @@ constexpr uint64_t kWindowMask = 0xff00000000000000ull;
 // 0 for the block of the thread. The bits below are the address in the shared memory of that block.
 constexpr int kRankShift = 24;
 constexpr uint64_t kRankMask = 0xffull << kRankShift;
-// 1 + the rank in such an address, or 0, and the address in the shared memory of the block.
+// rank_field returns 1 + the rank in such an address, or 0 for the block of the thread. in_block
+// returns the address in the shared memory of that block.
 inline uint32_t rank_field(uint64_t address) { return (uint32_t)(address >> kRankShift & 0xff); }
 inline uint64_t in_block(uint64_t address) { return address & ~kRankMask; }
 
@@ -147,7 +148,7 @@ struct Launch {
   uint32_t grid[3] = {1, 1, 1}, block[3] = {1, 1, 1};
   uint32_t cluster[3] = {1, 1, 1};  // blocks of a cluster
   int32_t threads = 1, warps = 1;
-  int32_t registers = 0;  // per thread at the start; 0 if ptxas would ignore setmaxnreg
+  int32_t registers = 0;  // registers per thread at the start; 0 if ptxas would ignore setmaxnreg
   std::vector<uint8_t> params;
   uint32_t shared_bytes = 0, static_shared = 0, local_bytes = 0;
   uint32_t shared_base = 1024;   // first address of shared memory; not 0, as on hardware
@@ -273,7 +274,7 @@ struct Warp {
   uint64_t issued = 0;     // number of the last wgmma
   int32_t barrier = -1;    // number of the barrier at which the warp waits, or -1
   uint64_t polls = 0;      // unsuccessful polls in a row
-  int32_t registers = 0;   // per thread, as setmaxnreg counts them
+  int32_t registers = 0;   // registers per thread, as setmaxnreg counts them
   int32_t missing = 0;     // registers that setmaxnreg.inc waits for
   // State of barrier.cluster. arrived: lanes that have arrived in the current phase. passed: lanes
   // that arrived in the last complete phase and have not waited since. waited: lanes that have
@@ -325,9 +326,9 @@ struct Warp {
 };
 
 struct Barrier {
-  int32_t expected = 0;                              // threads; 0: all threads of the block
-  std::vector<int32_t> waiting, passed;              // warps that wait, and warps that only arrive
-  Times times, fenced;                               // clocks of the warps in `passed`
+  int32_t expected = 0;                  // number of threads; 0: all threads of the block
+  std::vector<int32_t> waiting, passed;  // warps that wait, and warps that only arrive
+  Times times, fenced;                   // clocks of the warps in `passed`
   std::vector<std::pair<const Instr*, Mask>> votes;  // votes of bar.red, in the order of `waiting`
 };
 
@@ -367,7 +368,9 @@ struct Block {
   void turn(Warp& w, int64_t quantum);  // calls step, and names the warp in a fault
   bool chance(double p) { return std::uniform_real_distribution<double>()(random) < p; }
 
-  // The happens-before order.
+  // The happens-before order. `after` returns whether the access of a stamp happens before the
+  // current access of the lane. `fenced_after` returns whether a proxy fence has also made the
+  // access visible to the asynchronous proxy.
   bool after(const Warp& w, int lane, const Stamp& stamp) const;
   bool fenced_after(const Warp& w, int lane, const Stamp& stamp) const;
   Stamp now(const Warp& w, int lane, Scope scope = Scope::weak) const;
@@ -403,7 +406,8 @@ struct Block {
   void note_write(Warp& w, int lane, uint32_t offset, uint32_t size, const Stamp& stamp);
   void settle_read(Warp& w, int lane, uint32_t offset, uint32_t size);
   void settle_write(uint16_t thread, uint32_t offset, uint32_t size, uint32_t time);
-  // Global memory.
+  // Global memory. `global` returns the allocation of an access, and reports a fault if the access
+  // is not allowed. `note_global` records the access.
   Allocation* global(Warp& w, uint64_t address, uint64_t size, uint64_t align, bool write);
   void note_global(Warp& w, int lane, Allocation& a, uint64_t address, uint32_t size, bool write,
                    Scope scope);
@@ -464,7 +468,8 @@ Element element_at(Warp& w, int lane, int space, uint64_t address, uint32_t size
 void put_element(Warp& w, int lane, int space, uint64_t address, uint32_t size, uint64_t bits,
                  bool ok);
 
-// Reduces one element of a bulk reduction into the bytes at `to`. `op` is a result of reduction_of.
+// Combines the element at `to` with `value`, and stores the result at `to`, for a bulk reduction.
+// `op` is a result of reduction_of.
 struct Mnemonic;
 int32_t reduction_of(const Mnemonic& name);  // -1: no reduction
 void reduce_element(Type type, int32_t op, uint8_t* to, uint64_t value);

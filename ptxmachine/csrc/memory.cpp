@@ -1,4 +1,4 @@
-// Loads and stores.
+// Loads and stores, and hints such as prefetch, which have no effect.
 
 #include "access.h"
 

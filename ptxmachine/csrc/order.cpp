@@ -253,8 +253,8 @@ void Block::settle_read(Warp& w, int lane, uint32_t offset, uint32_t size) {
   }
 }
 
-// Completes pending writes: in the stamps of the writes by the thread number `thread`, in `size`
-// bytes of shared memory from `offset` on, replaces kPending by `time`.
+// Completes pending writes: in the stamps of the writes by thread number `thread`, in `size` bytes
+// of shared memory from `offset` on, replaces kPending by `time`.
 void Block::settle_write(uint16_t thread, uint32_t offset, uint32_t size, uint32_t time) {
   if (!launch->options.races) return;
   const uint32_t granule = launch->program->granule;

@@ -2,8 +2,8 @@
 // registers.
 //
 // A product of two operands of at most 16 bits, or of two tf32 operands, is exact in fp32. NVIDIA
-// does not document the order of the sum, so Options::accumulate chooses the order. Fragment
-// layouts are those of the PTX ISA, section "Warp Level Matrix Instructions".
+// does not document the order and the rounding of the sum, so Options::accumulate chooses them.
+// Fragment layouts are those of the PTX ISA, section "Warp Level Matrix Instructions".
 
 #pragma once
 
@@ -22,7 +22,8 @@ struct Operands {
       : rows(m), columns(n), depth(k), a(m * k), b(k * n), a_ok(m, 1), b_ok(n, 1) {}
 };
 
-// Adds the product of A and B to d, of shape (rows, columns). `order` is the order of the sums.
+// Adds the product of A and B to d, of shape (rows, columns). `order` determines the order and the
+// rounding of the sums.
 void multiply(const Operands& o, float* d, Accumulate order);
 
 // Adds the product of the integer matrices A and B to d, of shape (rows, columns). Sums that

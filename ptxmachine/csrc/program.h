@@ -59,7 +59,7 @@ Type type_of(const std::string& suffix);  // Type::none when the suffix is no ty
 
 // The scope of a strong access or a fence: the threads that it affects. A weak access has no scope.
 enum class Scope : uint8_t { weak, block, cluster, device };
-constexpr int kScopes = 3;  // the scopes other than weak
+constexpr int kScopes = 3;  // number of scopes other than weak
 
 // A register in the register file. A narrow register has 32 words. A wide register (64 bits) has 64
 // words. A predicate has a single word with one bit per lane.
@@ -75,7 +75,7 @@ struct Reg {
 // the warp continues even if the tested condition is false. An instruction with `retry` is issued
 // again until it takes effect.
 enum class Flow : uint8_t { next, branch, exit, barrier, warp_sync, poll, retry };
-// The hardware unit that executes an instruction. The counts of a launch are by unit.
+// The hardware unit that executes an instruction. A launch counts the instructions of each unit.
 enum class Pipe : uint8_t {
   control,
   alu,

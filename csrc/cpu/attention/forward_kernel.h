@@ -64,8 +64,8 @@ inline void drop_row(float* weights, int64_t width, const uint32_t* kept, float 
 }
 
 // The state of the running softmax for the rows of a block of queries. For each row, `maximum` is
-// the largest logit and `sum` is the sum of exponentials, over the blocks of keys that were
-// processed.
+// the largest logit and `sum` is the sum of exponentials, over the blocks of keys that have been
+// processed so far.
 struct Running {
   float *maximum, *sum;
 };

@@ -46,7 +46,8 @@ FASTBERT_INLINE int64_t clamp(int64_t x, int64_t low, int64_t high) {
 struct Head {
   int64_t sequence, head;
   int64_t q_start, q_length, k_start, k_length;
-  // One flag for each key: whether any query attends to the key. Null if every flag is set.
+  // One flag for each key: whether any query attends to the key. Null if there is no mask and no
+  // window, so that every key is used.
   const uint32_t* used;
 };
 

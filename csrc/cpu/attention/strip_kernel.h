@@ -7,11 +7,11 @@
 // word holds the same element of two consecutive keys, and packing interleaves pairs of rows of v.
 //
 // Scores are stored as one row per query. The exponentials then have the layout of the left operand
-// of P v, and masks, bias, windows and dropout work row by row, as in the fp32 kernel. With one row
-// per key instead (k qᵀ), no reductions along rows would be needed, but v and the result would have
-// to be transposed. In this kernel, each of 16 rows is reduced to one register. A transposition of
-// these 16 registers then gives one register of 16 maxima (or sums), and the running softmax works
-// on 16 rows at once.
+// of P v, and masks, bias, windows and dropout work row by row, as in forward_kernel.h. With one
+// row per key instead (k qᵀ), no reductions along rows would be needed, but v and the result would
+// have to be transposed. In this kernel, each of 16 rows is reduced to one register. A
+// transposition of these 16 registers then gives one register of 16 maxima (or sums), and the
+// running softmax works on 16 rows at once.
 //
 // The maximum, sum and result of a row depend on the row's own sequence alone: blocks of keys begin
 // at multiples of kKeys, and keys that a query does not attend to add zeros.

@@ -33,7 +33,7 @@
 namespace fastbert::cpu::FASTBERT_LEVEL {
 
 constexpr int64_t kBlockBytes = 1152 << 10;  // most bytes of a streamed operand
-constexpr int64_t kMaxStripRows = 1024;      // rows of the largest task
+constexpr int64_t kMaxStripRows = 1024;      // most rows of a task
 
 // Copies rows of the left operand one after another. Zeros pad each row to whole steps, and the
 // number of rows to whole tiles.
@@ -58,7 +58,7 @@ inline void pack_left(const Gemm& g, int64_t first, int64_t rows, char* out) {
   with_format(g.format, [&](auto type) { pack_left<decltype(type)>(g, first, rows, out); });
 }
 
-// All eight tiles have full size; smaller operands are padded.
+// Configures all eight tiles with their full size. Smaller operands are padded.
 FASTBERT_INLINE void configure_tiles() {
   TileShapes shapes;
   for (int i = 0; i < 8; ++i) shapes.set(i, kMostTileRows, kMostTileBytes);
@@ -140,8 +140,9 @@ FASTBERT_INLINE void fetch_near(const char* a, int64_t stride) {
 struct TileTask {
   const Gemm& g;
   int64_t row, column, rows, columns, steps;
-  const char *a,
-      *tail;  // rows of the left operand; padded copy of the last rows, or null if not needed
+  // The rows of the left operand, and a padded copy of the last rows. The copy is null if `a`
+  // itself is a copy.
+  const char *a, *tail;
   int64_t a_stride;  // bytes between rows of `a`
   float* sums;       // sums of one block
   Pieces pending;    // epilogue of the previous block
@@ -344,8 +345,8 @@ inline GemmPlan tile_plan(const Gemm& g, int threads) {
   return plan;
 }
 
-// The functions of the kernel table at a level with AMX tiles. They process bf16 and call kernel.h
-// for other formats.
+// The functions of the kernel table at a level with AMX tiles. They process bf16, and call the
+// functions of kernel.h for other formats.
 
 Format right_format_tiled(Format format) {
   return format == Format::bf16 ? Format::bf16 : right_format(format);

@@ -1,9 +1,9 @@
 // The choice of the instruction-set level at which the CPU kernels run.
 //
-// FASTBERT_CPU_ISA may name a level (baseline, avx2, avx512, avx512_bf16, amx). Without this
-// variable, the highest level that the processor and the operating system support is chosen, except
-// a level that is slower on this processor than a lower level. An unknown or unsupported name is an
-// error.
+// FASTBERT_CPU_ISA may name a level (baseline, avx2, avx512, avx512_bf16, amx). If this variable is
+// not set or is empty, the highest level that the processor and the operating system support is
+// chosen, except a level that is slower on this processor than a lower level. An unknown or
+// unsupported name is an error.
 
 #pragma once
 
@@ -42,7 +42,7 @@ const Level* levels_end();
 const Kernels& kernels();
 
 // Sets the level of the whole process by name. nullptr restores the choice at start, by
-// FASTBERT_CPU_ISA or the processor.
+// FASTBERT_CPU_ISA or the processor. Throws ValueError if the level is unknown or not supported.
 void set_level(const char* name);
 
 // Replaces the kernels in use by another table. Python cannot call this function. Tests that

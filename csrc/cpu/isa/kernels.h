@@ -18,10 +18,11 @@ namespace fastbert::cpu {
 // The storage format of activations. Arithmetic and statistics are fp32 in every format.
 enum class Format : int32_t { f32, bf16, f16 };
 
-// The order of work in kernels on AMX tiles. The results have the same bits in every order.
-// `in_turn`: products and vector instructions alternate. `overlapped`: vector instructions of
-// attention and int8 products run between the steps of a product. `fetched`: additionally, the rows
-// of a bf16 product's weight are prefetched into the first-level cache two steps ahead.
+// The order of work in kernels on AMX tiles. The results have the same bits in every order. With
+// `in_turn`, the vector instructions of attention and of int8 products run after the product of a
+// block. With `overlapped`, they run between the steps of the next product. `fetched` is like
+// `overlapped`, but in bf16 products, the rows of the left operand are also prefetched into the
+// first-level cache two steps ahead.
 enum class TileSchedule : int32_t { in_turn, overlapped, fetched };
 
 inline TileSchedule tile_schedule = TileSchedule::overlapped;  // one setting for the whole process

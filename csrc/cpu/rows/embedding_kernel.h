@@ -7,7 +7,8 @@
 
 namespace fastbert::cpu::FASTBERT_LEVEL {
 
-// Computes the sum of a token's table rows, one from each table, starting at element n.
+// The sum of a token's table rows, one from each table. The call operator returns `count` elements
+// of the sum, from element n on.
 template <class Format, int kTables>
 struct TableSum {
   using Storage = typename Format::Storage;

@@ -78,7 +78,8 @@ struct Params {
   ForwardPairs pairs;
 };
 
-// Starts all copies of a thread block. One thread calls this function.
+// Starts the copies of all queries, keys and values that a thread block reads. One thread calls
+// this function.
 template <int kHeadDim>
 __device__ void load_tiles(const Params& p, uint32_t shared, Items items) {
   using M = Memory<kHeadDim>;
@@ -200,7 +201,7 @@ __device__ void zero_slack(const AttentionForward& p, int thread) {
   }
 }
 
-// Replaces the scores of keys that are not attended by -inf.
+// Writes -inf in place of the scores of keys that are not attended.
 __device__ void hide(float (&scores)[kScores], const KeyBits (&bits)[kKeyWords]) {
   const int first = static_cast<int>(threadIdx.x) % 4 * 2;
 #pragma unroll
@@ -210,9 +211,9 @@ __device__ void hide(float (&scores)[kScores], const KeyBits (&bits)[kKeyWords])
   }
 }
 
-// Replaces the scores of query-key pairs that are not attended by -inf. `first` points to the bits
-// of the pairs of the warp's first query. If all queries of the warp attend all keys of the tile,
-// the function returns early.
+// Writes -inf in place of the scores of query-key pairs that are not attended. `first` points to
+// the bits of the pairs of the warp's first query. If all queries of the warp attend all keys of
+// the tile, the function returns early.
 __device__ void hide_pairs(float (&scores)[kScores], const uint4* first) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const uint4 upper = first[lane / 4], lower = first[lane / 4 + 8];
@@ -297,8 +298,8 @@ class Consumer {
     place.advance();
   }
 
-  // Replaces the scores of keys or pairs that are not attended by -inf, and frees the stage of the
-  // keys.
+  // Writes -inf in place of the scores of keys or pairs that are not attended, and frees the stage
+  // of the keys.
   __device__ void hide_and_release(const Item& item, int tile) {
     const int left = item.head.keys - tile * kKeyRows;
     if constexpr (kPairs) {

@@ -78,8 +78,8 @@ class KeyGroup {
     store_keys(item, block);
   }
 
-  // Decides which weights dropout keeps. This is the first step of a tile, because few registers
-  // are in use then.
+  // Determines which weights of a tile dropout keeps. This is the first step of a tile, because few
+  // registers are in use then.
   __device__ Kept draw(const Item& item, int block, int tile) {
     return Kept(p_.call.dropout, block * kKeyRows + key_row(), tile * kTileQueries, item.head.head,
                 item.head.batch);
@@ -103,7 +103,7 @@ class KeyGroup {
     return reinterpret_cast<const Statistics*>(memory_ + M::kStatistics)[stage_.stage];
   }
 
-  // Replaces the scores of keys that are not attended by -inf.
+  // Writes -inf in place of the scores of keys that are not attended.
   __device__ void hide_keys() {
     if (attended_ == kAllRows) return;
     const int of_lane = attended_ >> lane() / 4;
@@ -112,8 +112,8 @@ class KeyGroup {
       if (!(of_lane >> (i / 2 % 2 * 8) & 1)) scores_[i] = -INFINITY;
   }
 
-  // Replaces the scores of query-key pairs that are not attended by -inf. If all pairs of the warp
-  // are attended, the function returns early.
+  // Writes -inf in place of the scores of query-key pairs that are not attended. If all pairs of
+  // the warp are attended, the function returns early.
   __device__ void hide_pairs() {
     const uint2* rows =
         reinterpret_cast<const uint2*>(memory_ + M::kPairs + stage_.stage * BackwardPairs::kBytes) +

@@ -89,7 +89,8 @@ __device__ void init_barriers(uint32_t shared) {
   fence_barrier_init();
 }
 
-// Starts all copies of a thread block. One thread calls this function.
+// Starts the copies of all keys, values and tiles of queries that a thread block reads. One thread
+// calls this function.
 template <int kHeadDim>
 __device__ void load_tiles(const Params& p, uint32_t shared, const Heads& items) {
   using M = Memory<kHeadDim>;

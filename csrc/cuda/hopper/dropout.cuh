@@ -13,11 +13,11 @@ struct DropoutRows {
   int row, head, batch;
 };
 
-// Replaces each weight that dropout drops by 0. Element (row, key) uses word key % 4 of the Philox
-// counter (key / 4, row, head, batch). A lane holds two of the four keys of a counter in every
-// group of 8 columns. Therefore, of every two groups, each lane computes the random words of one
-// group, for itself and for its neighbour. The two lanes then exchange the bits that say which
-// weights dropout keeps.
+// Applies dropout without its scale: a weight becomes 0 if dropout drops it. Element (row, key)
+// uses word key % 4 of the Philox counter (key / 4, row, head, batch). A lane holds two of the four
+// keys of a counter in every group of 8 columns. Therefore, of every two groups, each lane computes
+// the random words of one group, for itself and for its neighbour. The two lanes then exchange the
+// bits that say which weights dropout keeps.
 __device__ inline void drop(float (&weights)[kScores], const Dropout& dropout, int first_key,
                             const DropoutRows& at) {
   const volatile int64_t* seed_of_call = dropout.seed;  // is read again in every tile
@@ -51,9 +51,9 @@ __device__ inline void drop(float (&weights)[kScores], const Dropout& dropout, i
   }
 }
 
-// Decides which weights dropout keeps, for a warp with 16 keys as rows and 64 queries as columns.
-// The lanes of four neighbouring keys use the same Philox counters, and each of these lanes
-// computes a quarter of the counters.
+// Holds which weights dropout keeps, for a warp with 16 keys as rows and 64 queries as columns. The
+// lanes of four neighbouring keys use the same Philox counters, and each of these lanes computes a
+// quarter of the counters.
 template <bool kDropout>
 class KeptWeights {
  public:

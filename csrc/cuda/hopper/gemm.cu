@@ -288,7 +288,8 @@ class Epilogue {
     __syncwarp();
   }
 
-  // The first warp starts further copies while it waits.
+  // Waits until the sums of a multiplying group are in shared memory. The first warp starts further
+  // copies while it waits.
   __device__ void wait_for_result(int half, uint32_t parity) {
     const uint32_t full = shared_ + Memory::kResultFull + 8 * half;
     if (warp() > 0) return wait(full, parity);

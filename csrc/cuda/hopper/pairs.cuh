@@ -17,7 +17,7 @@ struct PairTiles {
   static constexpr int kBytes = 4 * kWords;
 
   uint32_t* data;
-  int32_t batches, heads;  // 1 if all batches or heads have the same pairs
+  int32_t batches, heads;  // each is 1 if all batches, or all heads, have the same pairs
   int32_t rows, columns;   // rows and columns of tiles in a head
 
   // Returns a pointer to the first tile of a row of tiles.

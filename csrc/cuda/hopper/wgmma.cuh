@@ -34,7 +34,7 @@ inline __device__ uint64_t moved(uint64_t descriptor, int bytes) { return descri
 
 // Returns x, which must be the same in all lanes of a warp. ptxas knows that this result is the
 // same in all lanes. Therefore counters and addresses that depend on it stay in uniform registers,
-// which wgmma requires for its operands.
+// which wgmma requires for its descriptors.
 inline __device__ int uniform(int x) {
   return static_cast<int>(__reduce_or_sync(0xffffffffu, static_cast<unsigned>(x)));
 }
