@@ -47,8 +47,7 @@ enum Kept : size_t {
 struct LayerSettings {
   const OptionalTensor &chosen, &cu_seqlens_q, &cu_seqlens_k;
   at::TensorList seeds, rotation;  // rotation: cosines and sines, or empty
-  at::ArrayRef<double>
-      dropouts;  // probabilities for attention weights, attention output and feed-forward
+  at::ArrayRef<double> dropouts;   // of attention weights, attention output and feed-forward
   int64_t max_seqlen_q, max_seqlen_k, batch, heads, projections, inner_projections;
   int64_t window;  // largest distance between a query and a key; -1 for no limit
   bool pre_norm;
@@ -521,9 +520,10 @@ void forward_pre_norm(const at::Tensor& hidden, const LayerParameters& p, const 
 at::Tensor backward_pre_norm(const at::Tensor& dy_in, const at::Tensor& hidden,
                              const LayerParameters& p, at::TensorList kept, Gradients& g,
                              const LayerSettings& s) {
-  // Computes the backward of a norm from `dy`, the gradient of its result. Returns the gradient of
-  // its input x, to which `dresidual`, the gradient of the residual connection around the norm, is
-  // added. dy is rounded to the dtype of products, because products read the result of the norm.
+  // Computes the backward of a norm from `dy`, the gradient of its result. Returns the sum of the
+  // gradient of its input x and `dresidual`, which is the gradient of the residual connection
+  // around the norm. dy is rounded to the dtype of products, because products read the result of
+  // the norm.
   const auto norm_backward = [&](const at::Tensor& dy, const at::Tensor& x, Kept mean, Kept rstd,
                                  const at::Tensor* norm, const at::Tensor& dresidual,
                                  at::Tensor* dnorm) {

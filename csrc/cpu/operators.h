@@ -258,9 +258,9 @@ void use_huge_pages(at::TensorList weights);
 // bias, or is empty. Positions count from 0 over the padded row, or from `first_position` over the
 // tokens without padding. The first result holds the rows of the tokens, the pooled rows if there
 // is a pooler and, if there is padding, the tokens' indices and the cumulative lengths. The second
-// result is the length of the longest sequence. The first result is empty if the operator cannot
-// process the shapes, dtypes or values of `ids`, `mask` or `token_types`, if the batch has no
-// token, or if a weight does not have the dtype `dtype`.
+// result is the length of the longest sequence. The first result is empty if the batch has no
+// token, or if a weight does not have the dtype `dtype`. It is also empty if the operator cannot
+// process the shapes, dtypes or values of `ids`, `mask` or `token_types`.
 std::tuple<std::vector<at::Tensor>, int64_t> bert(
     const at::Tensor& ids, const OptionalTensor& mask, const OptionalTensor& token_types,
     at::TensorList embedding, at::TensorList parameters, at::TensorList pooler,

@@ -31,9 +31,10 @@ constexpr int kWarps = 4, kThreads = 32 * kWarps;
 constexpr int kQueries = 32;  // queries of a tile
 constexpr int kColumns = kQueries / 8;
 
-// The layout of the shared memory: the keys and values of the block of keys, two stages of queries,
-// dout and out, the ds of one tile, and two stages of lse and delta. A warp owns kRowTiles tiles of
-// 16 keys, the largest number that its registers hold without spilling.
+// The layout of the shared memory. It holds the keys and values of the block of keys, then two
+// stages of queries, dout and out, then the ds of one tile, and then two stages of lse and delta. A
+// warp owns kRowTiles tiles of 16 keys, the largest number that its registers hold without
+// spilling.
 template <int kHeadDim, int kTiles>
 struct Memory {
   static constexpr int kRowTiles = kTiles;
@@ -91,8 +92,8 @@ __device__ float row_product(const unsigned char* dout, const unsigned char* out
 template <int kRowTiles>
 struct Keep {
   static constexpr int kShare = 4 * kRowTiles;
-  uint32_t
-      words[4];  // word i is from the lane with key % 4 == i; bit 4 c is for counter c of that lane
+  // Word i is from the lane with key % 4 == i. Its bit 4 c is for counter c of that lane.
+  uint32_t words[4];
 
   __device__ Keep(const Dropout& dropout, uint64_t seed, int first_key, int first_query,
                   const Head& h) {
@@ -259,8 +260,7 @@ __global__ void __launch_bounds__(kThreads, kHeadDim == 128 ? 1 : 2)
     copy_rows<M::kBlockKeys, kHeadDim, kThreads>(shared_base + M::kValues, v, p.v.stride_row,
                                                  key_exists);
     fill(0);
-    const int warp_key =
-        warp * 16 * kRowTiles;  // the warp's first key, counted in the block of keys
+    const int warp_key = warp * 16 * kRowTiles;  // first key of the warp in the block of keys
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
       const int row = warp_key + 16 * m;

@@ -43,9 +43,9 @@ constexpr int kGemmRows = 128;  // rows of a tile, on every architecture
 
 inline int64_t gemm_partials(int64_t rows) { return ceil_div(rows, kGemmRows); }
 
-// Return cudaErrorInvalidValue if no kernel supports the format or the activation, if `columns` or
-// `depth` is 0, if a size is 2^30 or more, or if the address or the rows of an operand are not
-// multiples of 16 bytes.
+// Return cudaErrorInvalidValue if no kernel supports the format or the activation. They also return
+// it if `columns` or `depth` is 0, if a size is 2^30 or more, or if the address or the rows of an
+// operand are not multiples of 16 bytes.
 cudaError_t linear_gelu(const LinearGelu& params, cudaStream_t stream);
 cudaError_t linear_gelu_gradient(const LinearGeluGradient& params, cudaStream_t stream);
 

@@ -75,8 +75,8 @@ struct Shared {
 // depend only on the columns.
 template <class L, bool kHeld>
 struct ColumnDropout {
-  static constexpr int kGroups =
-      kWidth<typename L::Element> / 4;  // groups of four elements in a vector
+  // The number of groups of four elements in a vector.
+  static constexpr int kGroups = kWidth<typename L::Element> / 4;
 
   uint64_t seed;
   bool active;  // whether any element can be dropped

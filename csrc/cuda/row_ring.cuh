@@ -1,9 +1,9 @@
 // Asynchronous copies of rows from global memory to the registers of a block's threads.
 //
 // A thread uses cp.async to copy its part of each row to shared memory, one or two rows ahead. When
-// it loads its part of a row into registers, the copy of a later row starts in the same memory. A
-// thread copies only its own part, so it waits only for its own copies, and no thread waits for
-// another thread.
+// it loads its part of a row into registers, it starts the copy of a later row to the same shared
+// memory. A thread copies only its own part, so it waits only for its own copies, and no thread
+// waits for another thread.
 
 #pragma once
 

@@ -32,8 +32,8 @@ inline __device__ float quad_sum(float x) {
 // maximum).
 //
 // The caller must first call `clear` on each state of an array, because the members have no default
-// values: in an array of arrays, nvcc 13.0 gives default values to the first inner array only, and
-// 0 to all others.
+// values. In an array of arrays, nvcc 13.0 would give default values to the first inner array only,
+// and 0 to all others.
 struct RowState {
   float maximum, total;
 

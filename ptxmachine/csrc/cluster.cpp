@@ -64,8 +64,9 @@ Block& Cluster::member(const Warp& w, int lane, uint32_t rank) const {
 }
 
 // Completes the phase of barrier.cluster if all live lanes have arrived. If the block of w has no
-// live lane, reports a race unless each access to the shared memory of the block by another block
-// or by an asynchronous operation happens before the end of one of the block's threads.
+// live lane, checks the accesses to its shared memory by other blocks and by asynchronous
+// operations. Reports a race unless each of them happens before the end of one of the block's
+// threads.
 void Cluster::leave(Warp& w) {
   complete_phase();
   Block& b = *w.block;

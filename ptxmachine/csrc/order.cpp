@@ -236,8 +236,8 @@ void Block::note_read(Warp& w, int lane, uint32_t offset, uint32_t size, const S
   }
 }
 
-// Completes pending reads: in the stamps of the reads by the thread of `lane`, in `size` bytes of
-// shared memory from `offset` on, replaces kPending by the current time of the thread.
+// Completes pending reads of `size` bytes of shared memory from `offset` on. In the stamps of the
+// reads by the thread of `lane`, the current time of the thread replaces kPending.
 void Block::settle_read(Warp& w, int lane, uint32_t offset, uint32_t size) {
   if (!launch->options.races) return;
   const uint32_t granule = launch->program->granule;
@@ -253,8 +253,8 @@ void Block::settle_read(Warp& w, int lane, uint32_t offset, uint32_t size) {
   }
 }
 
-// Completes pending writes: in the stamps of the writes by thread number `thread`, in `size` bytes
-// of shared memory from `offset` on, replaces kPending by `time`.
+// Completes pending writes of `size` bytes of shared memory from `offset` on. In the stamps of the
+// writes by thread number `thread`, `time` replaces kPending.
 void Block::settle_write(uint16_t thread, uint32_t offset, uint32_t size, uint32_t time) {
   if (!launch->options.races) return;
   const uint32_t granule = launch->program->granule;

@@ -7,9 +7,9 @@
 //
 //     dS = P (dP - delta),   dq = dS k scale,   dk = dSᵀ q scale,   dv = dropout(P)ᵀ dout
 //
-// For each row of logits, the kernel computes the maximum and the sum of the exponentials again,
-// because the forward stores only their log-sum-exp in fp32, whose rounding error would appear in
-// every weight of the row. delta is also computed here, from the same values of dP as dS. Where one
+// For each row of logits, the kernel computes the maximum and the sum of the exponentials again.
+// The forward stores only their log-sum-exp in fp32, and its rounding error would appear in every
+// weight of the row. delta is also computed here, from the same values of dP as dS. Where one
 // weight is nearly 1, dP is nearly equal to delta, and a delta from other values would leave mostly
 // rounding error in dP - delta.
 //

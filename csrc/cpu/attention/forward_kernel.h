@@ -4,8 +4,8 @@
 // An item packs each block of keys and values into panels once. All queries of the item are then
 // multiplied by the block, one block of queries at a time. Each block updates the running softmax,
 // so only one block of scores is in memory. The result of a row depends on the row's own sequence
-// alone: blocks of keys begin at multiples of kKeys, and a block without any key that the row's
-// query attends to does not change the row.
+// alone. Blocks of keys begin at multiples of kKeys, and a block does not change a row whose query
+// attends to none of its keys.
 
 #pragma once
 

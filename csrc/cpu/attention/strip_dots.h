@@ -16,8 +16,8 @@ FASTBERT_INLINE void end_strips() {}
 constexpr bool kMayOverlap = false;
 FASTBERT_INLINE constexpr bool overlaps() { return false; }
 
-// Computes c = a b or, if kAdd, c += a b for a strip of rows of a and one panel of b. a is bf16,
-// and its rows are padded to whole steps of kStep elements.
+// Computes c = a b or, if kAdd is true, c += a b, for a strip of rows of a and one panel of b. a is
+// bf16, and its rows are padded to whole steps of kStep elements.
 template <bool kAdd>
 __attribute__((noinline)) void strip_product(const uint16_t* a, int64_t a_row, const char* b,
                                              int64_t steps, float* c, int64_t c_row) {

@@ -13,8 +13,8 @@
 // transposition of these 16 registers then gives one register of 16 maxima (or sums), and the
 // running softmax works on 16 rows at once.
 //
-// The maximum, sum and result of a row depend on the row's own sequence alone: blocks of keys begin
-// at multiples of kKeys, and keys that a query does not attend to add zeros.
+// The maximum, sum and result of a row depend on the row's own sequence alone. Blocks of keys begin
+// at multiples of kKeys, and a key to which a query does not attend adds zeros to the row.
 
 #pragma once
 

@@ -163,7 +163,7 @@ Gemm product(const at::Tensor& x, at::ScalarType dtype, const RightOperand& righ
 }
 
 // Returns whether a product in `dtype` packs its weight instead of x. A product in fp32 does so if
-// x has many rows and the packed weight has at most 1 MiB, so that the weight stays in the
+// x has many rows and the packed weight has at most 1 MiB. The weight then stays in the
 // second-level cache while all rows of x are multiplied.
 bool packs_weight(const at::Tensor& x, const at::Tensor& weight, at::ScalarType dtype) {
   constexpr int64_t kManyRows = 512, kMostElements = 1 << 18;

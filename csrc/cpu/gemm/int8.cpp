@@ -17,9 +17,9 @@ namespace {
 // The largest number of terms in a sum. A term is at most 255 * 128, so sums of this many terms
 // stay below 2^31.
 constexpr int64_t kInt8Depth = 65536;
-// The number of panels of a weight is padded to a multiple of 4, the number of quantised rows to a
-// multiple of 16, and the number of elements of a row to a multiple of 64. These multiples are
-// whole tiles at every level.
+// Numbers are padded to multiples: the panels of a weight to a multiple of 4, the quantised rows to
+// a multiple of 16, and the elements of a row to a multiple of 64. These multiples are whole tiles
+// at every level.
 constexpr int64_t kPanels = 4, kRows = 16, kDepth = 64;
 // The largest size in bytes of the quantised rows of one task. Rows of this size stay in the
 // second-level cache while all weights are read.

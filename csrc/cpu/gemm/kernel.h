@@ -10,7 +10,7 @@
 // registers and multiplies them by one broadcast element of each of up to kTileRows rows of the
 // left operand. The sums of such a tile stay in registers. k is divided into blocks of kDepth words
 // of 32 bits. One block of a panel stays in or near the first-level cache while it is multiplied by
-// all rows of a task; in fp32 the block has 16 KiB with registers of 32 bytes and 32 KiB with
+// all rows of a task. In fp32, the block has 16 KiB with registers of 32 bytes, and 32 KiB with
 // registers of 64 bytes. The rows of the task are copied to 32-bit words with a constant stride,
 // and stay in the second-level cache.
 //

@@ -3,9 +3,9 @@
 //
 // A step of four tile products takes 64 cycles. During these cycles, about 64 instructions on
 // registers of 64 bytes can run at no cost. On a Xeon with AMX, every further instruction costs its
-// full time. The epilogues that a model needs are therefore as short as possible: they process sums
-// in the order in which the sums are stored, transpose pairs of bf16 instead of sums, and prefetch
-// the cache lines of the result before the stores.
+// full time. The epilogues that a model needs are therefore as short as possible. They process sums
+// in the order in which the sums are stored, and transpose pairs of bf16 instead of sums. They also
+// prefetch the cache lines of the result before the stores.
 
 #pragma once
 

@@ -117,9 +117,9 @@ FASTBERT_INLINE void store_block(float* sums, int64_t stride) {
 }
 
 // The next data to prefetch from beyond the second-level cache. Each step prefetches the next
-// `lines` cache lines of the right operand, where `b` is the first line of the first step, and the
-// next cache line of each of `a_rows` rows of the left operand, where `a` is the start of the first
-// row. `a` is null if no rows are to be prefetched.
+// `lines` cache lines of the right operand, which begin at `b`. It also prefetches the next cache
+// line of each of `a_rows` rows of the left operand, of which the first row begins at `a`. `a` is
+// null if no rows are to be prefetched.
 struct Ahead {
   const char* b;
   int64_t lines;

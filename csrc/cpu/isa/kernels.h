@@ -196,8 +196,8 @@ struct ActivationForward {
 };
 
 // The backward of ActivationForward. `dh` receives the gradient of h. If `a` is not null, y is
-// computed again and written to `a`. dh and `a` are contiguous. If the partial sums of the kernel
-// call are not null, they are as long as a row of h, and the sum of dh over a chunk of rows is
+// computed again and written to `a`. dh and `a` are contiguous. The partial sums of the kernel call
+// may be null. Otherwise, they are as long as a row of h, and the sum of dh over a chunk of rows is
 // added to them.
 struct ActivationBackward {
   Format format;
@@ -324,8 +324,9 @@ struct ConstPairs {
 // and the key rows from cu_k[b] up to cu_k[b + 1]. Query i has the position of key i + offset,
 // where offset is the number of keys minus the number of queries of the sequence. The query attends
 // to at most `left` keys before its position and `right` keys after its position; -1 means no
-// limit. Dropout keeps the weight of sequence b, head h, query i and key j if w >> 8 is at least
-// dropout.threshold, where w is word j % 4 of Philox(key, counter = (j / 4, i, h, b)).
+// limit. For the weight of sequence b, head h, query i and key j, let w be word j % 4 of
+// Philox(key, counter = (j / 4, i, h, b)). Dropout keeps the weight if w >> 8 is at least
+// dropout.threshold.
 struct Attention {
   Format format;
   int64_t batch, heads, head_dim;
@@ -353,10 +354,11 @@ struct AttentionItem {
 
 // The backward of Attention. The members `out` and `lse` of `forward` are not read. Each gradient
 // has the shape of its tensor. Items with AttentionPass::keys and the bias gradient read three
-// statistics that earlier items store in fp32, in the layout of lse: the maximum of a row's logits,
-// the sum of the exponentials, and delta (attention/backward_kernel.h). The pointers to the
-// statistics are null if every item is a whole head and no gradient of the bias is requested. dbias
-// is contiguous fp32 in the shape of the bias; its strides are 0 where the bias is broadcast.
+// statistics of each row: the maximum of the logits, the sum of the exponentials, and delta
+// (attention/backward_kernel.h). Earlier items store these statistics in fp32, in the layout of
+// lse. The pointers to the statistics are null if every item is a whole head and no gradient of the
+// bias is requested. dbias is contiguous fp32 in the shape of the bias; its strides are 0 where the
+// bias is broadcast.
 struct AttentionBackward {
   Attention forward;
   ConstRows dout;

@@ -8,9 +8,9 @@
 // touch memory.
 //
 // A test build (FASTBERT_EMULATE) runs the same operations in plain C++ with the rounding that the
-// manual specifies: two chains of fused multiply-adds, one for each element of the pairs, with
-// denormals as zeros. The emulation aborts where a processor would raise an exception, and where a
-// processor would silently compute with tiles whose shapes do not match.
+// manual specifies. A bf16 product has two chains of fused multiply-adds, one for each element of
+// the pairs, and treats denormals as zeros. The emulation aborts where a processor would raise an
+// exception, and where a processor would silently compute with tiles whose shapes do not match.
 
 #pragma once
 

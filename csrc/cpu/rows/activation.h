@@ -4,8 +4,8 @@
 // gelu(x) = x Phi(x) with the normal distribution function Phi. The upper tail of the distribution
 // is computed directly: Q(a) = 1 - Phi(a) = exp(-a^2 / 2) R(a) for a = |x|. Phi therefore keeps its
 // relative accuracy for negative x, where 1 + erf would cancel. The derivative uses the same
-// exponential for the density. R is Mills' ratio over sqrt(2 pi), and is approximated by r P(1 - 8
-// r) with r = 1 / (a + 4) and a minimax polynomial P (Lawson's algorithm on [0, 14.5], relative
+// exponential for the density. R is Mills' ratio divided by sqrt(2 pi). It is approximated by r P(1
+// - 8 r) with r = 1 / (a + 4) and a minimax polynomial P (Lawson's algorithm on [0, 14.5], relative
 // error 9e-9).
 //
 // gelu_tanh(x) = 0.5 x (1 + tanh(w)) = x s(2 w) with the logistic function s.
@@ -40,12 +40,12 @@ struct Gelu {
   }
 
   // Computes `forward` for registers that will be rounded to bf16, with half of the operations of
-  // `forward`: max(x, 0) - a Q(a) for a = |x|, where Q is the upper tail of the normal
-  // distribution. One minimax polynomial (Lawson's algorithm) approximates log2 Q(a). Another one
-  // approximates 2^f, where f is the difference between this logarithm and the nearest integer. The
-  // relative error is 1e-4 for x >= -4, 2e-4 for x >= -6 and 1.3e-3 for x >= -12.8; half a unit of
-  // bf16 is 2e-3 to 4e-3. Below -12.8, the result is the value at -12.8, which is -1.1e-36. Each
-  // stage processes all registers, so that the chains of operations overlap.
+  // `forward`. The formula is max(x, 0) - a Q(a) for a = |x|, where Q is the upper tail of the
+  // normal distribution. One minimax polynomial (Lawson's algorithm) approximates log2 Q(a).
+  // Another one approximates 2^f, where f is the difference between this logarithm and the nearest
+  // integer. The relative error is 1e-4 for x >= -4, 2e-4 for x >= -6 and 1.3e-3 for x >= -12.8;
+  // half a unit of bf16 is 2e-3 to 4e-3. Below -12.8, the result is the value at -12.8, which is
+  // -1.1e-36. Each stage processes all registers, so that the chains of operations overlap.
   template <int kCount>
   static FASTBERT_INLINE void forward_bf16(Vec (&x)[kCount]) {
     constexpr float kLargest = 12.8f, kRound = 12582912.0f;

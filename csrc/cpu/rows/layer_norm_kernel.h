@@ -21,8 +21,8 @@ namespace fastbert::cpu::FASTBERT_LEVEL {
 constexpr int kBlockRows = 4;
 constexpr int kGroupRows = 16;
 
-// The largest number of parameters with gradients. The scratch memory of one thread holds the fp32
-// values and the dropout mask of each row of a block, and after them the fp32 sums of a group for
+// The largest number of parameters with gradients. The scratch memory of one thread begins with the
+// fp32 values and the dropout mask of each row of a block. The fp32 sums of a group follow, for
 // each of these parameters.
 constexpr int kParameters = 3;
 

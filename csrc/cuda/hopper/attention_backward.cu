@@ -2,11 +2,11 @@
 //
 // A persistent thread block computes the heads of sequences one after the other. For each block of
 // 128 keys, it goes through all tiles of 64 queries. One thread of the first group of four warps
-// starts the copies: the keys and values of each block of keys, the q and dout of each tile, and
-// out if delta must be computed. The tiles go through a ring of stages in shared memory, which does
-// not restart at a new block of keys or a new head. Two other warps of the first group prepare the
-// log-sum-exp and delta of the queries. Each of the two other groups owns 64 keys of the block of
-// keys.
+// starts the copies. It copies the keys and values of each block of keys, the q and dout of each
+// tile, and out if delta must be computed. The tiles go through a ring of stages in shared memory,
+// which does not restart at a new block of keys or a new head. Two other warps of the first group
+// prepare the log-sum-exp and delta of the queries. Each of the two other groups owns 64 keys of
+// the block of keys.
 //
 // The scores are computed as s = k q^T, so that their rows are keys. The softmax weights p and the
 // gradients ds of the scores then have the register layout of a left operand. Therefore the sums dv

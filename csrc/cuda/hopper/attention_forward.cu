@@ -143,7 +143,7 @@ __device__ void zero_unattended(const Params& p, uint32_t shared, unsigned char*
 }
 
 // Under a mask of query-key pairs, writes the bits of the attended pairs of each tile to shared
-// memory, and writes 0 in place of the values of keys that no query of the tile attends. One warp
+// memory. Also writes 0 in place of the values of keys that no query of the tile attends. One warp
 // calls this function.
 template <int kHeadDim>
 __device__ void publish_pairs(const Params& p, uint32_t shared, unsigned char* memory,

@@ -1,5 +1,5 @@
 // The layout of the shared memory in the backward of attention, and the work of the group of warps
-// that fills it: this group copies tiles, zeroes keys that are not attended, and computes the
+// that fills it. This group copies tiles, zeroes keys that are not attended, and computes the
 // statistics of the queries.
 
 #pragma once
