@@ -1,6 +1,6 @@
 // A whole encoder in one call, for inference: the removal of padding, the embedding, all layers and
-// the pooler. On a short sequence, running Python between these steps would take as long as two
-// layers.
+// the pooler. On a short sequence, running Python between these steps would take as long as
+// computing two layers.
 
 #include <tuple>
 #include <vector>

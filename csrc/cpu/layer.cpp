@@ -47,7 +47,8 @@ enum Kept : size_t {
 struct LayerSettings {
   const OptionalTensor &chosen, &cu_seqlens_q, &cu_seqlens_k;
   at::TensorList seeds, rotation;  // rotation: cosines and sines, or empty
-  at::ArrayRef<double> dropouts;   // of attention weights, attention output and feed-forward
+  // The dropout probabilities of the attention weights, the attention output and the feed-forward.
+  at::ArrayRef<double> dropouts;
   int64_t max_seqlen_q, max_seqlen_k, batch, heads, projections, inner_projections;
   int64_t window;  // largest distance between a query and a key; -1 for no limit
   bool pre_norm;

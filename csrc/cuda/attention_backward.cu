@@ -88,7 +88,7 @@ __device__ float row_product(const unsigned char* dout, const unsigned char* out
 // Holds, for the weights of one warp, which of them dropout keeps. The rows of the weights are
 // keys. Element (query, key) uses word key % 4 of the Philox counter (key / 4, query, head, batch).
 // Therefore the lanes of four neighbouring keys use the same counters, and each of these lanes
-// computes a quarter of them.
+// computes a quarter of the counters.
 template <int kRowTiles>
 struct Keep {
   static constexpr int kShare = 4 * kRowTiles;

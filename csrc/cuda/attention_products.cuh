@@ -23,8 +23,8 @@ template <class T, int kHeadDim, int kRowTiles, int kColumns>
 __device__ void multiply_transposed(float (&sums)[kRowTiles][kColumns][4], uint32_t left,
                                     uint32_t right) {
   using Tile = SharedTile<kHeadDim>;
-  // One ldmatrix loads four 8 x 8 matrices, which are two right operands: columns 0-7 and 8-15 of
-  // rows 0-7, then of rows 8-15.
+  // One ldmatrix loads four 8 x 8 matrices, which are two right operands. The first operand is
+  // columns 0-7 and 8-15 of rows 0-7, and the second operand is the same columns of rows 8-15.
   const uint32_t lane = opaque(threadIdx.x) % 32;
   const uint32_t first = right + Tile::offset(lane % 8 + lane / 16 * 8, lane / 8 % 2);
 #pragma unroll

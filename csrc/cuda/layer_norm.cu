@@ -172,9 +172,9 @@ __device__ void store_vector(void* matrix, int64_t row, int v, int columns, bool
     store(to, L::column(v), columns, wide, x);
 }
 
-// The number of blocks of the forward that share a multiprocessor. It limits the registers of each
-// thread. If a thread has 128 bytes of a row, the blocks need so much shared memory that only two
-// fit. At most two blocks of 256 threads share a multiprocessor.
+// The number of blocks of the forward that share a multiprocessor. This number limits the registers
+// of each thread. If a thread has 128 bytes of a row, the blocks need so much shared memory that
+// only two fit. At most two blocks of 256 threads share a multiprocessor.
 template <class L>
 constexpr int kResident = L::kBlock > 128 || L::kVectors* kAccess > 96 ? 2 : (L::kExact ? 4 : 3);
 

@@ -1,4 +1,4 @@
-// Philox4x32 with 7 rounds (Salmon et al. 2011) and the dropout of fastbert.
+// Philox4x32 with 7 rounds (Salmon et al. 2011), and the dropout that uses these random numbers.
 
 #pragma once
 

@@ -42,7 +42,7 @@ struct Layout {
 template <class L>
 using RowPart = WordPack<typename L::Element>[L::kVectors];
 
-// The rows of kMatrices matrices that a thread needs next, in the order in which it takes them.
+// The rows of kMatrices matrices that a thread takes next. `take` returns them in order.
 template <class L, int kMatrices>
 class RowRing {
   using T = typename L::Element;

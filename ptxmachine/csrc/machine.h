@@ -117,7 +117,7 @@ struct Counts {
   uint64_t warp[kPipes] = {};  // instructions that warps executed, by pipe
   uint64_t instructions = 0;
   uint64_t tensor_flops = 0;         // 2 per multiplication in a matrix instruction
-  uint64_t tensor_shared_bytes = 0;  // wgmma reads A once per warp, and B once per four warps
+  uint64_t tensor_shared_bytes = 0;  // operands of wgmma: A once per warp, B per four warps
   uint64_t global_bytes = 0, global_sectors = 0, global_least_sectors = 0;
   uint64_t shared_wavefronts = 0, shared_least_wavefronts = 0;
   uint64_t barriers = 0;

@@ -17,9 +17,10 @@
 
 #define FASTBERT_INLINE inline __attribute__((always_inline))
 
-// The register width for which intrinsics are used. A test build (FASTBERT_EMULATE) compiles the
-// levels with 64-byte registers for processors without such registers: the compiler splits the
-// vectors, and plain C++ with the same results replaces the intrinsics.
+// The size in bytes of the registers for which intrinsics are used, or 0 if no intrinsics are used.
+// A test build (FASTBERT_EMULATE) compiles the levels with 64-byte registers for processors without
+// such registers: the compiler splits the vectors, and plain C++ with the same results replaces the
+// intrinsics.
 #if defined(FASTBERT_EMULATE) && FASTBERT_LEVEL_BYTES == 64
 #define FASTBERT_INTRINSIC_BYTES 0
 #else

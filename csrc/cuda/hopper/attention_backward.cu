@@ -280,8 +280,9 @@ cudaError_t hopper_attention_backward(const AttentionBackward& p, cudaStream_t s
   const Sequences& s = p.sequences;
   if (s.batches == 0 || (s.rows_q == 0 && s.rows_k == 0)) return cudaSuccess;
   Params params = {{}, {}, {}, {}, {}, p, pair_tiles(p)};
-  // If there are no queries, none are copied, so their tensor maps describe the rows of k instead.
-  // The same holds for the maps of k and v if there are no keys.
+  // If there are no queries, the kernel copies no rows of q, out and dout, and their tensor maps
+  // describe the rows of k instead. If there are no keys, the tensor maps of k and v describe the
+  // rows of q.
   const bool queries = s.max_q > 0, keys = s.max_k > 0;
   const int64_t rows_q = queries ? s.rows_q : s.rows_k, rows_k = keys ? s.rows_k : s.rows_q;
   const auto map = [&](CUtensorMap& to, const HeadRows& x, int64_t rows, int box_rows) {

@@ -566,7 +566,8 @@ cudaError_t hopper_attention_forward(const AttentionForward& p, cudaStream_t str
   const Sequences& s = p.sequences;
   if (s.batches == 0 || s.rows_q == 0) return cudaSuccess;
   Params params = {{}, {}, {}, {}, p, pair_tiles(p)};
-  // If there are no keys, none are copied, so the tensor maps of k and v describe the rows of q.
+  // If there are no keys, the kernel copies no rows of k and v, and their tensor maps describe the
+  // rows of q instead.
   const HeadRows& k = s.max_k ? p.k : p.q;
   const HeadRows& v = s.max_k ? p.v : p.q;
   const int64_t rows_k = s.max_k ? s.rows_k : s.rows_q;

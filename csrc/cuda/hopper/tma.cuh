@@ -7,9 +7,10 @@
 // 128 and 64 bytes) without conflicts.
 //
 // In packed tensors, a box neither reads nor writes rows of other sequences, because each sequence
-// ends at the bound of a dimension. Row r of a sequence of `length` rows has the coordinates (kEnd
-// - length + r, first + length, kEnd) in three dimensions with strides of a row, a row, and 2^34
-// bytes less one row. The first dimension has kEnd = 2^30 rows, so that a coordinate exceeds it
+// ends at the bound of a dimension. The tensor map has three dimensions for the rows, whose strides
+// are one row, one row, and 2^34 bytes minus one row. Row r of a sequence of `length` rows that
+// begins at row `first` has the coordinates (kEnd - length + r, first + length, kEnd) in these
+// dimensions. The first of them has kEnd = 2^30 rows, so the first coordinate is beyond the bound
 // exactly if r >= length. The address is right because kEnd * 2^34 = 2^64 is 0 in 64-bit address
 // arithmetic. Triton's ragged descriptors (triton/tools/ragged_tma.py) use the same wrap-around. A
 // load beyond the bound gives 0, so that no NaN of another sequence reaches a product. A store
