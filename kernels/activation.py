@@ -1,4 +1,4 @@
-"""Helpers of the feed-forward kernels: activations with their derivatives, bias and store.
+"""Helpers of the feed-forward kernels: activations with their derivatives, addition of the bias.
 
 The activations are GELU (Hendrycks and Gimpel 2016) by erf or by tanh, ReLU and SiLU. They are
 computed in fp32.
@@ -75,7 +75,7 @@ def value_and_slope(x, FUNCTION: tl.constexpr, dtype: tl.constexpr):
     """
     if FUNCTION == "relu":
         value = tl.where(x < 0.0, 0.0, x)
-        # As in torch, NaN has a slope of 1.
+        # As in torch, the slope at NaN is 1.
         slope = tl.where(x <= 0.0, 0.0, 1.0)
     elif FUNCTION == "gelu":
         tail, bell = _normal_tail(tl.abs(x), dtype)

@@ -2,8 +2,10 @@
 
 One program computes a block of queries of one head in a loop over tiles of keys, with the running
 softmax (Milakov and Gimelshein 2018; Dao 2023, algorithm 1). Only the first and the last tiles of
-keys check the window and the length. In the tiles between, every query of the block may attend to
-every key. The backward reads out and lse, the log-sum-exp of each query's logits.
+keys check the window and the length. In the tiles between, neither of them hides a key from a query
+of the block. The backward reads out and lse, the log-sum-exp of each query's logits.
+
+These kernels are the general path. attention_short.py has the short path, for few keys.
 """
 
 from __future__ import annotations
@@ -51,7 +53,7 @@ def _forward_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr,
     # (B, H, Lq), or packed (H, Tq); fp32
     lse_ptr,
-    # (B, H, Lq, Lk), expanded; uint8 and any floating dtype; or None
+    # (B, H, Lq, Lk), expanded: the mask in uint8, the bias in any floating dtype; each may be None
     mask_ptr, bias_ptr,
     # (1,), int64; or None
     seed_ptr,
@@ -161,7 +163,7 @@ def _forward_kernel(
 
 
 def general_forward_launch(problem: Problem, out: Tensor, lse: Tensor) -> Launch:
-    """Return the launch of `attention_forward` on its general path, for any number of keys."""
+    """Return the launch of `attention_forward` on the general path, for any number of keys."""
     tile = problem.tile("forward")
     return problem.launch(
         "attention_forward",
@@ -211,20 +213,20 @@ def attention_forward(
         mask: Bool, True where a query attends to a key; expanded to (B, H, Lq, Lk). For packed
             input, Lq and Lk are the largest lengths, and positions are counted inside each
             sequence.
-        bias: Floating tensor added to the logits; shape as for `mask`.
+        bias: Floating tensor that is added to q kᵀ scale; shape as for `mask`.
         cu_seqlens_q: Cumulative lengths of packed queries, int32 (B + 1,); None for dense input.
         cu_seqlens_k: Cumulative lengths of packed keys; `cu_seqlens_q` by default.
         max_seqlen_q: Largest length of the packed query sequences; None reads it from the device.
         max_seqlen_k: Largest length of the packed key sequences; None reads it from the device.
-        seed: Seed of dropout, int64 (1,) on the device of `q`.
+        seed: Seed of dropout, int64 (1,) on the device of `q`; may be None without dropout.
         dropout_p: Probability with which a weight is dropped.
-        scale: Factor of the logits.
+        scale: Factor of the products q kᵀ.
         causal: Whether a query attends only to keys at its own position or earlier.
         window: Numbers of keys before and after its own position that a query attends to; -1 means
             no limit.
         path: "short", "general", or None for the choice of `attention_path`.
         into: Tensors for the results: out at any strides, and a contiguous lse. None allocates
-            them.
+            both tensors.
 
     Returns:
         out: (B, H, Lq, D), stored in the order of (B, Lq, H, D), or contiguous (Tq, H, D), in the
@@ -234,8 +236,8 @@ def attention_forward(
             the last sequence.
 
     Raises:
-        ValueError: If D is outside 1..256, if dropout has no seed, or if `path` is unknown or
-            cannot serve the call.
+        ValueError: If D is outside 1..256, if `dropout_p` is outside [0, 1], if there is dropout
+            without a seed, or if `path` is unknown or cannot serve the call.
     """
     tensors, numbers = canonical(
         q, k, v,

@@ -1,9 +1,10 @@
 """Backward of attention, which recomputes the softmax weights (Dao 2023, algorithm 2).
 
-The launches compute the statistics of each row, then dq with one program per block of queries, and
-then dk and dv with one program per block of keys. If the gradient of the bias is wanted, the last
-launches compute it. Each gradient is summed in a fixed order without atomics, so reruns agree
-bitwise.
+The kernels of this file are the general path; attention_short.py has the short path. The launches
+of the general path compute the statistics of each query row, then dq with one program per block of
+queries, and then dk and dv with one program per block of keys. If the gradient of the bias is
+wanted, the last launches compute it. Each gradient is summed in a fixed order without atomics, so
+reruns agree bitwise.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def _dkv_kernel(
     shift_ptr, inverse_ptr, delta_ptr,
     # (B, H, Lk, D), or packed (Tk, H, D), at the same strides
     dk_ptr, dv_ptr,
-    # (B, H, Lq, Lk), expanded; uint8 and any floating dtype; or None
+    # (B, H, Lq, Lk), expanded: the mask in uint8, the bias in any floating dtype; each may be None
     mask_ptr, bias_ptr,
     # (1,), int64; or None
     seed_ptr,
@@ -77,7 +78,7 @@ def _dkv_kernel(
     HAS_DROPOUT: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     SCALING: tl.constexpr, HAS_DK: tl.constexpr, HAS_DV: tl.constexpr,
 ):  # fmt: skip
-    """Write dk and dv of one block of keys."""
+    """Write dk of one block of keys if HAS_DK, and dv if HAS_DV."""
     block, head, batch = program_item(k_blocks, heads)
     q_start, q_len = sequence_bounds(batch, cu_seqlens_q_ptr, q_length, IS_VARLEN)
     k_start, k_len = sequence_bounds(batch, cu_seqlens_k_ptr, k_length, IS_VARLEN)
@@ -114,8 +115,8 @@ def _dkv_kernel(
         seed = tl.load(seed_ptr)
     offset = k_len - q_len
     last_key = tl.minimum(first_key + BLOCK_N, k_len) - 1
-    # `visible_range` gives the queries that a block of keys sees if left and right of the window
-    # are exchanged and the offset is negated.
+    # With left and right of the window exchanged and the offset negated, `visible_range` returns
+    # the range of queries that may attend to a block of keys.
     low, high, start, full_start, full_stop = visible_range(
         first_key, last_key, -offset, q_len, window_right, window_left, HAS_RIGHT, HAS_LEFT, BLOCK_M
     )
@@ -204,7 +205,7 @@ def _dq_kernel(
     shift_ptr, inverse_ptr, delta_ptr,
     # (B, H, Lq, D), or packed (Tq, H, D)
     dq_ptr,
-    # (B, H, Lq, Lk), expanded; uint8 and any floating dtype; or None
+    # (B, H, Lq, Lk), expanded: the mask in uint8, the bias in any floating dtype; each may be None
     mask_ptr, bias_ptr,
     # (1,), int64; or None
     seed_ptr,
@@ -337,7 +338,7 @@ def backward_launches(
     """Yield the launches of the general path of the backward, in order.
 
     Args:
-        problem: The attention problem.
+        problem: The sizes and the arguments of the call of attention.
         dout: Gradient of out, at any strides.
         out: Output of the forward.
         lse: Log-sum-exp of the forward.
@@ -345,7 +346,7 @@ def backward_launches(
         dk: Gradient of k to fill, in the shape of k, at any strides.
         dv: Gradient of v to fill, in the shape of v, at the strides of `dk`.
         statistics: Row statistics from `allocate_statistics`.
-        numbers: The numbers of the problem.
+        numbers: The numbers among the arguments of the call of attention.
         dbias: Gradient of the bias to fill, as in `attention_backward`, or None.
         sums: Partial sums of dbias from `allocate_bias_sums`, or None.
     """
@@ -423,10 +424,11 @@ def attention_backward(
         dout: Gradient of out, in the shape and dtype of out, at any strides.
         out: Output of the forward.
         lse: Log-sum-exp of the forward.
-        into: Tensors for dq, dk and dv at any strides, where dk and dv must have the same strides.
-            None allocates tensors that are stored in the order of out.
+        into: Tensors for dq, dk and dv at any strides; on the general path, dk and dv must have the
+            same strides. None allocates tensors that are stored in the order of out.
         dbias: Tensor for the gradient of the bias: contiguous, in the dtype of the bias and in the
-            shape that the bias had before it was expanded. None computes no gradient of the bias.
+            shape that the bias had before it was expanded. With None, no gradient of the bias is
+            computed. With a tensor, the general path is used, whatever `path` is.
 
     Returns:
         dq, dk and dv in the shapes and the dtype of q, k and v. They are 0 in rows beyond the last

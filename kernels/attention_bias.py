@@ -2,10 +2,11 @@
 
 A program computes a tile of the gradient in a loop over the combinations of sequence, head, query
 block and key block that add to the tile. For each combination, two products and the row statistics
-give dS = P * (dP - delta) again, where P are the softmax weights, dP is their gradient, and delta =
-rowsum(P * dP). The other gradients take seven products in all. Only the gradient itself has Lq Lk
-elements. The sum stays in registers and has a fixed order, so there are no atomic additions and
-reruns agree bitwise. Blocks outside the window or the sequence are skipped.
+give dS = P * (dP - delta) again, where S are the logits, P are the softmax weights, dP is their
+gradient, and delta = rowsum(P * dP). These two products come in addition to the products of dq, dk
+and dv. dS is never stored for a whole head. The sum stays in registers and has a fixed order, so
+there are no atomic additions and reruns agree bitwise. Blocks outside the window or the sequence
+are skipped.
 
 If many combinations add to few tiles, as for a bias (1, H, 1, Lk), several programs divide the
 combinations of a tile. A second launch then adds their partial sums.
@@ -32,8 +33,9 @@ from fastbert.kernels.philox import dropout_keep
 from fastbert.kernels.reduction import sum_partials_launch
 from fastbert.kernels.tiles import Tile, attention_tile, ceil_div, target_of
 
-# The combinations are divided among at most this many programs. The number is the same for every
-# GPU, so that the sums have the same order and the results have the same bits.
+# If several programs divide the combinations of each tile, there are at most this many programs in
+# all. The number is the same for every GPU, so that the sums have the same order and the results
+# have the same bits.
 PROGRAMS = 512
 
 
@@ -47,9 +49,10 @@ def _bias_gradient_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr,
     # (B, H, Lq), or packed (H, Tq); fp32
     shift_ptr, inverse_ptr, delta_ptr,
-    # (partials, *shape of the bias), contiguous; fp32, or the dtype of the bias for one partial
+    # (partials, *shape of the bias before it was expanded), contiguous; fp32, or for a single
+    # partial the dtype of the bias
     dbias_ptr,
-    # (B, H, Lq, Lk), expanded; uint8 or None, and any floating dtype
+    # (B, H, Lq, Lk), expanded: the mask in uint8 or None, the bias in any floating dtype
     mask_ptr, bias_ptr,
     # (1,), int64; or None
     seed_ptr,
@@ -90,8 +93,9 @@ def _bias_gradient_kernel(
     share = tl.cdiv(combinations, partials)
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for combination in range(partial * share, tl.minimum((partial + 1) * share, combinations)):
-        # In each dimension, the block index comes from the tile or from the combination. The other
-        # index is 0.
+        # Where the bias has size 1 in a dimension, the gradient is summed over this dimension. The
+        # index in this dimension then comes from the combination, and the index of the tile is 0.
+        # Otherwise the index comes from the tile.
         rest = combination
         key_block = key_tile
         row_block = row_tile
@@ -196,7 +200,7 @@ def _bias_gradient_kernel(
 
 
 def _tiles(dbias: Tensor, numbers: Numbers, tile: Tile) -> int:
-    """Return the number of tiles of the gradient of the bias."""
+    """Return the number of tiles of `dbias`, the gradient of the bias."""
     batches, heads, rows, keys = dbias.shape
     q_blocks = ceil_div(numbers.max_q, tile.block_m) if rows > 1 else 1
     k_blocks = ceil_div(numbers.max_k, tile.block_n) if keys > 1 else 1
@@ -217,7 +221,7 @@ def allocate_bias_sums(q: Tensor, bias: Tensor, dbias: Tensor, numbers: Numbers)
         q: Queries, dense or packed.
         bias: Bias expanded to (B, H, Lq, Lk).
         dbias: Gradient of the bias, as in `bias_gradient_launches`.
-        numbers: Numbers of the attention problem.
+        numbers: The numbers among the arguments of the call of attention.
 
     Returns:
         The partial sums, or None if one program computes each tile of the gradient.
@@ -242,8 +246,8 @@ def bias_gradient_launches(
     """Yield the launches that compute the gradient of the bias.
 
     Args:
-        problem: The attention problem.
-        numbers: The numbers of the problem.
+        problem: The sizes and the arguments of the call of attention.
+        numbers: The numbers among the arguments of the call of attention.
         dbias: Gradient to fill, contiguous (B or 1, H or 1, Lq or 1, Lk or 1), in the dtype of the
             bias.
         sums: Partial sums from `allocate_bias_sums`, or None.

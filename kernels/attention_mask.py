@@ -15,14 +15,16 @@ def visible_range(
     first, last, offset, length, left, right,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Return the range that a block of queries sees in the keys, or a block of keys in the queries.
+    """Return the range of keys that a block of queries sees, or of queries for a block of keys.
 
-    The block has the positions first..last.
+    The block has the positions from `first` to `last`, both included. `length` is the number of
+    keys for a block of queries, and the number of queries for a block of keys.
 
     Returns:
-        low, high: The range [low, high) that at least one position of the block sees.
-        start, full_start, full_stop: The tiles in [start, full_start) and [full_stop, high) need
-            masks. Every position of the block sees all of the tiles in [full_start, full_stop).
+        low, high: The range [low, high) of positions that at least one position of the block sees.
+        start, full_start, full_stop: Limits of the tiles of BLOCK positions. The tiles in
+            [start, full_start) and [full_stop, high) need masks. Every position of the block sees
+            all positions in [full_start, full_stop).
     """
     low = length * 0
     high = length
@@ -61,8 +63,10 @@ def allowed_pairs(
 ):  # fmt: skip
     """Return where a query may attend to a key: bool, broadcastable to the tile of rows and cols.
 
-    Either rows or cols may be the column vector. In a full tile (not IS_BOUNDARY), the window hides
-    no key. A mask that is the same for every query (MASK_ROW) is loaded as one row.
+    rows are positions of queries, and cols are positions of keys. One of them has the shape [n, 1],
+    and the other has the shape [1, m]. Without IS_BOUNDARY, the tile is full, which means that the
+    window hides none of its keys. A mask that is the same for every query (MASK_ROW) is loaded as
+    one row.
     """
     allowed = cols < k_len
     if IS_BOUNDARY:
@@ -85,9 +89,9 @@ def attended_keys(
     cols, allowed, mask_ptr, low, high, stride_mask_key,
     HAS_MASK: tl.constexpr, MASK_ROW: tl.constexpr,
 ):  # fmt: skip
-    """Return the keys that at least one query of the tile may attend to, bool [BLOCK_N].
+    """Return which keys at least one query of the tile may attend to, bool [BLOCK_N].
 
-    The caller loads other keys and values as 0, because they may hold NaN, and 0 * NaN is NaN.
+    The caller loads all other keys and values as 0, because they may hold NaN, and 0 * NaN is NaN.
     allowed is [BLOCK_M, BLOCK_N]; [low, high) is the range that the tile sees through the window.
     """
     attended = (cols >= low) & (cols < high)

@@ -1,4 +1,7 @@
-"""One attention problem: its sizes and the arguments that its kernels share."""
+"""The sizes of one call of attention, and the arguments that all kernels of the call share.
+
+In this package, such a call is named an attention problem.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,8 @@ from fastbert.kernels.tiles import (
     target_of,
 )
 
-# These arguments change from call to call. Triton must not compile a further kernel if a value is 1
-# or divisible by 16.
+# These arguments change from call to call. Without this list, Triton would compile a further kernel
+# for a value that is 1, and for a value that is divisible by 16.
 UNSPECIALISED = [
     "heads",
     "batches",
@@ -37,15 +40,15 @@ UNSPECIALISED = [
 
 
 class Problem(NamedTuple):
-    """One attention problem: sizes for the grid, and the arguments that its kernels share.
+    """One call of attention: sizes for the grid, and the arguments that the kernels share.
 
     Args:
         batches: Number of sequences B.
         heads: Number of heads H.
-        max_q: Length of the longest sequence of queries, or more.
-        max_k: Length of the longest sequence of keys, or more.
+        max_q: Upper bound of the lengths of the query sequences.
+        max_k: Upper bound of the lengths of the key sequences.
         head_dim: Head dim D.
-        arguments: Kernel arguments by name.
+        arguments: The arguments that the kernels share, by name.
     """
 
     batches: int
@@ -62,7 +65,7 @@ class Problem(NamedTuple):
         return arguments["HAS_BIAS"] or (arguments["HAS_MASK"] and not arguments["MASK_ROW"])
 
     def tile(self, pass_name: str) -> Tile:
-        """Return the tile of a pass, for a `pass_name` of `attention_tile`."""
+        """Return the tile of a pass; `pass_name` is as in `attention_tile`."""
         q = self.arguments["q_ptr"]
         return attention_tile(pass_name, self.head_dim, q.dtype, self.has_pairs, target_of(q))
 
@@ -73,16 +76,16 @@ class Problem(NamedTuple):
 
         Args:
             name: Name of the launch.
-            kernel: The kernel. It gets those of the arguments whose names it declares.
+            kernel: The kernel. It gets only the arguments whose names it declares.
             tile: Block sizes and launch options.
-            over_keys: Whether there is one program for each block of keys instead.
-            own: Further arguments of the kernel, by name.
+            over_keys: Whether there is one program for each block of keys instead of queries.
+            own: Arguments of the kernel that are not in `arguments`, by name.
         """
         q_blocks = ceil_div(self.max_q, tile.block_m)
         k_blocks = ceil_div(self.max_k, tile.block_n)
         if self.arguments["IS_VARLEN"]:
-            # Each sequence has at least one block, because the blocks of the last sequence set the
-            # rows beyond it to 0.
+            # Each sequence has at least one block, because the programs of the last sequence also
+            # set the rows beyond the last sequence to 0.
             q_blocks, k_blocks = max(q_blocks, 1), max(k_blocks, 1)
         available = {
             **self.arguments,
@@ -101,7 +104,7 @@ def strides(name: str, x: Tensor | None, is_varlen: bool = False) -> dict[str, i
     """Return the stride arguments of q, k, v, out or a gradient; all are 0 if `x` is None.
 
     Args:
-        name: Name of the tensor.
+        name: Name of the tensor in the names of the arguments.
         x: Tensor of shape (B, H, L, D), or (T, H, D) with `is_varlen`.
         is_varlen: Whether `x` is packed.
     """
@@ -131,10 +134,11 @@ def pair_strides(name: str, x: Tensor | None) -> dict[str, int]:
 
 
 def scaling(dtype: torch.dtype, has_bias: bool, scale: float) -> int:
-    """Return the constant SCALING, the form in which kernels compute logits and exponentials.
+    """Return the constant SCALING, which selects how kernels compute logits and exponentials.
 
-    0: exp2 applies the scale to the products q kᵀ, which is fastest. No bias can be added, and the
-        maximum of the products is the right one only for a scale above 0.
+    0: The products q kᵀ are not scaled; the argument of exp2 contains the scale, which is fastest.
+        This form allows no bias. It needs a scale above 0, because otherwise the largest product
+        does not give the largest logit.
     1: The products are scaled, and the bias is added, before the softmax.
     2: As 1, and exp has the full precision of fp32.
     """
@@ -144,18 +148,18 @@ def scaling(dtype: torch.dtype, has_bias: bool, scale: float) -> int:
 
 
 def longest(cu_seqlens: Tensor) -> int:
-    """Return the length of the longest sequence; the read waits for the GPU."""
+    """Return the length of the longest sequence; on a GPU, the host waits for this number."""
     return int(cu_seqlens.diff().max()) if cu_seqlens.numel() > 1 else 0
 
 
 class Numbers(NamedTuple):
-    """The numbers of one attention problem.
+    """The numbers among the arguments of one call of attention.
 
     Args:
-        max_q: Length of the longest sequence of queries, or more.
-        max_k: Length of the longest sequence of keys, or more.
+        max_q: Upper bound of the lengths of the query sequences.
+        max_k: Upper bound of the lengths of the key sequences.
         dropout_p: Probability with which a weight is dropped.
-        scale: Factor of the logits.
+        scale: Factor of the products q kᵀ.
         left: Number of keys before its own position that a query attends to; -1 means no limit.
         right: Number of keys after its own position that a query attends to; -1 means no limit.
     """
@@ -187,7 +191,7 @@ def canonical(
 ) -> tuple[tuple[Tensor | None, ...], Numbers]:
     """Return the arguments of `attention_forward` in the form that `problem_of` takes.
 
-    The mask is viewed as uint8. The seed is None if there is no dropout.
+    In the result, the mask is viewed as uint8, and the seed is None if there is no dropout.
     """
     if cu_seqlens_q is None:
         max_q, max_k = q.shape[2], k.shape[2]
@@ -206,7 +210,7 @@ def describe(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Problem:
     """Return the problem that the arguments of `attention_forward` describe.
 
     Raises:
-        ValueError: As in `attention_forward`, except that there is no `path`.
+        ValueError: As in `attention_forward`, except for `path`, which this function does not take.
     """
     tensors, numbers = canonical(q, k, v, **options)
     return problem_of(*tensors, numbers)
@@ -216,7 +220,7 @@ def problem_of(q, k, v, mask, bias, cu_seqlens_q, cu_seqlens_k, seed, numbers: N
     """Return the problem for the tensors and numbers that `canonical` returns.
 
     Raises:
-        ValueError: As `describe`.
+        ValueError: As in `describe`.
     """
     max_q, max_k, dropout_p, scale, left, right = numbers
     is_varlen = cu_seqlens_q is not None
@@ -270,7 +274,7 @@ def problem_of(q, k, v, mask, bias, cu_seqlens_q, cu_seqlens_k, seed, numbers: N
 
 
 def allocate_rows(like: Tensor, is_varlen: bool) -> Tensor:
-    """Allocate the tensor for out or for a gradient.
+    """Allocate the tensor for out, or for the gradient of q, k or v.
 
     Args:
         like: q, k or v, which gives the shape, dtype and device.

@@ -39,7 +39,7 @@ def head_pointer(ptr, batch, head, start, stride_batch, stride_head, stride_row)
 
 @triton.jit
 def pair_pointer(ptr, batch, head, stride_batch, stride_head, IS_GIVEN: tl.constexpr):
-    """Return the pointer to the elements of a mask or bias for `head`, or 0 if there is none."""
+    """Return the pointer to the elements of a mask or bias for `head`, or 0 if it is not given."""
     if IS_GIVEN:
         return head_pointer(ptr, batch, head, head * 0, stride_batch, stride_head, 0)
     else:
@@ -93,7 +93,10 @@ def zero_slack(
     stride_head, stride_row, stride_dim,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Set the rows of `head` beyond cu_seqlens[-1] to 0, in the blocks of the last sequence."""
+    """Set the rows of `head` from row cu_seqlens[-1] on to 0.
+
+    The `blocks` programs of the last sequence share these rows. Other programs do nothing.
+    """
     if batch == batches - 1:
         used = tl.load(cu_seqlens_ptr + batches)
         base = head_pointer(ptr, head * 0, head, head * 0, 0, stride_head, stride_row)
@@ -109,7 +112,7 @@ def empty_slack(
     lse_ptr, batch, head, block, blocks, cu_seqlens_ptr, batches, rows_total, stride_head,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Set lse of `head` to -inf beyond cu_seqlens[-1], in the blocks of the last sequence."""
+    """Set lse of `head` to -inf from row cu_seqlens[-1] on, with programs as in `zero_slack`."""
     if batch == batches - 1:
         used = tl.load(cu_seqlens_ptr + batches)
         base = lse_ptr + head.to(tl.int64) * stride_head

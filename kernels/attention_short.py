@@ -1,20 +1,20 @@
 """Attention over few keys, all of which one program holds: the kernels for BERT's lengths.
 
-The forward takes up to 512 keys of head dim 64. A program takes a work item (sequence, head, group
-of query tiles), loads all keys and values of the head into shared memory once, and loops over the
-query tiles of the item. The grid is persistent: it has as many programs as the GPU runs at once,
-and these programs share the work items. Scores are computed in chunks of keys, so that few
-registers are in use and several programs fit on one multiprocessor. A dense batch whose keys fill
-the chunks exactly needs no masks. Otherwise every chunk is masked, with one comparison for two
-scores.
+The forward takes up to 512 keys of head dim 64. A work item is a sequence, a head, and a group of
+query tiles. For each of its work items, a program loads all keys and values of the head into shared
+memory once, and loops over the query tiles of the item. The grid is persistent: it has at most as
+many programs as the GPU runs at once, and these programs share the work items. Scores are computed
+in chunks of keys, so that few registers are in use and several programs fit on one multiprocessor.
+If a dense batch has keys that fill the chunks exactly, and no mask and no window, no chunk is
+masked. Otherwise every chunk is masked.
 
 The backward is one kernel. Each score is computed once for dq, dk and dv, which takes 5 products;
-the general path needs 7. The loop also computes delta = rowsum(dout * out). The equal sum rowsum(P
-* dP) would not read out, but would be a reduction across warps, with 96 shuffles and a dozen
-barriers for each query tile. One program computes a whole head and sums dk and dv over the query
-tiles in a fixed order, so there are no atomic additions and reruns agree bitwise. The rows of the
-tiles of the backward are keys, so that a mask takes one predicate per row; the backward always
-masks.
+the general path needs 7. The loop also computes delta = rowsum(dout * out). delta is also the sum
+rowsum(P * dP) with the softmax weights P and their gradient dP. This sum would not need out, but it
+would be a reduction across warps, with 96 shuffles and a dozen barriers for each query tile. One
+program computes a whole head and sums dk and dv over the query tiles in a fixed order, so there are
+no atomic additions and reruns agree bitwise. The backward always masks. The rows of its tiles are
+keys, so that a mask of keys takes one predicate per row.
 
 The result of the forward for a row depends on its sequence alone, not on the rest of the batch or
 on the longest sequence. Keys and values that no query of a work item attends to are not read,
@@ -94,9 +94,9 @@ def _seen_keys(
     HAS_MASK: tl.constexpr, MASK_ROW: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Return the keys to which a row of the tiles at first_row, first_row + step, … may attend.
+    """Return which keys at least one query of several query tiles may attend to, bool [BLOCK_N].
 
-    The result is bool [BLOCK_N].
+    The tiles begin at the queries first_row, first_row + step, … up to last_row.
     """
     offset = k_len - q_len
     low, high, _, _, _ = visible_range(
@@ -127,7 +127,7 @@ def _short_forward_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr,
     # (B, H, Lq), or packed (H, Tq); fp32
     lse_ptr,
-    # (B, H, Lq, Lk), expanded; uint8 and any floating dtype; or None
+    # (B, H, Lq, Lk), expanded: the mask in uint8, the bias in any floating dtype; each may be None
     mask_ptr, bias_ptr,
     # (1,), int64; or None
     seed_ptr,
@@ -260,7 +260,7 @@ def _short_backward_kernel(
     lse_ptr,
     # (B, H, L, D), or packed (T, H, D), in the dtype of q
     dq_ptr, dk_ptr, dv_ptr,
-    # (B, H, Lq, Lk), expanded; uint8 and any floating dtype; or None
+    # (B, H, Lq, Lk), expanded: the mask in uint8, the bias in any floating dtype; each may be None
     mask_ptr, bias_ptr,
     # (1,), int64; or None
     seed_ptr,
@@ -413,7 +413,7 @@ def serves(problem: Problem, pass_name: str, path: str | None) -> bool:
     """Return whether the kernels of this file compute a pass, the forward or the backward.
 
     Args:
-        problem: The attention problem.
+        problem: The sizes and the arguments of the call of attention.
         pass_name: "forward" or "backward".
         path: "short", "general", or None for the choice of `attention_path`.
 
@@ -441,9 +441,15 @@ def serves(problem: Problem, pass_name: str, path: str | None) -> bool:
 def _query_groups(q_blocks: int, heads: int, programs: int, chunks: int) -> int:
     """Return the number of groups into which the query tiles of a head are divided.
 
-    With several groups, few heads can fill the GPU. The slowest program takes ceil(heads * groups /
-    programs) work items. The assumed cost of an item is the number of its query tiles plus half a
-    tile for each chunk of keys that it loads.
+    With several groups, few heads can fill the GPU. The slowest program takes
+    ceil(heads * groups / programs) work items. The assumed cost of an item is the number of its
+    query tiles plus half a tile for each chunk of keys that it loads.
+
+    Args:
+        q_blocks: Number of query tiles of a head.
+        heads: Number of heads of all sequences together.
+        programs: Number of programs that the GPU runs at once.
+        chunks: Number of chunks of keys.
     """
     candidates = [2**i for i in range(q_blocks.bit_length())] if q_blocks else [1]
     return min(
@@ -458,9 +464,9 @@ def short_forward_launch(problem: Problem, out: Tensor, lse: Tensor) -> Launch:
     """Return the launch of the short forward.
 
     Args:
-        problem: The attention problem.
+        problem: The sizes and the arguments of the call of attention.
         out: Output to fill, in the shape and dtype of q, at any strides.
-        lse: Log-sum-exp to fill, fp32 (B, H, Lq) or packed (H, Tq).
+        lse: Log-sum-exp to fill, contiguous fp32 (B, H, Lq), or packed (H, Tq).
     """
     tile, chunks, resident = short_attention_tile(
         "forward", problem.max_k, problem.head_dim, target_of(out)
@@ -487,13 +493,13 @@ def short_forward_launch(problem: Problem, out: Tensor, lse: Tensor) -> Launch:
 def short_backward_launch(
     problem: Problem, dout: Tensor, out: Tensor, lse: Tensor, dq: Tensor, dk: Tensor, dv: Tensor
 ) -> Launch:
-    """Return the launch of the short backward; all tensors but lse may have any strides.
+    """Return the launch of the short backward; all tensors except lse may have any strides.
 
     Args:
-        problem: The attention problem.
+        problem: The sizes and the arguments of the call of attention.
         dout: Gradient of out.
         out: Output of the forward.
-        lse: Log-sum-exp of the forward.
+        lse: Log-sum-exp of the forward, contiguous.
         dq: Gradient of q to fill, in the shape and dtype of q.
         dk: Gradient of k to fill, in the shape and dtype of k.
         dv: Gradient of v to fill, in the shape and dtype of v.

@@ -13,7 +13,11 @@ def logits(
     products, rows, cols, allowed, bias_ptr, scale, q_len, k_len, stride_bias_row, stride_bias_key,
     HAS_BIAS: tl.constexpr, SCALING: tl.constexpr, IS_MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Return the logits from `products` q kᵀ: unscaled if SCALING is 0, else scaled and biased."""
+    """Return the logits from `products` q kᵀ, which are -inf where `allowed` is false.
+
+    If SCALING is 0, the logits are not scaled. Otherwise they are scaled, and a bias is added if
+    there is one.
+    """
     if SCALING:
         products = products * scale
     if HAS_BIAS:
@@ -43,9 +47,9 @@ def transposed_product(a, b):
 def exponentials(scores, maximum, scale, SCALING: tl.constexpr):
     """Return exp(scores - maximum); `maximum` broadcasts and may be the log-sum-exp of a row.
 
-    For unscaled scores (SCALING 0), scale and log2(e) are multiplied to one factor, and maximum is
-    in base 2. For scaled scores, maximum is subtracted first, because a bias of finfo.min times
-    log2(e) would overflow.
+    For unscaled scores (SCALING 0), the function applies the scale. `maximum` then belongs to the
+    scaled scores and is already multiplied by log2(e). For scaled scores, `maximum` is subtracted
+    before the product with log2(e), because a bias of finfo.min times log2(e) would overflow.
     """
     if SCALING == 0:
         return tl.exp2(scores * (scale * LOG2E) - maximum)
@@ -61,8 +65,8 @@ def exponentials(scores, maximum, scale, SCALING: tl.constexpr):
 def online_softmax(scores, maximum, scale, SCALING: tl.constexpr, IS_GUARDED: tl.constexpr):
     """Take one step of the running softmax over a tile of scores [M, N].
 
-    A row that has had no allowed key so far has the maximum -inf. For such rows, IS_GUARDED avoids
-    -inf - -inf, which is NaN.
+    A row without an allowed key in this tile and all earlier tiles has the maximum -inf. For such
+    rows, IS_GUARDED avoids -inf - -inf, which is NaN.
 
     Returns:
         The weights [M, N], the new maximum [M], and the factor [M] by which sums over earlier tiles
@@ -85,7 +89,7 @@ def online_softmax(scores, maximum, scale, SCALING: tl.constexpr, IS_GUARDED: tl
 
 @triton.jit
 def divided(x, total, SCALING: tl.constexpr):
-    """Return x / total, correctly rounded if SCALING is 2 (fp32); x in rows where `total` is 0."""
+    """Return x / total, correctly rounded if SCALING is 2 (fp32), and x where `total` is 0."""
     total = tl.where(total == 0.0, 1.0, total)
     if SCALING == 2:
         return tl.div_rn(tl.zeros_like(total) + x, total)

@@ -4,13 +4,14 @@ The gradient of the logits S is dS = P * (dP - delta), with the softmax weights 
 inverse, their gradient dP = dout vᵀ after dropout, and delta = rowsum(P * dP). The constant SCALING
 (attention_problem.scaling) selects one of two kernels:
 
-- Delta, for SCALING 0 (16 bit, no bias): shift is the saved log-sum-exp, inverse is 1, and delta =
-  rowsum(dout * out) needs no product (Dao et al. 2022, appendix B.2).
-- Statistics, otherwise: one pass over the keys computes the maximum, the sum and delta of each row
-  again, with two products in addition to the seven of the gradients. Rounding lse makes a relative
-  error of |lse| 2**-24 in every weight of the row, which is too large for fp32 at large logits.
-  With a bias of finfo.min, lse is rounded to the same number for one key and for many. Where one
-  weight is nearly 1, dP - delta cancels, so rounding errors in a delta from out would dominate.
+- Delta, for SCALING 0 (16 bits, no bias, a scale above 0): shift is the saved log-sum-exp lse,
+  inverse is 1, and delta = rowsum(dout * out) needs no product (Dao et al. 2022, appendix B.2).
+- Statistics, otherwise: one pass over the keys computes the maximum, the sum and delta of each row,
+  with two products in addition to the seven of the gradients. The kernel does not use lse, for two
+  reasons. Rounding lse makes a relative error of |lse| 2**-24 in every weight of the row, which is
+  too large for fp32 at large logits. With a bias of finfo.min, the rounded lse does not depend on
+  the number of keys. The kernel does not compute delta from out either. Where one weight is nearly
+  1, dP - delta cancels, so the rounding errors of such a delta would dominate.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ from fastbert.kernels.philox import dropout_keep
 def row_statistics(shift_ptr, inverse_ptr, delta_ptr, rows, q_len, SCALING: tl.constexpr):
     """Load the row statistics shift, inverse and delta, each fp32 [rows].
 
-    shift is in the form that `exponentials` takes as maximum. It is +inf for a row without any key
-    and for a row beyond q_len, so that the weights of such rows are exactly 0.
+    shift is in the form that `exponentials` takes as maximum. It is +inf for a row without an
+    allowed key and for a row beyond q_len, so that the weights of such rows are exactly 0.
     """
     inside = rows < q_len
     shift = tl.load(shift_ptr + rows, mask=inside, other=INFINITY)
@@ -96,7 +97,7 @@ def _statistics_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr,
     # (B, H, Lq), or packed (H, Tq); fp32
     shift_ptr, inverse_ptr, delta_ptr,
-    # (B, H, Lq, Lk), expanded; uint8 and any floating dtype; or None
+    # (B, H, Lq, Lk), expanded: the mask in uint8, the bias in any floating dtype; each may be None
     mask_ptr, bias_ptr,
     # (1,), int64; or None
     seed_ptr,
@@ -217,7 +218,7 @@ def statistics_launch(
     """Return the launch that computes the row statistics of a backward.
 
     Args:
-        problem: The attention problem.
+        problem: The sizes and the arguments of the call of attention.
         dout: Gradient of out, in the shape and dtype of out, at any strides.
         out: Output of the forward, (B, H, Lq, D) or packed (Tq, H, D).
         lse: Log-sum-exp of the forward, fp32 (B, H, Lq) or packed (H, Tq).

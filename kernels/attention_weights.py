@@ -1,9 +1,9 @@
 """Softmax weights of chosen heads and query rows; attention itself never stores the weights.
 
-One program computes a block of the chosen rows of one head. With the log-sum-exp of the forward and
-SCALING 0 (16 bits, no bias), it writes exp(S - lse), with the logits S, in one pass over the keys,
-with one product. Otherwise a first pass computes the maximum and the sum of each row, because the
-rounding error of lse is too large in fp32 and with a bias of finfo.min.
+One program computes a block of the chosen rows of one head. With the log-sum-exp lse of the forward
+and SCALING 0 (16 bits, no bias, a scale above 0), the program writes exp(S - lse) for the logits S
+in one pass over the keys. Otherwise a first pass computes the maximum and the sum of each row,
+because the rounding error of lse is too large in fp32 and with a bias of finfo.min.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _weights_kernel(
     weights_ptr,
     # (chosen heads,) and (chosen rows,), int64; None takes all
     heads_ptr, rows_ptr,
-    # (B, H, Lq, Lk), expanded; uint8 and any floating dtype; or None
+    # (B, H, Lq, Lk), expanded: the mask in uint8, the bias in any floating dtype; each may be None
     mask_ptr, bias_ptr,
     # (B + 1,), int32; None for dense input
     cu_seqlens_q_ptr, cu_seqlens_k_ptr,
@@ -78,14 +78,14 @@ def _weights_kernel(
     total = tl.zeros([BLOCK_M], tl.float32)
     if HAS_LSE:
         lse_ptr = head_pointer(lse_ptr, batch, head, q_start, stride_lse_batch, stride_lse_head, 1)
-        # `exponentials` takes the maximum in base 2 here, because HAS_LSE implies SCALING 0.
+        # `exponentials` takes the maximum times log2(e) here, because HAS_LSE implies SCALING 0.
         shift = tl.load(lse_ptr + rows, mask=rows < q_len, other=-INFINITY) * LOG2E
         total += 1.0
-    # Pass 0 computes the maximum and the sum of each row, and pass 1 writes the weights. With two
-    # passes, a row may be longer than a tile.
+    # Pass 0 computes the maximum and the sum of each row, and pass 1 writes the weights. No pass
+    # holds a whole row, so a row may be longer than a tile.
     for weights_pass in tl.static_range(1 if HAS_LSE else 0, 2):
-        # Pass 1 goes to the end of the longest sequence, and writes 0 beyond the end of its own
-        # sequence.
+        # Pass 1 goes to the end of the longest sequence, and writes 0 beyond the end of the
+        # program's own sequence.
         for first_key in range(0, k_len if weights_pass == 0 else k_length, BLOCK_N):
             keys = first_key + tl.arange(0, BLOCK_N)
             # [BLOCK_M, BLOCK_N], or a shape that broadcasts
@@ -124,10 +124,10 @@ def weights_launch(
     heads: Tensor | None = None,
     rows: Tensor | None = None,
 ) -> Launch:
-    """Return the launch that writes the weights.
+    """Return the launch that writes the softmax weights.
 
     Args:
-        problem: The attention problem.
+        problem: The sizes and the arguments of the call of attention.
         lse: Log-sum-exp of the forward, or None.
         weights: Tensor to fill, (B, heads, rows, Lk), contiguous in its last dimension.
         heads: As in `attention_weights`.
@@ -178,7 +178,7 @@ def attention_weights(
         heads: Indices of the heads, int64 (n,) on the device of `q`. The kernel does not check
             them. None takes all heads.
         rows: Positions of the queries, int64 (n,), unchecked like `heads`. None takes all queries.
-        options: Further arguments of `attention_forward`, but not its `path`.
+        options: Further arguments of `attention_forward`, except `path` and `into`.
 
     Returns:
         Weights (B, heads, rows, Lk) in the dtype of `q`, which are 0 for queries and keys beyond

@@ -1,4 +1,7 @@
-"""Constants, and functions whose rounding agrees between a GPU and Triton's interpreter."""
+"""Constants and helper functions of the kernels.
+
+The functions round in the same way on a GPU and in Triton's interpreter.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,8 @@ LN2_LOW = tl.constexpr(1.42860682030941723e-6)
 INFINITY = tl.constexpr(float("inf"))
 
 
-# Adding this number to an fp32 value below 2**22 leaves the nearest integer in the lowest bits.
+# If this number is added to an fp32 value of a magnitude below 2**22, the lowest bits of the sum
+# are the integer that is nearest to the value.
 ROUNDER = tl.constexpr(12582912.0)
 
 
@@ -24,10 +28,11 @@ ROUNDER = tl.constexpr(12582912.0)
 def exponential(x):
     """Return exp(x) in fp32 for x <= 88, with an error of 1 ulp; the result is 0 below -87.7.
 
-    ``tl.exp`` and ``tl.exp2`` compile to an instruction whose error of 2 ulp may have the same sign
-    for all elements of a row. Here, x is reduced by a multiple of ln 2, the polynomial of Cephes
-    (Moshier 1989) approximates the exponential of the rest, and the power of two is added to the
-    exponent bits. The operations are written as FMAs, so that every kernel gets the same bits.
+    ``tl.exp`` and ``tl.exp2`` compile to an instruction with an error of 2 ulp. In a sum over a
+    row, these errors may add up, because they may have the same sign for all elements. Here, x is
+    reduced by a multiple of ln 2, the polynomial of Cephes (Moshier 1989) approximates the
+    exponential of the rest, and the power of two is added to the exponent bits. The operations are
+    written as FMAs, so that every kernel gets the same bits.
     exp(-inf) is 0, and exp(NaN) is NaN.
     """
     # Below this bound, the exponent would overflow into the sign bit.
@@ -57,8 +62,8 @@ def proxy_fence(_semantic=None):
     """Make writes to shared memory visible to the matrix units of sm_90 and newer.
 
     The PTX manual requires ``fence.proxy.async`` between generic writes and asynchronous reads.
-
-    The fence is emitted only with the versions of Triton that leave it out (LACKS_FENCE).
+    This function emits the fence only if Triton leaves it out (LACKS_FENCE). For GPUs before sm_90,
+    the function does nothing.
     """
     if LACKS_FENCE and int(_semantic.builder.options.arch.removeprefix("sm")) >= 90:
         tl.inline_asm_elementwise(

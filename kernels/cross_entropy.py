@@ -1,16 +1,17 @@
 """Forward of the cross entropy of a vocabulary projection, over the labelled rows only.
 
-The host never reads the number of labelled rows. A first kernel writes a list of all rows, with the
-labelled rows first and their count after the last row. Grids have the largest size that may be
-needed, and programs beyond the count end at once. The call therefore needs no synchronisation, a
-CUDA graph can capture it, and no product is computed for a row without a label. The products gather
-the rows of hidden through this list. The index of a row in the list is called its place.
+The host never reads the number of labelled rows. A first kernel writes a list of the indices of all
+rows, with the labelled rows first, and after the last index the number of labelled rows. Grids have
+the largest size that may be needed, and programs without a labelled row end at once. The call
+therefore needs no synchronisation, a CUDA graph can capture it, and no product is computed for a
+block of rows without a label. The products gather the rows of hidden through this list. The
+position of a row in the list is called its place.
 
 The forward returns the maximum and the sum of exponentials of each row's logits (Milakov and
 Gimelshein 2018), and combines parts of the vocabulary in a fixed order. It returns both numbers,
 because their log-sum-exp would be rounded as coarsely as a logit. At a logit of 1e4, this rounding
-would change a probability by 0.05 %. Parts and tiles depend on the vocabulary alone, so the loss of
-a row has the same bits in every batch.
+would change a probability by 0.05 %. Parts and tiles do not depend on the number of rows, so the
+loss of a row has the same bits in every batch.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ LOWEST = tl.constexpr(-2.0e38)
 
 @triton.jit
 def labelled_rows(order_ptr, places, count):
-    """Return the rows at `places` in the list; a place beyond `count` gives its first row."""
+    """Return the rows at `places` in the list; for a place from `count` on, the first row of it."""
     return tl.load(order_ptr + tl.where(places < count, places, 0))
 
 
@@ -52,9 +53,10 @@ def logits_tile(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr,
 ):  # fmt: skip
-    """Return the logits, fp32 [BLOCK_M, BLOCK_N], which are -inf beyond the vocabulary.
+    """Return the logits of `rows` for the classes `cols`, fp32 [BLOCK_M, BLOCK_N].
 
-    The logits have the same bits in the forward and in the backward.
+    Logits beyond the vocabulary are -inf. A logit has the same bits in the forward and in the
+    backward.
     """
     logits = product_tile(
         hidden_ptr, weight_ptr, rows, cols, rows_total, columns, depth,
@@ -75,7 +77,7 @@ def _partition_kernel(
     order_ptr,
     stride_labels, rows_total, ignore_index, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write order: the labelled rows, then the other rows in reverse order, then the count."""
+    """Write order: labelled rows, other rows in reverse order, and the number of labelled rows."""
     count = 0
     for first in range(0, rows_total, BLOCK):
         rows = first + tl.arange(0, BLOCK)
@@ -108,7 +110,11 @@ def _partials_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCKS_PER_SPLIT: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr,
 ):  # fmt: skip
-    """Write the maximum and the sum of exponentials of a vocabulary part, and the label's logit."""
+    """Write, for a block of rows, the statistics of one part of the vocabulary.
+
+    The statistics are the maximum and the sum of exponentials of the logits. If a row has its label
+    in the part, also write the logit of the label.
+    """
     splits = tl.cdiv(columns, BLOCK_N * BLOCKS_PER_SPLIT)
     count = tl.load(order_ptr + rows_total)
     row_blocks = tl.cdiv(count, BLOCK_M)
@@ -160,13 +166,16 @@ def _combine_kernel(
     stride_labels, rows_total, capacity, columns, splits,
     BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """Combine the parts into statistics and losses; both are 0 for rows without a label."""
+    """Combine the parts of the vocabulary into the statistics and the loss of each row.
+
+    The statistics and the loss of a row without a label are 0.
+    """
     count = tl.load(order_ptr + rows_total)
     places = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     inside = places < rows_total
     parts = tl.arange(0, BLOCK_S)
     offsets = parts.to(tl.int64)[:, None] * capacity + places[None, :]
-    # No parts were written for a block without a labelled row.
+    # For a block without a labelled row, `_partials_kernel` has written nothing.
     used = tl.where(tl.program_id(0) * BLOCK_M < count, splits, 0)
     has_part = (parts < used)[:, None]
     # [BLOCK_S, BLOCK_M]
@@ -179,7 +188,7 @@ def _combine_kernel(
     rows = tl.load(order_ptr + places, mask=inside, other=0).to(tl.int64)
     labels = tl.load(labels_ptr + rows * stride_labels, mask=inside, other=0)
     own = tl.load(own_ptr + places, mask=places < count, other=0.0)
-    # A label outside the vocabulary makes the loss NaN, and in the backward the gradients.
+    # A label outside the vocabulary makes the loss NaN, and the gradients in the backward too.
     total = tl.where((labels >= 0) & (labels < columns), total, float("nan"))
     labelled = places < count
     loss = tl.log(tl.where(labelled, total, 1.0)) - (own - highest)
@@ -211,7 +220,7 @@ def _reduce_kernel(
 
 
 class Projection(NamedTuple):
-    """The inputs of the forward and the backward, and the sizes that follow from them.
+    """The inputs of the forward and the backward, and sizes that follow from these inputs.
 
     Args:
         hidden: Rows (T, K); fp32, fp16 or bf16.
@@ -247,7 +256,7 @@ class Projection(NamedTuple):
 
     @property
     def blocks_per_split(self) -> int:
-        """The column blocks of a part: at least two, because the start of a program takes time."""
+        """Number of column blocks of a part: at least 2, because starting a program takes time."""
         blocks = ceil_div(self.columns, self.tile[0].block_n)
         return max(2, ceil_div(blocks, MOST_SPLITS))
 
@@ -256,7 +265,7 @@ class Projection(NamedTuple):
         return ceil_div(self.columns, self.tile[0].block_n * self.blocks_per_split)
 
     def arguments(self, order: Tensor) -> dict[str, object]:
-        """Return the kernel arguments that describe the tile of logits, by name."""
+        """Return the arguments by name that a kernel needs to compute a tile of logits."""
         tile, block_k = self.tile
         return {
             "hidden_ptr": self.hidden,
@@ -383,8 +392,9 @@ def linear_cross_entropy_forward(
         reduction: "mean", "sum" or "none".
 
     Returns:
-        loss: fp32 (), or (T,) for the reduction "none". The loss is 0 if no row has a label, and
-            NaN for a label outside [0, V) that is not `ignore_index`.
+        loss: fp32 (), or (T,) for the reduction "none". The loss of a row without a label is 0, and
+            the mean is 0 if no row has a label. A label outside [0, V) that is not `ignore_index`
+            makes the loss NaN.
         statistics: fp32 (2, T), the maximum and the sum of exponentials of the logits of each row.
             The rows are in the order of `order`.
         order: int32 (T + 1,), the indices of the rows with a label, the indices of the rows without

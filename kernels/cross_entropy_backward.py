@@ -5,7 +5,7 @@ recomputes the logits and writes their gradient. Three kernels then compute the 
 and bias, which are complete for the columns of the chunk, and the gradient of hidden, which is
 summed over the chunks in fp32. Triton kernels compute all products, because a library GEMM would
 need the number of labelled rows on the host. As in cross_entropy.py, the place of a row is its
-index in the list `order`.
+position in the list `order`.
 """
 
 from __future__ import annotations
@@ -62,18 +62,20 @@ def _dlogits_kernel(
     order_ptr,
     # (2, T), fp32, by place
     statistics_ptr,
-    # (T in whole blocks, largest chunk), in the dtype of hidden, by place
+    # (T rounded up to whole blocks, columns of the largest chunk), in the dtype of hidden, by place
     dlogits_ptr,
-    # (row blocks, largest chunk), fp32; None without a bias
+    # (row blocks, columns of the largest chunk), fp32; None without a bias
     partials_ptr,
     stride_dloss, stride_hidden_row, stride_hidden_col, stride_weight_row, stride_weight_col,
     stride_labels, stride_dlogits_row, rows_total, columns, depth, first_column, chunk_columns,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     HAS_BIAS: tl.constexpr, IS_MEAN: tl.constexpr, EVEN_K: tl.constexpr,
 ):  # fmt: skip
-    """Write (softmax - one hot) dloss for the chunk's columns by place, 0 beyond the labelled rows.
+    """Write the gradient of the logits, (softmax - one hot) dloss, for the columns of a chunk.
 
-    With a bias, also write the sum of each column over each block of rows.
+    The rows are in the order of their places. Blocks of rows without a labelled row are not
+    written; in the last written block, the rows without a label are 0. With a bias, also write the
+    sum of each column over each block of rows.
     """
     column_blocks = tl.cdiv(chunk_columns, BLOCK_N)
     count = tl.load(order_ptr + rows_total)
@@ -103,7 +105,7 @@ def _dlogits_kernel(
     # small, the form p g - g has one rounding instead of two.
     own = tl.where(cols[None, :] == labels[:, None], dloss[:, None], 0.0)
     dlogits = exponentials * tl.div_rn(dloss, total)[:, None] - own
-    # A row beyond the count is a copy of another row, which may hold NaN.
+    # Rows from place `count` on are copies of the first row, which may hold NaN.
     dlogits = tl.where(labelled[:, None], dlogits, 0.0)
     offsets = places.to(tl.int64)[:, None] * stride_dlogits_row + chunk_cols[None, :]
     tl.store(dlogits_ptr + offsets, narrow(dlogits, dlogits_ptr.dtype.element_ty))
@@ -114,7 +116,7 @@ def _dlogits_kernel(
 
 @triton.jit(do_not_specialize=["rows_total", "first_column"])
 def _dbias_kernel(
-    # (row blocks, largest chunk), fp32
+    # (row blocks, columns of the largest chunk), fp32
     partials_ptr,
     # (T + 1,), int32
     order_ptr,
@@ -126,7 +128,7 @@ def _dbias_kernel(
     """Write the gradient of the bias for the chunk's columns."""
     row_blocks = tl.cdiv(tl.load(order_ptr + rows_total), ROWS_PER_PARTIAL)
     chunk_cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    # The sum is computed in fp64, as in reduction.py.
+    # The partial sums are added in fp64, as in reduction.py.
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float64)
     for first in range(0, row_blocks, BLOCK_M):
         blocks = first + tl.arange(0, BLOCK_M)
@@ -140,7 +142,7 @@ def _dbias_kernel(
 
 @triton.jit(do_not_specialize=["rows_total", "first_column", "chunk_columns"])
 def _dweight_kernel(
-    # (T in whole blocks, largest chunk) and (T, K), in one dtype
+    # (T rounded up to whole blocks, columns of the largest chunk) and (T, K), in one dtype
     dlogits_ptr, hidden_ptr,
     # (T + 1,), int32
     order_ptr,
@@ -160,7 +162,7 @@ def _dweight_kernel(
     for first in range(0, count, BLOCK_K):
         places = first + tl.arange(0, BLOCK_K)
         rows = labelled_rows(order_ptr, places, count)
-        # dlogits is 0 at the places beyond the count. Its tile is [BLOCK_M, BLOCK_K].
+        # dlogits [BLOCK_M, BLOCK_K] is 0 at the places from `count` on.
         dlogits = tl.load(
             dlogits_ptr + places.to(tl.int64)[None, :] * stride_dlogits_row + chunk_cols[:, None]
         )
@@ -178,7 +180,7 @@ def _dweight_kernel(
 
 @triton.jit(do_not_specialize=["rows_total", "first_column", "chunk_columns"])
 def _dhidden_kernel(
-    # (T in whole blocks, largest chunk) and (V, K), in one dtype
+    # (T rounded up to whole blocks, columns of the largest chunk) and (V, K), in one dtype
     dlogits_ptr, weight_ptr,
     # (T + 1,), int32
     order_ptr,
@@ -191,7 +193,11 @@ def _dhidden_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     IS_FIRST: tl.constexpr, IS_LAST: tl.constexpr,
 ):  # fmt: skip
-    """Add dlogits W to the fp32 sums; in the last chunk, write dhidden of every row instead."""
+    """Add dlogits W to the fp32 sums of dhidden.
+
+    The first chunk starts the sums. The last chunk writes the complete dhidden of every row, which
+    is 0 for a row without a label, instead of the sums.
+    """
     row_blocks, column_blocks = tl.cdiv(rows_total, BLOCK_M), tl.cdiv(depth, BLOCK_N)
     row_block, column_block = tile_position(tl.program_id(0), row_blocks, column_blocks, GROUP_M)
     places = row_block * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -201,7 +207,7 @@ def _dhidden_kernel(
     dlogits_rows_ptr = dlogits_ptr + places.to(tl.int64)[:, None] * stride_dlogits_row
     weight_cols_ptr = weight_ptr + ns[None, :] * stride_weight_col
     accumulator = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    # dlogits was not written for blocks without a labelled row.
+    # For a block without a labelled row, `_dlogits_kernel` has written nothing.
     end = tl.where(row_block * BLOCK_M < count, chunk_columns, 0)
     for first in range(0, end, BLOCK_K):
         chunk_cols = first + tl.arange(0, BLOCK_K)
@@ -229,7 +235,7 @@ def _dhidden_kernel(
 
 
 class Chunk(NamedTuple):
-    """The chunk [first, first + count) of the columns, which may be the first or the last chunk."""
+    """The columns [first, first + count) of the vocabulary, and the position among the chunks."""
 
     first: int
     count: int
@@ -324,8 +330,8 @@ def _dweight_launch(given: Projection, chunk: Chunk, order, dlogits, dweight) ->
         "cross_entropy_dweight",
         _dweight_kernel,
         chunk.count,
-        # Half of the pipeline stages load the list of rows, before other stages load the rows
-        # themselves.
+        # Triton uses half of the pipeline stages for the loads of row indices from `order`, which
+        # must arrive before the rows themselves can be loaded.
         given.tile[0].num_stages + 2,
         given,
         chunk,
@@ -391,8 +397,8 @@ def linear_cross_entropy_backward(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Compute the gradients of `linear_cross_entropy_forward`; reruns agree bitwise.
 
-    The gradient of the logits is computed in chunks of at most 64 MiB in the dtype of `hidden`, or
-    of 2,048 columns if these need more memory.
+    The gradient of the logits is computed in chunks of columns. A chunk takes at most 64 MiB, or
+    has 2,048 columns if this number of columns takes more.
 
     Args:
         dloss: Gradient of the loss, fp32 (), or (T,) for the reduction "none", at any strides.

@@ -4,9 +4,10 @@ The forward gathers and sums the rows of the tables and applies layer norm and d
 (Devlin et al. 2019, figure 2). The backward first computes dsum, the gradient of each token's sum,
 in one pass. It then sums dsum for each table row, without atomic additions. Each index becomes a
 key; the keys number the rows of all tables together. After a sort, equal keys form a run, and the
-sum of dsum over a run is the gradient of one table row. Programs sum the runs in chunks of the
-sorted keys of a fixed size, and a second launch adds the parts of runs that extend over several
-chunks (token types, [CLS]). Every sum has a fixed order, so reruns agree bitwise.
+sum of dsum over a run is the gradient of one table row. Programs sum the runs inside chunks of a
+fixed number of sorted keys. A second launch adds the parts of runs that extend over several chunks,
+such as the runs of token types and of the token [CLS]. Every sum has a fixed order, so reruns agree
+bitwise.
 """
 
 from __future__ import annotations
@@ -124,7 +125,7 @@ def _forward_kernel(
 def _backward_kernel(
     # (T, N), in the dtype of the tables
     dy_ptr,
-    # as in _forward_kernel
+    # shapes and dtypes as in _forward_kernel
     ids_ptr, types_ptr, positions_ptr, word_table_ptr, type_table_ptr, position_table_ptr,
     weight_ptr, seed_ptr, mean_ptr, rstd_ptr,
     # (T, N), contiguous, in the dtype of the tables
@@ -176,9 +177,9 @@ def _store_keys(
     keys_ptr, index_ptr, rows, stride_index, rows_total, limit,
     first_key, table_rows, skipped, no_key,
 ):  # fmt: skip
-    """Store the key first_key + index of each token, and no_key beyond the tokens up to `limit`.
+    """Store the key first_key + index of each token, and no_key in the other entries up to `limit`.
 
-    An index that equals `skipped` and an index out of range also give no_key.
+    The key of an index that equals `skipped` or is out of range is also no_key.
     """
     pointers = index_ptr + rows.to(tl.int64) * stride_index
     index = tl.load(pointers, mask=rows < rows_total, other=-1).to(tl.int64)
@@ -197,7 +198,10 @@ def _keys_kernel(
     rows_total, entries, words, types, positions, padding_idx,
     HAS_TYPES: tl.constexpr, HAS_POSITIONS: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Store the keys of the token types, the positions and the words, and then no_key."""
+    """Store the keys of the token types, of the positions and of the words, one after another.
+
+    The remaining entries are set to no_key, which is larger than every key.
+    """
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     no_key = words + types + positions
     if HAS_TYPES:
@@ -300,13 +304,13 @@ def _run_sums_kernel(
 
 @triton.jit(do_not_specialize=["halvings"])
 def _crossing_runs_kernel(
-    # as in _run_sums_kernel
+    # shapes and dtypes as in _run_sums_kernel
     keys_ptr, partials_ptr, dword_ptr, dtype_ptr, dposition_ptr,
     columns, words, types, positions, halvings,
     HAS_TYPES: tl.constexpr, HAS_POSITIONS: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Add the parts of a run, if one begins in this chunk and continues in the next chunk."""
+    """If a run begins in this chunk and continues in the next chunk, store the sum of its parts."""
     column_blocks = tl.cdiv(columns, BLOCK_N)
     chunk = tl.program_id(0) // column_blocks
     chunks = tl.num_programs(0) // column_blocks
@@ -437,7 +441,7 @@ def embedding_forward(
             is None if its indices are None.
         weight: Scale (N,) in any floating dtype.
         bias: Shift (N,) in any floating dtype, or None.
-        seed: Seed of the dropout, int64 (1,).
+        seed: Seed of the dropout, int64 (1,); may be None without dropout.
         dropout_p: Probability with which an element is dropped.
         eps: Term that is added to the variance.
 
@@ -446,7 +450,8 @@ def embedding_forward(
         deviation of each row, fp32 (T,).
 
     Raises:
-        ValueError: If N is above 8192, a last stride is not 1, or there is dropout without a seed.
+        ValueError: If N is above 8192, if a last stride is not 1, if `dropout_p` is outside [0, 1],
+            or if there is dropout without a seed.
     """
     rows, columns = indices[0].shape[0], tables[0].shape[1]
     y = torch.empty((rows, columns), dtype=tables[0].dtype, device=tables[0].device)
@@ -528,7 +533,8 @@ def table_gradients(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Compute the gradients of the tables from `dsum`, which is contiguous (T, N).
 
-    A row of `dsum` that is not finite may make the other rows in its chunk of sorted keys NaN.
+    If a row of `dsum` is not finite, the gradients of the other keys in the same chunk of sorted
+    keys may be NaN, because the kernel multiplies the row by 0 for these keys.
     """
     rows, columns = dsum.shape
 
@@ -545,7 +551,7 @@ def table_gradients(
     chunks = ceil_div(_present(indices) * rows, chunk)
     keys = torch.empty(chunks * chunk, dtype=key_dtype, device=dsum.device)
     run(keys_launch, (*indices, *tables), (keys,), padding_idx)
-    # torch sorts with a radix sort here. The sort is stable, so the order is always the same.
+    # The sort is stable, so the order of equal keys is always the same.
     keys, order = torch.sort(keys, stable=True)
     partials = torch.empty((2, chunks, columns), dtype=torch.float32, device=dsum.device)
     run(table_launches, (dsum, keys, order), (partials, *gradients))

@@ -1,9 +1,9 @@
 """Inference of all layers of a BERT encoder: kernel launches for one layer after another.
 
-A layer takes four kernels and three library GEMMs, and computes the same bits as the separate
-modules. If all kernels are Triton kernels, the layers share the memory of their intermediate
-results, and a layer allocates only the results of its GEMMs. CUDA C++ kernels allocate their own
-results.
+A layer takes four kernels and three library GEMMs if its feed-forward takes the fused path
+(tiles.gemm_path). It computes the same bits as the separate modules. If all kernels are Triton
+kernels, the intermediate results of all layers except the results of library GEMMs use the same
+memory. CUDA C++ kernels allocate their own results.
 """
 
 from __future__ import annotations
@@ -46,8 +46,9 @@ def encoder_forward(
         max_seqlen: Length of the longest sequence.
         heads: Number of heads.
         eps: Term that is added to the variance in layer norms.
-        activation: Name of the activation.
-        all_states: Whether the rows after every layer are returned, not only after the last layer.
+        activation: Name of an activation in ``fastbert.activations`` that is not gated.
+        all_states: Whether the rows after every layer are returned, not only the rows after the
+            last layer.
         launchers: The launchers of attention, feed-forward and layer norm.
 
     Returns:

@@ -1,10 +1,12 @@
 """act(x Wᵀ + b) in one persistent GEMM: the epilogue adds the bias and applies the activation.
 
-``fastbert.activations`` lists the activations. A gated activation (Shazeer 2020) applies its
-function to the first half of the columns and multiplies the result by the second half. The backward
-reads the pre-activation, which is saved after the addition of the bias. If the backward added the
-bias again, rounding could change the sign of a sum near 0, and the slope of ReLU depends on that
-sign alone.
+On the library path (tiles.gemm_path), torch computes x Wᵀ + b, and a second kernel applies the
+activation. ``fastbert.activations`` lists the activations. A gated activation (Shazeer 2020)
+applies its function to the first half of the columns and multiplies the result by the second half.
+
+The backward reads the pre-activation, which is saved after the addition of the bias. If the
+backward added the bias again, rounding could change the sign of a sum near 0, and the slope of ReLU
+depends on that sign alone.
 """
 
 from __future__ import annotations
@@ -68,7 +70,7 @@ def _store_activations(
     h, linear, bias_ptr, y_ptr, h_ptr, rows, first_col, rows_total, columns,
     FUNCTION: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr, SAVES_H: tl.constexpr,
 ):  # fmt: skip
-    """Call _store_activation for each half of a wide tile, so that registers do not spill."""
+    """Call _store_activation for a tile, or for each half of a wide tile to save registers."""
     if h.shape[1] > LARGEST_PART:
         left, right = halves(h)
         linear_left, linear_right = halves(linear)
@@ -158,7 +160,7 @@ def _activation_kernel(
 
 
 def linear_activation_launch(x, weight, bias, y, h, activation: Activation) -> Launch:
-    """Return the launch of the product that has an activation in its epilogue."""
+    """Return the launch of the product that applies an activation in its epilogue."""
     (rows, depth), (product_columns, columns) = x.shape, (weight.shape[0], y.shape[1])
     tile = gemm_tile(rows, product_columns, x.dtype, target=target_of(x))
     block_k = gemm_depth(x.dtype)
@@ -194,7 +196,7 @@ def linear_activation_launch(x, weight, bias, y, h, activation: Activation) -> L
 
 
 def activation_launch(h, y, activation: Activation) -> Launch:
-    """Return the launch of an activation without a product."""
+    """Return the launch of the kernel that applies an activation to a tensor in memory."""
     rows, columns = y.shape
     tile = elementwise_tile()
     arguments = {

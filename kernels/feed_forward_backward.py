@@ -31,7 +31,7 @@ from fastbert.kernels.tiles import (
 
 @triton.jit
 def _store_partial(partials_ptr, partial, dh, cols, columns, total_columns):
-    """Store the sum of a tile over its rows as one row of fp32 [partials, total_columns]."""
+    """Store the sum of each column of a tile in row `partial` of fp32 [partials, total_columns]."""
     pointers = partials_ptr + partial.to(tl.int64) * total_columns + cols
     tl.store(pointers, tl.sum(dh, axis=0), mask=cols < columns)
 
@@ -42,9 +42,10 @@ def _store_gradient(
     stride_h_row, stride_h_col, rows_total, columns,
     FUNCTION: tl.constexpr, GATED: tl.constexpr, SUMS_ROWS: tl.constexpr, STORES_A: tl.constexpr,
 ):  # fmt: skip
-    """Store dh, the sum of each of its columns, and a = act(h), for a tile of da.
+    """Store dh for a tile of da, with SUMS_ROWS the sums of its columns, and with STORES_A also a.
 
-    da is 0 beyond the rows. a has `columns` columns; h and dh have twice as many if GATED.
+    a = act(h) has `columns` columns; h and dh have twice as many if GATED. da must be 0 beyond the
+    last row.
     """
     cols = first_col + tl.arange(0, da.shape[1])
     inside = (rows < rows_total)[:, None] & (cols < columns)[None, :]
@@ -78,7 +79,7 @@ def _store_gradients(
     stride_h_row, stride_h_col, rows_total, columns,
     FUNCTION: tl.constexpr, GATED: tl.constexpr, SUMS_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Call _store_gradient for each half of a wide tile, so that registers do not spill."""
+    """Call _store_gradient for a tile, or for each half of a wide tile to save registers."""
     if da.shape[1] > LARGEST_PART:
         left, right = halves(da)
         _store_gradient(
@@ -209,12 +210,13 @@ def activation_backward(
     sum_rows: bool = True,
     activated: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return the gradient dh of h in a = act(h), the sum of dh over the rows, and a.
+    """Return dh, the gradient of h in a = act(h), the sum of dh over the rows, and a.
 
     The sum, which is the gradient of a bias, is None without `sum_rows`, and a is None without
     `activated`. da (M, N) and h (M, N), or h (M, 2N) for a gated activation, have any strides. The
-    results are contiguous in the dtype of h. The sum has fixed partial sums, so reruns agree
-    bitwise. `activation` is a name in ``fastbert.activations``; another name raises ValueError.
+    results are contiguous in the dtype of h. The sum is computed from fixed partial sums, so reruns
+    agree bitwise. `activation` is a name in ``fastbert.activations``; another name raises
+    ValueError.
     """
     chosen = of_name(activation)
     dh = torch.empty(h.shape, dtype=h.dtype, device=h.device)
@@ -227,7 +229,7 @@ def activation_backward(
 def linear_activation_gradient_launch(
     dy, weight, h, dh, a, partials, activation: Activation
 ) -> Launch:
-    """Return the launch of the product that has the gradient of an activation in its epilogue."""
+    """Return the launch of the product that computes an activation's gradient in its epilogue."""
     (rows, depth), columns = dy.shape, weight.shape[1]
     tile, block_k = _gradient_tile(dy, weight, activation), gemm_depth(dy.dtype)
     arguments = {
@@ -280,11 +282,11 @@ def feed_forward_backward(
     sum_rows: bool = True,
     path: str | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Return the results of ``activation_backward``, with a, for da = dy W2.
+    """Return dh, the sum of dh over the rows, and a, as ``activation_backward`` for da = dy W2.
 
     dy (M, O) and `weight`, the second weight W2 (O, N), have one dtype; h is (M, N), or (M, 2N) for
-    a gated activation. All have any strides. `path` and the errors are as in
-    ``linear_gelu_forward``.
+    a gated activation. All three have any strides. `path` and the errors are as in
+    ``linear_gelu_forward``, and `sum_rows` is as in ``activation_backward``.
     """
     chosen = of_name(activation)
     (rows, depth), columns = dy.shape, weight.shape[1]

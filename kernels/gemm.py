@@ -1,4 +1,4 @@
-"""Matrix products inside kernels: the order of the tiles and the loop over K."""
+"""Matrix products inside kernels: the order of the tiles, and the loop over K of one tile."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ GROUP_M = 8
 
 @triton.jit
 def tile_position(tile, row_blocks, column_blocks, GROUP_M: tl.constexpr):
-    """Return the block row and the block column of a tile; GROUP_M block rows form a group."""
+    """Return the row block and the column block of a tile; GROUP_M row blocks form a group."""
     group = tile // (GROUP_M * column_blocks)
     group_rows = tl.minimum(row_blocks - group * GROUP_M, GROUP_M)
     within = tile % (GROUP_M * column_blocks)
@@ -35,8 +35,8 @@ def product_tile(
     the caller must not store them.
     """
     ks = tl.arange(0, BLOCK_K)
-    # With a remainder, the compiler still sees consecutive indices and loads 16 bytes at once; with
-    # a select, it would not.
+    # The operator % wraps the indices, because the compiler still sees that they are consecutive
+    # and loads 16 bytes at once. After ``tl.where``, the compiler would not see this.
     a_rows = (rows % rows_total).to(tl.int64)
     b_cols = (cols % columns).to(tl.int64)
     a_rows_ptr = a_ptr + a_rows[:, None] * stride_a_row

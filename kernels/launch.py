@@ -20,8 +20,8 @@ from torch import Tensor
 # Triton compiles one kernel for addresses that are divisible by this number, and another for other
 # addresses.
 ALIGNMENT = 16
-# Each length of a batch has its own launches. The cache is cleared when it would hold the launches
-# of more than this number of calls.
+# Calls with different shapes have different launches. The cache is cleared when it would hold the
+# launches of more than this number of different calls.
 MAX_CACHED = 4096
 
 
@@ -78,12 +78,13 @@ class Launch(NamedTuple):
     Args:
         name: Name of the launch.
         kernel: The kernel.
-        grid: Numbers of programs by axis.
+        grid: Number of programs along each axis.
         arguments: Arguments of the kernel by name.
         num_warps: Number of warps of a program.
         num_stages: Number of pipeline stages of the kernel's loops.
         fp_fusion: Whether the compiler may contract ``a * b + c`` to one operation with one
-            rounding. A contracted ``a * b - c`` is not 0 if c is the rounded product a * b.
+            rounding. A contracted ``a * b - c`` may differ from 0 if c is the rounded product of a
+            and b.
     """
 
     name: str
@@ -165,7 +166,7 @@ _cache: dict[Hashable, list[CachedLaunch]] = {}
 
 
 def forget() -> None:
-    """Clear the cache of launches, as is needed after a change of a tile in ``kernels.tiles``."""
+    """Clear the cache of launches, which is necessary after a tile in ``kernels.tiles`` changes."""
     _cache.clear()
 
 
@@ -175,15 +176,15 @@ def run(
     results: Sequence[Tensor | None],
     *constants: Hashable,
 ) -> None:
-    """Run the launches ``build(*inputs, *results, *constants)`` and cache them on a GPU.
+    """Run the launches ``build(*inputs, *results, *constants)``; on a GPU, also cache them.
 
     Args:
         build: Function that returns a launch, or launches in order. The launches must depend only
             on the shapes, strides, dtypes and device of the tensors and on the constants, and must
             pass the tensors to the kernel unchanged.
         inputs: Tensors of the call. The launches run on the device of the first tensor.
-        results: Tensors to fill, whose shapes and dtypes follow from the inputs and the constants;
-            None for a result that is not wanted.
+        results: Tensors to fill; None for a result that is not wanted. Their shapes and dtypes must
+            follow from the inputs and the constants.
         constants: Further arguments of `build`.
     """
     first = inputs[0]
@@ -212,8 +213,8 @@ def run(
         together |= address or 0
         addresses.append(address)
     if together % ALIGNMENT:
-        # Triton compiles a separate kernel for unaligned addresses. Its own call detects such
-        # addresses.
+        # Triton compiles a separate kernel for unaligned addresses. Triton's own call detects such
+        # addresses; a cached launch does not.
         for launch in _launches(build(*inputs, *results, *constants)):
             launch.run(on=first)
         return
@@ -247,7 +248,7 @@ def _run_and_cache(
 
 
 def _run_one(launch: Launch, tensors: tuple[Tensor | None, ...]) -> CachedLaunch | None:
-    """Run a launch and return it without addresses, or return None if it must not be cached."""
+    """Run a launch and return it as a `CachedLaunch`, or return None if it must not be cached."""
     on = tensors[0]
     assert on is not None
     compiled = launch.run(on=on)

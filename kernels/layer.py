@@ -1,9 +1,10 @@
 """One layer of a BERT encoder in training: its forward, and its backward from the saved tensors.
 
-In 16 bits, the forward takes four kernels and three library GEMMs; the backward takes nine kernels
-and seven GEMMs. The launches, and therefore the bits, are the same as if the operations of the
-layer were called one by one. One call for the layer takes less time on the host, because nothing is
-checked, wrapped or registered again between two launches.
+With the fused path of the feed-forward and the short path of attention, the forward takes four
+kernels and three library GEMMs; the backward takes nine kernels and seven library GEMMs. The
+launches, and therefore the bits, are the same as if the operations of the layer were called one by
+one. One call for the layer takes less time on the host, because nothing is checked, wrapped or
+registered again between two launches.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class LayerShape(NamedTuple):
         max_seqlen: Length of the longest sequence.
         heads: Number of heads.
         eps: Term that is added to the variance in layer norms.
-        activation: Name of the activation.
+        activation: Name of an activation in ``fastbert.activations``.
         dtype: Dtype of the products; the rows may be fp32 instead.
         attention_p: Dropout probability of the attention weights.
         attention_output_p: Dropout probability before the first layer norm.
@@ -53,8 +54,8 @@ class Inputs(NamedTuple):
         mask: Bool mask, expanded to (B, heads, L, L), or None.
         bias: Additive bias in the dtype of the products, expanded to (B, heads, L, L), or None.
         attention_seed: Seed of the dropout of the attention weights, int64 (1,), or None.
-        attention_output_seed: Seed of the dropout before the first layer norm, or None.
-        output_seed: Seed of the dropout before the last layer norm, or None.
+        attention_output_seed: Seed of the dropout before the first layer norm, int64 (1,), or None.
+        output_seed: Seed of the dropout before the last layer norm, int64 (1,), or None.
     """
 
     cu_seqlens: Tensor | None
@@ -153,7 +154,7 @@ def layer_backward(
         inputs: As in `layer_forward`.
         saved: The tensors that `layer_forward` returned for the backward.
         shape: As in `layer_forward`.
-        needs: Whether the gradients of `hidden` and of each parameter are wanted.
+        needs: Whether each gradient is wanted, first for `hidden` and then for each parameter.
         launchers: As in `layer_forward`.
 
     Returns:
@@ -201,9 +202,9 @@ def layer_backward(
 
 
 def _heads(rows: Tensor, parts: int, inputs: Inputs, shape: LayerShape) -> tuple[Tensor, ...]:
-    """Split `rows`, of shape (T, parts · N), into views of the shape that attention takes.
+    """Split `rows`, of shape (T, parts · N), into `parts` views of the shape that attention takes.
 
-    The views are (B, heads, L, D), or (T, heads, D) with ``cu_seqlens``.
+    A view is (B, heads, L, D), or (T, heads, D) with ``inputs.cu_seqlens``.
     """
     sizes = (parts, shape.heads, rows.shape[1] // (parts * shape.heads))
     if inputs.cu_seqlens is not None:

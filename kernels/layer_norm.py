@@ -24,7 +24,8 @@ from fastbert.kernels.norm_rows import (
 from fastbert.kernels.reduction import sum_planes, sum_rows
 from fastbert.kernels.tiles import Tile, ceil_div, row_programs, row_tile
 
-# Rows with more columns leave too few registers for the sum of the gradient of x_bias.
+# The largest number of columns for which the kernel of the backward also sums the gradient of
+# x_bias. Longer rows leave too few registers for this sum.
 WIDEST_WITH_X_BIAS = 4096
 
 
@@ -185,22 +186,23 @@ def layer_norm_forward(
     """Compute LN(residual + dropout(x + x_bias)), and the mean and reciprocal std of each row.
 
     Args:
-        x: Rows (R, N) at any stride, with a last stride of 1; fp32, fp16 or bf16.
+        x: Rows (R, N) with any stride between rows and a last stride of 1; fp32, fp16 or bf16.
         weight: Scale (N,) in any floating dtype.
         bias: Shift (N,) in any floating dtype, or None.
         residual: Rows (R, N) in the dtype of `x` and with a last stride of 1, or None.
         x_bias: Bias of `x` (N,) in any floating dtype, or None.
-        seed: Seed of the dropout, int64 (1,).
+        seed: Seed of the dropout, int64 (1,); may be None without dropout.
         dropout_p: Probability with which an element is dropped.
         eps: Term that is added to the variance.
-        into: Contiguous tensors for the results; None allocates them.
+        into: Contiguous tensors for the three results; None allocates the tensors.
 
     Returns:
         y (R, N), contiguous, in the dtype of `x`; and the mean and the reciprocal standard
         deviation of each row, fp32 (R,).
 
     Raises:
-        ValueError: If N is above 8192, a last stride is not 1, or there is dropout without a seed.
+        ValueError: If N is above 8192, if a last stride is not 1, if `dropout_p` is outside [0, 1],
+            or if there is dropout without a seed.
     """
     results = allocate_results(x) if into is None else into
     if x.shape[1] > 0:
@@ -259,8 +261,8 @@ def layer_norm_backward(
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None, Tensor | None]:
     """Compute the gradients of `layer_norm_forward`, which describes the arguments not listed here.
 
-    The sum residual + dropout(x + x_bias) is computed again. The number of partial sums of a
-    parameter's gradient is fixed, so reruns agree bitwise.
+    The sum residual + dropout(x + x_bias) is computed again. The gradient of a parameter is the sum
+    of a fixed number of partial sums, so reruns agree bitwise.
 
     Args:
         dy: Gradient of y, (R, N) at any strides.
@@ -269,7 +271,7 @@ def layer_norm_backward(
         has_bias: Whether `layer_norm_forward` was called with a bias.
 
     Returns:
-        dsum: Gradient (R, N) of the sum, and therefore of `residual`.
+        dsum: Gradient (R, N) of residual + dropout(x + x_bias), and therefore of `residual`.
         dx: Gradient (R, N) of `x`; None without dropout, because it equals dsum.
         dweight: Gradient (N,) of `weight`.
         dbias: Gradient (N,) of the bias in the dtype of `weight`; None without a bias.

@@ -1,8 +1,8 @@
 """The Triton launchers of attention, feed-forward and layer norm that a layer uses by default.
 
 A launcher is a function that launches the kernels of one operation. A caller may replace the Triton
-launchers by those of the CUDA C++ kernels, which take the same arguments. They are in
-``fastbert.ops.layer_parts``, because this package does not import the extension.
+launchers by launchers of the CUDA C++ kernels, which take the same arguments. The CUDA launchers
+are in ``fastbert.ops.layer_parts``, because this package does not import the extension.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ class Attention(NamedTuple):
     Attributes:
         forward: Returns out and the log-sum-exp.
         backward: Writes the gradients of q, k and v into the tensors of ``into``.
-        allocate: Returns results that ``forward`` fills, or None if it allocates its own.
+        allocate: Returns tensors that ``forward`` fills with out and the log-sum-exp, or None if
+            ``forward`` must allocate them.
     """
 
     forward: Callable[..., Any]
@@ -37,14 +38,16 @@ class Attention(NamedTuple):
 
 
 class FeedForward(NamedTuple):
-    """The first product of a feed-forward with its activation, and the gradient of both.
+    """The launchers of a feed-forward's first product with its activation, and of their gradient.
 
-    The arguments are those of the launchers in ``fastbert.kernels.feed_forward``.
+    ``kernels.feed_forward`` and ``kernels.feed_forward_backward`` document the arguments.
 
     Attributes:
-        forward: Returns the activation and, with ``save``, the pre-activation.
-        backward: Returns the gradients of the pre-activation and of its bias, and the activation.
-        allocate: Returns the activation that ``forward`` fills, or None if it allocates its own.
+        forward: Returns the result of the activation and, with ``save``, the pre-activation.
+        backward: Returns the gradients of the pre-activation and of the bias, and the result of the
+            activation again.
+        allocate: Returns a tensor that ``forward`` fills with the result of the activation, or None
+            if ``forward`` must allocate it.
     """
 
     forward: Callable[..., Any]
@@ -57,8 +60,10 @@ class LayerNorm(NamedTuple):
 
     Attributes:
         forward: Returns y, mean and rstd.
-        backward: Returns the gradients of the sum, x, weight, bias and x_bias.
-        allocate: Returns results that ``forward`` fills, or None if it allocates its own.
+        backward: Returns the gradients of residual + dropout(x + x_bias), x, weight, bias and
+            x_bias.
+        allocate: Returns tensors that ``forward`` fills with y, mean and rstd, or None if
+            ``forward`` must allocate them.
     """
 
     forward: Callable[..., Any]

@@ -34,7 +34,7 @@ def load_parameter(pointer, cols, columns):
 
 @triton.jit
 def keep_rows(seed_ptr, rows, dropout_threshold, BLOCK_N: tl.constexpr):
-    """Return the elements of whole rows that dropout keeps, int1 [BLOCK_M, BLOCK_N]."""
+    """Return a mask of the elements of whole rows that dropout keeps, int1 [BLOCK_M, BLOCK_N]."""
     zero = tl.sum(rows, axis=0) * 0
     return dropout_keep(tl.load(seed_ptr), rows, zero, zero, 0, dropout_threshold, BLOCK_N)
 
@@ -52,9 +52,10 @@ def load_sum(
     HAS_RESIDUAL: tl.constexpr, HAS_X_BIAS: tl.constexpr, HAS_DROPOUT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Return residual + dropout(x + x_bias) in fp32, and the elements that dropout keeps.
+    """Return residual + dropout(x + x_bias) in fp32, and a mask of the elements that dropout keeps.
 
-    Both results are [BLOCK_M, BLOCK_N]. The sum is 0 outside the matrix.
+    Both results are [BLOCK_M, BLOCK_N]. The sum is 0 outside the matrix. Without dropout, the mask
+    is true inside the matrix.
     """
     rows, cols, offsets, inside = row_offsets(
         first_row, stride_x_row, 1, rows_total, columns, BLOCK_M, BLOCK_N
@@ -86,8 +87,8 @@ def row_mean(x, columns):
     count = tl.full(total.shape, columns, tl.float32)
     inverse = 1.0 / count
     mean = total * inverse
-    # The mean may be infinite, if the squares overflow. The step of Newton's method would then give
-    # NaN.
+    # If x holds squares that overflow, the mean is infinite. The step of Newton's method would then
+    # give NaN.
     return tl.where(
         tl.abs(mean) < INFINITY, tl.fma(tl.fma(-mean, count, total), inverse, mean), mean
     )
@@ -101,7 +102,10 @@ def reciprocal_root(x):
 
 @triton.jit
 def layer_norm_statistics(total, inside, columns, eps):
-    """Return total - mean, mean and 1 / sqrt(variance + eps); `total` must be 0 if not `inside`."""
+    """Return total - mean, the mean, and 1 / sqrt(variance + eps) of each row.
+
+    `total` must be 0 where `inside` is false.
+    """
     # The mean of a long row whose values are far from 0 has a rounding error. The mean of the
     # differences from the mean corrects this error.
     mean = row_mean(total, columns)
@@ -136,10 +140,10 @@ def row_launch(
 ) -> Launch:
     """Return the launch of a kernel on whole rows, compiled without fusing products with sums.
 
-    The gradient of a row with one column is ``dy * weight - average``, which is exactly 0 only if
-    the product is rounded first. In a sum across lanes, a fused product would also give different
-    lanes different sums of the same elements. Memory bandwidth limits the kernels, so the
-    additional instructions take no additional time.
+    In layer norm, the gradient of a row with one column is ``dy * weight - average``, which is
+    exactly 0 only if the product is rounded first. In a sum across lanes, a fused product would
+    also give different lanes different sums of the same elements. Memory bandwidth limits the
+    kernels, so the additional instructions take no additional time.
     """
     return Launch(name, kernel, grid, arguments, num_warps, num_stages=1, fp_fusion=False)
 

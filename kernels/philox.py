@@ -21,7 +21,10 @@ def philox_product(factor: tl.constexpr, counter):
 
 @triton.jit
 def philox(seed, c0, c1, c2, c3):
-    """Return the four words of Philox4x32-7; `seed` is the key, with the low word first."""
+    """Return the four words of Philox4x32-7 for the counter (c0, c1, c2, c3).
+
+    The key is the 64-bit `seed`, with the low word first.
+    """
     key_0 = (seed & 0xFFFFFFFF).to(tl.uint32)
     key_1 = ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)
     for _ in tl.static_range(PHILOX_ROUNDS):
@@ -35,10 +38,13 @@ def philox(seed, c0, c1, c2, c3):
 
 @triton.jit
 def dropout_keep(seed, rows, c2, c3, first_column, threshold, COLUMNS: tl.constexpr):
-    """Return the elements of a tile that dropout keeps, int1 [rows, COLUMNS].
+    """Return a mask that is true for the elements of a tile that dropout keeps.
 
-    Element (row, n) takes word n % 4 of the counter (n // 4, row, c2, c3), so first_column must be
-    a multiple of 4. Dropout keeps the element if and only if word >> 8 >= threshold.
+    The mask is int1 [number of rows, COLUMNS]; its first column is `first_column` of the matrix.
+
+    Element (row, n) of the matrix takes word n % 4 of the counter (n // 4, row, c2, c3), so
+    first_column must be a multiple of 4. Dropout keeps the element if and only if
+    word >> 8 >= threshold.
     """
     groups = first_column // 4 + tl.arange(0, COLUMNS // 4)
     # [1, COLUMNS / 4]

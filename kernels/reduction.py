@@ -74,9 +74,10 @@ def _sum_partials_kernel(
 
 
 def sum_partials_launch(partials: Tensor, *outs: Tensor) -> Launch:
-    """Return the launch that sums P partial sums, contiguous fp32 (planes, P, N), in each plane.
+    """Return the launch that adds the P partial sums of each plane of `partials`.
 
-    There are one to three planes. `outs` has a contiguous tensor of N elements for each plane.
+    `partials` is contiguous fp32 (planes, P, N) with one to three planes. `outs` has a contiguous
+    tensor of N elements for the result of each plane.
     """
     planes, rows, columns = partials.shape
     tile = sum_partials_tile()
@@ -97,7 +98,11 @@ def sum_partials_launch(partials: Tensor, *outs: Tensor) -> Launch:
 
 
 def sum_planes(partials: Tensor, *dtypes: torch.dtype) -> list[Tensor]:
-    """Sum one to three planes of partials, contiguous fp32 (P, N), to (N,) in a dtype for each."""
+    """Return a tensor (N,) for each plane of `partials`: the sum of the plane's P partial sums.
+
+    `partials` is contiguous fp32 (planes, P, N) with one to three planes. `dtypes` has the dtype of
+    the result of each plane.
+    """
     columns = partials.shape[2]
     outs = [torch.empty(columns, dtype=dtype, device=partials.device) for dtype in dtypes]
     run(sum_partials_launch, (partials,), outs)
@@ -105,12 +110,12 @@ def sum_planes(partials: Tensor, *dtypes: torch.dtype) -> list[Tensor]:
 
 
 def sum_partials(partials: Tensor, dtype: torch.dtype) -> Tensor:
-    """Sum P partial sums, contiguous fp32 (P, N), to (N,) in `dtype`."""
+    """Return the sum (N,) in `dtype` of P partial sums, contiguous fp32 (P, N)."""
     return sum_planes(partials[None], dtype)[0]
 
 
 def partial_sums_launch(x: Tensor, partials: Tensor) -> Launch:
-    """Return the launch that sums `ROWS_PER_PARTIAL` rows of `x` into each row of `partials`."""
+    """Return the launch that adds `ROWS_PER_PARTIAL` rows of `x` for each row of `partials`."""
     rows, columns = x.shape
     tile = partial_sums_tile()
     arguments = {
@@ -129,7 +134,10 @@ def partial_sums_launch(x: Tensor, partials: Tensor) -> Launch:
 
 
 def sum_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Sum the rows of `x` (M, N), at any strides, to (N,) in `dtype`: the gradient of a bias."""
+    """Return the sum (N,) in `dtype` over the rows of `x` (M, N), at any strides.
+
+    If `x` is the gradient of a linear layer's result, the sum is the gradient of the layer's bias.
+    """
     rows, columns = x.shape
     shape = (ceil_div(rows, ROWS_PER_PARTIAL), columns)
     partials = torch.empty(shape, dtype=torch.float32, device=x.device)

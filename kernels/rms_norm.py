@@ -127,7 +127,7 @@ def rms_norm_forward(
     """Compute weight · s · rstd with s = x + residual and rstd = 1 / sqrt(mean(s²) + eps).
 
     Args:
-        x: Rows (R, N) at any stride, with a last stride of 1; fp32, fp16 or bf16.
+        x: Rows (R, N) with any stride between rows and a last stride of 1; fp32, fp16 or bf16.
         weight: Scale (N,) in any floating dtype.
         residual: Rows (R, N) in the dtype of `x` and with a last stride of 1, or None.
         eps: Term that is added to the mean of the squares.
@@ -166,8 +166,8 @@ def rms_norm_backward(
 ) -> tuple[Tensor, Tensor]:
     """Compute the gradients of `rms_norm_forward`; x + residual is computed again.
 
-    `dy` (R, N) may have any strides. The gradient dweight of the weight has a fixed number of
-    partial sums, so reruns agree bitwise.
+    `dy` (R, N) may have any strides. The gradient dweight of the weight is the sum of a fixed
+    number of partial sums, so reruns agree bitwise.
 
     Returns:
         dsum, the gradient (R, N) of `x` and of `residual`, and dweight (N,).

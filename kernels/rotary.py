@@ -59,7 +59,10 @@ def _rotary_kernel(
 
 
 def rotary_launch(x, cos, sin, y, name, heads) -> Launch:
-    """Return the launch that rotates x (T, N, D); `name` selects forward or backward."""
+    """Return the launch that rotates the first `heads` heads of x (T, N, D) and writes y.
+
+    `name` is "rotary_forward", or "rotary_backward" for a rotation by the negative angles.
+    """
     tokens, total, head_dim = x.shape
     half = head_dim // 2
     tile = rotary_tile(head_dim)
@@ -103,7 +106,7 @@ def rotary_forward(x: Tensor, cos: Tensor, sin: Tensor, *, heads: int) -> Tensor
         heads: Number of heads that are rotated.
 
     Returns:
-        Tensor (T, N, D), contiguous in the dtype of `x`.
+        Tensor (T, N, D), contiguous, in the dtype of `x`.
     """
     return _run("rotary_forward", x, cos, sin, heads)
 

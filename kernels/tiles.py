@@ -20,9 +20,9 @@ from fastbert.kernels.common import INTERPRETED
 # Whether tiles are chosen for the interpreter. Tests set this flag to False to get the tiles of a
 # GPU.
 IS_INTERPRETED = INTERPRETED.value
-# Rows of a row tile in the interpreter. Larger tiles need fewer NumPy calls and are faster. But
-# NumPy adds the rows of a tile one after another, whereas a GPU adds them in a tree, so this number
-# is small.
+# Number of rows of a tile of `row_tile` in the interpreter. Larger tiles need fewer NumPy calls and
+# are faster. But NumPy adds the rows of a tile one after another, whereas a GPU adds them in a
+# tree, so this number is small.
 INTERPRETED_ROWS = 8
 LARGEST_HEAD_DIM = 256
 LARGEST_ROW = 8192
@@ -43,7 +43,7 @@ class Tile(NamedTuple):
 
 
 # The interpreter's time depends on the number of tiles, so this tile is large. The tests in
-# tests/kernels use the tiles of a GPU instead.
+# tests/kernels use the tiles that a GPU uses instead.
 INTERPRETED_TILE = Tile(128, 128, num_warps=4, num_stages=1)
 
 
@@ -153,8 +153,8 @@ def multiplies_in_registers(target: int) -> bool:
 class ShortTile(NamedTuple):
     """The tile of a short attention kernel, and its numbers of chunks and of programs.
 
-    All keys are in `chunks` chunks of block_n keys each. A multiprocessor runs `programs` programs
-    at once.
+    The keys of a head are divided into `chunks` chunks of block_n keys each. A multiprocessor runs
+    `programs` programs at once.
     """
 
     tile: Tile
@@ -167,16 +167,16 @@ def short_attention_tile(
 ) -> ShortTile:
     """Return the tile of a kernel in attention_short.py.
 
-    ptxas reports the registers and the shared memory of each kernel for sm_90. A multiprocessor of
-    sm_90 has 65,536 registers and 227 KiB of shared memory. Both limit the programs that it runs at
-    once.
+    The numbers below are the registers and the shared memory that ptxas reports for sm_90. A
+    multiprocessor of sm_90 has 65,536 registers and 227 KiB of shared memory. Both limit the number
+    of programs that it runs at once.
 
     - Forward: Scores are computed for 64 keys at a time, as [64, 64] on 4 warps. Other tile shapes
-      need more registers, which costs more time than the shapes save. All lengths use one chunk
-      size, so that a row has the same bits for any longest sequence of its batch. At D = 64, K and
-      V take 32 KiB of shared memory for every 128 keys. With up to 128 keys, the next query tile is
-      loaded in advance. With more keys, the 16 KiB of the next query tile would leave no shared
-      memory for a third program.
+      need more registers, which costs more time than these shapes save. All lengths use one chunk
+      size, so that the bits of a row do not depend on the longest sequence of the batch. At D = 64,
+      K and V take 32 KiB of shared memory for every 128 keys. With up to 128 keys, the next query
+      tile is loaded in advance. With more keys, the 16 KiB of the next query tile would leave no
+      shared memory for a third program.
     - Backward: dk and dv [128, 64] take 64 registers per thread on 8 warps. The tiles [128, 32] of
       the softmax weights and of their gradient take 32 registers. With addresses and dropout, a
       thread takes 242 registers, so only one program fits on a multiprocessor. With up to 64 keys,
@@ -187,9 +187,10 @@ def short_attention_tile(
     Args:
         pass_name: "forward" or "backward".
         max_keys: Length of the longest sequence of keys.
-        head_dim: Head dim D.
+        head_dim: Head dim D; the tile does not depend on it.
         target: Architecture of the GPU, such as 90 for sm_90.
-        has_dropout: Whether the pass applies dropout to the softmax weights.
+        has_dropout: Whether the pass applies dropout to the softmax weights; it changes only the
+            tile of the backward.
     """
     if pass_name == "forward":
         block = 128 if IS_INTERPRETED else 64
@@ -210,8 +211,9 @@ def short_attention_obstacle(
 ) -> str | None:
     """Return the reason why the short kernels cannot compute a pass, or None if they can.
 
-    The forward keeps the keys and values of a head in shared memory: 128 KiB for 512 keys and D =
-    64 in 16 bit. On GPUs with less than 163 KiB of shared memory, the limit is half as many keys.
+    The forward keeps the keys and values of a head in shared memory. In 16 bits, 512 keys with a
+    head dim of 64 take 128 KiB. On GPUs with less than 163 KiB of shared memory, the limit is half
+    as many keys. For other head dims, the limit is inversely proportional to the padded head dim.
     """
     width = padded_head_dim(head_dim)
     if dtype == torch.float32:
@@ -245,12 +247,13 @@ def attention_path(
       need too many registers.
     - Above D = 64, K, V and the accumulator are twice as large, and the short forward spills
       registers.
-    - With dropout, the random numbers of several chunks take the registers of a third program.
+    - With dropout and more than 128 keys, the random numbers of several chunks take the registers
+      that a third program would need.
     - Beyond 128 keys, a window hides most keys, and only the general kernels skip hidden keys.
-    - The backward up to 128 keys takes one launch instead of three and 5 products instead of 7, and
-      reads q, k, v and dout once instead of twice.
-    - With a key mask, the kernels spill registers on sm_80: the backward beyond 64 keys, and the
-      forward beyond 128 keys. Models pack their sequences and need no key mask.
+    - With up to 128 keys, the short backward takes one launch instead of three and 5 products
+      instead of 7, and reads q, k, v and dout once instead of twice.
+    - With a key mask, the short kernels spill registers on sm_80: the backward beyond 64 keys, and
+      the forward beyond 128 keys. Models pack their sequences and need no key mask.
 
     Args:
         pass_name: "forward" or "backward".
@@ -276,8 +279,8 @@ def attention_path(
 # multiprocessor.
 GEMM_TILES = 96
 
-# Above this depth, a library GEMM with a separate pass over the result is assumed to be faster than
-# the fused GEMM.
+# Above this depth (the K of the product), a library GEMM with a separate pass over the result is
+# assumed to be faster than the fused GEMM.
 LARGEST_FUSED_DEPTH = 1024
 
 
@@ -286,14 +289,14 @@ def gemm_tile(
 ) -> Tile:
     """Return the tile of a GEMM with rows × columns results.
 
-    A tile of 128 × 128 on 4 warps allows two programs on a multiprocessor, so that one program
-    multiplies while the other runs its epilogue. On sm_120, ptxas spills 8 bytes of such a program,
-    so the tile has 8 warps. On sm_86 to sm_89, ptxas gives each thread of 8 warps only 80 registers
-    and spills 8 bytes of the fp32 forward, which therefore has 4 warps.
+    In the forward, a tile of 128 × 128 on 4 warps allows two programs on a multiprocessor, so that
+    one program multiplies while the other runs its epilogue. On sm_120, ptxas spills 8 bytes of
+    such a program, so the tile has 8 warps. On sm_86 to sm_89, ptxas gives each thread of 8 warps
+    only 80 registers and spills 8 bytes of the fp32 forward, which therefore has 4 warps.
 
     Args:
-        rows: Rows of the result.
-        columns: Columns of the result.
+        rows: Number of rows of the result.
+        columns: Number of columns of the result.
         dtype: Dtype of the operands.
         epilogue: "forward", "backward" or "gated_backward"; each needs more registers than the
             previous one.
@@ -316,14 +319,20 @@ def gemm_tile(
 
 
 def gemm_depth(dtype: torch.dtype) -> int:
-    """Return the size along K of one step of a GEMM's tile."""
+    """Return the size along K of the operands that a GEMM multiplies in one step of its loop."""
     if IS_INTERPRETED:
         return 512
     return 32 if dtype == torch.float32 else 64
 
 
 def gemm_programs(x: Tensor, tile: Tile, tiles: int) -> int:
-    """Return the number of programs of a GEMM on x's device; all of them run at once."""
+    """Return the number of programs of a GEMM on x's device; all of them run at once.
+
+    Args:
+        x: A tensor on the device.
+        tile: The tile of the GEMM.
+        tiles: Number of tiles of the result.
+    """
     return min(multiprocessors(x) * max(1, 8 // tile.num_warps), tiles)
 
 
@@ -355,9 +364,9 @@ def gemm_path(rows: int, columns: int, depth: int, dtype: torch.dtype) -> GemmPa
       launch.
 
     Args:
-        rows: Rows of the result.
-        columns: Columns of the result.
-        depth: Number of products that make one element.
+        rows: Number of rows of the result.
+        columns: Number of columns of the result.
+        depth: Number of products that are summed for one element of the result, K.
         dtype: Dtype of the operands.
     """
     if dtype == torch.float32:
@@ -374,7 +383,7 @@ def cross_entropy_tile(dtype: torch.dtype) -> tuple[Tile, int]:
     """Return the tile of the products of linear_cross_entropy, and its size along K.
 
     The tile is the same for every number of rows and for both passes, so that a logit always has
-    the same bits. It is square, because the columns of one product are the rows of the next
+    the same bits. The tile is square, because the columns of one product are the rows of the next
     product.
     """
     if IS_INTERPRETED:
@@ -414,8 +423,8 @@ def rotary_tile(head_dim: int) -> Tile:
 def row_programs(x: Tensor) -> int:
     """Return the number of programs that share the rows of x (R, N) in the backward of a norm.
 
-    Each program computes one partial sum. The number of programs is the number that the registers
-    allow to run at once.
+    Each program computes one partial sum. The result is the number of programs that the registers
+    allow to run at once, or the number of row tiles if that is smaller.
     """
     tile = row_tile(x.shape[1])
     warps = 16 if tile.block_n <= 1024 else 12
@@ -455,12 +464,12 @@ def _multiprocessors(index: int) -> int:
 
 
 def multiprocessors(x: Tensor) -> int:
-    """Return the number of multiprocessors of x's device, or 4 in the interpreter."""
+    """Return the number of multiprocessors of x's device, or 4 if x is not on a GPU."""
     return _multiprocessors(x.device.index) if x.is_cuda else 4
 
 
-# The architecture for launches on meta tensors, such as 90 for sm_90. The ahead-of-time check sets
-# it.
+# The architecture for launches on tensors that are not on a GPU, such as 90 for sm_90. Tools that
+# compile kernels without a GPU set this variable.
 compiled_target = 90
 
 
