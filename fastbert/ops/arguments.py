@@ -43,7 +43,7 @@ def require_integer(name: str, tensor: Tensor) -> None:
 
 
 def require_same_device(first: str, device: torch.device, **tensors: Tensor | None) -> None:
-    """Raise ValueError unless `tensors` are on `device`, as the argument that `first` names."""
+    """Raise ValueError unless `tensors` are on `device`, which is that of the argument `first`."""
     for name, tensor in tensors.items():
         if tensor is not None and tensor.device != device:
             raise ValueError(f"{name}: got device {tensor.device}, allowed: {device}, as {first}")
@@ -93,7 +93,8 @@ def as_matrix(x: Tensor) -> Tensor:
 def flatten_rows(x: Tensor) -> Tensor:
     """Return `x` of shape (..., N) as a matrix of N columns whose rows are contiguous.
 
-    The stride between rows is arbitrary. `x` is copied only if its strides do not allow this.
+    The stride between rows is arbitrary. `x` is copied only if its strides do not allow such a
+    view.
     """
     rows = as_matrix(x)
     return rows if rows.stride(-1) == 1 else rows.contiguous()
@@ -124,13 +125,14 @@ def dropout_seeds(count: int, device: torch.device) -> tuple[Tensor, ...]:
     Like `dropout_seed`, the function draws from torch's generator of `device`.
     """
     seeds = torch.randint(-(2**63), 2**63 - 1, (count,), dtype=torch.int64, device=device)
-    # Triton compiles a kernel for addresses that are multiples of 16 bytes. An int64 seed has 8
-    # bytes, so each seed is stored twice, and every seed then has such an address.
+    # A launch of a Triton kernel is cached only if all addresses are multiples of 16
+    # (kernels/launch.py). An int64 seed has 8 bytes, so each seed is stored twice, and every seed
+    # then has such an address.
     return torch.stack((seeds, seeds), dim=1)[:, 0].split(1)
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """Return autocast's dtype for matrix products of `x`, or None without autocast and for fp64."""
+    """Return autocast's dtype for matrix products of `x`, or None without autocast or for fp64."""
     if not torch._C._is_any_autocast_enabled():
         return None
     device = x.device.type
@@ -140,7 +142,11 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
 
 
 def autocast(*tensors: Tensor | None) -> list[Tensor | None]:
-    """Return the tensors in the dtype that autocast gives to the operands of a matrix product."""
+    """Return the tensors in the dtype that autocast gives to the operands of a matrix product.
+
+    Without autocast, all tensors are unchanged. Under autocast, None and fp64 tensors are
+    unchanged.
+    """
     if not torch._C._is_any_autocast_enabled():
         return list(tensors)
     device = next(t.device.type for t in tensors if t is not None)

@@ -55,18 +55,19 @@ def attention(
         v: Values of shape ``(B, H, Lk, D)`` in the dtype of `q`.
         mask: Bool mask, True where a query attends to a key; of shape ``(B, Lk)``, or broadcastable
             to ``(B, H, Lq, Lk)``.
-        bias: Floating tensor that is added to the logits; broadcastable to ``(B, H, Lq, Lk)``.
+        bias: Floating tensor that is added to ``q kᵀ scale``; broadcastable to ``(B, H, Lq, Lk)``.
         dropout_p: Probability with which an attention weight is dropped.
-        scale: Factor of the logits; ``D ** -0.5`` by default.
+        scale: Factor of the products ``q kᵀ``; ``D ** -0.5`` by default.
         causal: Whether a query attends only to keys at its own position or earlier. Query ``i`` has
             the position of key ``i + Lk - Lq``.
         window: How many keys before and after its position a query attends to: ``(left, right)``,
-            or one number for both sides; -1 leaves a side open.
+            or one number for both sides; -1 leaves a side open. None leaves both sides open. With
+            `causal`, ``right`` is 0.
         return_weights: Whether the softmax weights are returned too.
         backend: ``"reference"``, ``"triton"``, ``"cuda"`` or ``"cpu"``; None lets
             ``fastbert.ops.backend.resolve`` choose.
-        dropout_seed: Seed of the dropout mask, int64 of shape ``(1,)``; None draws one from torch's
-            generator of the device. The same seed gives the same mask on every backend.
+        dropout_seed: Seed of the dropout mask, int64 of shape ``(1,)``; None draws a seed from
+            torch's generator of the device. The same seed gives the same mask on every backend.
 
     Returns:
         Tensor of shape ``(B, H, Lq, D)``, stored in memory in the order of ``(B, Lq, H, D)``. Its
@@ -74,9 +75,11 @@ def attention(
         the softmax weights before dropout, of shape ``(B, H, Lq, Lk)``.
 
     Raises:
-        ValueError: If a shape, a device or a value is not allowed, or if `backend` cannot serve the
-            call. The message names the argument, its value and what is allowed.
-        TypeError: If a dtype is not allowed.
+        ValueError: If a shape, a device or a value is not allowed, if the dtype of `k` or `v`
+            differs from that of `q`, or if `backend` cannot serve the call. The message names the
+            argument, its value and what is allowed.
+        TypeError: If `mask` is not bool, `dropout_seed` is not int64, or `q`, `k`, `v` or `bias` is
+            not floating.
 
     Note:
         Vaswani et al. 2017, eq. 1. The softmax is computed in fp32.
@@ -133,7 +136,7 @@ def attention_varlen(
         max_seqlen_k: As `max_seqlen_q`, for the key sequences.
         mask: Bool mask as in `attention`, of shape ``(B, max_seqlen_k)`` or broadcastable to
             ``(B, H, max_seqlen_q, max_seqlen_k)``. Index 0 is the first token of each sequence.
-        bias: Floating tensor that is added to the logits; shape and indices as for `mask`.
+        bias: Floating tensor that is added to ``q kᵀ scale``; shape and indices as for `mask`.
         dropout_p: As in `attention`.
         scale: As in `attention`.
         causal: As in `attention`, within each sequence.
@@ -187,8 +190,8 @@ def attention_qkvpacked(
         qkv: Tensor of shape ``(B, L, 3, H, D)``, or packed ``(T, 3, H, D)`` with `cu_seqlens`.
         cu_seqlens: Cumulative lengths of the packed sequences, int32 of shape ``(B + 1,)``.
         max_seqlen: Length of the longest packed sequence, as in `attention_varlen`.
-        mask: As in `attention`, or as in `attention_varlen` if `cu_seqlens` is given.
-        bias: Floating tensor that is added to the logits; shape and indices as for `mask`.
+        mask: As in `attention`; as in `attention_varlen` if `cu_seqlens` is given.
+        bias: Floating tensor that is added to ``q kᵀ scale``; shape and indices as for `mask`.
         dropout_p: As in `attention`.
         scale: As in `attention`.
         causal: As in `attention`.
@@ -203,7 +206,7 @@ def attention_qkvpacked(
 
     Raises:
         ValueError: As in `attention`.
-        TypeError: As in `attention`.
+        TypeError: As in `attention`, or if `cu_seqlens` is not int32.
     """
     (qkv,) = autocast(qkv)
     check_qkv(qkv, cu_seqlens)
@@ -252,13 +255,13 @@ def attention_weights(
         k: Keys of shape ``(B, H, Lk, D)``, or packed ``(Tk, H, D)`` with `cu_seqlens_q`.
         lse: Natural log-sum-exp of each query's logits, fp32 of shape ``(B, H, Lq)``, or of shape
             ``(H, Tq)`` for packed queries. With `lse`, some kernels read the keys once instead of
-            twice. None computes the log-sum-exp.
+            twice; other kernels ignore it. With None, the kernels read the keys twice.
         cu_seqlens_q: As in `attention_varlen`.
         cu_seqlens_k: As in `attention_varlen`.
         max_seqlen_q: As in `attention_varlen`.
         max_seqlen_k: As in `attention_varlen`.
-        mask: As in `attention`.
-        bias: As in `attention`.
+        mask: As in `attention`; as in `attention_varlen` if `cu_seqlens_q` is given.
+        bias: As in `attention`; as in `attention_varlen` if `cu_seqlens_q` is given.
         scale: As in `attention`.
         causal: As in `attention`.
         window: As in `attention`.
@@ -268,12 +271,14 @@ def attention_weights(
         backend: As in `attention`.
 
     Returns:
-        Tensor of shape ``(B, len(heads), len(rows), Lk)`` in the dtype of `q`. The weights are 0
-        for queries and keys beyond the end of a packed sequence.
+        Tensor of shape ``(B, len(heads), len(rows), Lk)`` in the dtype of `q`, or in autocast's
+        dtype under autocast. For packed sequences, Lk is `max_seqlen_k`, and the weights are 0 for
+        queries and keys beyond the end of a sequence.
 
     Raises:
         ValueError: As in `attention`, or if an index is out of range.
-        TypeError: As in `attention`.
+        TypeError: As in `attention`, or if `lse` is not fp32, or if `cu_seqlens_q` or
+            `cu_seqlens_k` is not int32.
     """
     q, k = autocast(q, k)
     if cu_seqlens_q is None:
@@ -397,7 +402,7 @@ def _save(ctx: Any, a: Any, output: tuple[Tensor, Tensor], *inputs: Tensor) -> N
 
 
 def _saved(ctx: Any) -> tuple[list[Tensor], AttentionOptions]:
-    """Return the inputs and results that `_save` kept, and the options."""
+    """Return the inputs and results that `_save` has kept, and the options."""
     saved = ctx.saved_tensors
     return list(saved[TENSORS:]), AttentionOptions(*saved[:TENSORS], *ctx.numbers)
 
@@ -430,7 +435,7 @@ def _unpacked(qkv: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor, T
 
 
 def _swapped(out: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """Swap the dimensions L and H of a dense `out`; return packed rows without a change."""
+    """Return a dense `out` with the dimensions L and H swapped, or a packed `out` unchanged."""
     return out.transpose(1, 2) if cu_seqlens is None else out
 
 
@@ -553,7 +558,7 @@ def _weights_gradient(ctx: Any, dweights: Tensor) -> dict[str, Tensor]:
         (q,), pack_q = padded([q], cu_q, ctx.max_q)
         (k,), pack_k = padded([k], cu_k, ctx.max_k)
     # A key that no query attends to may be NaN, and so may a query that attends to no key. Both are
-    # replaced by 0, because the product of their gradient 0 and NaN would be NaN.
+    # replaced by 0, because they are multiplied by gradients of 0, and 0 * NaN is NaN.
     idle = dscores == 0.0
     q, k = (x.masked_fill(idle.all(dim).unsqueeze(-1), 0.0) for x, dim in ((q, -1), (k, -2)))
     dq, dk = dscores @ k * ctx.scale, dscores.transpose(-2, -1) @ q * ctx.scale
@@ -569,7 +574,7 @@ def _spread(
     chosen_heads: list[int] | None,
     chosen_rows: list[int] | None,
 ) -> Tensor:
-    """Return the gradient of the scores of all heads and rows, 0 except at the chosen ones."""
+    """Return the gradient of the scores of all heads and rows, which is 0 where none is chosen."""
     device, (batch, *_, keys) = dscores.device, dscores.shape
     places = (
         torch.arange(batch, device=device)[:, None, None],

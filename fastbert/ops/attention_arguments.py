@@ -25,12 +25,12 @@ MAX_HEAD_DIM = 256
 
 
 class AttentionOptions(NamedTuple):
-    """The options of one call in the form that the operators and every backend take.
+    """The options of one call of attention, in the form that the operators and all backends take.
 
     ``mask`` and ``bias`` are 4-D and broadcastable to (B, H, max_seqlen_q, max_seqlen_k), or None.
     For a dense q, ``cu_seqlens_q`` and ``cu_seqlens_k`` are None, and ``max_seqlen_q`` and
-    ``max_seqlen_k`` are Lq and Lk. ``seed`` is None without dropout. A ``left`` or ``right`` of -1
-    leaves that side of the window open.
+    ``max_seqlen_k`` are Lq and Lk. ``seed`` is None without dropout. ``left`` and ``right`` are the
+    limits of the window; -1 leaves that side of the window open.
     """
 
     mask: Tensor | None
@@ -76,7 +76,10 @@ def options_of(
 def backend_for(
     q: Tensor, requested: str | None, o: AttentionOptions, weights: bool = False
 ) -> str:
-    """Return the backend for attention on `q`; with `weights`, it must return the weights too."""
+    """Return the backend for attention on `q`.
+
+    With `weights`, the backend must be able to return the softmax weights too.
+    """
     on_gpu = q.device.type == "cuda"
     request = backends.Request(
         q.device.type,
@@ -93,7 +96,7 @@ def backend_for(
 def named_options(
     bias: bool, left: int, right: int, scale: float, weights: bool
 ) -> tuple[str, ...]:
-    """Return, for a `Request`, the names of the options in use that some backend refuses."""
+    """Return the field `options` of a `Request`: the used options that some backend refuses."""
     given = {
         "bias": bias, "window": left >= 0 or right >= 0, "scale": scale <= 0.0, "weights": weights,
     }  # fmt: skip
@@ -199,7 +202,7 @@ def check_lse(lse: Tensor | None, q: Tensor) -> None:
 
 
 def chosen(name: str, indices: Sequence[int] | None, size: int) -> list[int] | None:
-    """Return the list of `indices`, each of which must be below `size`; None stays None."""
+    """Return `indices` as a list, or None for None; each index must be from 0 to `size` - 1."""
     if indices is None:
         return None
     indices = [int(i) for i in indices]

@@ -1,4 +1,4 @@
-"""The tables of the backends of attention and of its softmax weights.
+"""The implementations of attention and of its softmax weights, in tables by backend.
 
 q, k, v and their gradients have the shape (B, H, L, D), or (T, H, D) for packed sequences.
 """
@@ -20,8 +20,8 @@ from fastbert.ops.attention_arguments import AttentionOptions
 def out_like(q: Tensor) -> Tensor:
     """Return an uninitialised tensor of the shape of `q`, in which merging heads needs no copy.
 
-    A dense (B, H, L, D) is stored in memory in the order of (B, L, H, D). A packed (T, H, D) is
-    contiguous.
+    A dense result (B, H, L, D) is stored in memory in the order of (B, L, H, D). A packed result
+    (T, H, D) is contiguous.
     """
     if q.dim() == 3:
         return q.new_empty(q.shape)
@@ -32,7 +32,7 @@ def out_like(q: Tensor) -> Tensor:
 def padded(
     tensors: Sequence[Tensor], cu_seqlens: Tensor | None, max_seqlen: int
 ) -> tuple[list[Tensor], Callable[[Tensor], Tensor]]:
-    """Return packed tensors (T, H, D) as (B, H, L, D), and a function that packs such a tensor."""
+    """Return packed tensors (T, H, D) as padded tensors (B, H, L, D), and the inverse function."""
     assert cu_seqlens is not None
     rows = [reference.pad_rows(x, cu_seqlens, max_seqlen) for x in tensors]
     _, slot, used = rows[0]
@@ -240,8 +240,8 @@ def _cuda_refuses(request: backends.Request) -> str | None:
     return None
 
 
-# The first argument of a backward is a list of the tensors that it fills: dq, dk, dv, and dbias or
-# None.
+# The first argument of a backward is a list of the tensors that the backward fills: dq, dk, dv and
+# dbias. dbias is None if the gradient of the bias is not wanted.
 backends.TABLES["attention"] = {
     "reference": backends.Implementation(
         _reference_forward, _reference_backward, backends.ALL_DTYPES

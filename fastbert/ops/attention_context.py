@@ -21,20 +21,21 @@ def attention_context(
     """Multiply the values by `dropout(weights)`, so that a gradient passes through `weights`.
 
     The fused operators compute the output and the returned weights separately, so the gradient of
-    the output does not reach the returned weights. This function is for callers who need that
-    gradient.
+    the output does not reach the returned weights. This function is for callers who need the
+    gradient of the output with respect to the weights.
 
     Args:
         weights: Softmax weights before dropout, of shape ``(B, H, Lq, Lk)``; 0 at padding.
         v: Values of shape ``(B, H, Lk, D)``, or packed ``(T, H, D)`` with `cu_seqlens`.
         cu_seqlens: Cumulative lengths of the packed sequences, int32 of shape ``(B + 1,)``.
         dropout_p: Probability with which a weight is dropped.
-        dropout_seed: Seed of the dropout mask, int64 of shape ``(1,)``; None draws one. The mask is
-            the one of ``ops.attention`` for this seed.
+        dropout_seed: Seed of the dropout mask, int64 of shape ``(1,)``; None draws a seed from
+            torch's generator of the device. The mask is that of ``ops.attention`` for this seed.
 
     Returns:
-        Tensor of the shape of `v`. A query whose weights are all 0 has an output of exactly 0. A
-        value whose weight is 0 for every query does not change the result, even if it is NaN.
+        Tensor of shape ``(B, H, Lq, D)``, or packed ``(T, H, D)``. A query whose weights are all 0
+        has an output of exactly 0. A value whose weight is 0 for every query does not change the
+        result, even if it is NaN.
     """
     seed = draw_seed(dropout_p, dropout_seed, weights.device)
     dropped = reference.dropout(weights, dropout_p, seed, tuple(weights.shape))

@@ -1,10 +1,9 @@
 """The choice of a backend for each call, the reason for the choice, and environment variables.
 
-No other Python file reads the environment. ``FASTBERT_BACKEND`` names the preferred backend of
-calls with ``backend=None``. ``TRITON_INTERPRET=1``, a variable of Triton, lets Triton kernels run
-on CPU tensors. The C++ extension reads ``FASTBERT_CPU_ISA``, the instruction set of its kernels.
-torchrun sets ``TORCHELASTIC_RUN_ID``, ``WORLD_SIZE`` (the number of all its processes) and
-``LOCAL_WORLD_SIZE`` (the number of its processes on this machine).
+No other Python file of the package reads ``os.environ``. ``FASTBERT_BACKEND`` names the preferred
+backend of calls with ``backend=None``. ``TRITON_INTERPRET=1``, a variable of Triton, lets Triton
+kernels run on CPU tensors. torchrun sets ``LOCAL_WORLD_SIZE``, the number of its processes on this
+machine. The C++ extension reads ``FASTBERT_CPU_ISA``, the instruction set of its kernels.
 
 A stand-in runs the kernels of a GPU backend on CPU tensors. There are two stand-ins. Triton's
 interpreter runs the Python source of Triton kernels. The PTX machine (fastbert/testing/ptx) runs
@@ -55,16 +54,18 @@ class Request(NamedTuple):
         device: Device type, such as "cpu" or "cuda".
         dtype: Dtype of the inputs.
         head_dim: Head dim of attention.
-        options: Options of attention that some backends refuse: "bias", "window", "weights" (the
-            softmax weights are returned) and "scale" (the scale is 0 or less).
+        options: Names of the options of attention in this call that some backends refuse: "bias",
+            "window", "weights" (the softmax weights are returned) and "scale" (the scale is 0 or
+            less).
         activation: Name of the activation of a feed-forward.
         columns: Number of columns of the rows of a norm or an embedding, or of the left operand of
-            a product.
+            a product on a GPU.
         transformed: Whether a transform of torch.func or forward-mode AD is active.
         length: Length of the longest key sequence in attention on a GPU, rounded by
             `gpu_times.length_class`.
         rows: Number of rows of a product on a GPU, rounded by `gpu_times.rows_class`.
-        trained: Whether a gradient is wanted, so that the time of the backward pass counts.
+        trained: On a GPU, whether a gradient is wanted, so that the time of the backward pass
+            counts.
     """
 
     device: str
@@ -80,12 +81,12 @@ class Request(NamedTuple):
 
 
 def serves_all(request: Request) -> str | None:
-    """Return None, because the implementation refuses no request."""
+    """Return None: the `refuses` of an implementation that refuses no request."""
     return None
 
 
 def refuse_wide_rows(request: Request) -> str | None:
-    """Refuse rows that are too wide for kernels that hold a row in registers (kernels/tiles.py)."""
+    """Return why rows are too wide for Triton kernels that hold a row in registers, or None."""
     if request.columns <= LARGEST_TRITON_ROW:
         return None
     return f"rows have {request.columns} elements, allowed: up to {LARGEST_TRITON_ROW}"
@@ -96,8 +97,8 @@ class Implementation:
     """The implementation of an operation by one backend: an entry of `TABLES`.
 
     Args:
-        forward: Takes the arguments of the operator, without its backend.
-        backward: Takes the arguments of the backward operator, without its backend.
+        forward: Function that takes the arguments of the operator, without the backend.
+        backward: Function that takes the arguments of the backward operator, without the backend.
         dtypes: Allowed dtypes of the inputs.
         refuses: Function that returns the reason why a request cannot be served, or None.
         is_partial: Whether the backend serves only some calls. If a model requests a partial
@@ -140,9 +141,10 @@ def _has_triton() -> bool:
 
 EXTENSION, EXTENSION_STATE = _load_extension()
 EXTENSION_HAS_CUDA = EXTENSION is not None and bool(EXTENSION.build_info()["cuda"])
-# The architectures of the extension's CUDA code, in the format of TORCH_CUDA_ARCH_LIST.
+# The architectures of the extension's CUDA code, in the format of TORCH_CUDA_ARCH_LIST; "" without
+# CUDA code.
 CUDA_ARCHS = EXTENSION.build_info()["cuda_archs"] if EXTENSION_HAS_CUDA else ""
-# The reason why the extension was built without CUDA code, recorded by setup.py.
+# The reason why the extension was built without CUDA code, recorded by setup.py; "" otherwise.
 WITHOUT_CUDA = "" if EXTENSION is None else EXTENSION.build_info().get("without_cuda", "")
 HAS_TRITON = _has_triton()
 DEFAULT_REQUEST = os.environ.get("FASTBERT_BACKEND") or None
@@ -210,7 +212,7 @@ def compiler_environment(cache: Path | None = None) -> dict[str, str]:
     """Return the environment of a child process that compiles the Triton kernels for GPUs.
 
     Args:
-        cache: Folder of Triton's cache; None is Triton's default.
+        cache: Folder of Triton's cache; None leaves the setting of this process.
     """
     # Triton 3.10 has another default of TRITON_DEFAULT_FP_FUSION, which would change the last bits
     # of results.
@@ -320,22 +322,22 @@ def resolve(op: str, requested: str | None, request: Request) -> Choice:
     Args:
         op: Name of the operation.
         requested: The backend to use. None takes the backend that FASTBERT_BACKEND names, if that
-            backend serves every call of `op`. Otherwise None takes the first backend that can serve
-            the call. The order is that of the measured times if the GPU has any, and otherwise that
-            of ``ORDER``.
+            backend implements `op` and is not partial. Otherwise None takes the first backend that
+            can serve the call: in the order of the measured times if there are any for the GPU, and
+            otherwise in the order of ``ORDER``.
         request: Properties of the call.
 
     Returns:
-        The backend and the reason. The reason names the backends that refused the call and why they
-        refused it, and on a GPU the times of the backends.
+        The backend and the reason. With None, the reason names the backends that refused the call
+        and why they refused it, and on a GPU the times of the backends.
 
     Raises:
         ValueError: If `requested` is unknown or cannot serve the call, or if no backend can.
     """
     if torch.compiler.is_compiling():
         return _resolve(op, requested, request)
-    # The key contains all facts on which a choice depends. The entries of the table are among them,
-    # because a backend may be added to a table or removed from it.
+    # The key contains all facts on which a choice depends. The identities of the implementations
+    # are among them, because an implementation may be added to a table or removed from it.
     rows = tuple(map(id, TABLES[op].values()))
     installed = (EXTENSION is None, EXTENSION_STATE, EXTENSION_HAS_CUDA, HAS_TRITON)
     key = (op, requested, request, DEFAULT_REQUEST, rows, installed, tuple(_stand_ins.items()))
@@ -378,7 +380,7 @@ def _resolve(op: str, requested: str | None, request: Request) -> Choice:
 def _order_on_gpu(
     op: str, dtype: str, width: int, size: int, trained: bool
 ) -> tuple[tuple[str, ...], str]:
-    """Return the backends in order of preference, and their times as text, "" without times."""
+    """Return the backends in order of preference, and their times as text, or "" without times."""
     arch = capability()
     if arch is None:
         return ORDER["cuda"], ""
@@ -387,18 +389,21 @@ def _order_on_gpu(
     return gpu_times.order(point, trained, ORDER["cuda"]), times
 
 
-# torch.compile calls this function while it traces, and takes the result as a constant. The
+# torch.compile calls `_order_on_gpu` while it traces, and takes the result as a constant. The
 # attribute has the effect of the decorator torch.compiler.assume_constant_result. The decorator
 # itself would import torch._dynamo, which takes seconds.
 _order_on_gpu._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def prefer(op: str, requested: str | None) -> str | None:
-    """Return `requested` if that backend serves every call of `op`, or None otherwise.
+    """Return `requested` if that backend implements `op` and is not partial, or None otherwise.
 
     A model calls this function for each operation, to decide whether to ask for the backend of the
     model. If the result is None, the operation chooses the backend. ``fastbert info`` and
     ``model.backends()`` show the resulting backends.
+
+    Raises:
+        ValueError: If `requested` is unknown.
     """
     row = None if requested is None else TABLES[op].get(validate(requested) or "")
     return None if row is None or row.is_partial else requested

@@ -30,7 +30,7 @@ def _allowed(q, k, mask, left, right, lengths):
 
 
 def _weights(q, k, allowed, bias, scale):
-    """Compute ``reference.softmax_weights`` in place.
+    """Compute ``reference.softmax_weights``; without a bias, overwrite the scores to save memory.
 
     The scores are the largest tensor of the operation. They can be overwritten, because below
     autograd no other function reads them.
@@ -48,7 +48,10 @@ def _weights(q, k, allowed, bias, scale):
 
 
 def attention_forward(q, k, v, mask, bias, lengths, seed, dropout_p, scale, left, right):
-    """Compute the attention output (B, H, Lq, D) of padded inputs."""
+    """Compute the attention output (B, H, Lq, D) of dense or padded inputs.
+
+    For padded inputs, `lengths` has the lengths of the query and of the key sequences.
+    """
     allowed = _allowed(q, k, mask, left, right, lengths)
     k, v = (reference.hide_unattended(x, allowed) for x in (k, v))
     weights = _weights(q, k, allowed, bias, scale)
@@ -56,7 +59,7 @@ def attention_forward(q, k, v, mask, bias, lengths, seed, dropout_p, scale, left
 
 
 def attention_backward(dout, q, k, v, mask, bias, lengths, seed, dropout_p, scale, left, right):
-    """Compute the gradients of q, k, v and bias; the last is None without a bias.
+    """Compute the gradients of q, k, v and bias; the gradient of bias is None without a bias.
 
     The softmax weights are computed again, so that the forward need not save them.
     """
@@ -73,7 +76,7 @@ def attention_backward(dout, q, k, v, mask, bias, lengths, seed, dropout_p, scal
 
 def softmax_backward(dweights: Tensor, weights: Tensor) -> Tensor:
     """Compute the gradient of the scores from the gradient of the softmax weights."""
-    # Autograd calls the same function of torch, which computes in fp32 inside. In 16 bit, the
+    # Autograd calls the same function of torch, which computes in fp32 inside. In 16 bits, the
     # products dweights * weights would be rounded before they are summed and subtracted.
     return torch._softmax_backward_data(dweights, weights, -1, weights.dtype)
 
@@ -83,7 +86,7 @@ def _statistics_dtype(x: Tensor) -> torch.dtype:
 
 
 def normalised_sum(x, residual, x_bias, seed, dropout_p):
-    """Compute residual + dropout(x + x_bias) in at least fp32, the dtype of the statistics."""
+    """Compute the sum that a norm normalizes, residual + dropout(x + x_bias), in at least fp32."""
     total = x.to(_statistics_dtype(x))
     if x_bias is not None:
         total = total + x_bias
@@ -92,7 +95,10 @@ def normalised_sum(x, residual, x_bias, seed, dropout_p):
 
 
 def layer_norm_forward(x, weight, bias, residual, x_bias, seed, dropout_p, eps):
-    """Compute the layer norm of `normalised_sum`, and the mean and reciprocal std of each row."""
+    """Compute the layer norm of residual + dropout(x + x_bias).
+
+    Also return the mean and the reciprocal standard deviation of each row.
+    """
     total = normalised_sum(x, residual, x_bias, seed, dropout_p)
     mean = total.mean(dim=-1, keepdim=True)
     centred = total - mean
@@ -103,10 +109,10 @@ def layer_norm_forward(x, weight, bias, residual, x_bias, seed, dropout_p, eps):
 
 
 def layer_norm_backward(dy, x, weight, mean, rstd, residual, x_bias, seed, has_bias, dropout_p):
-    """Compute the gradients of the result of `normalised_sum`, of x, weight, bias and x_bias.
+    """Compute the gradients of residual + dropout(x + x_bias), x, weight, bias and x_bias.
 
-    Without dropout, the gradient of x equals the gradient of the sum, and an empty tensor is
-    returned for it. The gradients of an absent bias and an absent x_bias are empty too.
+    Without dropout, the gradient of x equals the gradient of the sum, and the result for x is
+    empty. The gradients of an absent bias and an absent x_bias are empty too.
     """
     total = normalised_sum(x, residual, x_bias, seed, dropout_p)
     dy, rstd = dy.to(total.dtype), rstd[:, None]

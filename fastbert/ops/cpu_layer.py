@@ -1,9 +1,9 @@
 """One encoder layer in training as one autograd function, computed in C++ on the CPU.
 
 If a small layer runs as separate operations, the second of two threads is idle for a tenth of the
-time, while Python goes from one operation to the next. `cpu_layer` is used where nothing, such as a
-profiler, observes the operators (see `register.is_watched`). Otherwise the operations run one by
-one, and the results have the same bits.
+time, while Python goes from one operation to the next. `cpu_layer` is used only if nothing observes
+the operators (see `register.is_watched`). If something observes them, such as a profiler, the
+operations run one by one, and the results have the same bits.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Sequences(NamedTuple):
             all rows are queries.
         cu_seqlens_q: Cumulative numbers of queries, int32 of shape ``(batch + 1,)``; None if every
             sequence has `max_seqlen_k` rows.
-        cu_seqlens_k: Cumulative lengths of the sequences, as `cu_seqlens_q`.
+        cu_seqlens_k: Cumulative lengths of the sequences, in the form of `cu_seqlens_q`.
         max_seqlen_q: Largest number of queries of a sequence.
         max_seqlen_k: Length of the longest sequence.
         batch: Number of sequences.
@@ -50,11 +50,12 @@ class LayerSettings(NamedTuple):
         projections: Number of weights whose products, side by side, are q, k and v: 1 or 3.
         inner_projections: Number of weights of the first product of the feed-forward: 1, or 2 if
             the activation is gated.
-        window: Largest distance of a key that a query attends to; -1 sets no limit.
+        window: Largest distance, in tokens, between a query and a key that the query attends to; -1
+            sets no limit.
         pre_norm: Whether the layer norms come before attention and the feed-forward. The last two
             values of `dropouts` must then be 0.
         eps: Term that is added to the variance in the layer norms.
-        activation: Name of the activation.
+        activation: Name of an activation in ``fastbert.activations``.
         dtype: Dtype of the products and of attention: fp32, or the dtype of autocast.
     """
 
@@ -77,7 +78,7 @@ def cpu_layer(
     rotation: Sequence[Tensor],
     settings: LayerSettings,
 ) -> Tensor:
-    """Run a layer on rows; the result is differentiable.
+    """Run a layer on rows; the result is differentiable once.
 
     The caller must have chosen the backend and checked the tensors.
 
@@ -86,9 +87,9 @@ def cpu_layer(
         parameters: The parameters of the layer in fp32, in the order of ``ops.encoder``. A tensor
             without elements stands for an absent parameter.
         sequences: Division of the rows into sequences.
-        seeds: Seeds of the three dropouts, int64 of shape ``(1,)``; empty without dropout.
-        rotation: Cosines and sines of the rotary embeddings of q and k, of shape ``(T, D / 2)``;
-            empty without rotary embeddings.
+        seeds: Seeds of the three dropouts, each int64 of shape ``(1,)``; empty without dropout.
+        rotation: Cosines and sines of the rotary embeddings of q and k, two tensors of shape
+            ``(T, D / 2)``; empty without rotary embeddings.
         settings: The sizes and the options of the layer.
 
     Returns:

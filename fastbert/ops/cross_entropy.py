@@ -39,8 +39,8 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Compute the cross entropy of the logits ``hidden Wᵀ + b`` without storing all logits.
 
-    Rows whose label is `ignore_index` are not projected. The logits of the other rows are computed
-    in blocks, which are not all stored at once.
+    Rows whose label is `ignore_index` are left out. The logits of the other rows are computed in
+    blocks, which are not all stored at once.
 
     Args:
         hidden: Rows of shape ``(T, K)``.
@@ -51,19 +51,19 @@ def linear_cross_entropy(
         ignore_index: Label of the rows that the loss leaves out.
         reduction: ``"mean"``, ``"sum"`` or ``"none"``. If every label is `ignore_index`, the mean
             is 0 and its gradients are 0.
-        backend: ``"reference"``, ``"triton"``, ``"cuda"`` or ``"cpu"``; None lets
+        backend: ``"reference"``, ``"triton"`` or ``"cpu"``; None lets
             ``fastbert.ops.backend.resolve`` choose.
 
     Returns:
-        Loss in fp32, or in fp64 for fp64 inputs: a scalar, or one loss for each row, of shape
-        ``(T,)``, for the reduction ``"none"``.
+        Loss in fp32, or in fp64 for fp64 inputs: a scalar, or for the reduction ``"none"`` one loss
+        for each row, of shape ``(T,)``, which is 0 where the label is `ignore_index`.
 
     Raises:
-        ValueError: If a shape, a device or a value is not allowed, or if `backend` cannot serve the
-            call. The message names the argument, its value and what is allowed. A label out of
-            range raises on the CPU only. On a GPU, the Triton kernels make the loss and the
-            gradients of such a row NaN.
-        TypeError: If a dtype is not allowed.
+        ValueError: If a shape, a device, a value or the dtype of `weight` is not allowed, or if
+            `backend` cannot serve the call. The message names the argument, its value and what is
+            allowed. A label out of range raises on the CPU only. On a GPU, the Triton kernels make
+            the loss and the gradients of such a row NaN.
+        TypeError: If `hidden` is not floating, or if `labels` are not int64 or int32.
     """
     hidden, weight, bias = autocast(hidden, weight, bias)
     require(reduction in REDUCTIONS, "reduction", repr(reduction), ", ".join(REDUCTIONS))
@@ -89,8 +89,8 @@ def linear_cross_entropy(
 # The operator returns the loss, `statistics` and `order`. `statistics`, fp32 (2, T), has two
 # numbers for each row of logits: the maximum, and the sum of exponentials. The rows are in the
 # order of `order`. `order`, int32 (T + 1,), has the indices of the rows with a label, then the
-# indices of the rows without a label, and last the number of rows with a label. Both tensors are
-# empty in the reference.
+# indices of the rows without a label, and last the number of rows with a label. With the backend
+# "reference", both tensors are empty.
 
 
 def _forward(

@@ -26,8 +26,8 @@ def dropout(
         dropout_seed: Seed of the mask, int64 of shape ``(1,)``; None draws a seed from torch's
             generator of the device. The mask is that of ``reference.dropout`` for `x` flattened to
             rows ``(T, N)``.
-        backend: Backend of ``ops.embedding``, which computes the mask. A backend without
-            ``ops.embedding`` has the effect of None.
+        backend: Backend of ``ops.embedding``, which computes the mask. A backend that does not
+            implement ``ops.embedding`` has the effect of None.
 
     Returns:
         Tensor of the shape and dtype of `x`.
@@ -41,8 +41,8 @@ def dropout(
     if seed is None:
         return x
     rows, columns = x.numel() // max(x.shape[-1], 1), x.shape[-1]
-    # With a scale of 0 and a shift of 1, every normalised embedding is 1. The dropout of the
-    # embeddings therefore gives 0 at dropped elements, and at no other element.
+    # With a scale of 0 and a shift of 1, every element of the layer norm of the embeddings is 1.
+    # The dropout of the embeddings therefore gives 0 at dropped elements, and at no other element.
     token = torch.zeros(rows, dtype=torch.int64, device=x.device)
     table, zeros, ones = x.new_zeros(1, columns), x.new_zeros(columns), x.new_ones(columns)
     mask = embedding(

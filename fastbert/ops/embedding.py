@@ -61,21 +61,23 @@ def embedding(
         eps: Term that is added to the variance.
         dropout_p: Probability with which an element is dropped.
         padding_idx: Row of `word_table` that gets no gradient, or None.
-        backend: ``"reference"``, ``"triton"``, ``"cuda"`` or ``"cpu"``; None lets
+        backend: ``"reference"``, ``"triton"`` or ``"cpu"``; None lets
             ``fastbert.ops.backend.resolve`` choose.
-        dropout_seed: Seed of the dropout mask, int64 of shape ``(1,)``; None draws one from torch's
-            generator of the device. The same seed gives the same mask on every backend.
+        dropout_seed: Seed of the dropout mask, int64 of shape ``(1,)``; None draws a seed from
+            torch's generator of the device. The same seed gives the same mask on every backend.
 
     Returns:
         Tensor of shape ``(T, N)`` or ``(B, L, N)`` in the dtype of the tables.
 
     Raises:
-        IndexError: If an id is out of range on the CPU. On a GPU, an id out of range is a CUDA
-            error, except with ``backend="triton"``, which sets the row of the result to NaN,
-            because a check would synchronise.
-        ValueError: If a shape, a device or a value is not allowed, if only one of a table and its
-            indices is None, or if `backend` cannot serve the call.
-        TypeError: If a dtype is not allowed.
+        IndexError: If an id is out of range on the CPU. On a GPU, the backend ``"triton"`` sets the
+            row of the result to NaN, because a check would synchronise, and the backend
+            ``"reference"`` causes a CUDA error.
+        ValueError: If a shape, a device or a value is not allowed, if the dtype of a table differs
+            from that of `word_table`, if only one of a table and its indices is None, or if
+            `backend` cannot serve the call.
+        TypeError: If a table is not floating, if indices are not int64 or int32, or if
+            `dropout_seed` is not int64.
 
     Note:
         Devlin et al. 2019, figure 2.
@@ -169,7 +171,8 @@ _embedding_backward = operator(
 class Inputs(NamedTuple):
     """The indices (T,) of a call, the tables, and the scale (N,) of the layer norm.
 
-    The token types and the positions are None if their table is absent.
+    `token_types` and `type_table` may be None together, and so may `positions` and
+    `position_table`.
     """
 
     ids: Tensor

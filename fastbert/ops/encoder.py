@@ -21,7 +21,7 @@ from fastbert.ops.layer_parts import PART_BACKENDS, PARTS, Parts, launchers
 from fastbert.ops.layer_weights import OF_PRODUCTS, PARAMETERS
 from fastbert.ops.register import differentiable, operator
 
-# The number of tensors that the argument `scales` of `encoder` has for each layer.
+# The number of tensors for each layer in the argument `scales` of `encoder`.
 SCALES = 8
 # The backends that run all layers in one call, and those of them that take int8 weights.
 BACKENDS, INT8_BACKENDS = ("cpu", "triton"), ("cpu",)
@@ -66,9 +66,11 @@ def encoder(
         parameters: `PARAMETERS` tensors for each layer: weight and bias of the fused projection of
             q, k and v, of the projection after attention, of its layer norm, of both linear layers
             of the feed-forward, and of the last layer norm. With int8 weights, the weight of a
-            linear layer is the ``packed`` of an ``Int8Weight``. With several projections, their
-            weights and then their biases replace the first two tensors. A tensor without elements
-            stands for an absent bias, or for an absent layer norm before attention.
+            linear layer is the ``packed`` of an ``Int8Weight``. With several `projections`, their
+            weights and then their biases replace the first two tensors. With two
+            `inner_projections`, their weights and then their biases replace the weight and the bias
+            of the first linear layer of the feed-forward. A tensor without elements stands for an
+            absent bias, or for an absent layer norm before attention.
         cu_seqlens: Cumulative lengths of the packed sequences, int32 of shape ``(B + 1,)``.
         max_seqlen: Length of the longest sequence.
         batch: Number of sequences.
@@ -80,8 +82,8 @@ def encoder(
         mask: 4-D bool mask as in `attention`; allowed only without `cu_seqlens`.
         bias: 4-D floating bias as in `attention`. With `cu_seqlens`, only the backend ``"cpu"``
             takes a bias, which is indexed by positions inside the sequences.
-        rotations: Cosines and sines for each layer, as in `rotary`; empty without rotary
-            embeddings.
+        rotations: For each layer two tensors, the cosines and the sines, as in `rotary`; empty
+            without rotary embeddings.
         windows: For each layer, the largest distance between a query and a key that the query
             attends to, where -1 sets no limit; empty if no layer has a limit.
         inner_projections: Number of linear layers whose results, side by side, are the first
@@ -90,13 +92,14 @@ def encoder(
             adds the results of both to its rows without a further norm.
         eps: As in `layer_norm`.
         activation: As in `feed_forward`.
-        dtype: Dtype of the results of the products; the dtype of `hidden` by default. Under
-            autocast, `hidden` is fp32, and the rows between the layers are fp32 too.
+        dtype: Dtype of the results of the products; the dtype of `hidden` by default. The rows
+            between the layers have the dtype of `hidden`. Under autocast, `hidden` is fp32, and
+            `dtype` is autocast's dtype.
         all_states: Whether the rows after every layer are returned, not only the rows after the
             last layer.
         backend: ``"cpu"`` or ``"triton"``; None takes ``"cpu"`` for rows on the CPU and
-            ``"triton"`` otherwise. The backend ``"triton"`` takes no int8 weights, and the weights
-            of its products must have the dtype of `hidden`.
+            ``"triton"`` otherwise. The backend ``"triton"`` takes no int8 weights. With this
+            backend, `dtype` and the dtype of the weights of the products must be that of `hidden`.
         attention_backend: ``"triton"`` or ``"cuda"``: the backend of attention if all layers run
             with the backend ``"triton"``.
         feed_forward_backend: As `attention_backend`, for the first product of each feed-forward.
@@ -109,7 +112,8 @@ def encoder(
     Raises:
         ValueError: If a shape, a device or a value is not allowed, or if `backend` cannot serve the
             call. The message names the argument, its value and what is allowed.
-        TypeError: If a dtype is not allowed.
+        TypeError: If a dtype is not allowed; the backend ``"triton"`` raises ValueError for `dtype`
+            and for the dtype of a parameter.
         RuntimeError: If the gradient of a result is computed.
 
     Note:
@@ -140,10 +144,11 @@ def encoder(
 
 
 class LayersChoice(NamedTuple):
-    """The backend of the layers of an encoder, and the reason in words.
+    """The backend of the layers of an encoder, and the reason for this choice.
 
     Attributes:
-        backend: Backend of all layers, or of the first operation that prevents a single call.
+        backend: Backend of all layers. If not all layers run in a single call, the backend of the
+            first operation that prevents the single call.
         reason: The reason for the choice, in words.
         together: Whether all layers run in a single call.
     """
@@ -167,10 +172,10 @@ def choose(
 
     Returns:
         The backend ``"cpu"`` or ``"triton"`` if that backend serves every operation; all layers
-        then run in one call. Within ``"triton"``, the backend ``"cuda"`` may serve attention,
+        then run in one call. In a call of ``"triton"``, the backend ``"cuda"`` may serve attention,
         feed-forward and layer norm. Otherwise the layers run one by one, and the result names the
-        backend of the first operation that prevents a single call. The backend ``"triton"`` has no
-        call for int8 weights.
+        backend of the first operation that prevents a single call. For int8 weights, only ``"cpu"``
+        can run all layers in one call.
 
     Raises:
         ValueError: If a requested backend cannot serve its operation.

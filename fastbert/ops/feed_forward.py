@@ -40,7 +40,7 @@ def linear_gelu(
     approximate: str = "none",
     backend: str | None = None,
 ) -> Tensor:
-    """Compute ``gelu(x Wᵀ + b)`` with bias and GELU in one pass.
+    """Compute ``gelu(x Wᵀ + b)``, if possible with bias and GELU in the epilogue of the product.
 
     Args:
         x: Input of shape ``(..., K)``.
@@ -56,9 +56,10 @@ def linear_gelu(
         Tensor of shape ``(..., N)`` in the dtype of `x`, or in autocast's dtype under autocast.
 
     Raises:
-        ValueError: If a shape, a device or a value is not allowed, or if `backend` cannot serve the
-            call. The message names the argument, its value and what is allowed.
-        TypeError: If a dtype is not allowed.
+        ValueError: If a shape, a device, a value or the dtype of a parameter is not allowed, or if
+            `backend` cannot serve the call. The message names the argument, its value and what is
+            allowed.
+        TypeError: If the dtype of `x` is not floating.
 
     Note:
         Hendrycks and Gimpel 2016.
@@ -71,7 +72,8 @@ def linear_gelu(
     request = _request(x, dtype, activation, weight, bias)
     choice = backends.resolve("linear_gelu", backend, request)
     if request.transformed or x.shape[-1] == 0:
-        # A product over nothing needs no kernel.
+        # Transforms of torch.func and forward-mode AD need plain PyTorch. A product with K = 0
+        # needs no kernel.
         return reference.linear_gelu(x, weight, bias, approximate=approximate)
     weight, bias = parameters_for(choice.backend, dtype, weight, bias)
     save = needs_gradient(x, weight, bias)
@@ -116,9 +118,10 @@ def feed_forward(
         With `return_residual`, also `x`.
 
     Raises:
-        ValueError: If a shape, a device or a value is not allowed, or if `backend` cannot serve the
-            call. The message names the argument, its value and what is allowed.
-        TypeError: If a dtype is not allowed.
+        ValueError: If a shape, a device, a value or the dtype of a parameter is not allowed, or if
+            `backend` cannot serve the call. The message names the argument, its value and what is
+            allowed.
+        TypeError: If the dtype of `x` is not floating.
 
     Note:
         Vaswani et al. 2017, eq. 2, with GELU instead of ReLU; Shazeer 2020 for the gated
@@ -144,7 +147,8 @@ def feed_forward(
     request = _request(x, dtype, activation, w1, b1, w2, b2)
     choice = backends.resolve("feed_forward", backend, request)
     if request.transformed or x.shape[-1] == 0:
-        # A product over nothing needs no kernel.
+        # Transforms of torch.func and forward-mode AD need plain PyTorch. A product with K = 0
+        # needs no kernel.
         return reference.feed_forward(
             x, w1, b1, w2, b2, activation=activation, return_residual=return_residual
         )
@@ -161,7 +165,7 @@ def feed_forward(
 def path_reason(rows: int, columns: int, depth: int, dtype: torch.dtype) -> str:
     """Return how the Triton backend computes a product with an activation, and the reason.
 
-    The result of the product has `rows` × `columns` elements, and each is a sum of `depth`
+    The result of the product has `rows` × `columns` elements, and each of them is a sum of `depth`
     products. Without Triton, the function raises ImportError.
     """
     from fastbert.kernels.tiles import gemm_path
@@ -299,9 +303,9 @@ def _feed_forward_backward_forward(
 ) -> tuple[Tensor, ...]:
     """Compute the gradients of x, w1, b1, w2 and b2.
 
-    h is the pre-activation (M, N) that the forward saved; if h is None, it is computed here.
-    dresidual (M, K), the gradient that reaches x through the residual connection, is added in the
-    GEMM that computes the gradient of x.
+    h is the pre-activation that the forward saved, (M, N), or (M, 2 N) for a gated activation; if h
+    is None, it is computed here. dresidual (M, K), the gradient that reaches x through the residual
+    connection, or None, is added in the GEMM that computes the gradient of x.
     """
     products, row = PRODUCTS[backend], backends.TABLES["feed_forward"][backend]
     dx = dw1 = db1 = dw2 = db2 = None
@@ -394,8 +398,8 @@ LAYERS["feed_forward"] = Layer(_layer_forward, _layer_backward)
 
 # The functions below are the backends of both operations. A forward computes the first product and
 # its activation. A backward takes dy and the weight of the second product, which is None for
-# linear_gelu. It returns the gradients of h and of the bias, and a = activation(h), which the
-# gradient of the second weight needs.
+# linear_gelu. It returns the gradients of h and of the bias, and a = activation(h), from which the
+# gradient of the second weight is computed. Only feed_forward uses a.
 
 
 def _triton_forward(

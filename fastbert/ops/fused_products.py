@@ -1,9 +1,9 @@
-"""The choice whether the backend "cuda" applies an activation inside its product or after it.
+"""Whether the backend "cuda" applies an activation inside a matrix product or after the product.
 
 The CUDA C++ kernels read both operands of a product in place, 16 bytes at a time, and apply the
-activation in the epilogue. The cuBLAS library computes any other product, and a separate kernel
-then applies the activation. Both ways round the pre-activation to the dtype before the activation,
-as PyTorch does.
+activation in the epilogue. The cuBLAS library computes any product that the kernels cannot compute,
+and a separate kernel then applies the activation. In both cases, the pre-activation is rounded to
+the dtype of the operands before the activation, as in PyTorch.
 
 cuBLAS also computes the products without an activation: the second product of a feed-forward, whose
 bias cuBLASLt adds in the epilogue, and the gradients of the input and of the weights.
@@ -16,7 +16,7 @@ from torch import Tensor
 
 # The number of bytes that the kernels read with one access.
 ACCESS = 16
-# The products of a feed-forward, and the reason why cuBLAS always computes the product. None marks
+# For each product of a feed-forward, the reason why cuBLAS always computes the product. None marks
 # a product with an activation, for which `library_reason` decides.
 PRODUCTS: dict[str, str | None] = {
     "gelu(x W1ᵀ + b1)": None,

@@ -1,8 +1,9 @@
 """One encoder layer in training as one autograd function, computed by kernels for GPUs.
 
 If the operations of a layer are called separately, a short batch takes more time on the host than
-on the GPU. `gpu_layer` is used where nothing, such as a profiler, observes the operators (see
-`register.is_watched`). Otherwise the operations run one by one, and the results have the same bits.
+on the GPU. `gpu_layer` is used only if nothing observes the operators (see `register.is_watched`).
+If something observes them, such as a profiler, the operations run one by one, and the results have
+the same bits.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ def gpu_layer(
     shape: tuple[Any, ...],
     parts: Parts,
 ) -> Tensor:
-    """Run a layer on rows; the result is differentiable.
+    """Run a layer on rows; the result is differentiable once.
 
-    The caller must have chosen the backend and checked the tensors.
+    The caller must have chosen the backends and checked the tensors.
 
     Args:
-        hidden: Rows of shape ``(T, H)`` in the dtype of the products or fp32.
+        hidden: Rows of shape ``(T, H)``, in the dtype of the products or in fp32.
         parameters: The parameters of the layer, in the order of ``ops.encoder``.
         inputs: The fields of ``fastbert.kernels.layer.Inputs``.
         shape: The fields of ``fastbert.kernels.layer.LayerShape``.
@@ -89,8 +90,8 @@ def _backward(dy: Tensor, ctx: Any) -> list[Tensor | None]:
     )
     gradients = [dhidden if needs[0] else None]
     for gradient, needed, dtype in zip(dparameters, needs[1:], ctx.dtypes, strict=True):
-        # Under autocast, the gradient of a product's parameter has autocast's dtype. The gradient
-        # is converted to the dtype of the parameter.
+        # Under autocast, the gradient of a product's parameter has autocast's dtype, and is
+        # converted here to the dtype of the parameter.
         wanted = gradient if needed else None
         gradients.append(wanted if wanted is None or wanted.dtype == dtype else wanted.to(dtype))
     return gradients

@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 TABLE = Path(__file__).with_name("gpu_times.json")
 # Times that differ by less than this share count as equal, because no time is more exact.
 MARGIN = 0.05
-# Number of rows of a large batch. If the number of rows is unknown, the choice for this number is
-# shown.
+# Number of rows of a large batch. Where the number of rows is unknown, the choice for this number
+# of rows is shown.
 MANY_ROWS = 16384
 PREDICTED, MEASURED = "predicted", "measured"
 # The dtype of an entry that holds for bf16 and for fp16; its times are those of bf16.
@@ -179,7 +179,10 @@ def order(point: Point | None, trained: bool, default: Sequence[str]) -> tuple[s
 
 
 def reason(point: Point, trained: bool) -> str:
-    """Return the times of a point in words; for a prediction, the text says that no run decides."""
+    """Return the times of a point in words.
+
+    For a predicted point, the text says that no recorded run decides.
+    """
     times = sorted(point.seconds(trained).items(), key=lambda item: item[1])
     listed = ", ".join(f"{name} {1e6 * seconds:.1f} µs" for name, seconds in times)
     passes = "forward and backward" if trained else "forward"
@@ -188,9 +191,10 @@ def reason(point: Point, trained: bool) -> str:
 
 
 def rows(points: Iterable[Point], default: Sequence[str]) -> list[dict[str, Any]]:
-    """Return two dictionaries for each point: for the forward, and for the forward and backward.
+    """Return the table of times as dictionaries, which have the same keys.
 
-    `default` is as in `order`.
+    Each point gives two dictionaries: one for the forward, and one for the forward and the backward
+    together. `default` is as in `order`.
     """
     return [
         {

@@ -50,21 +50,21 @@ def int8_linear(
 
     Args:
         x: Input of shape ``(..., K)``; fp32, bf16 or fp16.
-        weight: Quantised weight, as ``fastbert.reference.pack`` makes it.
+        weight: Quantised weight, as ``fastbert.reference.pack`` returns it.
         bias: Bias of shape ``(N,)``, floating, or None.
-        residual: Added last; of shape ``(..., N)`` in the dtype of the result.
+        residual: Added last; of shape ``(..., N)`` in the dtype of the result, or None.
         activation: ``"none"``, ``"gelu"`` (exact), ``"gelu_tanh"`` or ``"relu"``.
-        backend: ``"reference"``, ``"triton"``, ``"cuda"`` or ``"cpu"``; None lets
-            ``fastbert.ops.backend.resolve`` choose.
+        backend: ``"reference"`` or ``"cpu"``; None lets ``fastbert.ops.backend.resolve`` choose.
 
     Returns:
         Tensor of shape ``(..., N)`` in the dtype of `x`, or in autocast's dtype under autocast. If
         a row of `x` has an element that is not finite, the row of the result is NaN.
 
     Raises:
-        ValueError: If a shape, a device or a value is not allowed, or if `backend` cannot serve the
-            call. The message names the argument, its value and what is allowed.
-        TypeError: If a dtype is not allowed.
+        ValueError: If a shape, a device, a value or the dtype of `residual` is not allowed, or if
+            `backend` cannot serve the call. The message names the argument, its value and what is
+            allowed.
+        TypeError: If the dtype of `x` is not floating.
         RuntimeError: If `x` requires a gradient.
 
     Note:

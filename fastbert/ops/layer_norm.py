@@ -48,8 +48,8 @@ def layer_norm(
         eps: Term that is added to the variance.
         backend: ``"reference"``, ``"triton"``, ``"cuda"`` or ``"cpu"``; None lets
             ``fastbert.ops.backend.resolve`` choose.
-        dropout_seed: Seed of the dropout mask, int64 of shape ``(1,)``; None draws one from torch's
-            generator of the device. The same seed gives the same mask on every backend.
+        dropout_seed: Seed of the dropout mask, int64 of shape ``(1,)``; None draws a seed from
+            torch's generator of the device. The same seed gives the same mask on every backend.
 
     Returns:
         Tensor of the shape of `x` in the dtype to which `x` and `residual` promote. Autocast does
@@ -61,7 +61,8 @@ def layer_norm(
         TypeError: If a dtype is not allowed.
 
     Note:
-        Ba et al. 2016. Mean and variance are computed in fp32, in two passes over the row.
+        Ba et al. 2016. Mean and variance are computed in at least fp32. The variance is computed
+        from the differences between the elements and the mean.
 
     Examples:
         >>> import torch
@@ -160,7 +161,7 @@ _layer_norm = operator(
 )
 # The results are the gradients of the sum residual + dropout(x + x_bias), and of x, weight, bias
 # and x_bias. The gradient of the sum is also the gradient of the residual and, without dropout, the
-# gradient of x; the result for x is then empty. The gradient of an absent bias is empty.
+# gradient of x; the result for x is then empty. The gradient of an absent bias or x_bias is empty.
 _layer_norm_backward = operator(
     "layer_norm_backward(Tensor dy, Tensor x, Tensor weight, Tensor mean, Tensor rstd, "
     "Tensor? residual, Tensor? x_bias, Tensor? seed, bool has_bias, float dropout_p, str backend) "
@@ -247,7 +248,8 @@ def _extension_backward(*arguments: Any) -> tuple[Tensor, ...]:
     return torch.ops.fastbert_C.layer_norm_backward(*arguments)
 
 
-# The largest number of columns; it equals kMaxColumns of csrc/cuda/layer_norm.cuh.
+# The largest number of columns that the CUDA C++ kernels allow. This number equals kMaxColumns of
+# csrc/cuda/layer_norm.cuh.
 LARGEST_CUDA_ROW = 6144
 
 

@@ -1,4 +1,4 @@
-"""Attention, feed-forward and layer norm inside a layer: their backends and their launchers."""
+"""The backends and the launchers of attention, feed-forward and layer norm in a layer on a GPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fastbert.ops.backend import Request, resolve
 if TYPE_CHECKING:
     from fastbert.kernels.layer_parts import Launchers
 
-# The operations of a layer on a GPU that can run on either of the two backends.
+# The operations of a layer on a GPU that can run on either backend of PART_BACKENDS.
 PARTS = ("attention", "feed_forward", "layer_norm")
 PART_BACKENDS = ("triton", "cuda")
 
@@ -34,9 +34,9 @@ def choose_parts(
     """Choose the backends of the `PARTS` of a layer on a GPU.
 
     Args:
-        request: Properties of attention in the layer, together with the columns, the rows and the
-            activation of the products of the layer.
-        norm_dtype: Dtype of the rows that the layer norm reads.
+        request: Properties of the call of attention in the layer, with the columns, the rows and
+            the activation of the products of the layer.
+        norm_dtype: Dtype of the rows that the layer norms read.
         requested: The requested backend by operation.
 
     Raises:
@@ -134,8 +134,8 @@ def _feed_forward_forward(
 def _feed_forward_backward(
     dy: Tensor, w2: Tensor, h: Tensor, *, activation: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    # The fourth argument is the bias, of which only the dtype is read. The pre-activation h has the
-    # dtype of the bias.
+    # The fourth argument is the bias, of which only the dtype is read. The pre-activation h, which
+    # has this dtype, stands for the bias.
     return backends.TABLES["feed_forward"]["cuda"].backward(dy, w2, h, h, activation)
 
 

@@ -44,14 +44,15 @@ def linear(
         x: Input of shape ``(..., K)``.
         weight: Weight of shape ``(N, K)`` in the dtype of `x`, or under autocast in fp32, fp16 or
             bf16. A sequence of weights of shapes ``(N_i, K)`` acts as their concatenation along the
-            rows. If no gradient is wanted, the CPU backend reads the weights without concatenating
-            them.
+            rows. Outside torch.compile, the CPU backend reads the weights without concatenating
+            them if no gradient is wanted or if `x` requires a gradient.
         bias: Bias of shape ``(N,)`` in a dtype that is allowed for `weight`, or None. For a
             sequence of weights, `bias` is a sequence of equal length, or None.
         return_residual: Whether `x` is returned too, for a residual connection around the layer.
             The gradient that reaches `x` through the residual connection is then added inside the
-            product that computes the gradient of `x`, which saves a separate addition.
-        backend: ``"reference"``, ``"triton"``, ``"cuda"`` or ``"cpu"``; None lets
+            product that computes the other part of the gradient of `x`, which saves a separate
+            addition.
+        backend: ``"reference"``, ``"triton"`` or ``"cpu"``; None lets
             ``fastbert.ops.backend.resolve`` choose.
 
     Returns:
@@ -59,9 +60,9 @@ def linear(
         With `return_residual`, also `x`. The gradient of `bias` is summed in a fixed order.
 
     Raises:
-        ValueError: If a shape, a device or a value is not allowed, or if `backend` cannot serve the
-            call. The message names the argument, its value and what is allowed.
-        TypeError: If a dtype is not allowed.
+        ValueError: If a shape, a device or the dtype of a parameter is not allowed, or if `backend`
+            cannot serve the call. The message names the argument, its value and what is allowed.
+        TypeError: If the dtype of `x` is not floating.
     """
     require_floating("x", x)
     if x.dim() == 0:
@@ -91,7 +92,8 @@ def linear(
             [None if biases[0] is None else torch.cat(biases)],
         )
     if request.transformed or x.shape[-1] == 0:
-        # A product over nothing needs no kernel.
+        # Transforms of torch.func and forward-mode AD need plain PyTorch. A product with K = 0
+        # needs no kernel.
         return reference.linear(x, weights[0], biases[0], return_residual=return_residual)
     given = parameters_for(choice.backend, dtype, weights[0], biases[0])
     if return_residual and differentiated and x.requires_grad:
@@ -106,7 +108,7 @@ def linear(
 
 
 def _reads_parts(backend: str, x: Tensor, transformed: bool) -> bool:
-    """Return whether a differentiated layer reads several weights without concatenating them."""
+    """Return whether a layer whose gradient is wanted reads several weights without torch.cat."""
     eager = not (transformed or torch.compiler.is_compiling())
     return eager and backend == "cpu" and x.requires_grad and torch.is_grad_enabled()
 

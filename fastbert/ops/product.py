@@ -1,9 +1,9 @@
 """The matrix products of a linear layer and of its gradient, by backend.
 
-The "cpu" backend takes the products from the extension fastbert._C, which reads an fp32 weight and
-rounds it inside the product. Under autocast, it therefore needs no 16-bit copies of fp32
-parameters, and it returns their gradients in fp32. The other backends use torch's products, whose
-operands share one dtype.
+The "cpu" backend takes the products from the extension fastbert._C, which can read an fp32 weight
+and round it inside a 16-bit product. Under autocast, this backend therefore needs no 16-bit copies
+of fp32 parameters, and it returns their gradients in fp32. The other backends use torch's products,
+whose operands share one dtype.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ def check_parameters(
 
     Args:
         columns: Number of columns of `x`.
-        x: Input, whose device and dtype the parameters must have.
-        dtype: Autocast's dtype, or None without autocast. Under autocast, all LOW_PRECISION dtypes
-            are allowed.
+        x: Input of the linear layer. The parameters must be on its device and, without autocast,
+            must have its dtype.
+        dtype: Autocast's dtype, or None without autocast. Under autocast, the parameters may have
+            any of the dtypes LOW_PRECISION.
         weight_name: Name of the argument `weight`, for messages.
         weight: Weight of a linear layer.
         bias_name: Name of the argument `bias`, for messages.
@@ -83,7 +84,7 @@ def needs_gradient(*tensors: Tensor | None) -> bool:
 
 
 def rows_of(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return `x` of shape (..., K) as a matrix of K columns in `dtype`, without needless copies."""
+    """Return `x` of shape (..., K) as a matrix of K columns in `dtype`, as a view if possible."""
     rows = as_matrix(x)
     return rows if rows.dtype == dtype else rows.to(dtype)
 
@@ -94,13 +95,15 @@ class Products(NamedTuple):
     Args:
         project: ``project(x, weight, bias)`` returns x Wᵀ + b.
         project_parts: ``project_parts(x, weights, biases)`` returns the results of `project` for
-            several weights, side by side. Either all biases are None or none of them is None.
+            several weights, side by side along the columns. Either all biases are None or none of
+            them is None.
         gradient_of_rows: ``gradient_of_rows(dy, weight, dresidual)`` returns dy W + dresidual, or
             dy W if dresidual is None. The result has the dtype of dresidual if there is one,
             because the residual stream stays in fp32 under autocast.
         gradient_of_weight: ``gradient_of_weight(dy, x, weight)`` returns dyᵀ x in the dtype of
             weight.
-        sum_rows: ``sum_rows(dy, dtype)`` returns the gradient (N,) of a bias of dtype `dtype`.
+        sum_rows: ``sum_rows(dy, dtype)`` returns the sum of dy over its rows, which is the gradient
+            (N,) of a bias of dtype `dtype`.
     """
 
     project: Callable[[Tensor, Tensor, Tensor | None], Tensor]

@@ -21,7 +21,8 @@ from fastbert.ops.arguments import transformed
 LIBRARY = torch.library.Library("fastbert", "DEF")
 # The implementation of each operator, below autograd and autocast, by the operator's name.
 IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {}
-# The arguments of each operator as a named tuple, by the operator's name.
+# The named tuple class of each operator, whose fields are the operator's arguments, by the
+# operator's name.
 ARGUMENTS: dict[str, Callable[..., Any]] = {}
 OPERATORS: dict[str, Operator] = {}
 # The types of tensors for which an operator may skip the dispatcher. Other subclasses of Tensor may
@@ -34,11 +35,13 @@ class Operator:
 
     The dispatcher is needed if something observes it: ``torch.compile``, a dispatch mode, a
     transform of ``torch.func``, forward-mode AD, ``torch.jit.trace``, a profiler, or a subclass of
-    tensors. Otherwise the implementation is called, through an autograd function if a gradient is
-    wanted. With and without the dispatcher, the same code runs and returns the same bits.
+    tensors. If a gradient is wanted, the dispatcher is also needed for an operator that takes lists
+    of tensors or has no gradient. Otherwise the implementation is called, through an autograd
+    function if a gradient is wanted. With and without the dispatcher, the same code runs and
+    returns the same bits.
 
     Args:
-        overload: The operator, as ``torch.ops.fastbert`` has it.
+        overload: The operator ``torch.ops.fastbert.<name>.default``.
         implementation: Implementation below autograd and autocast.
     """
 
@@ -74,7 +77,7 @@ class Operator:
 
 
 def is_watched() -> bool:
-    """Tell whether something observes the operators that the dispatcher runs."""
+    """Tell whether something, such as a profiler, observes the operators that torch dispatches."""
     return (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack() > 0
@@ -137,7 +140,7 @@ def _dispatch(table: str, backward: bool) -> Callable[..., Any]:
 
 
 def without_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Turn autocast off inside an implementation; the public function has cast the arguments."""
+    """Return `function` with autocast turned off inside; the caller has cast the arguments."""
 
     @functools.wraps(function)
     def run(*arguments: Any) -> Any:
@@ -163,11 +166,11 @@ def differentiable(
         name: Name of the operator.
         backward: Function that takes the context and the gradients of the results, and returns the
             gradients of the arguments by name. An argument that is left out has no gradient.
-            `ctx.needs` holds, by argument, whether autograd wants a gradient; a gradient that is
-            not wanted may be any tensor. The gradient of a result that nothing differentiates, such
-            as a statistic, is None instead of a tensor of zeros. If the gradients of all results
-            are None, as after an ``autograd.Function`` that returns None, `backward` is not called,
-            and no argument has a gradient.
+            `ctx.needs` has a field for each argument, which is True if autograd wants its gradient;
+            a gradient that is not wanted may be any tensor. The gradient of a result that nothing
+            differentiates, such as a statistic, is None instead of a tensor of zeros. If the
+            gradients of all results are None, as after an ``autograd.Function`` that returns None,
+            `backward` is not called, and no argument has a gradient.
         setup_context: Function that takes the context, the arguments as one named tuple, and the
             result.
     """
@@ -255,7 +258,10 @@ def or_empty(like: Tensor, *gradients: Tensor | None) -> tuple[Tensor, ...]:
 def empty_like_needed(
     like: Tensor, needs: Sequence[bool], *inputs: Tensor | None
 ) -> tuple[Tensor, ...]:
-    """Return uninitialised gradients of `inputs`, empty where `needs` is False, for a fake."""
+    """Return uninitialised gradients of `inputs` for the fake function of a backward operator.
+
+    A gradient is empty if its value in `needs` is False or its input is None.
+    """
     return tuple(
         t.new_empty(t.shape) if need and t is not None else like.new_empty(0)
         for t, need in zip(inputs, needs, strict=True)

@@ -1,4 +1,4 @@
-"""A layer with a residual connection around it: one node of autograd for both uses of its input.
+"""A layer with a residual connection around it, as one autograd node for both uses of its input.
 
 If a tensor is used twice, autograd adds its two gradients in a separate kernel. A layer that also
 returns its input gets both gradients at once. The layer adds the gradient of the residual

@@ -37,7 +37,7 @@ def rms_norm(
         weight: Scale of shape ``(N,)``, in any floating dtype.
         residual: Added before the normalization; of the shape of `x`.
         eps: Term that is added to the mean of the squares.
-        backend: ``"reference"``, ``"triton"``, ``"cuda"`` or ``"cpu"``; None lets
+        backend: ``"reference"``, ``"triton"`` or ``"cpu"``; None lets
             ``fastbert.ops.backend.resolve`` choose.
 
     Returns:
@@ -50,7 +50,7 @@ def rms_norm(
         TypeError: If a dtype is not allowed.
 
     Note:
-        Zhang and Sennrich 2019, eq. 4. The mean is computed in fp32.
+        Zhang and Sennrich 2019, eq. 4. The mean is computed in at least fp32.
     """
     require_floating("x", x)
     require(x.dim() >= 1 and x.shape[-1] >= 1, "x", f"shape {tuple(x.shape)}", "(..., N), N >= 1")

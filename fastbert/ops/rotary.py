@@ -35,13 +35,13 @@ def rotary(
             fp64.
         sin: Sines of the angles, as `cos`.
         heads: Number of heads that are rotated.
-        backend: ``"reference"``, ``"triton"``, ``"cuda"`` or ``"cpu"``; None lets
+        backend: ``"reference"``, ``"triton"`` or ``"cpu"``; None lets
             ``fastbert.ops.backend.resolve`` choose.
 
     Returns:
         Contiguous tensor of shape ``(T, N, D)`` in the dtype of `x`, also under autocast. If `x`
-        has 16 bits, the result is computed in fp32 and rounded once. `cos` and `sin` get no
-        gradient.
+        has 16 bits, the result is computed in fp32 and rounded once. The result is differentiable
+        in `x` only.
 
     Raises:
         ValueError: If a shape, a device or a value is not allowed, or if `backend` cannot serve the

@@ -26,7 +26,7 @@ __all__ = [
     "unpad_indices",
 ]
 
-# The dtypes of ids and masks that the extension reads.
+# The dtypes of ids and masks that the kernels of the extension read.
 INTEGERS = (torch.int64, torch.int32, torch.bool)
 
 
@@ -38,7 +38,7 @@ def unpad(x: Tensor, mask: Tensor) -> Packed:
 
     Args:
         x: Tensor of shape ``(B, L, ...)``.
-        mask: Bool or 0/1 tensor of shape ``(B, L)``, True where a row is kept.
+        mask: Bool or 0/1 tensor of shape ``(B, L)``, True or 1 where a row is kept.
 
     Returns:
         ``Packed`` with the rows that are kept, in batch order; differentiable in `x`.
@@ -65,7 +65,7 @@ def unpad(x: Tensor, mask: Tensor) -> Packed:
 
 
 def unpad_indices(mask: Tensor) -> tuple[Tensor, Tensor, int]:
-    """Return the indices of the rows where `mask` is True, and the lengths of the sequences.
+    """Return the indices of the rows that `mask` keeps, and the lengths of the sequences.
 
     Args:
         mask: As in `unpad`.
@@ -141,8 +141,8 @@ def tokens_first(exists: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
     Returns:
         Three tensors: for each row of the ordered batch, its index in the flattened batch, int64 of
-        shape ``(B · L,)``; for each index, its row, of the same shape and dtype; and the cumulative
-        lengths, int32 of shape ``(B + 1,)``.
+        shape ``(B · L,)``; for each index in the flattened batch, its row in the ordered batch, of
+        the same shape and dtype; and the cumulative lengths, int32 of shape ``(B + 1,)``.
     """
     if exists.numel() and _by_kernel(exists):
         places, rows, cu_seqlens, _ = torch.ops.fastbert_C.mask_places(exists, True)
@@ -158,8 +158,8 @@ def tokens_first(exists: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def _unpad_indices_of_device(keep: Tensor) -> tuple[Tensor, Tensor, int]:
     """Compute the results of `unpad_indices` with one read from the device.
 
-    This read returns the number of tokens and the longest length. ``nonzero`` would read the number
-    of tokens a second time.
+    This read gets the number of tokens and the longest length. ``nonzero`` would read the number of
+    tokens a second time.
     """
     lengths = keep.sum(dim=1, dtype=torch.int32)
     cu_seqlens = F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
