@@ -31,8 +31,8 @@ import toolkit
 CXX_FLAGS = ["-O3", "-g0", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden"]
 CXX_FLAGS += ["-Wno-maybe-uninitialized"]  # The AVX-512 header of GCC 12 causes this warning.
 # CUDA toolkits before 12.8 do not support compute capability 10.0.
-# Instructions that only Hopper has need code for 9.0a, which runs on GPUs of compute capability 9.0
-# only.
+# Instructions that only Hopper GPUs have need code for 9.0a, which runs only on GPUs of compute
+# capability 9.0.
 ARCH_LIST = "TORCH_CUDA_ARCH_LIST"
 ARCHITECTURES = "8.0;9.0a;10.0+PTX"
 ARCHITECTURES_BEFORE_12_8 = "8.0+PTX;9.0a"
@@ -41,7 +41,7 @@ ARCHITECTURES_BEFORE_12_8 = "8.0+PTX;9.0a"
 def cuda_toolkit() -> toolkit.Toolkit | str:
     """Return the toolkit for the CUDA code, or the reason why no CUDA code is compiled.
 
-    CUDA code needs a CUDA torch and a toolkit, but no GPU.
+    CUDA code needs a CUDA build of torch and a CUDA toolkit, but no GPU.
     """
     request = os.environ.get("FASTBERT_CUDA", "")
     if request not in ("", "0", "1"):
@@ -68,7 +68,7 @@ def found_toolkit() -> toolkit.Toolkit:
 
 
 def extension(cuda: toolkit.Toolkit | str) -> Extension:
-    """Return the extension with CUDA code; if `cuda` is a reason, return it without CUDA code."""
+    """Return the extension, with CUDA code unless `cuda` is the reason why there is none."""
     # The sources that take longest to compile come first, so that no core is idle at the end.
     sources = [*sorted(glob("csrc/cpu/isa/level_*.cpp"), reverse=True), *sorted(glob("csrc/*.cpp"))]
     sources += sorted(set(glob("csrc/cpu/**/*.cpp", recursive=True)) - set(sources))
@@ -109,9 +109,10 @@ def extension(cuda: toolkit.Toolkit | str) -> Extension:
 
 
 def missing_tool() -> str | None:
-    """Return why this machine cannot compile any C++ code, or None.
+    """Return why this machine cannot compile any C++ code, or None if it can.
 
-    This check does not hide an error in a source of fastbert.
+    Without a tool, the package is installed without the extension. An error in a source of fastbert
+    is no such reason, and still makes the installation fail.
     """
     if shutil.which(os.environ["CXX"].split()[0]) is None:
         return f"no C++ compiler was found ({os.environ['CXX']}; set CXX to another)"
@@ -122,9 +123,9 @@ def missing_tool() -> str | None:
 def architectures() -> str:
     """Return the architectures of the CUDA code, separated by semicolons, and print them.
 
-    The names are those of TORCH_CUDA_ARCH_LIST, or the default. torch reads the variable again when
-    it compiles. The list may contain spaces, commas and the names of GPU generations that torch
-    knows.
+    The architectures are those of the variable TORCH_CUDA_ARCH_LIST, or the default. The variable
+    may contain spaces, commas and the names of GPU generations that torch knows. This function sets
+    the variable to its result, because torch reads the variable again when it compiles.
     """
     old = tuple(map(int, torch.version.cuda.split(".")[:2])) < (12, 8)
     given = os.environ.get(ARCH_LIST) or (ARCHITECTURES_BEFORE_12_8 if old else ARCHITECTURES)
@@ -170,8 +171,8 @@ def in_units(sources: list[str], folder: Path) -> list[str]:
     """Return the sources, in which two files in ``folder`` replace the small CPU sources.
 
     Each of the two files includes half of the small sources. Compiling a small source takes three
-    seconds, and two of these are spent on torch's headers. With two files, the headers are read
-    twice instead of once per source.
+    seconds, and two of these seconds are spent on torch's headers. With two files, the headers are
+    read twice instead of once per source.
     """
     apart = ("level_", "operators")
     cpu = [Path(source) for source in sources if "cpu" in Path(source).parts]
@@ -183,7 +184,7 @@ def in_units(sources: list[str], folder: Path) -> list[str]:
     for number in range(min(2, len(small))):
         unit = folder / f"unit_{number}.cpp"
         text = "".join(f'#include "{path.as_posix()}"\n' for path in included[number::2])
-        # Writing a file causes its compilation, so an unchanged file is not written.
+        # A file that is written is compiled again, so a file with the same text is not written.
         if not unit.exists() or unit.read_text(encoding="utf-8") != text:
             unit.write_text(text, encoding="utf-8")
         units.append(str(unit))

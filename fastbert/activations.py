@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-# The configuration reads the names in this table, and it must not load torch.
+# The import of this module must not load torch, because ``fastbert.config`` imports this module.
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -15,14 +15,15 @@ class Activation(NamedTuple):
     """One activation function.
 
     Attributes:
-        name: Name in ``fastbert.ops``, in the C++ operators and in the launchers of the Triton
-            kernels.
+        name: Name of the activation in ``fastbert.ops``, in the C++ operators and in the launchers
+            of the Triton kernels.
         function_name: Value of the Triton kernels' constant ``FUNCTION`` that selects `function`.
         function: The elementwise function, in differentiable PyTorch.
         slope: The derivative of `function`.
-        hidden_act: Names of the activation in a ``config.json``.
-        approximate: Argument of ``ops.linear_gelu`` that selects the activation; empty if the
-            activation is gated.
+        hidden_act: Values of the key ``hidden_act`` in a ``config.json`` that select the
+            activation.
+        approximate: Argument `approximate` of ``ops.linear_gelu`` that selects the activation; ""
+            if the activation is gated.
         gated: Whether `function` is applied to the first half of the columns and the result is
             multiplied by the second half (Shazeer 2020).
     """
@@ -87,7 +88,7 @@ def _silu_slope(x: Tensor) -> Tensor:
 _exact = ("gelu", partial(_gelu, "none"), partial(_gelu_slope, "none"))
 _tanh = ("gelu_tanh", partial(_gelu, "tanh"), partial(_gelu_slope, "tanh"))
 
-# GELU follows Hendrycks and Gimpel 2016, exact or with tanh.
+# The activations by name. GELU follows Hendrycks and Gimpel 2016, exact or with tanh.
 ACTIVATIONS = {
     activation.name: activation
     for activation in (
@@ -115,7 +116,7 @@ def of_config(gated: bool) -> dict[str, Activation]:
     """Map the values of the key ``hidden_act`` in a ``config.json`` to their activations.
 
     Args:
-        gated: Whether the result has the gated activations or the ungated activations.
+        gated: Whether the result has the gated activations instead of the ungated activations.
     """
     return {
         hidden_act: activation

@@ -16,15 +16,15 @@ from typing import Any
 from fastbert import activations, json_file
 
 PROBLEMS = ("regression", "single_label_classification", "multi_label_classification")
-# The largest value of a size, such as `hidden_size`. The product of two sizes is at most 2**56, so
-# that the address of an element of a matrix does not overflow.
+# The largest allowed value of a size, such as `hidden_size`. The product of two sizes is then at
+# most 2**56, so that the address of an element of a matrix does not overflow.
 MAX_SIZE = 2**28
-# The largest number of layers. Published encoders have fewer than 100 layers.
+# The largest allowed number of layers. Published encoders have fewer than 100 layers.
 MAX_LAYERS = 1000
 
 
 def check(name: str, value: Any, allowed: str, ok: bool) -> None:
-    """Raise ValueError with the setting, its value and the allowed values, unless `ok` is True."""
+    """Raise ValueError unless `ok` is True; the message has `name`, `value` and `allowed`."""
     if not ok:
         raise ValueError(f"{name}: got {value!r:.500}, allowed: {allowed}")
 
@@ -35,7 +35,7 @@ def is_integer(value: Any, least: int, most: int = MAX_SIZE) -> bool:
 
 
 def integer_from(least: int, most: int = MAX_SIZE) -> str:
-    """Describe the values that `is_integer` allows."""
+    """Describe the values that `is_integer` allows, for a message."""
     return f"an integer >= {least} and <= {most}"
 
 
@@ -48,13 +48,13 @@ def is_number(value: Any, least: float, most: float = sys.float_info.max) -> boo
 
 @dataclass(frozen=True)
 class Architecture:
-    """The differences between an encoder and BERT; the defaults describe BERT.
+    """The properties in which an encoder may differ from BERT; the defaults describe BERT.
 
-    ``fastbert.io.families`` has the differences of each ``model_type``.
+    ``fastbert.io.families`` has the properties of each ``model_type``.
 
     Args:
-        embedding_size: Width of the embedding tables, which a projection maps to ``hidden_size``.
-            None means ``hidden_size``, without a projection.
+        embedding_size: Width of the embedding tables. A projection maps the embeddings to the width
+            ``hidden_size``. None means tables of the width ``hidden_size``, without a projection.
         position_table: Whether positions have an embedding table.
         type_table: Whether token types have an embedding table.
         first_position: Position of the first token if padding has no positions (RoBERTa). None
@@ -75,11 +75,13 @@ class Architecture:
         groups: Number of groups of layers that run repeatedly (ALBERT). None means that each layer
             runs once.
         group_size: Number of layers in a group.
-        embedding_dropout: Dropout after the embeddings; None means ``hidden_dropout_prob``.
-        attention_output_dropout: Dropout after the output projection of attention; None means
+        embedding_dropout: Dropout probability after the embeddings; None means
             ``hidden_dropout_prob``.
-        inner_dropout: Dropout between the two projections of the feed-forward.
-        output_dropout: Dropout after the feed-forward; None means ``hidden_dropout_prob``.
+        attention_output_dropout: Dropout probability after the output projection of attention; None
+            means ``hidden_dropout_prob``.
+        inner_dropout: Dropout probability between the two projections of the feed-forward.
+        output_dropout: Dropout probability after the feed-forward; None means
+            ``hidden_dropout_prob``.
 
     Raises:
         ValueError: If a value is not allowed. The message names the field.
@@ -171,15 +173,15 @@ class BertConfig:
         num_attention_heads: Number of attention heads.
         intermediate_size: Width between the two projections of the feed-forward.
         hidden_act: Activation of the feed-forward.
-        hidden_dropout_prob: Dropout of hidden states, in [0, 1].
-        attention_probs_dropout_prob: Dropout of attention weights, in [0, 1].
+        hidden_dropout_prob: Dropout probability of hidden states, in [0, 1].
+        attention_probs_dropout_prob: Dropout probability of attention weights, in [0, 1].
         max_position_embeddings: Number of positions. The property `max_length` is the length of the
-            longest sequence.
+            longest sequence that the encoder can read.
         type_vocab_size: Number of token types.
         initializer_range: Standard deviation of the initial weights.
         layer_norm_eps: Term that is added to the variance in layer norms.
         pad_token_id: Id of the padding token, or None.
-        classifier_dropout: Dropout before a classifier, in [0, 1]; None means
+        classifier_dropout: Dropout probability before a classifier, in [0, 1]; None means
             `hidden_dropout_prob`.
         tie_word_embeddings: Whether the masked-LM head uses the word embeddings as its weight.
         num_labels: Number of labels of a classifier.
@@ -276,7 +278,7 @@ class BertConfig:
 
     @property
     def max_length(self) -> int:
-        """Length of the longest sequence, in tokens."""
+        """Length of the longest sequence that the encoder can read, in tokens."""
         return self.max_position_embeddings - (self.architecture.first_position or 0)
 
     @classmethod
@@ -284,7 +286,8 @@ class BertConfig:
         """Return a preset, with some fields replaced.
 
         Args:
-            name: ``"tiny"``, ``"mini"``, ``"base"`` or ``"large"`` (Turc et al. 2019).
+            name: ``"tiny"`` or ``"mini"`` (Turc et al. 2019), or ``"base"`` or ``"large"`` (Devlin
+                et al. 2019).
             **overrides: Fields to replace.
 
         Returns:
@@ -322,7 +325,7 @@ class BertConfig:
         """Build a configuration from the content of a ``config.json``.
 
         Args:
-            content: The content. Unknown keys are stored in `extra`.
+            content: The content as a dictionary. Keys that are not fields are stored in `extra`.
             architecture: Differences of the model family from BERT; None means BERT.
                 ``fastbert.io.families`` reads other families.
 
@@ -362,6 +365,7 @@ class BertConfig:
             The configuration.
 
         Raises:
+            OSError: If the file cannot be read.
             ValueError: If the file is not a JSON object, or if a value is not allowed.
         """
         return cls.from_dict(json_file.read(Path(path)))

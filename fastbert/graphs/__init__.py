@@ -1,1 +1,1 @@
-"""The parts of CUDA graphs that inference and training share: buckets, memory, recordings."""
+"""Code for CUDA graphs that inference and training share: buckets, input memory, recordings."""

@@ -14,7 +14,7 @@ SMALLEST = 16
 
 
 class Bucket(NamedTuple):
-    """The shape of one graph: numbers of rows and sequences, and the longest sequence that fits."""
+    """The shape of the input of one graph: rows, sequences, and length of the longest sequence."""
 
     tokens: int
     batch: int
@@ -22,14 +22,25 @@ class Bucket(NamedTuple):
 
 
 class PaddedBucket(NamedTuple):
-    """The shape of one graph that removes the padding: number of sequences and their length."""
+    """The shape of the padded input of one graph, which removes the padding itself.
+
+    Attributes:
+        batch: Number of sequences.
+        length: Number of positions of each sequence, padding included.
+    """
 
     batch: int
     length: int
 
 
 class Buckets(NamedTuple):
-    """The largest batch that has a bucket: tokens, sequences, and tokens of one sequence."""
+    """The limits of the batches that have a bucket.
+
+    Attributes:
+        max_tokens: Largest number of tokens of a batch.
+        max_batch: Largest number of sequences of a batch.
+        max_seqlen: Largest number of tokens of a sequence.
+    """
 
     max_tokens: int
     max_batch: int
@@ -40,7 +51,7 @@ class Buckets(NamedTuple):
 
         Args:
             batch: Number of sequences.
-            length: Length of the padded batch.
+            length: Number of positions of each sequence, padding included.
 
         Returns:
             The bucket, or None if the batch exceeds a limit or has no position.
@@ -63,7 +74,8 @@ class Buckets(NamedTuple):
         The numbers of tokens are the powers of two and the numbers halfway between them: 16, 24,
         32, 48, …. Therefore a batch of 16 tokens or more leaves less than a third of the rows
         unused. The number of sequences and the longest length are powers of two, because sequences
-        without tokens take almost no time.
+        without tokens take almost no time. A number that would exceed a limit of this object is the
+        limit instead.
 
         Args:
             tokens: Number of tokens of the batch.
@@ -88,7 +100,7 @@ class Buckets(NamedTuple):
 
 
 def _step(number: int) -> int:
-    """Return the smallest of 16, 24, 32, 48, … that is at least `number`."""
+    """Return the smallest of the numbers 16, 24, 32, 48, … that is at least `number`."""
     power = _power_of_two(max(number, SMALLEST))
     halfway = power // 4 * 3
     return halfway if SMALLEST <= halfway >= number else power

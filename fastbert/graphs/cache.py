@@ -1,4 +1,4 @@
-"""The graphs of a model, one for each bucket and precision."""
+"""The graphs of a model, one for each bucket and autocast state."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ class Autocast(NamedTuple):
 
 
 class GraphCache(Generic[Graph]):
-    """Graphs by bucket and autocast, in the order of their last use, with their recorder.
+    """Graphs by bucket and autocast state, in the order of their last use, with their recorder.
 
     Args:
-        most: Largest number of graphs. At this number, a new graph replaces the graph whose last
-            use is the earliest.
+        most: Largest number of graphs. If there are this many graphs, a new graph replaces the
+            graph whose last use is the earliest.
         new_recorder: Function that returns the recorder for a device.
         device: The device of the model.
     """

@@ -22,7 +22,10 @@ class Recording(NamedTuple):
 
 
 class Recorder(Protocol):
-    """An object that records functions which read and write the same memory in every call."""
+    """An object that records functions which read and write the same memory in every call.
+
+    A turn is a with block of `turn`. One turn runs on the device at a time.
+    """
 
     def run(self, function: Callable[[], Result]) -> Result:
         """Call a function that will be recorded, and return its result.
@@ -45,10 +48,10 @@ class Recorder(Protocol):
 
 
 class CudaRecorder:
-    """A recorder of CUDA graphs that share one memory pool, and so one set of intermediate results.
+    """A recorder of CUDA graphs whose intermediate results are in the memory of one pool.
 
-    The sharing is safe because the device runs one turn at a time, on any stream, and because the
-    turn that replays a graph also copies the result.
+    The graphs may use the same memory, because the device runs one turn at a time, on any stream,
+    and because the turn that replays a graph also copies the result.
 
     Args:
         device: The CUDA device.
@@ -62,7 +65,7 @@ class CudaRecorder:
         self.last: torch.cuda.Event | None = None
 
     def run(self, function: Callable[[], Result]) -> Result:
-        """Call a function on the stream of the recordings."""
+        """Call a function on the stream of the recordings, and return its result."""
         with torch.cuda.device(self.device):
             current = torch.cuda.current_stream()
             self.stream.wait_stream(current)
@@ -84,7 +87,10 @@ class CudaRecorder:
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """Let the current stream wait for the last turn, and record an event after the block."""
+        """Let the current stream wait for the last turn, and record the end of this turn.
+
+        The end is an event after the block, for which the next turn waits.
+        """
         with torch.cuda.device(self.device):
             stream = torch.cuda.current_stream()
             if self.last is not None:

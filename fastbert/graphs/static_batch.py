@@ -1,9 +1,9 @@
 """The input tensors of a bucket, whose addresses never change, so that a graph can read them.
 
 If a mask is on the GPU, the CPU would have to wait for the mask before it could remove the padding.
-`StaticPadded` therefore removes the padding in a recorded function. The rows of this function are
-all positions of the padded batch, first the tokens and then the padding. The GEMMs therefore
-compute the rows of the padding as well, but the CPU never waits.
+`StaticPadded` therefore removes the padding in a recorded function. The function orders all
+positions of the padded batch, first the tokens and then the padding. The GEMMs therefore compute
+the rows of the padding as well, but the CPU never waits.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class StaticBatch:
     def fill(self, tokens: EncoderInput) -> None:
         """Copy a batch into the memory.
 
-        The rows after the batch keep the ids of an earlier batch, or 0; all of them are valid ids.
+        The rows after the batch keep the ids of an earlier batch, or 0. All of these ids are valid.
         """
         assert tokens.ids is not None
         rows, batch = tokens.ids.shape[0], tokens.layout.batch
@@ -90,8 +90,9 @@ class StaticPadded:
         """Remove the padding without a read from the device; graphs record this method.
 
         Returns:
-            The rows, first the rows of the tokens, then the rows of the padding, which belong to no
-            sequence; and the row of each position in the padded batch, int64 of shape ``(B · L,)``.
+            All positions of the padded batch as rows: first the tokens, then the padding, which
+            belongs to no sequence. Also the row of each position in the padded batch, int64 of
+            shape ``(B · L,)``.
         """
         indices, rows, cu_seqlens = tokens_first(self.exists)
         batch, length = self.bucket
@@ -104,7 +105,7 @@ class StaticPadded:
 
 
 def _ends(layout: BatchLayout, device: torch.device) -> Tensor:
-    """Return ``layout.cu_seqlens``, or compute it if all sequences have the same length."""
+    """Return the cumulative lengths of `layout`; compute them if all sequences have one length."""
     if layout.cu_seqlens is not None:
         return layout.cu_seqlens
     last = layout.batch * layout.length
@@ -112,7 +113,7 @@ def _ends(layout: BatchLayout, device: torch.device) -> Tensor:
 
 
 def is_far(mask: Tensor) -> bool:
-    """Return whether the CPU would have to wait for another device to read `mask`."""
+    """Return whether `mask` is on another device, for which the CPU would have to wait."""
     return mask.device.type != "cpu"
 
 
@@ -120,7 +121,7 @@ def far_bucket(buckets: Buckets, ids: Tensor | None, mask: Tensor | None) -> Pad
     """Return the bucket of a padded batch whose mask the CPU should not read.
 
     Args:
-        buckets: The largest batch that has a bucket.
+        buckets: The limits of the batches that have a bucket.
         ids: Token ids of the padded batch, or None.
         mask: Mask of the padded batch, or None.
 
@@ -137,10 +138,12 @@ def far_bucket(buckets: Buckets, ids: Tensor | None, mask: Tensor | None) -> Pad
 def moved(
     tokens: EncoderInput, device: torch.device, *, non_blocking: bool = False
 ) -> EncoderInput:
-    """Move `tokens` to `device`; they are on the CPU if their padding was removed on the CPU.
+    """Move the tokens of a batch to `device`.
+
+    Tokens whose padding was removed on the CPU are on the CPU.
 
     Args:
-        tokens: The tokens.
+        tokens: The tokens, with ids.
         device: The device.
         non_blocking: Whether the call may return before tensors in pinned memory are copied.
 

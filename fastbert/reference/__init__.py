@@ -2,8 +2,8 @@
 
 Every function runs on any device and in any floating dtype up to float64. Autograd can
 differentiate the functions twice, except the int8 functions, because they round. The code is
-written to be read, not to be fast. A public function takes the arguments of the function of the
-same name in ``fastbert.ops``, except ``backend``.
+written to be read, not to be fast. If ``fastbert.ops`` has a function of the same name, both take
+the same arguments, except that the functions here take no backends.
 """
 
 from fastbert.reference.attention import (

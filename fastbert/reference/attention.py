@@ -24,9 +24,10 @@ def visible(
     """Return the mask of keys inside the window and the sequence, or None if every key is allowed.
 
     The mask is bool and broadcastable to (B, H, Lq, Lk). Query ``i`` has the position of key
-    ``i + Lk - Lq`` (bottom-right alignment), where `lengths` replaces Lq and Lk for each sequence.
-    A `left` or `right` of -1 leaves that side of the window open. Rows of queries beyond the length
-    of their sequence may allow keys, but no caller uses these rows.
+    ``i + Lk - Lq`` (bottom-right alignment). `lengths` has the lengths of the query and the key
+    sequences, which replace Lq and Lk for each sequence. A `left` or `right` of -1 leaves that side
+    of the window open. Rows of queries beyond the length of their sequence may allow keys; the
+    callers discard the results of these rows.
     """
     query = torch.arange(query_length, device=device).view(1, 1, -1, 1)
     key = torch.arange(key_length, device=device).view(1, 1, 1, -1)
@@ -59,14 +60,18 @@ def softmax_weights(
         scores = scores.masked_fill(~allowed, -math.inf)
     if allowed is None and bias is None:
         return torch.softmax(scores, dim=-1)
-    # The scores of a row without an allowed key are set to 0 before the softmax, too, because NaN
-    # would otherwise enter the gradient.
+    # A row without an allowed key has only scores of -inf, and its softmax would be NaN. Its scores
+    # are set to 0 before the softmax, so that no NaN enters the gradient, and its weights are set
+    # to 0 afterwards.
     empty = (scores == -math.inf).all(dim=-1, keepdim=True)
     return torch.softmax(scores.masked_fill(empty, 0.0), dim=-1).masked_fill(empty, 0.0)
 
 
 def hide_unattended(x: Tensor, allowed: Tensor | None) -> Tensor:
-    """Zero keys or values that no query may attend to: they may be NaN, and 0 · NaN is NaN."""
+    """Set keys or values to 0 if no query may attend to them: they may be NaN, and 0 · NaN is NaN.
+
+    x is (B, H, Lk, D), and `allowed` is broadcastable to (B, H, Lq, Lk).
+    """
     if allowed is None:
         return x
     return x.masked_fill(~allowed.any(dim=-2).unsqueeze(-1), 0.0)
@@ -129,7 +134,7 @@ def attention_varlen(
     return_weights: bool = False,
     dropout_seed: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Compute attention inside each sequence: pad, attend, and pack again.
+    """Compute attention inside each sequence: pad the rows, attend, and pack the result again.
 
     See ``fastbert.ops.attention_varlen``.
     """
@@ -177,7 +182,7 @@ def attention_qkvpacked(
     return_weights: bool = False,
     dropout_seed: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Compute `attention` of q, k and v in one tensor; see ``fastbert.ops.attention_qkvpacked``."""
+    """Compute attention on one tensor of q, k and v; see ``fastbert.ops.attention_qkvpacked``."""
     options: dict[str, Any] = {
         "mask": mask, "bias": bias, "dropout_p": dropout_p, "scale": scale, "causal": causal,
         "window": window, "dropout_seed": dropout_seed, "return_weights": True,

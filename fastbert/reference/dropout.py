@@ -12,12 +12,13 @@ PHILOX_ROUNDS = 7
 def philox(seed: Tensor, c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor) -> list[Tensor]:
     """Compute the four 32-bit words of Philox4x32-7 (Salmon et al. 2011) as int64 tensors.
 
-    The key is the seed, an int64 tensor of shape (1,), whose low word comes first. The counters c0
-    to c3 are int64 tensors, which are broadcast against each other.
+    The key is the seed, an int64 tensor of shape (1,), whose low word comes first. The counter is
+    (c0, c1, c2, c3), four int64 tensors that are broadcast against each other.
     """
     key0, key1 = seed & WORD, (seed >> 32) & WORD
     for _ in range(PHILOX_ROUNDS):
-        # The product wraps to its low 64 bits; the mask after >> undoes the sign extension.
+        # The product wraps to its low 64 bits. The shift >> extends the sign, and & WORD removes
+        # the additional bits.
         product0, product1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
         c0, c2 = (product1 >> 32 & WORD) ^ c1 ^ key0, (product0 >> 32 & WORD) ^ c3 ^ key1
         c1, c3 = product1 & WORD, product0 & WORD
@@ -26,11 +27,11 @@ def philox(seed: Tensor, c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor) -> list
 
 
 def dropout_keep(seed: Tensor, p: float, shape: tuple[int, ...]) -> Tensor:
-    """Return the bool mask of retained elements for `shape`: (rows, columns) or (B, H, Lq, Lk).
+    """Return a bool mask of `shape`, (rows, columns) or (B, H, Lq, Lk), True at kept elements.
 
     Element (c3, c2, c1, j) uses word ``j % 4`` of the counter (j // 4, c1, c2, c3), where c2 and c3
-    are 0 for two dimensions. The mask of an element therefore depends only on the seed and the
-    coordinates of the element, not on the layout, tile or batch.
+    are 0 for two dimensions. Whether an element is kept therefore depends only on the seed, on `p`
+    and on the coordinates of the element, not on the layout, the tile or the batch.
     """
     full = (1,) * (4 - len(shape)) + tuple(shape)
     sizes = (*full[:3], -(-full[3] // 4))
@@ -43,7 +44,10 @@ def dropout_keep(seed: Tensor, p: float, shape: tuple[int, ...]) -> Tensor:
 
 
 def dropout(x: Tensor, p: float, seed: Tensor | None, shape: tuple[int, ...]) -> Tensor:
-    """Set the elements that `dropout_keep` drops to 0, and scale the others by ``1 / (1 - p)``."""
+    """Set the elements that `dropout_keep` drops to 0, and scale the others by ``1 / (1 - p)``.
+
+    `shape` is the argument of `dropout_keep`; `x` has as many elements, in the same order.
+    """
     if p == 0.0:
         return x
     if seed is None:

@@ -24,7 +24,7 @@ def embedding(
     padding_idx: int | None = None,
     dropout_seed: Tensor | None = None,
 ) -> Tensor:
-    """Embed tokens (Devlin et al. 2019, figure 2); see ``fastbert.ops.embedding``."""
+    """Embed tokens as in BERT (Devlin et al. 2019, figure 2); see ``fastbert.ops.embedding``."""
     total = F.embedding(ids, word_table, padding_idx)
     for index, table in ((token_types, type_table), (positions, position_table)):
         if index is not None and table is not None:

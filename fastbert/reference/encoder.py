@@ -39,7 +39,7 @@ def encoder(
 ) -> list[Tensor]:
     """Run hidden (T, H) through all layers (Devlin et al. 2019).
 
-    See ``fastbert.ops.encoder``, which also gives the order of the tensors of a layer.
+    See ``fastbert.ops.encoder``, which also gives the order of the parameters of a layer.
     """
     dtype = hidden.dtype if dtype is None else dtype
     rows = (-1,) if cu_seqlens is not None else (batch, max_seqlen)

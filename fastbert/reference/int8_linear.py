@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fastbert.reference.feed_forward import activate
 
-# Prepacked weights are padded to whole tiles: panels to a multiple of four, K to a multiple of 64.
+# Packed weights are padded: the number of panels to a multiple of 4, and K to a multiple of 64.
 PANELS, DEPTH = 4, 64
 
 
@@ -17,11 +17,12 @@ class Int8Weight(NamedTuple):
     """A weight W (N, K) ≈ integers · scale, in the layout that the kernels read, padded with 0.
 
     Args:
-        packed: Integers, int8 (panels, K / group, lanes, group); a panel has ``lanes`` outputs.
+        packed: Integers, int8 (panels, padded K / group, lanes, group). A panel has the weights of
+            ``lanes`` outputs. ``group`` weights of an output are adjacent in memory.
         scale: Scale of each output, fp32 (panels · lanes,).
         column_sum: Sum of the integers of each output, int32 (panels · lanes,).
-        outputs: Number N of outputs.
-        inputs: Number K of inputs.
+        outputs: Number N of outputs, without padding.
+        inputs: Number K of inputs, without padding.
     """
 
     packed: Tensor
@@ -32,7 +33,10 @@ class Int8Weight(NamedTuple):
 
 
 def pack(values: Tensor, scale: Tensor, lanes: int, group: int) -> Int8Weight:
-    """Prepack values int8 (N, K) and scale fp32 (N,) in the layout of `Int8Weight`."""
+    """Return values int8 (N, K) and scale fp32 (N,) as an `Int8Weight`.
+
+    `lanes` and `group` are the sizes of its layout, as in `Int8Weight`.
+    """
     outputs, inputs = values.shape
     panels = -(-outputs // (lanes * PANELS)) * PANELS
     depth = -(-inputs // DEPTH) * DEPTH
@@ -45,7 +49,7 @@ def pack(values: Tensor, scale: Tensor, lanes: int, group: int) -> Int8Weight:
 
 
 def unpack(weight: Int8Weight) -> tuple[Tensor, Tensor]:
-    """Return the first two arguments of `pack`: values (N, K) and scale (N,)."""
+    """Return the values (N, K) and the scale (N,) from which `pack` has made a weight."""
     panels, groups, lanes, group = weight.packed.shape
     values = weight.packed.transpose(1, 2).reshape(panels * lanes, groups * group)
     values = values[: weight.outputs, : weight.inputs].contiguous()
@@ -53,7 +57,7 @@ def unpack(weight: Int8Weight) -> tuple[Tensor, Tensor]:
 
 
 def int8_rows(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Quantise x (M, K) to integers of 8 bits, with x ≈ (q − zero) · scale.
+    """Quantise x (M, K) to integers of 8 bits for each row, with x ≈ (q − zero) · scale.
 
     Let [low, high] be the smallest interval that contains a row and 0. Then
     scale = (high − low) / 255, zero = rint(−low / scale) and q = clip(rint(x / scale) + zero). If
@@ -78,7 +82,9 @@ def int8_rows(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def int8_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantise weight (N, K) symmetrically, with one scale per row; a scale below 2⁻¹²⁰ becomes 0.
+    """Quantise weight (N, K) symmetrically, with one scale per row.
+
+    If the scale of a row is below 2⁻¹²⁰, the values and the scale of the row are 0.
 
     Args:
         weight: Weight of shape ``(N, K)``.
@@ -104,10 +110,10 @@ def int8_linear(
 ) -> Tensor:
     """Compute ``activation((q − zero) valuesᵀ · scales + b) + residual``.
 
-    x has the shape (..., K), and the result has the dtype of x. `int8_rows` returns q, the scale
-    and zero of each row of x. `weight` contains the integer values and the scale of each output.
-    ``scales`` is the product of the scale of a row and the scale of an output, and b is `bias`. The
-    sums of integers are exact, and all other arithmetic is fp32.
+    x has the shape (..., K), and the result has the dtype of x. `int8_rows` computes q, the scale
+    and zero of each row of x. `weight` contains the integers ``values`` and the scale of each
+    output. An element of ``scales`` is the product of the scale of a row and the scale of an
+    output; b is `bias`. The sums of integers are exact, and all other arithmetic is fp32.
     """
     values, scale = unpack(weight)
     q, row_scale, zero = int8_rows(x.reshape(-1, x.shape[-1]))

@@ -26,8 +26,8 @@ def layer_norm(
     x = dropout(x, dropout_p, dropout_seed, (x.numel() // max(columns, 1), columns))
     if residual is not None:
         x = residual + x
-    # The mean and the variance are computed in two passes and in at least fp32, as in every kernel.
-    # torch's layer norm, which makes one pass, gives NaN for elements around 1e30.
+    # The mean and the variance are computed in at least fp32 and one after the other, as in every
+    # kernel. torch's layer norm computes both in one pass and gives NaN for elements around 1e30.
     total = x.to(torch.promote_types(x.dtype, torch.float32))
     centred = total - total.mean(dim=-1, keepdim=True)
     rstd = torch.rsqrt(centred.square().mean(dim=-1, keepdim=True) + eps)

@@ -9,6 +9,9 @@ from torch import Tensor
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, return_residual: bool = False
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Compute ``x Wᵀ + b``, and also return x on request; see ``fastbert.ops.linear``."""
+    """Compute ``x Wᵀ + b``; see ``fastbert.ops.linear``.
+
+    With `return_residual`, the function also returns `x`.
+    """
     y = F.linear(x, weight, bias)
     return (y, x) if return_residual else y

@@ -9,7 +9,10 @@ from torch import Tensor
 def rms_norm(
     x: Tensor, weight: Tensor, *, residual: Tensor | None = None, eps: float = 1e-6
 ) -> Tensor:
-    """Scale ``x + residual`` by weight / root mean square; see ``fastbert.ops.rms_norm``."""
+    """Divide ``x + residual`` by its root mean square and multiply the result by `weight`.
+
+    See ``fastbert.ops.rms_norm``.
+    """
     if residual is not None:
         x = x + residual
     total = x.to(torch.promote_types(x.dtype, torch.float32))

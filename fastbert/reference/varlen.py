@@ -18,8 +18,8 @@ class Packed(NamedTuple):
         cu_seqlens: Cumulative lengths, int32 of shape ``(B + 1,)``, as in
             ``flash_attn_varlen_func``.
         max_seqlen: Length of the longest sequence.
-        batch: B of the padded batch.
-        length: L of the padded batch.
+        batch: Number of sequences, B.
+        length: Number of positions of each sequence in the padded batch, L.
     """
 
     values: Tensor
@@ -47,7 +47,7 @@ def unpad(x: Tensor, mask: Tensor) -> Packed:
 
 
 def pad(packed: Packed) -> Tensor:
-    """Return the padded batch (B, L, ...), with 0 at the positions of the padding."""
+    """Return the padded batch (B, L, ...) of `packed`, with 0 at the positions of the padding."""
     rows = packed.batch * packed.length
     flat = packed.values.new_zeros(rows, *packed.values.shape[1:])
     flat = flat.index_copy(0, packed.indices, packed.values)
@@ -55,9 +55,10 @@ def pad(packed: Packed) -> Tensor:
 
 
 def sequence_positions(cu_seqlens: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """Return the sequence of each packed row and its position in the sequence, both int64 (rows,).
+    """Return the index of each packed row's sequence, and the row's position in the sequence.
 
-    Rows beyond ``cu_seqlens[-1]`` get the sequence index B, which no sequence has, and position 0.
+    Both are int64 (rows,). Rows from ``cu_seqlens[-1]`` on get the index B, which no sequence has,
+    and the position 0.
     """
     row = torch.arange(rows, device=cu_seqlens.device)
     boundaries = cu_seqlens.long()
@@ -67,28 +68,33 @@ def sequence_positions(cu_seqlens: Tensor, rows: int) -> tuple[Tensor, Tensor]:
 
 
 def pad_rows(x: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Pad packed rows (T, ...) to (B, L, ...).
+    """Pad packed rows (T, ...) to (B, L, ...), where L is `max_seqlen`.
+
+    Rows from ``cu_seqlens[-1]`` on belong to no sequence and are left out.
 
     Returns:
-        The padded rows; the index of each row in the flattened batch (B·L, ...), int64 (T,); and
-        whether the row is in this batch, bool (T,). Rows beyond ``cu_seqlens[-1]`` are left out.
+        The padded rows; the slot of each packed row, which is its index in the flattened padded
+        batch (B·L, ...), int64 (T,); and whether the row belongs to a sequence, bool (T,).
     """
     batch = cu_seqlens.numel() - 1
     sequence, position = sequence_positions(cu_seqlens, x.shape[0])
     used = sequence < batch
-    # Rows without a sequence are written to the spare last slot, which is cut off.
+    # Rows without a sequence are written to a spare slot after the batch, which is cut off.
     slot = sequence * max_seqlen + position
     padded = x.new_zeros(batch * max_seqlen + 1, *x.shape[1:]).index_copy(0, slot, x)[:-1]
     return padded.view(batch, max_seqlen, *x.shape[1:]), slot, used
 
 
 def unpad_rows(padded: Tensor, slot: Tensor, used: Tensor) -> Tensor:
-    """Invert `pad_rows`: (B, L, ...) → (T, ...); rows without a slot are 0."""
+    """Invert `pad_rows`, from (B, L, ...) to (T, ...); rows that belong to no sequence are 0."""
     flat = torch.cat([padded.flatten(0, 1), padded.new_zeros(1, *padded.shape[2:])])
     return flat.index_select(0, torch.where(used, slot, flat.shape[0] - 1))
 
 
 def existing_queries(lengths: Tensor, max_seqlen: int) -> Tensor:
-    """Return which query rows of (B, H, Lq, Lk) belong to a token, as bool (B, 1, Lq, 1)."""
+    """Return which query rows of (B, H, Lq, Lk) belong to a token, as bool (B, 1, Lq, 1).
+
+    `lengths` has the number of queries of each sequence, and `max_seqlen` is Lq.
+    """
     query = torch.arange(max_seqlen, device=lengths.device)
     return (query < lengths[:, None])[:, None, :, None]
