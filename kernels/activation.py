@@ -46,11 +46,11 @@ def _reciprocal(x, dtype: tl.constexpr):
 
 @triton.jit
 def _normal_tail(a, dtype: tl.constexpr):
-    """Return 1 - Φ(a) and exp(-a² / 2) for a >= 0, as csrc/normal_tail.h computes them.
+    """Return the tail 1 - Φ(a) of the standard normal distribution, and exp(-a² / 2), for a >= 0.
 
-    The tail is exp(-a² / 2) r P(1 - 8 r) with r = 1 / (a + 4) and a minimax polynomial P, whose
-    relative error is 9e-9. This form needs half the instructions of erf and no branch, and the
-    density of the normal distribution needs the same exponential.
+    As in csrc/normal_tail.h, the tail is exp(-a² / 2) r P(1 - 8 r) with r = 1 / (a + 4) and a
+    minimax polynomial P, whose relative error is 9e-9. This form needs half the instructions of erf
+    and no branch, and the density of the normal distribution needs the same exponential.
     """
     bell = _power(a * a, -0.5, dtype)
     r = _reciprocal(a + 4.0, dtype)

@@ -55,7 +55,7 @@ def _dkv_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr,
     # (B, H, Lq), or packed (H, Tq); fp32
     shift_ptr, inverse_ptr, delta_ptr,
-    # (B, H, Lk, D), or packed (Tk, H, D), at the same strides
+    # (B, H, Lk, D), or packed (Tk, H, D), both at the same strides
     dk_ptr, dv_ptr,
     # (B, H, Lq, Lk), expanded: the mask in uint8, the bias in any floating dtype; each may be None
     mask_ptr, bias_ptr,

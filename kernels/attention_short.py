@@ -78,7 +78,7 @@ def _zero_slack_of_heads(
     ptr, heads, cu_seqlens_ptr, batches, rows_total, stride_head, stride_row, stride_dim,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Set the rows of every head beyond cu_seqlens[-1] to 0; all programs share the work."""
+    """Set the rows of every head from row cu_seqlens[-1] on to 0; all programs share the work."""
     blocks = (tl.num_programs(0) + heads - 1) // heads
     for share in range(tl.program_id(0), heads * blocks, tl.num_programs(0)):
         zero_slack(

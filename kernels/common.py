@@ -32,8 +32,7 @@ def exponential(x):
     row, these errors may add up, because they may have the same sign for all elements. Here, x is
     reduced by a multiple of ln 2, the polynomial of Cephes (Moshier 1989) approximates the
     exponential of the rest, and the power of two is added to the exponent bits. The operations are
-    written as FMAs, so that every kernel gets the same bits.
-    exp(-inf) is 0, and exp(NaN) is NaN.
+    written as FMAs, so that every kernel gets the same bits. exp(-inf) is 0, and exp(NaN) is NaN.
     """
     # Below this bound, the exponent would overflow into the sign bit.
     x = tl.where(x < -88.0, -88.0, x)

@@ -7,11 +7,12 @@ therefore needs no synchronisation, a CUDA graph can capture it, and no product 
 block of rows without a label. The products gather the rows of hidden through this list. The
 position of a row in the list is called its place.
 
-The forward returns the maximum and the sum of exponentials of each row's logits (Milakov and
-Gimelshein 2018), and combines parts of the vocabulary in a fixed order. It returns both numbers,
-because their log-sum-exp would be rounded as coarsely as a logit. At a logit of 1e4, this rounding
-would change a probability by 0.05 %. Parts and tiles do not depend on the number of rows, so the
-loss of a row has the same bits in every batch.
+The forward also returns the maximum and the sum of exponentials of each row's logits (Milakov and
+Gimelshein 2018), which it computes for parts of the vocabulary and combines in a fixed order. It
+returns both numbers instead of their log-sum-exp, because the log-sum-exp would be rounded as
+coarsely as a logit. At a logit of 1e4, this rounding would change a probability by 0.05 %. Parts
+and tiles do not depend on the number of rows, so the loss of a row has the same bits in every
+batch.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ from fastbert.kernels.tiles import Tile, ceil_div, cross_entropy_tile
 REDUCTIONS = ("mean", "sum", "none")
 # The forward divides a vocabulary into at most this many parts.
 MOST_SPLITS = 128
-# The number of elements that a kernel with a single program reads at once, and the number of rows
-# of a block in _combine_kernel.
+# LIST_BLOCK is the number of elements that a kernel with a single program reads at once.
+# COMBINED_ROWS is the number of rows of a block in _combine_kernel.
 LIST_BLOCK = 4096
 COMBINED_ROWS = 32
 # The initial value of a running maximum. Its product with log2(e) is finite, so that a logit of
@@ -42,7 +43,10 @@ LOWEST = tl.constexpr(-2.0e38)
 
 @triton.jit
 def labelled_rows(order_ptr, places, count):
-    """Return the rows at `places` in the list; for a place from `count` on, the first row of it."""
+    """Return the rows at `places` in the list `order`.
+
+    For a place from `count` on, the result is the first row of the list.
+    """
     return tl.load(order_ptr + tl.where(places < count, places, 0))
 
 

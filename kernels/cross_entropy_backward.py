@@ -30,8 +30,9 @@ from fastbert.kernels.gemm import GROUP_M, tile_position
 from fastbert.kernels.launch import Launch, dense, run
 from fastbert.kernels.tiles import ceil_div
 
-# The largest size in bytes of the gradient of the logits in memory, and the smallest number of
-# columns of a chunk. With fewer columns, the gradient of the weight would not fill a GPU.
+# GRADIENT_BYTES is the largest size of the gradient of a chunk's logits in memory, unless the chunk
+# would have fewer than FEWEST_COLUMNS columns. With fewer columns, the product that computes the
+# gradient of the weight would not fill a GPU.
 GRADIENT_BYTES = 64 * 1024 * 1024
 FEWEST_COLUMNS = 2048
 
@@ -235,7 +236,7 @@ def _dhidden_kernel(
 
 
 class Chunk(NamedTuple):
-    """The columns [first, first + count) of the vocabulary, and the position among the chunks."""
+    """A chunk of `count` columns from column `first` on, which may be the first or last chunk."""
 
     first: int
     count: int

@@ -2,8 +2,8 @@
 
 A layer takes four kernels and three library GEMMs if its feed-forward takes the fused path
 (tiles.gemm_path). It computes the same bits as the separate modules. If all kernels are Triton
-kernels, the intermediate results of all layers except the results of library GEMMs use the same
-memory. CUDA C++ kernels allocate their own results.
+kernels, all layers write the results of these kernels to the same memory. The library GEMMs and the
+CUDA C++ kernels allocate their own results.
 """
 
 from __future__ import annotations

@@ -210,7 +210,7 @@ def activation_backward(
     sum_rows: bool = True,
     activated: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return dh, the gradient of h in a = act(h), the sum of dh over the rows, and a.
+    """Return the gradient dh of h in a = act(h); also the sum of dh over the rows, and a.
 
     The sum, which is the gradient of a bias, is None without `sum_rows`, and a is None without
     `activated`. da (M, N) and h (M, N), or h (M, 2N) for a gated activation, have any strides. The

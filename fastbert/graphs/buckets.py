@@ -47,7 +47,7 @@ class Buckets(NamedTuple):
     max_seqlen: int
 
     def find_padded(self, batch: int, length: int) -> PaddedBucket | None:
-        """Return the smallest bucket that holds a padded batch, in which every position is a row.
+        """Return the smallest bucket that holds a padded batch with all positions of its padding.
 
         Args:
             batch: Number of sequences.

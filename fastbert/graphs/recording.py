@@ -15,7 +15,7 @@ Result = TypeVar("Result")
 
 
 class Recording(NamedTuple):
-    """A recorded function, whose ``replay()`` computes ``result`` again in the same memory."""
+    """A recorded function; ``replay()`` computes ``result`` again in the same memory."""
 
     replay: Callable[[], None]
     result: Results

@@ -255,7 +255,7 @@ def attention_weights(
         k: Keys of shape ``(B, H, Lk, D)``, or packed ``(Tk, H, D)`` with `cu_seqlens_q`.
         lse: Natural log-sum-exp of each query's logits, fp32 of shape ``(B, H, Lq)``, or of shape
             ``(H, Tq)`` for packed queries. With `lse`, some kernels read the keys once instead of
-            twice; other kernels ignore it. With None, the kernels read the keys twice.
+            twice; other kernels ignore it. None is always allowed.
         cu_seqlens_q: As in `attention_varlen`.
         cu_seqlens_k: As in `attention_varlen`.
         max_seqlen_q: As in `attention_varlen`.
@@ -574,7 +574,10 @@ def _spread(
     chosen_heads: list[int] | None,
     chosen_rows: list[int] | None,
 ) -> Tensor:
-    """Return the gradient of the scores of all heads and rows, which is 0 where none is chosen."""
+    """Return the gradient of the scores of all heads and rows, given that of the chosen ones.
+
+    The gradient is 0 for heads and rows that were not chosen.
+    """
     device, (batch, *_, keys) = dscores.device, dscores.shape
     places = (
         torch.arange(batch, device=device)[:, None, None],

@@ -32,7 +32,10 @@ def out_like(q: Tensor) -> Tensor:
 def padded(
     tensors: Sequence[Tensor], cu_seqlens: Tensor | None, max_seqlen: int
 ) -> tuple[list[Tensor], Callable[[Tensor], Tensor]]:
-    """Return packed tensors (T, H, D) as padded tensors (B, H, L, D), and the inverse function."""
+    """Return packed tensors (T, H, D) as padded tensors (B, H, L, D).
+
+    Also return a function that packs a tensor (B, H, L, D) into the rows of the first tensor.
+    """
     assert cu_seqlens is not None
     rows = [reference.pad_rows(x, cu_seqlens, max_seqlen) for x in tensors]
     _, slot, used = rows[0]

@@ -81,7 +81,7 @@ class Request(NamedTuple):
 
 
 def serves_all(request: Request) -> str | None:
-    """Return None: the `refuses` of an implementation that refuses no request."""
+    """Return None; this is the default of `Implementation.refuses`, which refuses no request."""
     return None
 
 

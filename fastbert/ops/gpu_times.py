@@ -191,7 +191,7 @@ def reason(point: Point, trained: bool) -> str:
 
 
 def rows(points: Iterable[Point], default: Sequence[str]) -> list[dict[str, Any]]:
-    """Return the table of times as dictionaries, which have the same keys.
+    """Return the times of the points as dictionaries, with the backend that is preferred.
 
     Each point gives two dictionaries: one for the forward, and one for the forward and the backward
     together. `default` is as in `order`.

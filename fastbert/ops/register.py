@@ -102,9 +102,10 @@ def operator(
         schema: Schema in torch's language. With `table`, its last argument is ``str backend``.
         fake: Function that takes the operator's arguments as one named tuple and returns
             uninitialised results with the right shapes and dtypes.
-        table: Name of a table in ``backends.TABLES``. The last argument of the operator names a row
-            of the table. The operator calls ``backward`` of that row if its own name ends in
-            ``_backward``, and otherwise ``forward``, with all other arguments.
+        table: Name of a table in ``backends.TABLES``. The last argument of the operator names the
+            backend whose entry in the table is used. The operator calls ``backward`` of this entry
+            if its own name ends in ``_backward``, and otherwise ``forward``, with all other
+            arguments.
         forward: Implementation that takes all arguments, for an operator without `table`.
 
     Returns:

@@ -18,7 +18,7 @@ class Int8Weight(NamedTuple):
 
     Args:
         packed: Integers, int8 (panels, padded K / group, lanes, group). A panel has the weights of
-            ``lanes`` outputs. ``group`` weights of an output are adjacent in memory.
+            ``lanes`` outputs. The weights of ``group`` adjacent inputs are adjacent in memory.
         scale: Scale of each output, fp32 (panels · lanes,).
         column_sum: Sum of the integers of each output, int32 (panels · lanes,).
         outputs: Number N of outputs, without padding.
