@@ -83,10 +83,10 @@ def value_and_slope(x, FUNCTION: tl.constexpr, dtype: tl.constexpr):
         value = x * share
         slope = share + x * (INVERSE_SQRT_2PI * bell)
     else:
-        # f(x) = x s with the sigmoid s = 1 / (1 + exp(-z)), and f'(x) = s + dz s (1 - s), where dz
-        # is x times the derivative of z. With e = exp(-|z|), the product s (1 - s) is e / (1 + e)²,
-        # which has no cancellation in the tails. dz is bounded, because 0 * inf would be NaN if e
-        # is 0.
+        # f(x) = x s with the sigmoid s = 1 / (1 + exp(-z)), and f'(x) = s + dz s (1 - s). dz is x
+        # times the derivative of z. With e = exp(-|z|), the product s (1 - s) is e / (1 + e)²,
+        # which has no cancellation in the tails. x is set to 0 in dz if it is large, because dz may
+        # be infinite where e is 0, and 0 * inf would be NaN.
         bounded = tl.where(tl.abs(x) < 128.0, x, 0.0)
         if FUNCTION == "gelu_tanh":
             # (1 + tanh(u)) / 2 is the sigmoid of 2 u.

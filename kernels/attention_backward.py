@@ -1,10 +1,10 @@
 """Backward of attention, which recomputes the softmax weights (Dao 2023, algorithm 2).
 
-The kernels of this file are the general path; attention_short.py has the short path. The launches
-of the general path compute the statistics of each query row, then dq with one program per block of
-queries, and then dk and dv with one program per block of keys. If the gradient of the bias is
-wanted, the last launches compute it. Each gradient is summed in a fixed order without atomics, so
-reruns agree bitwise.
+The kernels of this file are the general path; attention_short.py has the short path. The first
+launch of the general path computes the statistics of each query row. The next launch computes dq
+with one program per block of queries. Then dk and dv are computed with one program per block of
+keys. If the gradient of the bias is wanted, the last launches compute it. Each gradient is summed
+in a fixed order without atomics, so reruns agree bitwise.
 """
 
 from __future__ import annotations

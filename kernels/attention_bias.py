@@ -2,11 +2,11 @@
 
 A program computes a tile of the gradient in a loop over the combinations of sequence, head, query
 block and key block that add to the tile. For each combination, two products and the row statistics
-give dS = P * (dP - delta) again, where S are the logits, P are the softmax weights, dP is their
-gradient, and delta = rowsum(P * dP). These two products come in addition to the products of dq, dk
-and dv. dS itself is not stored, only its sum in the shape of the bias. The sum stays in registers
-and has a fixed order, so there are no atomic additions and reruns agree bitwise. Blocks outside the
-window or the sequence are skipped.
+give dS = P * (dP - delta) again. S are the logits, P are the softmax weights, dP is their gradient,
+and delta = rowsum(P * dP). The two products come in addition to the products of dq, dk and dv. dS
+itself is not stored, only its sum in the shape of the bias. The sum stays in registers and has a
+fixed order, so there are no atomic additions and reruns agree bitwise. Blocks outside the window or
+the sequence are skipped.
 
 If many combinations add to few tiles, as for a bias (1, H, 1, Lk), several programs divide the
 combinations of a tile. A second launch then adds their partial sums.

@@ -1,8 +1,8 @@
 """Statistics of each query row, which the backward of attention computes before the gradients.
 
-The gradient of the logits S is dS = P * (dP - delta), with the softmax weights P = exp(S - shift) *
-inverse, their gradient dP = dout vᵀ after dropout, and delta = rowsum(P * dP). The constant SCALING
-(attention_problem.scaling) selects one of two kernels:
+The gradient of the logits S is dS = P * (dP - delta). P = exp(S - shift) * inverse are the softmax
+weights, dP is their gradient (dout vᵀ with dropout applied), and delta = rowsum(P * dP). The
+constant SCALING (attention_problem.scaling) selects one of two kernels:
 
 - Delta, for SCALING 0 (16 bits, no bias, a scale above 0): shift is the saved log-sum-exp lse,
   inverse is 1, and delta = rowsum(dout * out) needs no product (Dao et al. 2022, appendix B.2).

@@ -1,8 +1,8 @@
 """Softmax weights of chosen heads and query rows; attention itself never stores the weights.
 
-One program computes a block of the chosen rows of one head. With the log-sum-exp lse of the forward
-and SCALING 0 (16 bits, no bias, a scale above 0), the program writes exp(S - lse) for the logits S
-in one pass over the keys. Otherwise a first pass computes the maximum and the sum of each row,
+One program computes a block of the chosen rows of one head. If the log-sum-exp lse of the forward
+is given and SCALING is 0 (16 bits, no bias, a scale above 0), one pass over the keys writes
+exp(S - lse) for the logits S. Otherwise a first pass computes the maximum and the sum of each row,
 because the rounding error of lse is too large in fp32 and with a bias of finfo.min.
 """
 

@@ -30,7 +30,7 @@ def exponential(x):
 
     ``tl.exp`` and ``tl.exp2`` compile to an instruction with an error of 2 ulp. In a sum over a
     row, these errors may add up, because they may have the same sign for all elements. Here, x is
-    reduced by a multiple of ln 2, the polynomial of Cephes (Moshier 1989) approximates the
+    reduced by a multiple of ln 2. The polynomial of Cephes (Moshier 1989) approximates the
     exponential of the rest, and the power of two is added to the exponent bits. The operations are
     written as FMAs, so that every kernel gets the same bits. exp(-inf) is 0, and exp(NaN) is NaN.
     """

@@ -8,11 +8,11 @@ block of rows without a label. The products gather the rows of hidden through th
 position of a row in the list is called its place.
 
 The forward also returns the maximum and the sum of exponentials of each row's logits (Milakov and
-Gimelshein 2018), which it computes for parts of the vocabulary and combines in a fixed order. It
-returns both numbers instead of their log-sum-exp, because the log-sum-exp would be rounded as
-coarsely as a logit. At a logit of 1e4, this rounding would change a probability by 0.05 %. Parts
-and tiles do not depend on the number of rows, so the loss of a row has the same bits in every
-batch.
+Gimelshein 2018). It computes both for parts of the vocabulary and combines the parts in a fixed
+order. It returns both numbers instead of their log-sum-exp, because the log-sum-exp would be
+rounded as coarsely as a logit. At a logit of 1e4, this rounding would change a probability by
+0.05 %. Parts and tiles do not depend on the number of rows, so the loss of a row has the same bits
+in every batch.
 """
 
 from __future__ import annotations

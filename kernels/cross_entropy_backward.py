@@ -1,11 +1,11 @@
 """Backward of linear_cross_entropy, from the statistics that its forward returns.
 
 The backward divides the vocabulary into chunks of columns. For each chunk, a first kernel
-recomputes the logits and writes their gradient. Three kernels then compute the gradients of weight
-and bias, which are complete for the columns of the chunk, and the gradient of hidden, which is
-summed over the chunks in fp32. Triton kernels compute all products, because a library GEMM would
-need the number of labelled rows on the host. As in cross_entropy.py, the place of a row is its
-position in the list `order`.
+recomputes the logits and writes their gradient. Three kernels then compute the gradients of weight,
+bias and hidden. The gradients of weight and bias are complete for the columns of the chunk, and the
+gradient of hidden is summed over the chunks in fp32. Triton kernels compute all products, because a
+library GEMM would need the number of labelled rows on the host. As in cross_entropy.py, the place
+of a row is its position in the list `order`.
 """
 
 from __future__ import annotations

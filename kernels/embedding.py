@@ -533,8 +533,8 @@ def table_gradients(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Compute the gradients of the tables from `dsum`, which is contiguous (T, N).
 
-    If a row of `dsum` is not finite, the gradients of the other keys in the same chunk of sorted
-    keys may be NaN, because the kernel multiplies the row by 0 for these keys.
+    A row of `dsum` that is not finite may make the gradients of the other keys in its chunk of
+    sorted keys NaN, because the kernel multiplies the row by 0 for these keys.
     """
     rows, columns = dsum.shape
 

@@ -2,7 +2,7 @@
 
 Except for the addresses of its tensors, a launch depends only on shapes, strides, dtypes and
 numbers. `run` therefore builds the launch of a call once, caches it, and inserts the addresses of
-later calls. A cached launch takes a tenth of the time of Triton's own call, which inspects each of
+later calls. A cached launch takes a tenth of the time of Triton's own call. Triton inspects each of
 up to 70 arguments and builds a string from them to find the compiled kernel.
 """
 

@@ -1,7 +1,7 @@
 """One layer of a BERT encoder in training: its forward, and its backward from the saved tensors.
 
 With the fused path of the feed-forward and the short path of attention, the forward takes four
-kernels and three library GEMMs; the backward takes nine kernels and seven library GEMMs. The
+kernels and three library GEMMs. The backward then takes nine kernels and seven library GEMMs. The
 launches, and therefore the bits, are the same as if the operations of the layer were called one by
 one. One call for the layer takes less time on the host, because nothing is checked, wrapped or
 registered again between two launches.

@@ -149,7 +149,7 @@ def row_launch(
 
 
 def require_rows(**tensors: Tensor | None) -> None:
-    """Raise ValueError for the first tensor whose last stride is not 1."""
+    """Raise ValueError for the first tensor with several columns whose last stride is not 1."""
     for name, tensor in tensors.items():
         if tensor is not None and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
             raise ValueError(f"{name}: got last stride {tensor.stride(-1)}, allowed: 1")

@@ -174,9 +174,9 @@ def short_attention_tile(
     - Forward: Scores are computed for 64 keys at a time, as [64, 64] on 4 warps. Other tile shapes
       need more registers, which costs more time than these shapes save. All lengths use one chunk
       size, so that the bits of a row do not depend on the longest sequence of the batch. At D = 64,
-      K and V take 32 KiB of shared memory for every 128 keys. With up to 128 keys, the next query
-      tile is loaded in advance. With more keys, the 16 KiB of the next query tile would leave no
-      shared memory for a third program.
+      K and V take 32 KiB of shared memory for every 128 keys. With up to 128 keys on GPUs before
+      sm_100, the next query tile is loaded in advance. With more keys, the 16 KiB of the next query
+      tile would leave no shared memory for a third program.
     - Backward: dk and dv [128, 64] take 64 registers per thread on 8 warps. The tiles [128, 32] of
       the softmax weights and of their gradient take 32 registers. With addresses and dropout, a
       thread takes 242 registers, so only one program fits on a multiprocessor. With up to 64 keys,
@@ -243,8 +243,8 @@ def attention_path(
       others compute. From 257 to 512 keys, K and V fill the shared memory, so only one program
       fits. Its products and exponentials then wait for each other, while the general kernel has two
       programs.
-    - If D is not a power of two, or with `has_pairs`, each load has only 2 bytes, and so many loads
-      need too many registers.
+    - If D is not a power of two from 16 on, or with `has_pairs`, each load has only 2 bytes, and so
+      many loads need too many registers.
     - Above D = 64, K, V and the accumulator are twice as large, and the short forward spills
       registers.
     - With dropout and more than 128 keys, the random numbers of several chunks take the registers

@@ -323,8 +323,8 @@ def resolve(op: str, requested: str | None, request: Request) -> Choice:
         op: Name of the operation.
         requested: The backend to use. None takes the backend that FASTBERT_BACKEND names, if that
             backend implements `op` and is not partial. Otherwise None takes the first backend that
-            can serve the call: in the order of the measured times if there are any for the GPU, and
-            otherwise in the order of ``ORDER``.
+            can serve the call. The order is that of the measured times if there are any for the
+            GPU, and otherwise that of ``ORDER``.
         request: Properties of the call.
 
     Returns:

@@ -55,8 +55,8 @@ def linear_cross_entropy(
             ``fastbert.ops.backend.resolve`` choose.
 
     Returns:
-        Loss in fp32, or in fp64 for fp64 inputs: a scalar, or for the reduction ``"none"`` one loss
-        for each row, of shape ``(T,)``, which is 0 where the label is `ignore_index`.
+        Loss in fp32, or in fp64 for fp64 inputs. The loss is a scalar. For the reduction
+        ``"none"``, it has shape ``(T,)``, with 0 for the rows whose label is `ignore_index`.
 
     Raises:
         ValueError: If a shape, a device, a value or the dtype of `weight` is not allowed, or if

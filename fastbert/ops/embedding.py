@@ -73,9 +73,9 @@ def embedding(
         IndexError: If an id is out of range on the CPU. On a GPU, the backend ``"triton"`` sets the
             row of the result to NaN, because a check would synchronise, and the backend
             ``"reference"`` causes a CUDA error.
-        ValueError: If a shape, a device or a value is not allowed, if the dtype of a table differs
-            from that of `word_table`, if only one of a table and its indices is None, or if
-            `backend` cannot serve the call.
+        ValueError: If a shape, a device or a value is not allowed, or if `backend` cannot serve the
+            call. Also if the dtype of a table differs from that of `word_table`, or if only one of
+            a table and its indices is None.
         TypeError: If a table is not floating, if indices are not int64 or int32, or if
             `dropout_seed` is not int64.
 

@@ -63,14 +63,14 @@ def encoder(
     Args:
         hidden: Rows of shape ``(T, H)``: packed sequences if `cu_seqlens` is given, and otherwise
             `batch` sequences of `max_seqlen` rows each.
-        parameters: `PARAMETERS` tensors for each layer: weight and bias of the fused projection of
-            q, k and v, of the projection after attention, of its layer norm, of both linear layers
-            of the feed-forward, and of the last layer norm. With int8 weights, the weight of a
-            linear layer is the ``packed`` of an ``Int8Weight``. With several `projections`, their
-            weights and then their biases replace the first two tensors. With two
-            `inner_projections`, their weights and then their biases replace the weight and the bias
-            of the first linear layer of the feed-forward. A tensor without elements stands for an
-            absent bias, or for an absent layer norm before attention.
+        parameters: `PARAMETERS` tensors for each layer: the weight and the bias of six parts. The
+            parts are the fused projection of q, k and v, the projection after attention, its layer
+            norm, both linear layers of the feed-forward, and the last layer norm. With int8
+            weights, the weight of a linear layer is the ``packed`` of an ``Int8Weight``. With
+            several `projections`, their weights and then their biases replace the first two
+            tensors. With two `inner_projections`, their weights and then their biases replace the
+            weight and the bias of the first linear layer of the feed-forward. A tensor without
+            elements stands for an absent bias, or for an absent layer norm before attention.
         cu_seqlens: Cumulative lengths of the packed sequences, int32 of shape ``(B + 1,)``.
         max_seqlen: Length of the longest sequence.
         batch: Number of sequences.
@@ -87,9 +87,10 @@ def encoder(
         windows: For each layer, the largest distance between a query and a key that the query
             attends to, where -1 sets no limit; empty if no layer has a limit.
         inner_projections: Number of linear layers whose results, side by side, are the first
-            product of the feed-forward: 1 or 2.
+            product of the feed-forward: 1 or 2, and only 1 with int8 weights.
         pre_norm: Whether the layer norms come before attention and the feed-forward. A layer then
-            adds the results of both to its rows without a further norm.
+            adds the results of both to its rows without a further norm. Not allowed with int8
+            weights.
         eps: As in `layer_norm`.
         activation: As in `feed_forward`.
         dtype: Dtype of the results of the products; the dtype of `hidden` by default. The rows

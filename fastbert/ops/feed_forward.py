@@ -303,9 +303,9 @@ def _feed_forward_backward_forward(
 ) -> tuple[Tensor, ...]:
     """Compute the gradients of x, w1, b1, w2 and b2.
 
-    h is the pre-activation that the forward saved, (M, N), or (M, 2 N) for a gated activation; if h
-    is None, it is computed here. dresidual (M, K), the gradient that reaches x through the residual
-    connection, or None, is added in the GEMM that computes the gradient of x.
+    h is the pre-activation that the forward saved, (M, N), or (M, 2 N) for a gated activation. If h
+    is None, it is computed here. dresidual (M, K) is the gradient that reaches x through the
+    residual connection, or None. It is added in the GEMM that computes the gradient of x.
     """
     products, row = PRODUCTS[backend], backends.TABLES["feed_forward"][backend]
     dx = dw1 = db1 = dw2 = db2 = None

@@ -164,7 +164,8 @@ def order(point: Point | None, trained: bool, default: Sequence[str]) -> tuple[s
         trained: Whether the backward pass counts.
         default: The backends in the order that holds without a measured point. Of the backends
             whose times are within `MARGIN` of the fastest time, the first in this order comes
-            first. Backends without a time come last, in this order.
+            first. Backends without a time come last, in this order. With fewer than two times, the
+            result is this order.
     """
     if point is None or point.kind != MEASURED:
         return tuple(default)

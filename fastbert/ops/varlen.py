@@ -140,9 +140,10 @@ def tokens_first(exists: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         exists: Bool mask of shape ``(B, L)``, True at tokens and False at padding.
 
     Returns:
-        Three tensors: for each row of the ordered batch, its index in the flattened batch, int64 of
-        shape ``(B · L,)``; for each index in the flattened batch, its row in the ordered batch, of
-        the same shape and dtype; and the cumulative lengths, int32 of shape ``(B + 1,)``.
+        Three tensors. The first has for each row of the ordered batch its index in the flattened
+        batch, int64 of shape ``(B · L,)``. The second has for each index in the flattened batch its
+        row in the ordered batch, in the same shape and dtype. The third has the cumulative lengths,
+        int32 of shape ``(B + 1,)``.
     """
     if exists.numel() and _by_kernel(exists):
         places, rows, cu_seqlens, _ = torch.ops.fastbert_C.mask_places(exists, True)

@@ -73,8 +73,8 @@ def pad_rows(x: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> tuple[Tensor, Te
     Rows from ``cu_seqlens[-1]`` on belong to no sequence and are left out.
 
     Returns:
-        The padded rows; the slot of each packed row, which is its index in the flattened padded
-        batch (B·L, ...), int64 (T,); and whether the row belongs to a sequence, bool (T,).
+        The padded rows; the slot of each packed row, int64 (T,); and whether the row belongs to a
+        sequence, bool (T,). The slot is the row's index in the flattened padded batch (B·L, ...).
     """
     batch = cu_seqlens.numel() - 1
     sequence, position = sequence_positions(cu_seqlens, x.shape[0])
