@@ -1,6 +1,7 @@
 """fastbert: fused kernels and modules for BERT-family encoders, checked against a plain reference.
 
-All names except `BertConfig` load on first use, so that ``import fastbert`` stays fast.
+All names except `BertConfig` and ``__version__`` are imported on first use, so that
+``import fastbert`` stays fast.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
-    """Call ``write`` with a temporary path in the folder of ``path``, then rename the file.
+    """Call ``write`` with a temporary path in the folder of ``path``, then rename to ``path``.
 
     The temporary file has the suffix of ``path``, by which numpy and matplotlib choose a format. If
     an OSError names no file, such as the error of a full disk, ``path`` is added to the error.
@@ -27,13 +27,15 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Add `path` to an OSError of the block that names no file, such as the error of a full disk.
+    """Add `path` to each OSError that the block raises without the name of a file.
+
+    The error of a full disk is an example.
 
     Args:
         path: The file that the block writes.
 
     Raises:
-        OSError: If the block raises an OSError. The message names a file.
+        OSError: If the block raises an OSError. The message always names a file.
     """
     try:
         yield

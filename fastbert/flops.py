@@ -10,8 +10,9 @@ from fastbert.config import BertConfig
 def flops_of_layers(config: BertConfig, lengths: Sequence[int]) -> float:
     """Return the FLOPs of the matrix products of all layers, in a forward pass without padding.
 
-    A layer has 2 T (4H² + 2HI) + 4 H Σ L² FLOPs for T tokens in sequences of L tokens. H is the
-    hidden size, and I the intermediate size. Gates and attention windows are not considered.
+    A layer has 2 T (4H² + 2HI) + 4 H Σ L² FLOPs for T tokens in all. The sum runs over the
+    sequences, and L is the length of a sequence. H is the hidden size, and I the intermediate size.
+    The formula ignores the wider first product of a gated feed-forward, and attention windows.
 
     Args:
         config: The configuration of the model.

@@ -13,13 +13,15 @@ from typing import Any
 from fastbert.atomic_file import write_atomically
 from fastbert.file_size import check_file
 
-# The largest file of settings is the index of a sharded checkpoint, which has a few MB. Parsed JSON
-# needs up to 30 bytes of memory for each byte of the file.
+# The largest file, in bytes, that `read` accepts. Parsed JSON needs up to 30 bytes of memory for
+# each byte of the file. The index of a sharded checkpoint, the largest file of settings, has a few
+# MB.
 MAX_BYTES = 1 << 23
 # The largest number of values in a JSON text. Each parsed value needs up to 120 bytes of memory.
 MAX_VALUES = 1 << 22
-# Settings have at most ten levels of arrays and objects. The functions that walk through parsed
-# settings call themselves once or a few times per level.
+# The largest number of nested arrays and objects in a JSON text; settings have at most ten levels.
+# The functions that walk through parsed settings call themselves once or a few times per level, so
+# this number keeps them below Python's recursion limit.
 MAX_DEPTH = 100
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
@@ -100,7 +102,11 @@ def _check_depth(text: str) -> None:
 
 
 def jsonable(value: Any) -> Any:
-    """Return ``value`` with dataclasses as dicts, paths as strings, non-finite numbers as None."""
+    """Return ``value`` with JSON's types only, so that dataclasses become dicts and tuples lists.
+
+    NaN and infinity become None. Keys, and objects without a JSON type such as paths, become
+    strings.
+    """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return jsonable({f.name: getattr(value, f.name) for f in dataclasses.fields(value)})
     if isinstance(value, dict):
@@ -125,9 +131,10 @@ def line(value: Any) -> str:
 
 
 def record(value: Mapping[str, Any]) -> str:
-    """Return the record of a measurement as JSON text, with a line for each entry and each row.
+    """Return the record of a measurement as JSON text, with one line for each entry or row.
 
-    If the values of an entry are all arrays or objects, each of these values is a row.
+    If the values of an entry are all arrays or objects, each of these values is a row with a line
+    of its own. Any other entry is written on one line.
     """
     lines = []
     for key, entry in jsonable(value).items():

@@ -34,7 +34,8 @@ class Machine:
     ``cores`` counts the cores that this process may use, and ``threads`` the threads of torch.
     ``isa`` is the CPU instruction set that the C++ operators use; if the extension is not built,
     ``isa`` is the instruction set that torch uses.
-    ``gpu`` and ``driver`` are None without a GPU.
+    ``gpu`` is None without a GPU. ``driver`` is None without a GPU, or if nvidia-smi does not
+    report a version.
     """
 
     cpu: str

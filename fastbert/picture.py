@@ -24,7 +24,8 @@ def picture(
     """Yield an empty figure, which is written to a file if the block ends without an error.
 
     Args:
-        path: The file, whose suffix selects PNG, SVG or PDF. It appears complete or not at all.
+        path: The file to write, whose suffix selects the format, such as PNG, SVG or PDF. The file
+            appears complete or not at all.
         width: Width in inches.
         height: Height in inches.
         dpi: Pixels per inch.

@@ -92,7 +92,7 @@ def damage_named(path: Path) -> Iterator[None]:
 
 
 def encoding_of(start: bytes) -> str:
-    """Return the encoding that a byte order mark in `start` names; without a mark, UTF-8.
+    """Return the encoding that the byte order mark in `start` names, or UTF-8 without a mark.
 
     Args:
         start: The first four bytes of a file.
@@ -126,7 +126,7 @@ def lines_in_utf8(path: Path) -> Iterator[bytes]:
 
     Raises:
         OSError: If the file cannot be read.
-        ValueError: If the file is damaged. The message names the file.
+        ValueError: If the file is damaged, or not in its encoding. The message names the file.
         ImportError: If the file is a .zst file and pyarrow is not installed.
     """
     encoding = _encoding(path)

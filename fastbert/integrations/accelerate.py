@@ -101,9 +101,9 @@ def accelerate(model: Model, *, strict: bool = True) -> Model:
     - ``output_attentions`` may be a list of layer numbers.
     - A query whose whole attention window is padding gives 0 instead of NaN.
 
-    A later call of the encoder raises ValueError if fastbert does not support an argument of the
-    call. If fastbert can no longer run the encoder, for example because of a new hook, the encoder
-    runs the code of transformers and a warning names the reason.
+    A later call of the encoder raises ValueError for an argument of transformers that fastbert does
+    not support, such as ``past_key_values``. If fastbert can no longer run the encoder, for example
+    because of a new hook, the encoder runs the code of transformers and a warning names the reason.
 
     Args:
         model: A model of transformers with any head or with none, a ``SentenceTransformer``, a
@@ -119,8 +119,8 @@ def accelerate(model: Model, *, strict: bool = True) -> Model:
     Raises:
         TypeError: If no module is found in `model`.
         ValueError: If `strict` is True and `model` has no encoder, encoders in several attributes,
-            or an encoder that fastbert cannot run. The message names the reason, and `model`
-            stays unchanged.
+            an encoder that fastbert cannot run, or a module that reads hidden states at padding.
+            The message names the reason, and `model` stays unchanged.
 
     Examples:
         ```python
@@ -217,7 +217,7 @@ def bound_encoders(model: Any) -> dict[str, BoundEncoder]:
 
 
 def obstacles(model: Any) -> dict[str, str | None]:
-    """Return the reasons why accelerated encoders in a model run their own code.
+    """Return the reasons why accelerated encoders in a model run the code of transformers.
 
     Args:
         model: A module or an object that holds one, as in `accelerate`.
@@ -430,7 +430,7 @@ def _run(hf_model: Any, bound: BoundEncoder, stock: str, given: dict[str, Any]) 
 
 
 def _embedded(bound: BoundEncoder, given: dict[str, Any], tokens: EncoderInput) -> Tensor:
-    """Call the HF model's embedding, and return the T real tokens as rows of shape ``(T, H)``."""
+    """Call the HF model's embedding, and return the rows ``(T, H)`` of the T tokens."""
     arguments = {name: given.get(name) for name in EMBEDDED}
     if tokens.layout.shape is not None:
         arguments["position_ids"] = tokens.positions.view(tokens.layout.shape)

@@ -184,9 +184,10 @@ def mask(
         options: Further arguments of transformers' ``sdpa_mask``.
 
     Returns:
-        A bool mask of shape ``(B, 1, 1, Lk)`` if it excludes only padding, or ``(B, 1, Lq, Lk)`` if
-        `mask_function` is causal or windowed. The result is None if every query may attend to every
-        key. A 3-D `attention_mask` is returned with a dimension of 1 for the heads.
+        A bool mask of shape ``(B, 1, 1, Lk)`` if it excludes only padding and
+        `allow_is_bidirectional_skip` is True, and otherwise ``(B, 1, Lq, Lk)``. With
+        `allow_is_bidirectional_skip`, the result is None if every query may attend to every key. A
+        3-D `attention_mask` is returned with a dimension of 1 for the heads.
 
     Raises:
         ValueError: If the caller's mask has 3 dimensions and `mask_function` is not bidirectional.

@@ -133,15 +133,15 @@ class BoundEncoder:
 
     Attributes:
         model: The ``BertModel``.
-        called: Path of a module in the HF model → the deviation from the stock model because of
-            which fastbert calls the module.
+        called: Maps the path of each module in the HF model that fastbert calls to the deviation of
+            the module from the stock model.
         whole: Whether a module in `called` may depend on padded rows, so that no padding is
             removed.
         calls_embedding: Whether the HF model's embedding is called, because a part of it deviates.
         checkpoints: Whether gradient checkpointing is on in the HF model.
         asks_gradient: Whether a hook of transformers makes the embeddings require gradients.
-        frequencies: Rotary frequencies by the base of the rotary embedding, if the HF model has
-            rounded them, or an empty dictionary.
+        frequencies: Maps the base of a rotary embedding to the HF model's frequencies if they are
+            rounded. Otherwise the dictionary is empty.
 
     Raises:
         ValueError: If fastbert cannot compute the HF model. The message names the obstacle.
@@ -177,7 +177,10 @@ class BoundEncoder:
             raise ValueError(problem)
 
     def __reduce__(self) -> Any:
-        """Make every copy and pickle None, because a copy of the HF model binds a new encoder."""
+        """Replace this object by None in copies and pickles of the HF model.
+
+        A copy of the HF model binds a new encoder at its first call.
+        """
         return (_none, ())
 
     @property
@@ -233,7 +236,7 @@ class BoundEncoder:
         return cached.problem
 
     def _bind_traced(self, hf_model: nn.Module) -> str | None:
-        """Bind while ``torch.compile`` traces, where each fact that is read becomes a guard."""
+        """Bind while ``torch.compile`` traces, or without the extension; see `Watch`."""
         if not (self._fits() and self.watch is not None and self.watch.unchanged()):
             problem = self._bind_while_traced()
             # Each fact that is read here becomes a guard, so a change of the fact leads to a new
@@ -284,9 +287,10 @@ class BoundEncoder:
         return all(buffer._version == version for buffer, version in self._written)
 
     def must_embed(self) -> bool:
-        """Return whether the HF model's embedding must be called because of its hooks.
+        """Return whether the HF model's embedding must be called.
 
-        If the word table is frozen, a hook of transformers can make its output require gradients.
+        It must be called if a module of the embedding deviates. If the word table is frozen, it
+        must also be called for a hook of transformers that makes its output require gradients.
         """
         if self.calls_embedding or not torch.is_grad_enabled():
             return self.calls_embedding
@@ -362,7 +366,7 @@ def _snapshot(hf_model: nn.Module) -> Snapshot:
 def _are_row_wise(leaf: Leaf, called: Mapping[str, str]) -> bool:
     """Return whether the HF modules of `leaf` that fastbert calls compute each row independently.
 
-    These are the modules whose paths are in `called`.
+    fastbert calls the modules whose paths are in `called`.
     """
     pairs = zip(leaf.paths, leaf.hf_places, strict=True)
     modules = [place.get() for path, place in pairs if path in called]
@@ -370,7 +374,11 @@ def _are_row_wise(leaf: Leaf, called: Mapping[str, str]) -> bool:
 
 
 def _bind(leaf: Leaf, called: Mapping[str, str]) -> None:
-    """Share the parameters of the HF model's modules, or put a module in `called` in its place."""
+    """Give `leaf.module` the parameters of the HF model, or call the HF model's module instead.
+
+    fastbert calls the HF model's module if its path is in `called`, and always the parts of a
+    `JoinedLinear`.
+    """
     module = leaf.module
     parts = [place.get() for place in leaf.hf_places]
     if isinstance(module, JoinedLinear):

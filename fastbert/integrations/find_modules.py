@@ -30,7 +30,7 @@ VALUE_TYPES = (str, bytes, bytearray, int, float, complex, range, Tensor, type, 
 # The search skips objects of these packages, because they lead to every thread or every logger of
 # the process.
 SHARED = {"asyncio", "concurrent", "logging", "multiprocessing", "threading", "_thread"}
-# Slots of pydantic that hold attributes by name.
+# Slots that hold a dictionary of attributes: the instance dictionary, and two slots of pydantic.
 NAMESPACES = ("__dict__", "__pydantic_private__", "__pydantic_extra__")
 
 Encoders = Callable[[nn.Module], Iterable[nn.Module]]
@@ -132,7 +132,7 @@ def reader_of_padding(outer: nn.Module) -> str:
 
 
 def _outermost(candidates: list[Candidate]) -> list[Reached]:
-    """Leave out a module if a larger candidate has all its encoders, or an earlier one the same."""
+    """Return the candidates whose encoders are not all in a larger or in an earlier candidate."""
     return [
         reached
         for i, (reached, inside) in enumerate(candidates)

@@ -116,7 +116,10 @@ def leaves_of(model: BertModel, hf_model: nn.Module) -> list[Leaf]:
 
 
 def drops_of(model: BertModel, hf_model: nn.Module) -> list[Drop]:
-    """Set all dropout probabilities of `model` to 0, and return a `Drop` for each of the family."""
+    """Set all dropout probabilities of `model` to 0, and return a `Drop` for each dropout.
+
+    The dropouts are those of the model family in ``fastbert.io.families``.
+    """
     for module in model.modules():
         if "dropout_p" in module.__dict__:
             module.dropout_p = 0.0

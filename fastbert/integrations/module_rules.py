@@ -78,9 +78,9 @@ def is_own_forward(hf_model: nn.Module, value: Any) -> bool:
 
 
 def honoured_problems(hf_model: nn.Module, twin: nn.Module) -> Iterator[tuple[str, str]]:
-    """Yield the attributes that fastbert follows if their values are not supported.
+    """Yield the name and a description of each honoured attribute with an unsupported value.
 
-    fastbert follows the dropout probabilities and the function for gradient checkpointing.
+    fastbert honours the dropout probabilities and the function for gradient checkpointing.
     """
     for name in ("p", "attention_dropout"):
         value = vars(hf_model).get(name, 0.0)
@@ -95,7 +95,7 @@ def honoured_problems(hf_model: nn.Module, twin: nn.Module) -> Iterator[tuple[st
 
 
 def hook_problems(path: str, hf_model: nn.Module) -> Iterator[tuple[str, str]]:
-    """Yield the hooks of a module that transformers did not register."""
+    """Yield the kind and a description of each hook that transformers did not register."""
     for name in HOOKS:
         for hook in vars(hf_model).get(name, {}).values():
             if not _is_known_hook(path, hook):
@@ -115,7 +115,9 @@ def _is_known_hook(path: str, hook: Any) -> bool:
 
 
 def parameter_problem(parameter: Any, expected: Any) -> str | None:
-    """Return how a parameter differs in presence, type, dtype, layout or stride, or None.
+    """Return why a parameter cannot stand for the twin's parameter, or None.
+
+    Presence, type, dtype, layout and strides are checked, but not the shape.
 
     Args:
         parameter: The HF model's parameter, or None.
@@ -135,7 +137,7 @@ def parameter_problem(parameter: Any, expected: Any) -> str | None:
 
 
 def shape_problem(parameter: Any, expected: Any, is_table: bool) -> str | None:
-    """Return how the shape of a parameter differs, or None.
+    """Return how the shape of a parameter differs from the twin's, or None if it does not.
 
     Args:
         parameter: The HF model's parameter, or None.

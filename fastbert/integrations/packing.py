@@ -11,8 +11,9 @@ def restarts(position_ids: Tensor, batch: int, length: int) -> tuple[Tensor | No
     """Find the sequences that are packed into the rows of a batch, from their positions.
 
     A row is packed if each position is either one more than the position before it or equal to the
-    first position of the row, and the latter happens at least once. Positions with a gap, a
-    repetition or a step backwards do not mark sequences.
+    first position of the row. At least one position must return to the first position from a
+    different position. Any other gap, repetition or step backwards means that the row is not
+    packed.
 
     Args:
         position_ids: Integer positions of shape ``(B, L)`` or ``(1, L)``.

@@ -50,9 +50,10 @@ def is_row_wise(module: nn.Module) -> bool:
         module: The module.
 
     Returns:
-        True for LoRA, DoRA, AdaLoRA and IA3 of PEFT around an ``nn.Linear``, for an ``nn.Linear``
-        with pruning, weight norm or a parametrization, and for the int8 layer of fastbert. The
-        result is False for every other module, and for a module with any other forward hook.
+        True for LoRA, DoRA, AdaLoRA and IA3 of PEFT around an ``nn.Linear``, for the int8 layer of
+        fastbert, and for an ``nn.Linear``. The ``nn.Linear`` may have pruning, weight norm,
+        spectral norm or a parametrization. The result is False for every other module, and for a
+        module with any other forward hook.
     """
     kind = type(module)
     if kind is QuantizedLinear:

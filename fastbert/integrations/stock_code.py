@@ -6,10 +6,10 @@ This module therefore compares the code that a class reaches with the code in th
 It compares methods, the functions in closures of decorators, the functions that global names lead
 to, and the entries "eager" and "sdpa" of the tables of attention functions and masks.
 
-Two functions that a name could lead to are distinguished by their names, by their modules and by
-the decorators in the class body. The names that a function reads are taken from its code object, so
-a name that the function uses only as an attribute of another object is followed too. The comparison
-may therefore cover more code than the function runs, but never less.
+A replaced function is recognised by its name, by its module, or by a decorator that is not in the
+class body. The names that a function reads are taken from its code object, so a name that the
+function uses only as an attribute of another object is followed too. The comparison may therefore
+cover more code than the function runs, but never less.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ GENERATED = frozenset(
         "__class__",
     )
 )
-# The methods of nn.Module that are stored under two names.
+# The name of a method in the class nn.Module → the name of the function that is stored there.
 ALIASES = {"__call__": "_wrapped_call_impl", "forward": "_forward_unimplemented"}
 # The name of a wrapper that torch puts around a function → the name of its decorator.
 WRAPPERS = {"context_decorator": "no_grad"}
@@ -147,7 +147,8 @@ def facts(kinds: Iterable[type]) -> tuple[list[dict[str, Any]], list[type], list
 
     Returns:
         The dictionaries whose entries the code loads, the classes whose attributes the code uses,
-        and the functions, which change if their ``__code__`` or their defaults are replaced.
+        and the functions that the code reaches. The ``__code__`` and the defaults of a function can
+        be replaced.
     """
     records = {id(r): r for kind in kinds for r in code_of(kind).records}.values()
     dicts = {id(e.names): e.names for record in records for e in record.entries}
@@ -211,7 +212,8 @@ def _attribute(base: type, name: str) -> tuple[list[Record], str | None]:
     functions = _functions(value)
     if functions is None:
         return [], _value_problem(body, name, value, title)
-    # The attributes that __init__ sets are compared elsewhere, so only its own code is compared.
+    # The attributes that __init__ sets are compared elsewhere, so the names in the code of __init__
+    # are not followed.
     depth = CODE if name == "__init__" else NAMES if base is nn.Module else FOLLOW
     records = [function_record(function, depth) for function in functions]
     problem = next((p for f in functions if (p := _method_problem(base, body, name, f))), None)

@@ -87,7 +87,7 @@ def _table() -> dict[str, Any]:
 
 @functools.cache
 def _source(module: str) -> str:
-    """Return the source of a module, or nothing if there is none."""
+    """Return the source of a module, or an empty string if there is none."""
     spec = getattr(sys.modules.get(module), "__spec__", None)
     try:
         return spec.loader.get_source(module) or ""  # type: ignore[union-attr]
@@ -169,7 +169,7 @@ def main() -> None:
 
 @functools.cache
 def _kinds() -> frozenset[type]:
-    """Return the classes of the modules of the ten families, for the configs of their papers."""
+    """Return the classes of the modules in the ten families' default models, and activations."""
     kinds = set()
     for name, module in MODULES.items():
         home = importlib.import_module(f"transformers.models.{module}.modeling_{module}")

@@ -36,8 +36,8 @@ LOOKUPS = frozenset(("get_interface", "get", "__getitem__", "__contains__"))
 # functions that the names in the code lead to are compared as well.
 FOLLOWED = ("transformers.", "torch.nn.")
 COMPARED = ("transformers.", "torch.")
-# The names that these modules load are not followed. With them, transformers reads its environment
-# and version, logs, and generates text.
+# The names that the code of these modules loads are not followed. In these modules, transformers
+# checks which packages are installed, logs, caches keys and values, and generates text.
 NOT_FOLLOWED = (
     "transformers.utils.import_utils",
     "transformers.utils.logging",
@@ -87,7 +87,7 @@ class Record:
         )
 
 
-# The records of functions, by function and depth.
+# The records of functions, by the id of the function and the depth.
 _records: dict[tuple[int, int], Record] = {}
 
 
@@ -129,8 +129,8 @@ def function_record(function: FunctionType, depth: int = FOLLOW) -> Record:
         return record
     named = getattr(sys.modules[module], code.co_name, None) is function
     if named and not function.__closure__ and not within(module, FOLLOWED):
-        # A helper of torch outside torch.nn, such as handle_torch_function, is identified by its
-        # module.
+        # A helper of torch outside torch.nn, such as handle_torch_function, is known by its name in
+        # its module, so its code is not compared.
         return record
     place = placed(code, module)
     if place is None:
@@ -230,7 +230,7 @@ def _loaded_problem(name: str, value: Any, module: str) -> str | None:
 
 
 def _named_function_problem(title: str, name: str, value: FunctionType, module: str) -> str | None:
-    """Return why the function cannot be the function that the file of `module` binds to `name`."""
+    """Return why `value` cannot be what the file of `module` binds to `name`, or None."""
     home = value.__globals__.get("__name__", "")
     defined = name in defined_in(module)
     allowed = module if defined else "transformers and torch"

@@ -73,7 +73,7 @@ class StockHead(nn.Module):
 
 
 def _load(kind: Any, folder: Path) -> Any:
-    """Load a model of transformers in eval mode, and refuse it if a part would be random."""
+    """Load a model of transformers in eval mode; raise ValueError if the folder lacks weights."""
     try:
         with quiet():
             model, report = kind.from_pretrained(folder, output_loading_info=True)

@@ -238,7 +238,10 @@ class _Comparison:
     def differences(
         self, path: str, hf_model: nn.Module, twin: nn.Module, code: stock_code.Code
     ) -> Iterator[tuple[str, str]]:
-        """Yield each difference of one module as the name of an attribute and a description."""
+        """Yield each difference of one module as the name of an attribute and a description.
+
+        An empty name means that the class of the module or the code of the class differs.
+        """
         problem = kind_problem(type(hf_model), type(twin), code, root=not path)
         if problem is not None:
             for name in ("in_features", "out_features"):

@@ -1,4 +1,4 @@
-"""Self-attention: one fused projection in the module, three Hugging Face names in state dicts."""
+"""Self-attention with one fused projection, which a state dict stores as query, key and value."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ class BertSelfAttention(OperationModule):
 
     Args:
         config: The configuration.
-        backend: Backend of every operation; None lets each operation choose.
+        backend: Requested backend; see ``OperationModule``. None lets operations choose.
         number: Number of the layer, from 0.
 
     Attributes:
-        rotary: Rotary embedding of the layer, or None.
-        window: Largest distance, in tokens, between a query and its keys, or None.
+        rotary: Rotary embedding of the layer; None if the layer has none.
+        window: Largest distance, in tokens, between a query and its keys; None allows any distance.
     """
 
     operation = "attention"
@@ -157,7 +157,7 @@ class BertSelfOutput(nn.Module):
 
     Args:
         config: The configuration.
-        backend: Backend of every operation; None lets each operation choose.
+        backend: Requested backend; see ``OperationModule``. None lets operations choose.
     """
 
     def __init__(self, config: BertConfig, backend: str | None = None) -> None:
@@ -197,7 +197,7 @@ class BertAttention(nn.Module):
 
     Args:
         config: The configuration.
-        backend: Backend of every operation; None lets each operation choose.
+        backend: Requested backend; see ``OperationModule``. None lets operations choose.
         number: Number of the layer, from 0.
     """
 

@@ -28,14 +28,15 @@ class BatchLayout:
         batch: Number of sequences.
         length: Length L of the padded batch; in a packed layout, the longest sequence's length.
         cu_seqlens: Cumulative lengths from 0, int32 of shape ``(batch + 1,)``; None if uniform.
-        max_seqlen: Length of the longest sequence, or more; 0 if uniform.
+        max_seqlen: Length of the longest sequence, or an upper bound of it; 0 if uniform.
         indices: Index of each row in the flattened padded batch, int64 of shape ``(T,)``; None
             unless the layout is unpadded.
-        mask: 4-D bool mask, True where a query attends to a key. Only a uniform layout can have a
-            mask.
-        bias: 4-D floating bias of the attention logits, from the caller's mask in a uniform layout
-            or from the distances between tokens.
-        rotations: Cosines and sines that rotate the queries and keys of the rows, for each base.
+        mask: 4-D bool mask, True where a query attends to a key, or None. Only a uniform layout can
+            have a mask.
+        bias: 4-D floating bias of the attention logits, or None. The bias is the additive mask of
+            the caller in a uniform layout, the bias by distance of the encoder, or their sum.
+        rotations: Maps the base of a rotary embedding to the cosines and sines that rotate the
+            queries and keys of the rows.
         places: Positions of the tokens in the padded batch, int64 of shape ``(batch, max_seqlen)``,
             if a sequence has padding in its middle and attention depends on distances between
             tokens; otherwise None.
@@ -62,7 +63,7 @@ class BatchLayout:
 
     @property
     def packed(self) -> bool:
-        """Whether the caller's tensors have packed rows."""
+        """Whether the layout is packed: the caller passes rows without padding."""
         return self.cu_seqlens is not None and self.indices is None
 
     def rows(self, x: Tensor) -> Tensor:

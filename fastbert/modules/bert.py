@@ -48,7 +48,7 @@ class Encoded(NamedTuple):
     def last_hidden_state(self) -> Tensor:
         """Hidden states after the last layer, in the caller's layout.
 
-        If the caller asked for the last hidden state, that tensor itself is returned.
+        If `hidden_states` contains the last hidden state, the result is the same tensor.
         """
         last = self.hidden_states[-1] if self.hidden_states else None
         return self.layout.given(self.rows) if last is None else last
@@ -74,8 +74,9 @@ class BertModel(BertPreTrainedModel):
         config: The configuration.
         add_pooling_layer: Whether the model has a pooler. The argument has no effect for an
             architecture without a pooler.
-        backend: ``"reference"``, ``"triton"``, ``"cuda"`` or ``"cpu"`` for every operation. None
-            lets each operation choose by device and dtype.
+        backend: Requested backend, ``"reference"``, ``"triton"``, ``"cuda"`` or ``"cpu"``. An
+            operation without a full implementation by this backend chooses by device and dtype.
+            None lets every operation choose.
 
     Raises:
         ValueError: If `backend` is unknown.
@@ -135,9 +136,10 @@ class BertModel(BertPreTrainedModel):
             token_type_ids: Token types of the shape of `input_ids`, or ``(1, L)``; 0 by default.
             position_ids: Positions of the shape of `input_ids`, or ``(1, L)``. The default is the
                 index in the padded row, ``0`` to ``L - 1``, or the index in the packed sequence.
-                In RoBERTa, positions start at ``first_position`` and do not count padding.
-            inputs_embeds: Floating word embeddings of shape ``(B, L, H)`` instead of `input_ids`;
-                ``(T, H)`` if packed. H is the width of the embedding tables.
+                In RoBERTa, positions start at ``config.architecture.first_position`` and do not
+                count padding.
+            inputs_embeds: Floating word embeddings of shape ``(B, L, E)`` instead of `input_ids`;
+                ``(T, E)`` if packed. E is the width of the embedding tables.
             return_dict: Whether the result is an output object; False returns a tuple instead. None
                 takes the value of the configuration, whose default is True.
             **options: Keyword arguments of `encode`: `output_attentions`, `output_hidden_states`,
@@ -145,8 +147,8 @@ class BertModel(BertPreTrainedModel):
 
         Returns:
             ``last_hidden_state`` of shape ``(B, L, H)``, exactly 0 at padding; ``(T, H)`` if
-            packed. ``pooler_output`` has shape ``(B, H)``. ``hidden_states`` and ``attentions`` are
-            None unless the caller asks for them.
+            packed. ``pooler_output`` has shape ``(B, H)``, or is None without a pooler.
+            ``hidden_states`` and ``attentions`` are None unless the caller asks for them.
 
         Raises:
             ValueError: If a shape or a value is not allowed. The message names the argument, its
@@ -205,9 +207,10 @@ class BertModel(BertPreTrainedModel):
                 length is computed from `cu_seqlens`; on a GPU, the CPU waits for this length.
             reads: Function that takes the layout and returns a mask of the rows that the head reads
                 besides the first tokens, bool of shape ``(T,)``. The function returns None if the
-                head reads only the first tokens. In training on the CPU, the last layer then
-                computes only the rows that the head reads, unless the caller asks for hidden states
-                or attention weights. If `reads` is None, the head reads all rows.
+                head reads only the first tokens. In training on the CPU, the last layer may then
+                compute only the rows that the head reads; see ``BertEncoder.choose``. All rows are
+                computed if the caller asks for hidden states or attention weights. If `reads` is
+                None, the head reads all rows.
 
         Returns:
             The rows without padding. Attention weights have shape ``(B, heads, L, L)`` for each
@@ -255,10 +258,10 @@ class BertModel(BertPreTrainedModel):
             token_type_ids: As in `forward`, of shape ``(B, L)``.
 
         Returns:
-            The rows without padding, or None if the modules must be called one by one. The result
-            is None on a device other than the CPU, with gradients, under autocast, in training and
-            with hooks. The result is also None if an argument is not allowed, so that the modules
-            raise the error.
+            The rows without padding, or None if the modules must be called one by one. For example,
+            the result is None on a device other than the CPU, with gradients enabled, under
+            autocast, in training and with hooks. The result is also None if an argument is not
+            allowed, so that the modules raise the error.
         """
         result = self._prepared.run(self, input_ids, attention_mask, token_type_ids)
         if result is None:
@@ -284,9 +287,9 @@ class BertModel(BertPreTrainedModel):
             The rows without padding, as in `encode`.
 
         Raises:
-            ValueError: If `output_attentions` or `output_hidden_states` names a layer that does not
-                exist.
-            TypeError: If one of them is neither a bool nor a sequence.
+            ValueError: If `output_attentions` names a layer that does not exist, or if
+                `output_hidden_states` names a state that does not exist.
+            TypeError: If one of the two arguments is neither a bool nor a sequence.
         """
         seeds = draw_seeds(self.config, self.training, tokens.positions.device)
         embedded = tokens.embedded

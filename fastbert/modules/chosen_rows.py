@@ -24,7 +24,7 @@ Reads = Callable[[BatchLayout], Tensor | None]
 
 
 def first_tokens(layout: BatchLayout) -> None:
-    """Return None: a head that reads only the pooler's output reads only the first tokens."""
+    """Return None, which means that the head reads only the first tokens; see `Reads`."""
 
 
 class ChosenRows(NamedTuple):

@@ -77,8 +77,8 @@ class Dense(nn.Module):
 
         Raises:
             OSError: If the folder has no weights.
-            ValueError: If the weights are damaged or do not fit the settings. The message names the
-                folder.
+            ValueError: If the activation is not allowed, or if the weights are damaged or do not
+                fit the settings. The message names the folder.
         """
         sizes = (stored.in_features, stored.out_features)
         activation, residual = stored.activation, stored.residual

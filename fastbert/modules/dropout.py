@@ -1,4 +1,4 @@
-"""The dropouts of an encoder: their probabilities, and all seeds of a call from one kernel."""
+"""The dropouts of an encoder: their probabilities, and the seeds, which one kernel draws."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ NO_SEEDS = LayerSeeds()
 
 
 class Seeds(NamedTuple):
-    """Seeds of the embeddings and of each layer."""
+    """Seeds of the dropout of the embeddings and of the dropouts of each layer."""
 
     embeddings: Tensor | None
     layers: tuple[LayerSeeds, ...]

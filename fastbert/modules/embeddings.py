@@ -21,13 +21,14 @@ from fastbert.modules.plain import deviation
 class BertEmbeddings(OperationModule):
     """Embeddings ``dropout(LN(word + token type + position))`` of tokens.
 
-    Devlin et al. 2019, figure 2, describes this sum. The result has shape ``(T, H)``. Embeddings
-    from tables of another width are projected to H. A table that the architecture lacks is None and
-    adds nothing. A word table that was replaced or has hooks is called as a module.
+    Devlin et al. 2019, figure 2, describes this sum. The result has shape ``(T, H)``. If the tables
+    have another width than H, a projection maps the result of the dropout to H columns. A table
+    that the architecture lacks is None and adds nothing. A word table that was replaced or has
+    hooks is called as a module.
 
     Args:
         config: The configuration.
-        backend: Backend of every operation; None lets each operation choose.
+        backend: Requested backend; see ``OperationModule``. None lets operations choose.
     """
 
     operation = "embedding"
@@ -107,7 +108,7 @@ class BertEmbeddings(OperationModule):
 def _look_up(
     index: Tensor | None, table: nn.Embedding | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return the indices and the weight of a table, or None and None without a table."""
+    """Return `index` and the weight of `table`, or two None without a table."""
     if table is None:
         return None, None
     weight = table.weight
@@ -134,7 +135,7 @@ class _FixedRow(torch.autograd.Function):
 
 
 def _promoted(*tables: Tensor | None) -> list[Tensor | None]:
-    """Return the tables that are not None, all converted to their common dtype."""
+    """Convert the tables to their common dtype; a table that is None stays None."""
     dtypes = (table.dtype for table in tables if table is not None)
     dtype = functools.reduce(torch.promote_types, dtypes)
     return [None if table is None else table.to(dtype) for table in tables]

@@ -1,4 +1,4 @@
-"""The stack of layers, which works on rows ``(T, H)`` and never pads or unpads."""
+"""The stack of layers, which runs on rows ``(T, H)`` and leaves padding to the batch layout."""
 
 from __future__ import annotations
 
@@ -24,18 +24,20 @@ from fastbert.ops.product import needs_gradient
 
 
 class BertEncoder(nn.Module):
-    """All layers, in the order in which they run.
+    """The layers of an encoder, the bias by distance that they share, and the norm after them.
+
+    The bias and the final norm are None if the architecture has none.
 
     With ``gradient_checkpointing``, a training step stores only one tensor of shape ``(T, H)`` per
     layer. The backward pass computes the other activations again, with the same dropout masks.
 
     Args:
         config: The configuration.
-        backend: Backend of every operation; None lets each operation choose.
+        backend: Requested backend; see ``OperationModule``. None lets operations choose.
 
     Attributes:
-        order: Index in ``layer`` of each layer in the order of computation. With groups of layers
-            (ALBERT), an index is repeated.
+        order: Indices in ``layer`` of the layers, in the order in which they run. With groups of
+            layers (ALBERT), indices are repeated.
         gradient_checkpointing: Whether activations are computed again in the backward pass.
     """
 
@@ -85,16 +87,17 @@ class BertEncoder(nn.Module):
                 states and no attention weights are returned.
 
         Returns:
-            The rows after the last layer, a list of hidden states and a list of attention weights,
-            both in the caller's layout. The N + 1 hidden states are the input of the first layer
-            and the output of each of the N layers. The last state includes the final norm, if the
-            encoder has one. A state that was not chosen is None, and so are the attention weights
-            of a layer that was not chosen. If no state or no layer was chosen, its list is empty.
+            The rows after the last layer, or only its chosen rows; a list of hidden states; and a
+            list of attention weights. Both lists are in the caller's layout. The N + 1 hidden
+            states are the input of the first layer and the output of each of the N layers. The last
+            state includes the final norm, if the encoder has one. A state that was not chosen is
+            None, and so are the attention weights of a layer that was not chosen. The list of
+            states is empty if no state was chosen, and the list of weights if no layer was chosen.
 
         Raises:
-            ValueError: If `output_attentions` or `output_hidden_states` names a layer that does not
-                exist.
-            TypeError: If one of them is neither a bool nor a sequence.
+            ValueError: If `output_attentions` names a layer that does not exist, or if
+                `output_hidden_states` names a state that does not exist.
+            TypeError: If one of the two arguments is neither a bool nor a sequence.
 
         Note:
             The choice of states does not change the code path of the layers. One call that runs all
@@ -163,7 +166,8 @@ class BertEncoder(nn.Module):
         Returns:
             The rows, or None if all rows must be computed. The result is None without a gradient,
             because one call then runs all layers. The result is also None if the head reads more
-            than half of the rows, because computing all rows then takes no longer.
+            than half of the rows, because computing all rows then takes no longer. On a GPU, with
+            an attention mask or bias, or with a layer that needs all rows, the result is None too.
         """
         last = self.running()[-1]
         if self.final_norm is not None or not needs_gradient(hidden, *last.parameters()):
@@ -194,8 +198,8 @@ class BertEncoder(nn.Module):
 
         Returns:
             A `Choice` with the backend and the reason. If one call runs all layers, the backend is
-            that of the call. If an operation needs another backend, it is the backend of the first
-            such operation. Otherwise it is `layers`.
+            that of the call. If operations prevent a single call by their backends, the backend is
+            that of the first such operation. Otherwise the backend is `layers`.
         """
         planned = plan(self.running(), Mode.now(device, dtype, False, length=length))
         return Choice(planned.backend or layers, planned.reason)
@@ -214,7 +218,7 @@ def chosen_layers(name: str, wanted: bool | Sequence[int], count: int) -> frozen
         The numbers, from 0.
 
     Raises:
-        ValueError: If `wanted` has a number that is out of range.
+        ValueError: If `wanted` has an entry that is not an integer, or is out of range.
         TypeError: If `wanted` is neither a bool nor a sequence.
     """
     if isinstance(wanted, bool):

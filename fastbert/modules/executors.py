@@ -29,7 +29,9 @@ from fastbert.ops.register import TENSOR_TYPES, is_watched
 
 
 class Settings(NamedTuple):
-    """The settings that the layers of a plan have in common, and their dropouts and positions.
+    """The settings that the layers of a plan share, and the settings of each layer.
+
+    Only `scales`, `dropouts`, `bases` and `windows` have entries for each layer.
 
     Attributes:
         heads: Number of attention heads.
@@ -39,10 +41,12 @@ class Settings(NamedTuple):
         backend: Backend of the layers, ``"cpu"`` or ``"triton"``.
         requested: Maps the name of an operation to the backend that its module asks for, or None.
         scales: Scales and column sums of int8 weights of all layers; empty for other weights.
-        dropouts: Dropout probabilities of each layer in training: for the attention weights, and
-            before both layer norms. Empty in inference.
+        dropouts: Dropout probabilities of each layer in training: for the attention weights, before
+            both residual additions, and in a `PreNormLayer` also in its layer norms. Empty in
+            inference.
         bases: Base of the rotary embedding of each layer; empty without rotary embeddings.
-        windows: Window of each layer, -1 without a limit; empty if no layer has a window.
+        windows: Largest distance between a query and its keys in each layer, -1 without a limit;
+            empty if no layer has a limit.
         pre_norm: Whether the layer norms are before attention and feed-forward.
     """
 
@@ -110,7 +114,7 @@ class Executor:
             call: A call that the executor does not refuse.
 
         Returns:
-            Rows of shape ``(T, H)``, or the rows of ``call.chosen`` only if it is not None.
+            Rows of shape ``(T, H)``, or ``(N, H)`` if ``call.chosen`` selects N rows.
         """
         raise NotImplementedError
 
@@ -181,7 +185,7 @@ class GpuInference(CpuInference):
     """Runs all layers in one Python function that launches the kernels, without gradients."""
 
     def refuses(self, call: Call) -> str | None:
-        """Refuse a bias with packed sequences, which the kernels do not support."""
+        """Refuse a bias of packed sequences, and all calls that `CpuInference` refuses."""
         if call.layout.cu_seqlens is not None and call.layout.bias is not None:
             return "a bias by distance"
         return super().refuses(call)

@@ -42,7 +42,7 @@ class BertOutput(OperationModule):
 
     Args:
         config: The configuration.
-        backend: Backend of every operation; None lets each operation choose.
+        backend: Requested backend; see ``OperationModule``. None lets operations choose.
     """
 
     operation = "feed_forward"

@@ -1,4 +1,4 @@
-"""The heads on top of the encoder that have their own parameters."""
+"""The heads with parameters, which compute the outputs of a task from those of the encoder."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class PredictionTransform(OperationModule):
 
     Args:
         config: The configuration, whose ``hidden_act`` names the activation.
-        backend: Backend of every operation; None lets each operation choose.
+        backend: Requested backend; see ``OperationModule``. None lets operations choose.
     """
 
     operation = "linear_gelu"
@@ -56,7 +56,7 @@ class LMPredictionHead(OperationModule):
 
     Args:
         config: The configuration.
-        backend: Backend of every operation; None lets each operation choose.
+        backend: Requested backend; see ``OperationModule``. None lets operations choose.
     """
 
     operation = "linear_cross_entropy"
@@ -73,7 +73,7 @@ class LMPredictionHead(OperationModule):
     ) -> tuple[Tensor | None, Tensor | None]:
         """Compute the loss and the logits.
 
-        If `output_logits` is False, only the labelled rows are transformed on the CPU. On a GPU and
+        On the CPU, only the labelled rows are transformed if `output_logits` is False. On a GPU and
         under ``torch.compile``, all rows are transformed, and ``ops.linear_cross_entropy`` skips
         the rows without a label. To select the labelled rows first, the CPU would have to wait for
         the GPU.
@@ -140,7 +140,7 @@ class PreTrainingHeads(OnlyMLMHead):
 
 
 def classifier_dropout(config: BertConfig) -> nn.Dropout:
-    """Return the dropout before a classifier; as in transformers, torch draws its mask."""
+    """Return the dropout module before a classifier, a module of torch as in transformers."""
     own = config.classifier_dropout
     return nn.Dropout(config.hidden_dropout_prob if own is None else own)
 

@@ -17,8 +17,8 @@ from fastbert.ops.varlen import any_outside, longest, sequence_positions, unpad_
 # A value of an additive mask hides the key if it is at most this number. The usual values are all
 # covered: -1e4, ``finfo.min`` of every dtype, and -inf.
 HIDDEN = -1e4
-# The largest position of a model without a position table. Rotary embeddings are computed, so they
-# set no smaller limit.
+# The exclusive upper bound of the positions of a model without a position table. Rotary embeddings
+# are computed, so they set no smaller limit.
 LAST_POSITION = 2**31 - 1
 
 
@@ -27,8 +27,8 @@ class EncoderInput(NamedTuple):
 
     Attributes:
         ids: Token ids, int64 or int32 of shape ``(T,)``, or None.
-        embeds: Word embeddings of shape ``(T, H)``, or None. Exactly one of `ids` and `embeds` is
-            not None. H is the width of the embedding tables.
+        embeds: Word embeddings of shape ``(T, E)``, or None. Exactly one of `ids` and `embeds` is
+            not None. E is the width of the embedding tables.
         token_types: Token types, int64 or int32 of shape ``(T,)``; None if the model has no table
             of token types.
         positions: Positions, int64 or int32 of shape ``(T,)``.
@@ -73,7 +73,8 @@ def enter(
             does, and `BatchLayout.whole` is set.
 
     Returns:
-        The tokens, without padding if `unpads` is True.
+        The tokens as rows. Padding is removed if `unpads` is True and the mask has at most two
+        dimensions, except under ``torch.compile`` if attention depends on distances.
 
     Raises:
         ValueError: If a shape or a value is not allowed. The message names the argument, its value
@@ -129,13 +130,13 @@ def enter(
 
 
 def check_range(name: str, index: Tensor, size: int, ignored: int | None = None) -> None:
-    """Check the dtype and the values of an index.
+    """Check the dtype and the values of a tensor of indices.
 
     Values are checked on the CPU only, and not while ``torch.compile`` traces.
 
     Args:
-        name: Name of the caller's argument with the index, for messages.
-        index: The index.
+        name: Name of the caller's argument with the indices, for messages.
+        index: The indices.
         size: Upper bound of the indices, exclusive.
         ignored: A value outside the range that is allowed as well, or None.
 
@@ -181,10 +182,10 @@ def _tokens(
 
 
 def _index(name: str, index: Tensor | None, shape: tuple[int, ...], size: int) -> Tensor | None:
-    """Return an index after checks; return None if the index is None.
+    """Return a tensor of indices after checks, or None if `index` is None.
 
-    In a padded batch, an index of shape ``(L,)`` or ``(1, L)`` applies to all sequences, and an
-    index of shape ``(B, 1)`` applies to all tokens of a sequence, as in transformers.
+    In a padded batch, indices of shape ``(L,)`` or ``(1, L)`` apply to all sequences, and indices
+    of shape ``(B, 1)`` apply to all tokens of a sequence, as in transformers.
     """
     if index is None:
         return None

@@ -26,7 +26,7 @@ class JoinedLinear(Joined, OperationModule):
 
     Args:
         parts: The linear layers.
-        backend: Backend of the product; None lets the operation choose.
+        backend: Requested backend; see ``OperationModule``. None lets the operation choose.
     """
 
     operation = "linear"

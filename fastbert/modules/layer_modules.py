@@ -16,9 +16,9 @@ from fastbert.modules.plain import deviation, has_backward_hooks
 from fastbert.modules.positions import Rotary
 from fastbert.modules.quantized_linear import QuantizedLinear
 
-# The table has the path of each module of a layer and the class that the module must have. A
+# `MODULES` has the path of each module of a layer and the class that the module must have. A
 # QuantizedLinear may replace any linear layer. Linear layers and layer norms are in the order of
-# the fields of `LayerWeights`.
+# the fields of `LayerWeights`. The paths with names occur in several places.
 ATTENTION, OUTPUT = "attention.self", "output"
 QKV, INNER = "attention.self.qkv", "intermediate.dense"
 MODULES: tuple[tuple[str, type[nn.Module]], ...] = (
@@ -34,8 +34,8 @@ MODULES: tuple[tuple[str, type[nn.Module]], ...] = (
     ("output.dense", nn.Linear),
     ("output.LayerNorm", LayerNorm),
 )
-# Each row of this table adds the path of the parent module and the name of the module in the
-# parent. The path "" is the layer.
+# Each row has a path of `MODULES`, the path of the parent module, the name of the module in the
+# parent, and the class of `MODULES`. The path "" is the layer.
 STEPS = tuple((path, *path.rpartition(".")[::2], kind) for path, kind in MODULES)
 
 
@@ -44,7 +44,8 @@ def _paths(*kinds: type[nn.Module]) -> tuple[str, ...]:
 
 
 NORMS, LINEARS, LEAVES = _paths(LayerNorm), _paths(nn.Linear), _paths(LayerNorm, nn.Linear)
-# The modules that ask for a backend, in a floating layer and in a layer with int8 weights.
+# The paths of the modules that ask for a backend: in a layer with floating weights, and in a layer
+# with int8 weights.
 ASKING, INT8_ASKING = _paths(OperationModule), _paths(OperationModule, nn.Linear)
 DROPPING = (ATTENTION, OUTPUT, *NORMS)
 # A layer that computes only chosen rows calls these modules and does not read their parameters, so

@@ -21,7 +21,7 @@ class LayerNorm(OperationModule):
         size: Size N of the last dimension.
         eps: Term that is added to the variance.
         dropout_p: Probability with which an element of ``x + x_bias`` is dropped in training.
-        backend: Backend of the operation; None lets the operation choose.
+        backend: Requested backend; see ``OperationModule``. None lets the operation choose.
         bias: Whether the layer norm has a bias.
     """
 

@@ -1,4 +1,4 @@
-"""A linear layer whose backward pass launches only matrix products and fastbert's sum kernels."""
+"""A linear layer whose backward pass needs only matrix products and a sum for the bias."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Linear(nn.Linear, OperationModule):
     Args:
         inputs: Size K of the input.
         outputs: Size N of the output.
-        backend: Backend of the operation; None lets the operation choose.
+        backend: Requested backend; see ``OperationModule``. None lets the operation choose.
         bias: Whether the layer has a bias.
     """
 

@@ -11,12 +11,12 @@ class OperationModule(nn.Module):
     """The base of modules that call one operation with a backend.
 
     Args:
-        backend: Backend that every call of `operation` asks for; None lets the operation choose.
+        backend: Requested backend, as in `set_backend`; None lets the operation choose.
 
     Attributes:
         operation: Name of the operation.
         activation: Name of the activation that the backend must support.
-        backend: Backend that every call asks for, or None.
+        backend: Backend that every call of the operation asks for; None if the operation chooses.
     """
 
     operation: str
@@ -32,8 +32,9 @@ class OperationModule(nn.Module):
         """Set the backend that every call of the operation asks for.
 
         Args:
-            backend: ``"reference"``, ``"triton"``, ``"cuda"`` or ``"cpu"``; None lets the operation
-                choose.
+            backend: ``"reference"``, ``"triton"``, ``"cuda"`` or ``"cpu"``. None lets the operation
+                choose. The operation also chooses if it has no full implementation by `backend`;
+                see ``fastbert.ops.backend.prefer``.
 
         Raises:
             ValueError: If `backend` is unknown.

@@ -88,9 +88,9 @@ class BaseModelOutputWithPooling(ModelOutput):
             for packed input.
         pooler_output: Pooled first tokens of shape ``(B, H)``; None without a pooler.
         hidden_states: The embeddings and the output of every layer, each of the shape of
-            `last_hidden_state`; None for a state that was not chosen.
-        attentions: Attention weights of each layer, of shape ``(B, heads, L, L)``; None for a layer
-            that was not chosen. L is the longest sequence if the input is packed.
+            `last_hidden_state`. A state that was not chosen is None.
+        attentions: Attention weights of each layer, of shape ``(B, heads, L, L)``. The weights of a
+            layer that was not chosen are None. If the input is packed, L is ``max_seqlen``.
     """
 
     last_hidden_state: Tensor | None = None

@@ -1,7 +1,7 @@
 """A check whether a module's parameters may be used directly, without calling the module.
 
-This holds for a plain module: an instance of exactly the expected class, without hooks and without
-a ``forward`` of its own.
+The parameters of a plain module may be used. A plain module is an instance of exactly the expected
+class, without forward hooks and without a ``forward`` of its own.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ def deviation(module: nn.Module, kind: type[nn.Module]) -> str | None:
 
     The parameters of a plain module may be used without calling the module. A module of another
     class, such as an adapter, a quantised layer, a parametrization or a shard, must be called. A
-    module with hooks or with its own ``forward`` must be called as well.
+    module with forward hooks or with its own ``forward`` must be called as well.
 
     Args:
-        module: The module.
-        kind: The class.
+        module: The module. If it is a `Joined`, its parts are compared with ``nn.Linear`` instead.
+        kind: The expected class.
 
     Returns:
         The difference in words, or None.

@@ -1,10 +1,10 @@
 """The plan of an encoder: the executor of its layers, or the reason why layers run one by one.
 
-Only this file and the table in ``fastbert.modules.layer_modules`` look at the modules of the
-layers. `walk` finds the modules of a layer and reports each module that is not a plain instance of
-its expected class (``fastbert.modules.plain``). If no module is reported, the parameters and
-settings of the layers determine the executor (``fastbert.modules.executors``) that runs the layers.
-Without an executor, each module of a layer runs its own forward.
+The table in ``fastbert.modules.layer_modules`` has the expected class of each module of a layer.
+`walk` finds the modules of a layer and reports each module that is not a plain instance of its
+expected class (``fastbert.modules.plain``). If no module is reported, the parameters and settings
+of the layers determine the executor (``fastbert.modules.executors``) that runs the layers. Without
+an executor, each module of a layer runs its own forward.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class Mode(NamedTuple):
         autocast: Dtype of matrix products under autocast; None without autocast.
         gradient: Whether autograd records the call.
         rows: Result of ``ops.gpu_times.rows_class`` for the number of rows on a GPU, otherwise 0.
-        length: Result of ``ops.gpu_times.length_class`` for the length of the sequences, which the
-            reason of the plan mentions.
+        length: Result of ``ops.gpu_times.length_class`` for the length of the sequences, on which
+            the choice of a backend for attention depends on a GPU; 0 if the length is unknown.
     """
 
     device: str
@@ -110,7 +110,7 @@ class Plan(NamedTuple):
 
 
 def one_by_one(reason: str, chooses: bool = False) -> Plan:
-    """Return the plan of layers that run one by one for a reason."""
+    """Return a plan without an executor, because `reason` requires that layers run one by one."""
     return Plan([], None, None, "", f"layer by layer: {reason}", chooses)
 
 
@@ -148,11 +148,12 @@ def plan(layers: Sequence[nn.Module], mode: Mode) -> Plan:
 
 
 class _NoExecutor(Exception):
-    """Error if no executor can run the layers.
+    """Error that is raised if no executor can run the layers.
 
     Args:
         reason: The reason in words.
-        backend: Backend of the operation that prevents an executor, if an operation is the reason.
+        backend: Backend of the operation that prevents an executor; an empty string if no operation
+            is the reason.
     """
 
     def __init__(self, reason: str, backend: str = "") -> None:
@@ -272,9 +273,9 @@ def _drops(modules: Modules) -> bool:
 def _dropouts(modules: Modules) -> tuple[float, ...]:
     """Return the dropout probabilities of a layer.
 
-    They are those of the attention weights and of the inputs of the two residual additions. In a
-    `PreNormLayer`, the dropouts before the additions belong to the layer itself. The probabilities
-    of its layer norms come after them in the result.
+    The result has the probability for the attention weights, and then the probabilities before the
+    two residual additions. In a `PreNormLayer`, the dropouts before the additions belong to the
+    layer itself, and the probabilities of its layer norms come last in the result.
     """
     layer, attention = modules[""], modules[ATTENTION]
     first = attention.dropout_p if attention.training else 0.0
@@ -373,7 +374,7 @@ def _parts_of(linear: nn.Module) -> int:
 
 def _weights(modules: Modules, absent: Tensor | None) -> LayerWeights:
     """Return the parameters of a layer, with `absent` for each parameter that the layer lacks."""
-    # Only the norms of a `PreNormLayer` may lack a parameter.
+    # Any linear layer may lack a bias, but only the norms of a `PreNormLayer` may lack a parameter.
     of_norm = absent if type(modules[""]) is PreNormLayer else None
     return LayerWeights(
         *[

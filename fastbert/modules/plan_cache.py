@@ -20,7 +20,8 @@ from fastbert.ops import backend as backends
 from fastbert.ops import gpu_times
 from fastbert.ops.int8_linear import layout
 
-# The properties of a parameter on which a plan depends, as functions that read them.
+# The functions that read the properties of a parameter on which a plan depends, for inference and
+# for training.
 Read = Callable[[Any], Any]
 OF_INFERENCE: tuple[Read, ...] = (type, attrgetter("dtype"))
 OF_TRAINING: tuple[Read, ...] = (*OF_INFERENCE, attrgetter("requires_grad"), attrgetter("is_cpu"))
@@ -46,7 +47,7 @@ class _Parameters:
         return [list(map(read, self._parameters)) for read in self._read]
 
     def unchanged(self) -> bool:
-        """Return whether no parameter has changed."""
+        """Return whether all recorded properties are still the same."""
         return self._now() == self._facts
 
 

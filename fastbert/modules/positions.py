@@ -54,7 +54,7 @@ class Rotary(OperationModule):
 
     Args:
         base: Base of the angles.
-        backend: Backend of the operation; None lets the operation choose.
+        backend: Requested backend; see ``OperationModule``. None lets the operation choose.
     """
 
     operation = "rotary"

@@ -24,12 +24,13 @@ class BertPreTrainedModel(nn.Module):
 
     Args:
         config: The configuration.
-        backend: ``"reference"``, ``"triton"``, ``"cuda"`` or ``"cpu"``; None lets each operation
-            choose.
+        backend: Requested backend, ``"reference"``, ``"triton"``, ``"cuda"`` or ``"cpu"``. An
+            operation without a full implementation by this backend chooses by device and dtype.
+            None lets every operation choose.
 
     Attributes:
         config: The configuration, which is frozen.
-        backend: The backend that the model asks for in every operation, or None.
+        backend: The requested backend, or None.
 
     Raises:
         ValueError: If `backend` is unknown.
@@ -52,7 +53,8 @@ class BertPreTrainedModel(nn.Module):
         """Initialise every linear layer and embedding table in `module` (Devlin et al. 2019).
 
         Weights are normal with mean 0 and standard deviation ``config.initializer_range``. Biases
-        and the embedding of the padding token are 0.
+        and the row of each embedding table for the padding index are 0. A weight on the meta device
+        is skipped.
 
         Args:
             module: The module, which is initialised in place.
@@ -85,8 +87,7 @@ class BertPreTrainedModel(nn.Module):
 
         Args:
             path_or_hub_id: Folder or hub id.
-            backend: ``"reference"``, ``"triton"``, ``"cuda"`` or ``"cpu"``; None lets each
-                operation choose.
+            backend: Requested backend, as in the constructor.
             dtype: Dtype of the parameters; None means the dtype of the checkpoint.
             **config_overrides: Fields of the configuration that replace the values in
                 ``config.json``.
@@ -150,11 +151,10 @@ class BertPreTrainedModel(nn.Module):
     # Switches
 
     def set_backend(self, backend: str | None) -> None:
-        """Set the backend that every operation of the model asks for.
+        """Set the backend that the operations of the model ask for.
 
         Args:
-            backend: ``"reference"``, ``"triton"``, ``"cuda"`` or ``"cpu"``; None lets each
-                operation choose.
+            backend: Requested backend, as in the constructor.
 
         Raises:
             ValueError: If `backend` is unknown.

@@ -13,7 +13,7 @@ from fastbert.ops.int8_linear import Int8Weight, int8_weight, layout, pack, unpa
 
 
 class QuantizedLinear(OperationModule):
-    """A linear layer with int8 weights for inference on the CPU, by ``fastbert.ops.int8_linear``.
+    """A linear layer with int8 weights for inference, computed by ``fastbert.ops.int8_linear``.
 
     The weight W is stored once, in the memory layout of the instruction set in use, with one byte
     per element. The properties ``weight`` (int8, ``(N, K)``) and ``scale`` (fp32, ``(N,)``), which
@@ -24,7 +24,7 @@ class QuantizedLinear(OperationModule):
         values: Weights, int8 of shape ``(N, K)``.
         scale: Scale of each output, fp32 of shape ``(N,)``.
         bias: Bias of shape ``(N,)``, or None.
-        backend: Backend of the operation; None lets the operation choose.
+        backend: Requested backend; see ``OperationModule``. None lets the operation choose.
     """
 
     operation = "int8_linear"

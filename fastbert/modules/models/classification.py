@@ -172,7 +172,8 @@ class BertForTokenClassification(TaskModel):
             ``loss`` is None without labels.
 
         Raises:
-            ValueError: As in `BertModel.forward`, or if a label is out of range.
+            ValueError: As in `BertModel.forward`, or if a label is out of range or the labels have
+                the wrong shape.
             TypeError: As in `BertModel.forward`, or if labels are not integers.
         """
         encoded = self.bert.encode(

@@ -72,7 +72,8 @@ class BertForMultipleChoice(TaskModel):
             attention weights have ``B * choices`` sequences.
 
         Raises:
-            ValueError: As in `BertModel.forward`, or if a label is out of range.
+            ValueError: As in `BertModel.forward`, or if a label is out of range or the number of
+                labels is not B.
             TypeError: As in `BertModel.forward`, or if labels are not integers.
         """
         leading: tuple[int, ...] = ()
