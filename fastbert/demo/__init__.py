@@ -1,4 +1,4 @@
-"""The demo, which trains a small BERT, reopens it in transformers, checks and times fastbert."""
+"""The demo: it trains a small BERT, reopens the model in transformers, and checks and times it."""
 
 from fastbert.demo.demo import run_demo
 from fastbert.demo.report import DemoReport

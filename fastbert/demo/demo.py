@@ -94,7 +94,7 @@ class DemoSize:
 
 
 class _Phases:
-    """Announces each phase with its expected duration, and shows and keeps the real one."""
+    """Prints each phase with its expected duration, and prints and stores its real duration."""
 
     def __init__(self, console: Console, total: int, expected: Mapping[str, str]) -> None:
         self.seconds: dict[str, float] = {}
@@ -131,10 +131,11 @@ def _refuse_foreign(folder: Path) -> None:
 
 @contextmanager
 def _claimed(folder: Path) -> Iterator[None]:
-    """Write a preliminary report to the folder before it has a checkpoint.
+    """Write a preliminary report to the folder before the block writes a checkpoint there.
 
-    The report marks the folder as the output of a demo, so that a demo that was stopped can start
-    there again.
+    The report marks the folder as the output of a demo, so that a later demo may replace the
+    results of a demo that was stopped. If the block raises an error and there is no checkpoint, the
+    report is deleted.
     """
     new, report = not folder.exists(), folder / "report.md"
     unmarked = not report.exists()

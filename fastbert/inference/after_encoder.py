@@ -21,8 +21,9 @@ class AfterEncoder(nn.Module):
         prompt_length: Number of rows at the start of each text that belong to the prompt.
 
     Raises:
-        ValueError: If a Dense module has another input size than the output size of the module
-            before it. The message names the folder of the module.
+        OSError: If the folder of a Dense module has no weights.
+        ValueError: If the input size of a Dense module differs from the output size of the module
+            before it, or if its weights are damaged. The message names the folder of the module.
     """
 
     def __init__(self, recipe: SentenceFolder, hidden_size: int, prompt_length: int) -> None:

@@ -28,7 +28,8 @@ class Embedder:
     Args:
         model: Folder or hub id of a checkpoint. A folder of sentence-transformers defines the steps
             after the encoder; for any other folder, the embedding is the mean of the rows.
-        pooling: The pooling mode; None keeps the modes of the folder.
+        pooling: The pooling mode, as in `fastbert.modules.pool`; None keeps the modes of the
+            folder.
         layers: Numbers of the hidden states whose rows are pooled; None takes the last state. State
             0 is the embedding output, state N is the output of layer N, and a negative number
             counts from the last state.
@@ -38,7 +39,7 @@ class Embedder:
             the folder.
         max_length: Largest number of tokens of a text; None keeps the limit of the folder.
         tokens_per_batch: Largest number of tokens of a batch, unless a single text is longer.
-        backend: Backend of the model; None lets each operation choose.
+        backend: Requested backend, as in `fastbert.BertModel`; None lets every operation choose.
 
     Raises:
         ValueError: If the checkpoint cannot be loaded, if a file of the folder is not supported,
@@ -134,7 +135,8 @@ def read_recipe(
 
     Args:
         folder: Folder of the model.
-        pooling: The pooling mode; None keeps the modes of the folder.
+        pooling: The pooling mode, as in `fastbert.modules.pool`; None keeps the modes of the
+            folder.
         normalize: Whether the last step scales the embedding to length 1; None keeps the steps of
             the folder.
 

@@ -154,8 +154,8 @@ class GraphedModel:
 
         Raises:
             RuntimeError: If the model is in training mode.
-            ValueError: As ``BertModel.forward``.
-            TypeError: As ``BertModel.forward``.
+            ValueError: As in ``BertModel.forward``.
+            TypeError: As in ``BertModel.forward``.
         """
         model = self.model
         if model.training:

@@ -15,15 +15,15 @@ if TYPE_CHECKING:
 class LimitedTokenizer:
     """The tokenizer of a model folder, for texts and pairs, with a limit of tokens.
 
-    The attribute ``limit`` is `max_length`. If `max_length` is None, the limit is
-    ``settings.max_length``, or the maximum in ``tokenizer_config.json``, but at most `positions`.
-    The tokenizer puts ``settings.prompt`` before the first text. A call takes a tuple of one or two
-    texts, and returns an ``Encoded``.
+    The attribute ``limit`` is the largest number of tokens. It is the first of `max_length`,
+    ``settings.max_length`` and the maximum in ``tokenizer_config.json`` that is set, but at most
+    `positions`. The tokenizer puts ``settings.prompt`` before the first text. A call takes a tuple
+    of one or two texts, and returns an ``Encoded``.
 
     Args:
         settings: The settings of the model folder.
         positions: Number of positions of the model.
-        max_length: Largest number of tokens of a text.
+        max_length: Largest number of tokens of a text; None takes the limit of the folder.
 
     Raises:
         ValueError: If `max_length` exceeds `positions`. A call raises a ValueError if a text has no

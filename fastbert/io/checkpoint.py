@@ -46,7 +46,8 @@ class StoredModel(Protocol):
 
     Attributes:
         config: The configuration.
-        body_prefix: Prefix of the body's names in the state dict, ``"bert."`` or ``""``.
+        body_prefix: Prefix of the encoder's and the pooler's names in the state dict, ``"bert."`` or
+            ``""``.
     """
 
     config: BertConfig
@@ -72,7 +73,7 @@ class StoredModel(Protocol):
 
 @dataclass(frozen=True)
 class Stored:
-    """A checkpoint as it is stored, under the names in its files.
+    """A checkpoint whose tensors have the names and dtypes that its files have.
 
     Attributes:
         folder: Folder of the checkpoint.
@@ -100,8 +101,8 @@ class Stored:
             The configuration.
 
         Raises:
-            ValueError: If ``config.json`` is not usable, or if an override is not a field. The
-                message names the file or the override.
+            ValueError: If ``config.json`` is not usable, or if an override is not a field or has a
+                value that is not allowed. The message names the file or the override.
         """
         known = {field.name for field in dataclasses.fields(BertConfig)} - OURS
         for name in overrides:
@@ -153,7 +154,8 @@ def read(path_or_hub_id: str | os.PathLike[str]) -> Stored:
     Raises:
         FileNotFoundError: If there is no checkpoint.
         ValueError: If the checkpoint is damaged. The message names the file and the reason.
-        OSError: If an interrupted save cannot be finished.
+        OSError: If an interrupted save cannot be finished, or if other processes keep saving into
+            the folder.
     """
     folder = encoder_folder(find(path_or_hub_id))
     return commit.consistent(
@@ -224,7 +226,8 @@ def find(path_or_hub_id: str | os.PathLike[str]) -> Path:
         The folder.
 
     Raises:
-        FileNotFoundError: If there is no such folder and the hub does not have the id.
+        FileNotFoundError: If there is no such folder, and the hub does not have the name or the
+            name is not a hub id.
         OSError: If an interrupted save cannot be finished.
     """
     path = Path(path_or_hub_id)
@@ -360,8 +363,9 @@ def fit(model: StoredModel, stored: Stored) -> dict[str, Tensor]:
         The tensors by name.
 
     Raises:
-        ValueError: If the shape of a tensor differs from the model, or if the weights of the
-            embeddings and the encoder in `stored` and in `model` have different names.
+        ValueError: If the shape or the dtype of a tensor does not fit the model. The error is also
+            raised if `stored` lacks weights of the encoder, or has weights of an encoder that
+            `model` lacks.
     """
     if model.config.model_type == "bert":
         tensors = names.for_model(stored.tensors, model.body_prefix)
@@ -440,7 +444,7 @@ def check_shapes(folder: Path, tensors: dict[str, Tensor], expected: dict[str, T
 
 
 def _check_surplus(folder: Path, left: list[str], config: BertConfig) -> None:
-    """Raise ValueError if the encoder has weights in `left`, the names that the model lacks."""
+    """Raise ValueError if `left`, the stored names that the model lacks, has encoder weights."""
     parts = families.encoder_parts(config)
     surplus = [name for name in left if names.part(name) in parts]
     if surplus:

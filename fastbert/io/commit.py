@@ -69,7 +69,8 @@ def replacement(folder: Path) -> Iterator[Path]:
         The empty folder.
 
     Raises:
-        OSError: If a file cannot be written or moved; `folder` stays as it was.
+        OSError: If a file cannot be written or moved. `folder` stays as it was, unless the error
+            occurs while the new files are moved into `folder`. `settle` then moves the rest.
     """
     home = folder if folder.is_dir() else folder.parent
     home.mkdir(parents=True, exist_ok=True)
@@ -144,7 +145,8 @@ def discard_dead(folder: Path) -> None:
 def consistent(folder: Path, read: Callable[[], Result]) -> Result:
     """Call `read`, and return its result once all files that it read come from the same save.
 
-    If a writer replaces the files during the call, `read` is called again.
+    If a writer replaces the files during the call, `read` is called again, also if it raised an
+    error.
 
     Args:
         folder: The folder.
@@ -309,7 +311,10 @@ def _names(folder: Path) -> list[str]:
 
 
 def _move_out(folder: Path) -> None:
-    """Move the old files out of `folder`, or leave all in place if one cannot be moved."""
+    """Move the old files out of `folder`; if a move fails, restore all of them and raise OSError.
+
+    The old files are those with the names of new files.
+    """
     moved = []
     try:
         for name in _names(folder):

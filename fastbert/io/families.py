@@ -75,8 +75,8 @@ def family_of(model_type: str) -> Family:
 def read_config(content: Content) -> BertConfig:
     """Read the configuration of any family.
 
-    The configuration contains unknown keys too. A key is ignored if it is the name of a field of
-    `BertConfig` that the family lacks or names differently.
+    Unknown keys are stored in ``extra`` of the configuration. A key is ignored if it is the name of
+    a field of `BertConfig` that the family lacks or names differently.
 
     Args:
         content: Content of ``config.json``.
@@ -117,8 +117,8 @@ def pairs(config: BertConfig, stored: bool = False) -> Iterator[tuple[str, tuple
 
     Args:
         config: The configuration.
-        stored: Whether the second names are those in checkpoints instead of those in the model of
-            transformers.
+        stored: Whether the names in transformers are those in its checkpoints. With False, they are
+            those in its models.
     """
     family = family_of(config.model_type)
     layers = max(config.architecture.order(config.num_hidden_layers)) + 1

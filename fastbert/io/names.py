@@ -9,7 +9,7 @@ from torch import Tensor
 # The parts of the fused query-key-value projection, in the order of its rows.
 QKV = ("query", "key", "value")
 BODY_PREFIX = "bert."
-# The first part of a weight's name, after BODY_PREFIX is removed, is one of these.
+# The first part of a weight's name, after BODY_PREFIX is removed, is a name in BODY or in HEADS.
 ENCODER = ("embeddings", "encoder")
 BODY = (*ENCODER, "pooler")
 HEADS = ("cls", "classifier", "qa_outputs")
@@ -26,11 +26,12 @@ def modernise(name: str) -> str:
 
 
 def for_model(tensors: Mapping[str, Tensor], body_prefix: str) -> dict[str, Tensor]:
-    """Rename the tensors of a checkpoint to their names in a model.
+    """Rename the tensors of a checkpoint to their names in a model, and leave out `BUFFERS`.
 
     Args:
         tensors: The tensors by their names in the checkpoint.
-        body_prefix: Prefix of the body's names in the model, ``"bert."`` or ``""``.
+        body_prefix: Prefix of the names of the encoder and the pooler in the model, ``"bert."`` or
+            ``""``.
 
     Returns:
         The tensors by their new names.

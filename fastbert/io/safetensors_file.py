@@ -25,8 +25,8 @@ from fastbert.file_size import check_file
 
 # The safetensors library refuses a header of more bytes than this.
 MAX_HEADER = 100_000_000
-# The expression matches the end of a tensor in the data. If a header is formatted differently, only
-# the library checks it.
+# The expression matches the offsets of a tensor in the header, and its group is the end offset. If
+# the expression matches nothing in a header, only the library checks the offsets.
 _END = re.compile(rb'"data_offsets"\s*:\s*\[\s*\d{1,19}\s*,\s*(\d{1,19})\s*\]')
 
 
@@ -40,6 +40,7 @@ def read(path: Path) -> dict[str, Tensor]:
         The tensors by name.
 
     Raises:
+        OSError: If the file cannot be read.
         ValueError: If the file is damaged. The message names `path` and the reason.
     """
     size, header = check_size(path)

@@ -98,7 +98,8 @@ class SentenceFolder:
         max_length: Largest number of tokens of a text; None if the tokenizer decides.
         lowercase: Whether texts are converted to lower case.
         prompt: Text that is put before each text.
-        other_prompts: Names of all prompts if the folder has no default prompt, or an empty tuple.
+        other_prompts: Names of the nonempty prompts if the folder has no default prompt; otherwise
+            an empty tuple.
         truncate_dim: Number of elements to which a vector is truncated; None keeps all elements.
         activation: Name of the class of ``torch.nn`` that a cross-encoder applies to its logits;
             None if the folder has no such setting.
@@ -364,7 +365,8 @@ def _encoder_settings(encoder: Path, task: str) -> tuple[int | None, bool]:
     content = json_file.read(path)
     _check_task(path, content, task)
     served = {"transformer_task", "modality_config", "module_output_name"}
-    # unpad_inputs does not change a result. A key without a value is allowed.
+    # unpad_inputs does not change a result. An unknown key is allowed if its value is null, false,
+    # 0 or empty.
     set_keys = {key: value for key, value in content.items() if value}
     _check_keys(path, set_keys, {*served, "max_seq_length", "do_lower_case", "unpad_inputs"})
     return _count(path, content, "max_seq_length"), _flag(path, content, "do_lower_case", False)

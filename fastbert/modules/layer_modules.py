@@ -18,7 +18,7 @@ from fastbert.modules.quantized_linear import QuantizedLinear
 
 # `MODULES` has the path of each module of a layer and the class that the module must have. A
 # QuantizedLinear may replace any linear layer. Linear layers and layer norms are in the order of
-# the fields of `LayerWeights`. The paths with names occur in several places.
+# the fields of `LayerWeights`.
 ATTENTION, OUTPUT = "attention.self", "output"
 QKV, INNER = "attention.self.qkv", "intermediate.dense"
 MODULES: tuple[tuple[str, type[nn.Module]], ...] = (

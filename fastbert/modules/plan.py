@@ -374,7 +374,8 @@ def _parts_of(linear: nn.Module) -> int:
 
 def _weights(modules: Modules, absent: Tensor | None) -> LayerWeights:
     """Return the parameters of a layer, with `absent` for each parameter that the layer lacks."""
-    # Any linear layer may lack a bias, but only the norms of a `PreNormLayer` may lack a parameter.
+    # A linear layer may lack a bias. Of the layer norms, only those of a `PreNormLayer` may lack a
+    # parameter.
     of_norm = absent if type(modules[""]) is PreNormLayer else None
     return LayerWeights(
         *[

@@ -101,7 +101,8 @@ class BertPreTrainedModel(nn.Module):
                 missing. The same error is raised if the configuration has no parameter for stored
                 weights of the encoder, for example because `num_hidden_layers` is below the stored
                 number. The message names the file and the reason.
-            OSError: If a save was killed after its commit point, and this call cannot finish it.
+            OSError: If a save into the folder was interrupted and this call cannot finish the save,
+                or if other processes keep saving into the folder.
 
         Examples:
             >>> import tempfile

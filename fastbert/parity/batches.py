@@ -1,4 +1,4 @@
-"""The batches on which two models are compared: given, read from texts, or generated."""
+"""The batches on which models are compared: the user's batch, batches of texts, or random ones."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def given(batch: Any) -> Batch:
         batch: The batch.
 
     Returns:
-        The batch as a dict.
+        A copy of the batch with the name "given".
 
     Raises:
         TypeError: If `batch` is not a mapping.
@@ -95,11 +95,11 @@ def generated(subject: Subject, encoders: Iterable[nn.Module], seed: int) -> Ite
 
     Args:
         subject: The model.
-        encoders: The encoders in the model, which limit the tokens and their number.
+        encoders: The encoders in the model, which limit the token ids and the lengths.
         seed: Seed of the tokens and the labels.
 
     Raises:
-        ValueError: If the model takes no token ids.
+        ValueError: If the model takes no token ids or no attention mask.
     """
     for name in ("input_ids", "attention_mask"):
         if not subject.takes(name):

@@ -37,8 +37,8 @@ class Measured(NamedTuple):
         fast: The results of the accelerated copy.
         oracle: The results of the copy in float64.
         stock: Computes the results of the stock copy.
-        rows: A failed row for each field that one of the copies lacks, and an entry for each field
-            that is left out.
+        rows: A failed row for each field that one of the copies lacks or gives in another size, and
+            an entry for each field that is left out.
     """
 
     fast: Tensors
@@ -181,7 +181,8 @@ class Pass:
     def _reading_padding(self, mode: str, comparable: Tensors) -> Iterator[LeftOut]:
         """Yield an entry for each field of which some elements at real tokens are not compared.
 
-        The elements at padding have no meaning, so a field without these elements gets no entry.
+        A field gets no entry if all its elements are compared, or all except those at padding,
+        which have no meaning.
         """
         mask = self.values.get("attention_mask")
         real, positions = (1, 1) if mask is None else (int(mask.bool().sum()), mask.numel())
@@ -208,7 +209,11 @@ class Pass:
         return exact, self.comparable[asked]
 
     def _not_reading_padding(self, exact: Tensors, run: Callable[[], Tensors]) -> Tensors:
-        """Return which elements do not read padding for any parameters and hidden states."""
+        """Return masks by field that are False at the elements that read padding.
+
+        An element reads padding if zeros at padding change it, or if random numbers at padding
+        change it in a model with random parameters; see `fastbert.parity.outputs`.
+        """
         with ChangedPadding(self.sides.oracle, self.encoders, torch.zeros_like) as changed:
             zeroed = run()
         if not changed.seen:

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 FACTOR = 3.0
 REASON = "a rounding early in the backward pass affects every later gradient"
-# The gradient of a key's bias is 0 except for rounding, because a softmax does not change if one
-# number is added to all logits. It is judged together with the gradient of the query's bias.
+# The names of key projections → the names of query projections. The gradient of a key's bias is 0
+# except for rounding, because a softmax does not change if one number is added to all logits. The
+# gradients of the biases of key and query are therefore judged together.
 KEYS = {r"\bkey\b": "query", r"\bk_lin\b": "q_lin", r"\battn\.k\b": "attn.q"}
 
 
@@ -23,7 +24,8 @@ def kinds(names: Iterable[str]) -> dict[str, list[str]]:
         names: Names of parameters.
 
     Returns:
-        The names by kind, in which ``*`` is the number of a layer.
+        The names by kind. In a kind, ``*`` stands for the number of a layer, and the bias of a key
+        has the kind of the query's bias.
 
     Examples:
         >>> from fastbert.parity.gradients import kinds
@@ -41,7 +43,9 @@ def kinds(names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def directions(exact: Mapping[str, Tensor], comparable: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Draw a gradient for each field, equal for all dtypes and 0 at elements not compared.
+    """Draw a random gradient for each field, which is 0 at the elements that are not compared.
+
+    The numbers are the same for every tested dtype.
 
     Args:
         exact: The fields in float64.

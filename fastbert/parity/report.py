@@ -15,7 +15,8 @@ class Row(NamedTuple):
     """The comparison of one field of the output, or of the gradients of one kind of parameter.
 
     Attributes:
-        batch: Name of the batch, such as "padded left" or "texts 1-16".
+        batch: Name of the batch, such as "padded left" or "texts 1-16". In the mode "serving", the
+            name is "all".
         dtype: Dtype of the parameters, such as "bfloat16".
         mode: "inference", "all outputs" or "gradients"; or "serving", for an encoder that fastbert
             does not run.
@@ -61,7 +62,8 @@ class Report(NamedTuple):
 
     Attributes:
         model: Name of the class of the model.
-        rows: The comparisons, one for each field or kind of parameter.
+        rows: The comparisons. Every batch, dtype and mode has a row for each field, or in the mode
+            "gradients" for each kind of parameter.
         left_out: The results that were not compared.
     """
 

@@ -36,10 +36,10 @@ def verify(
 
     Copies of the model run in eval mode, which has no dropout, on the device of the model: in
     inference, in inference with hidden states and attention weights, and with gradients. The
-    reference is the stock copy in float64 with eager attention. Every floating-point field of the
-    output and every gradient is judged by the tolerance rule: at most twice the error of the stock
-    copy in the same dtype. The model, its gradients, its mode and the state of torch's random
-    numbers do not change.
+    reference is the stock copy in float64 with eager attention. The tolerance rule judges every
+    floating-point field of the output and every gradient. It allows twice the error of the stock
+    copy in the same dtype, or three times its error for gradients. The model, its gradients, its
+    mode and the state of torch's random numbers do not change.
 
     Args:
         model: A model that `accelerate` takes: a model of transformers with any head or with none,
@@ -142,7 +142,8 @@ def _in_one_dtype(
 ) -> Iterator[Row | LeftOut]:
     """Yield the findings of one dtype; the copies in this dtype are freed at the end."""
     notify(f"{name}: copying {subject.name}")
-    # A generator runs in the context of its caller, so each step has a separate context.
+    # A generator runs in the context of its caller after each yield, so the context is entered
+    # again for each step.
     with _plain_context():
         sides = sides_of(subject.module, DTYPES[name])
         serving = obstacles(sides.fast)
@@ -193,6 +194,6 @@ def _batches(
 
 @contextlib.contextmanager
 def _plain_context() -> Iterator[None]:
-    """Record gradients inside the block, also if the caller disabled gradients."""
+    """Let autograd record the operations of the block, even if the caller has disabled it."""
     with torch.inference_mode(False), torch.enable_grad():
         yield

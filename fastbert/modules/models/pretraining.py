@@ -283,7 +283,8 @@ class BertForNextSentencePrediction(TaskModel):
             token_type_ids: As in `BertModel.forward`.
             position_ids: As in `BertModel.forward`.
             inputs_embeds: As in `BertModel.forward`.
-            labels: Integers of shape ``(B,)`` or ``(B, 1)``: 0 or 1.
+            labels: Integers 0 and 1 of shape ``(B,)`` or ``(B, 1)``; 0 if the second sentence
+                follows the first.
             return_dict: As in `BertModel.forward`.
             **options: Keyword arguments of `BertModel.encode`.
 
