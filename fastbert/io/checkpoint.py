@@ -46,8 +46,8 @@ class StoredModel(Protocol):
 
     Attributes:
         config: The configuration.
-        body_prefix: Prefix of the encoder's and the pooler's names in the state dict, ``"bert."`` or
-            ``""``.
+        body_prefix: Prefix of the names of the encoder and the pooler in the state dict:
+            ``"bert."`` or ``""``.
     """
 
     config: BertConfig

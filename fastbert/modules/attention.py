@@ -34,7 +34,7 @@ class BertSelfAttention(OperationModule):
 
     Args:
         config: The configuration.
-        backend: Requested backend; see ``OperationModule``. None lets operations choose.
+        backend: Requested backend; see ``OperationModule``. None lets each operation choose.
         number: Number of the layer, from 0.
 
     Attributes:
@@ -157,7 +157,7 @@ class BertSelfOutput(nn.Module):
 
     Args:
         config: The configuration.
-        backend: Requested backend; see ``OperationModule``. None lets operations choose.
+        backend: Requested backend; see ``OperationModule``. None lets each operation choose.
     """
 
     def __init__(self, config: BertConfig, backend: str | None = None) -> None:
@@ -197,7 +197,7 @@ class BertAttention(nn.Module):
 
     Args:
         config: The configuration.
-        backend: Requested backend; see ``OperationModule``. None lets operations choose.
+        backend: Requested backend; see ``OperationModule``. None lets each operation choose.
         number: Number of the layer, from 0.
     """
 

@@ -28,7 +28,7 @@ class BertEmbeddings(OperationModule):
 
     Args:
         config: The configuration.
-        backend: Requested backend; see ``OperationModule``. None lets operations choose.
+        backend: Requested backend; see ``OperationModule``. None lets each operation choose.
     """
 
     operation = "embedding"

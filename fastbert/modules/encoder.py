@@ -33,7 +33,7 @@ class BertEncoder(nn.Module):
 
     Args:
         config: The configuration.
-        backend: Requested backend; see ``OperationModule``. None lets operations choose.
+        backend: Requested backend; see ``OperationModule``. None lets each operation choose.
 
     Attributes:
         order: Indices in ``layer`` of the layers, in the order in which they run. With groups of

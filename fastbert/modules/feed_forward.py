@@ -42,7 +42,7 @@ class BertOutput(OperationModule):
 
     Args:
         config: The configuration.
-        backend: Requested backend; see ``OperationModule``. None lets operations choose.
+        backend: Requested backend; see ``OperationModule``. None lets each operation choose.
     """
 
     operation = "feed_forward"

@@ -1,4 +1,4 @@
-"""The heads with parameters, which compute the outputs of a task from those of the encoder."""
+"""The task heads that have parameters, and the loss functions of the heads."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class PredictionTransform(OperationModule):
 
     Args:
         config: The configuration, whose ``hidden_act`` names the activation.
-        backend: Requested backend; see ``OperationModule``. None lets operations choose.
+        backend: Requested backend; see ``OperationModule``. None lets each operation choose.
     """
 
     operation = "linear_gelu"
@@ -56,7 +56,7 @@ class LMPredictionHead(OperationModule):
 
     Args:
         config: The configuration.
-        backend: Requested backend; see ``OperationModule``. None lets operations choose.
+        backend: Requested backend; see ``OperationModule``. None lets each operation choose.
     """
 
     operation = "linear_cross_entropy"
@@ -140,7 +140,7 @@ class PreTrainingHeads(OnlyMLMHead):
 
 
 def classifier_dropout(config: BertConfig) -> nn.Dropout:
-    """Return the dropout module before a classifier, a module of torch as in transformers."""
+    """Return the dropout before a classifier, an ``nn.Dropout`` of torch as in transformers."""
     own = config.classifier_dropout
     return nn.Dropout(config.hidden_dropout_prob if own is None else own)
 

@@ -18,7 +18,7 @@ class BertLayer(nn.Module):
 
     Args:
         config: The configuration.
-        backend: Requested backend; see ``OperationModule``. None lets operations choose.
+        backend: Requested backend; see ``OperationModule``. None lets each operation choose.
         number: Number of the layer, from 0.
     """
 
@@ -61,7 +61,7 @@ class PreNormLayer(BertLayer):
 
     Args:
         config: The configuration.
-        backend: Requested backend; see ``OperationModule``. None lets operations choose.
+        backend: Requested backend; see ``OperationModule``. None lets each operation choose.
         number: Number of the layer, from 0.
     """
 

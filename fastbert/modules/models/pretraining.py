@@ -136,7 +136,8 @@ class BertForPreTraining(_MaskedLM):
             `next_sentence_label` is None. ``mlm_loss`` is 0 if no token has a label.
 
         Raises:
-            ValueError: As in `BertModel.forward`, or if a label is out of range.
+            ValueError: As in `BertModel.forward`, or if a label is out of range or the labels have
+                the wrong shape.
             TypeError: As in `BertModel.forward`, or if labels are not integers.
         """
         encoded = self.bert.encode(
@@ -219,7 +220,8 @@ class BertForMaskedLM(_MaskedLM):
             over labelled tokens, 0 if no token has a label, and None without labels.
 
         Raises:
-            ValueError: As in `BertModel.forward`, or if a label is out of range.
+            ValueError: As in `BertModel.forward`, or if a label is out of range or the labels have
+                the wrong shape.
             TypeError: As in `BertModel.forward`, or if labels are not integers.
         """
         encoded = self.bert.encode(
@@ -292,7 +294,8 @@ class BertForNextSentencePrediction(TaskModel):
             ``logits`` of shape ``(B, 2)``; ``loss`` is None without labels.
 
         Raises:
-            ValueError: As in `BertModel.forward`, or if a label is out of range.
+            ValueError: As in `BertModel.forward`, or if a label is out of range or the labels have
+                the wrong shape.
             TypeError: As in `BertModel.forward`, or if labels are not integers.
         """
         encoded = self.bert.encode(
