@@ -54,7 +54,7 @@ class DemoSize:
 
     Attributes:
         documents: Number of stories of the built-in corpus.
-        training: Options of `fastbert.training.pretrain`.
+        training: Fields of ``PretrainOptions``, by name, for `fastbert.training.pretrain`.
         speed: Batches on which the encoder is timed.
         speed_seconds: Time for each measurement, in seconds.
         speed_dtypes: Dtypes in which the encoder is timed.

@@ -117,7 +117,7 @@ class GraphedModel:
 
     @property
     def recorded(self) -> tuple[Bucket | PaddedBucket, ...]:
-        """The buckets that have a graph, in the order of their last use."""
+        """The buckets that have a graph; the bucket whose last use is the earliest comes first."""
         return tuple(bucket for bucket, _ in self._cache.graphs)
 
     def __call__(

@@ -284,8 +284,8 @@ def _accelerated(module: nn.Module) -> bool:
 def _fast_class(kind: Any, stock: Any) -> Any:
     """Make a subclass of `kind` in which fastbert's forward replaces the forward of `stock`.
 
-    `kind` is `stock` or a subclass of `stock`. A method that `kind` overrides still runs, and
-    ``super().forward`` then reaches the forward of fastbert.
+    `kind` is `stock` or a subclass of `stock`. If `kind` overrides ``forward``, its own ``forward``
+    still runs, and ``super().forward`` in it reaches the forward of fastbert.
     """
     # The first parameter is self and the last is **kwargs.
     names = tuple(inspect.signature(stock.forward).parameters)[1:-1]

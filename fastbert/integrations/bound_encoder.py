@@ -374,10 +374,10 @@ def _are_row_wise(leaf: Leaf, called: Mapping[str, str]) -> bool:
 
 
 def _bind(leaf: Leaf, called: Mapping[str, str]) -> None:
-    """Give `leaf.module` the parameters of the HF model, or call the HF model's module instead.
+    """Give `leaf.module` the parameters of the HF model, or let fastbert call the HF module.
 
-    fastbert calls the HF model's module if its path is in `called`, and always the parts of a
-    `JoinedLinear`.
+    fastbert calls a module of the HF model if its path is in `called`. The parts of a
+    `JoinedLinear` are always the modules of the HF model themselves.
     """
     module = leaf.module
     parts = [place.get() for place in leaf.hf_places]

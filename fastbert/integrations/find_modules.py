@@ -1,4 +1,4 @@
-"""Find the modules with an encoder inside an object of another library.
+"""Search an object of another library for the modules that contain an encoder.
 
 Libraries hold a model of transformers in an attribute that is often private, such as
 ``HuggingFaceEmbeddings._client`` of langchain-huggingface. `find_modules` reads the stored state of

@@ -14,7 +14,7 @@ from torch import Tensor
 
 @dataclass
 class ModelOutput:
-    """The base of the outputs.
+    """The base class of the outputs of all models.
 
     ``output.loss``, ``output["loss"]``, ``output[0]``, ``output[:2]`` and ``loss, logits = output``
     are supported, and so are ``keys()``, ``items()``, ``values()``, ``len``, ``in`` and

@@ -31,7 +31,7 @@ class _Parameters:
     """The properties of parameters that can change in place and that a snapshot does not record.
 
     ``parameter.data = …`` changes the dtype and the device of a parameter, ``requires_grad_``
-    changes whether it is trained, and ``torch.utils.swap_tensors`` changes its class.
+    changes whether the parameter is trained, and ``torch.utils.swap_tensors`` changes its class.
 
     Args:
         parameters: The parameters of all layers.

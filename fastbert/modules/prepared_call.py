@@ -70,8 +70,8 @@ class PreparedCall(NotCopied):
             token_types: Token types of shape ``(B, L)``, or None.
 
         Returns:
-            The result, or None if the modules must run one by one. The modules also raise the error
-            for an argument that is not allowed.
+            The result, or None if the modules must run one by one. If an argument is not allowed,
+            the result is None too, and the modules then raise the error.
         """
         if type(ids) is not Tensor or ids.device.type != "cpu" or not _is_plain_inference():
             return None

@@ -102,7 +102,8 @@ def findings(
         tokenizer: As in `verify`.
         dtypes: As in `verify`.
         seed: As in `verify`.
-        notify: Receives the dtype, the batch and the mode before each comparison.
+        notify: Function that gets a text with the dtype, the batch and the mode before each
+            comparison.
 
     Yields:
         A `Row` for each comparison, and a `LeftOut` for each result that is not compared.
