@@ -14,8 +14,9 @@ from fastbert.data.tokenizer import WordPieceTokenizer
 
 Batch = dict[str, Any]
 
-# Padded sequences are sorted by length inside windows of about this many batches. The window is
-# long enough to remove nearly all padding. It is short enough that a batch mixes the whole corpus.
+# Padded sequences are sorted by length inside windows of about this many batches. A window is long
+# enough to remove nearly all padding. Since a window is a random part of an epoch, the sequences of
+# a batch come from the whole corpus.
 _WINDOW_BATCHES = 50
 # The seeds of the order and of the masks begin with different numbers, so that an epoch's order and
 # its masks are drawn independently.
@@ -23,20 +24,21 @@ _ORDER, _MASKS = 1, 2
 
 
 class PretrainingBatches:
-    """Batches of next-sentence pairs, each with at most `tokens_per_batch` tokens.
+    """Batches of at most `tokens_per_batch` tokens, which are made of next-sentence pairs.
 
     A packed batch has ``input_ids``, ``token_type_ids`` and ``labels``, all int64 of shape
     ``(T,)``, where ``T`` is the number of tokens. It also has ``cu_seqlens``, int32 of shape
-    ``(B + 1,)``, where ``B`` is the number of pairs, and ``max_seqlen``, an int.
+    ``(B + 1,)``, where ``B`` is the number of pairs, and ``max_seqlen``, the number of tokens of
+    the longest pair as an int.
 
     A padded batch has ``input_ids``, ``attention_mask`` (1 at a token, 0 at padding),
     ``token_type_ids`` and ``labels``, all int64 of shape ``(B, L)``. ``L`` is the length of the
-    longest pair. Padding counts toward `tokens_per_batch`, so a batch gathers pairs of similar
-    length.
+    longest pair. Padding counts toward `tokens_per_batch`, so a padded batch gathers pairs of
+    similar length.
 
     Packed and padded batches have ``next_sentence_label``, int64 of shape ``(B,)``. It is 0 when
     the second text of the pair follows the first text, and 1 when the second text is from another
-    document. ``labels`` is -100 at tokens that are not predicted.
+    document. ``labels`` has the original id of each predicted token, and -100 elsewhere.
 
     With the same documents and options, batch ``i`` of epoch ``k`` depends only on the seed of
     `pairs`, the seed of the batches, ``k`` and ``i``. A resumed run can therefore continue at
@@ -130,7 +132,7 @@ class EpochBatches(Sequence[Batch]):
         """Store the parts of an epoch.
 
         Args:
-            source: The options of the batches.
+            source: The `PretrainingBatches`, which has the options of the batches.
             epoch: Number of the epoch, which is part of the masks' seeds.
             pairs: The pairs of the epoch.
             groups: For each batch, the indices of its pairs.
@@ -180,7 +182,11 @@ class EpochBatches(Sequence[Batch]):
 def pad(
     flat: dict[str, np.ndarray], lengths: np.ndarray, fill: dict[str, int]
 ) -> dict[str, torch.Tensor]:
-    """Pad packed values of shape ``(T,)`` to the shape ``(B, L)``, and add the attention mask."""
+    """Pad packed values of shape ``(T,)`` to the shape ``(B, L)``, and add the attention mask.
+
+    The B sequences have the given `lengths`, and L is the largest of them. `fill` has the padding
+    value for each name in `flat`.
+    """
     present = np.arange(lengths.max()) < lengths[:, None]
     batch = {"attention_mask": torch.from_numpy(present.astype(np.int64))}
     for name, values in flat.items():
@@ -191,7 +197,7 @@ def pad(
 
 
 def _group_packed(order: np.ndarray, lengths: np.ndarray, budget: int) -> list[np.ndarray]:
-    """Cut `order` into consecutive groups whose lengths sum to at most `budget` tokens."""
+    """Cut `order` into consecutive groups of sequences, each of at most `budget` tokens."""
     cuts, total = [], 0
     for position, length in enumerate(lengths[order].tolist()):
         if total + length > budget:

@@ -23,8 +23,8 @@ layouts. With ``attn_implementation="fastbert"`` alone, the pooler of transforme
 as one sequence. A head on top of the pooler then needs ``fastbert.accelerate`` or
 ``fastbert.modules.pool``.
 
-Errors are of type ValueError. A message names the column, the number of the example in the batch
-(from 0), the value of the column and the allowed values. Collators can be pickled.
+Errors are of type ValueError. The message for a wrong value names the column, the number of the
+example in the batch (from 0), the value and the allowed values. Collators can be pickled.
 """
 
 from __future__ import annotations
@@ -74,7 +74,10 @@ class _PackedCollator:
             )
 
     def _batch(self, sequences: Sequences, ids: np.ndarray, labels: np.ndarray | None) -> Batch:
-        """Build the batch of `sequences` with `ids` and token `labels`; None adds no labels."""
+        """Build a batch with `ids` and token `labels`; without ``labels`` if `labels` is None.
+
+        The lengths and the token types are from `sequences`.
+        """
         columns = {"input_ids": ids, "token_type_ids": sequences.token_types, "labels": labels}
         batch: Batch = {k: torch.from_numpy(v) for k, v in columns.items() if v is not None}
         lengths = np.diff(sequences.cu_seqlens)
@@ -392,9 +395,10 @@ class PackedCollatorForBiEncoder(_PackedCollator):
 
 
 def _by_place(examples: list[Text]) -> list[Text]:
-    """Return a `Text` for each text of each example, whose columns have one list per text.
+    """Return a `Text` for each text of each example.
 
-    The result has the first text of each example, then the second text of each example, and so on.
+    A column of an example has one list per text. The result has the first text of each example,
+    then the second text of each example, and so on.
     """
     columns = ("input_ids", "token_type_ids", "attention_mask")
     places: list[list[Text]] = []

@@ -45,13 +45,14 @@ def read_conll(
 ) -> Iterator[Record]:
     r"""Read the sentences of a CoNLL file.
 
-    The columns are separated by tabs or, if the line has no tab, by blanks. The first column is the
-    word, and the last column is its tag.
+    The columns of a line are separated by tabs or, if the line has no tab, by blanks. The first
+    column is the word, and the last column is its tag.
 
     If the first column counts the words of each sentence, the second column is the word instead.
     The tag is then in the fourth column of a CoNLL-U file. In a file of GermEval 2014, whose last
-    two columns are tags of names, the tag is in the third column. If a file has more than two
-    columns, a `DataWarning` names the columns that are read.
+    two columns are tags of names, the tag is in the third column. In any other file of at most four
+    columns, the tag is in the last column. If a file has more than two columns, a `DataWarning`
+    names the columns that are read.
 
     A line whose first column is ``-DOCSTART-`` separates documents and is not read. At the start of
     a sentence, a line that begins with ``#`` is a comment in two cases: its number of columns
@@ -138,7 +139,11 @@ def _without_comments(sentences: list[list[_Line]]) -> list[list[_Line]]:
 
 
 def _width(path: Path, sentences: list[list[_Line]]) -> int:
-    """Return the number of columns of the first line; raise ValueError if another line differs."""
+    """Return the number of columns of the first line.
+
+    Raises:
+        ValueError: If another line has another number of columns, or if a column is empty.
+    """
     width = len(sentences[0][0].fields)
     for number, fields in chain.from_iterable(sentences):
         if len(fields) != width or not all(fields):
@@ -150,7 +155,8 @@ def _width(path: Path, sentences: list[list[_Line]]) -> int:
 def _are_numbered(sentences: list[list[_Line]], columns: int) -> bool:
     """Return whether the first column counts the words of each sentence.
 
-    The result is False if the file has fewer than `columns` columns.
+    The result is False if every sentence has one word, or if the file has fewer than `columns`
+    columns.
     """
     longest = 0
     for sentence in sentences:
@@ -163,7 +169,7 @@ def _are_numbered(sentences: list[list[_Line]], columns: int) -> bool:
 
 
 def _after_numbers(path: Path, sentences: list[list[_Line]], width: int) -> Columns:
-    """Return the columns of a file whose first column counts words."""
+    """Return the columns of words and tags in a file whose first column counts words."""
     if width <= 3:
         return Columns(2, width)
     if width == 4:

@@ -26,8 +26,8 @@ from fastbert.text_file import COMPRESSED, content_suffix, is_plain, lines_in_ut
 
 Document: TypeAlias = list[str]
 
-# Licences and documentation on a Linux machine have these suffixes. A number is accepted as a
-# suffix too, as in LGPL-2.1.
+# Licences and documentation on a Linux machine have these suffixes, or no suffix (""). A number is
+# accepted as a suffix too, as in LGPL-2.1.
 PROSE_SUFFIXES = ("", ".text", ".md", ".rst", ".debian")
 ALLOWED = ".txt, .jsonl, .parquet, or plain text (no suffix, " + ", ".join(PROSE_SUFFIXES[1:]) + ")"
 # Paragraphs of prose are joined until a document has this many sentences. The document is then long
@@ -86,7 +86,10 @@ def _bad_line(path: Path) -> int:
 
 
 def text_files(folder: Path) -> Iterator[Path]:
-    """Yield the files below `folder` in sorted order, without hidden files and repeated links."""
+    """Yield each file below `folder` once, in sorted order.
+
+    Hidden files and folders are left out. A file that several links point to counts once.
+    """
     seen = set()
     for root, folders, names in os.walk(folder):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
@@ -98,7 +101,7 @@ def text_files(folder: Path) -> Iterator[Path]:
 
 
 def _readable(folder: Path, skipped: Counter[str]) -> Iterator[Path]:
-    """Yield the files of `folder` that are to be read, and count the other files in `skipped`."""
+    """Yield the files of `folder` to read, and count the other files in `skipped` by reason."""
     for path in text_files(folder):
         if content_suffix(path) in (".jsonl", ".parquet"):
             yield path
@@ -143,7 +146,10 @@ def _read_text(path: Path) -> Iterator[Document]:
 
 
 def _record(text: object, place: str) -> Iterator[Document]:
-    """Yield the document in one ``text`` value; its blank lines separate paragraphs."""
+    """Yield the document of one ``text`` value, in which blank lines separate paragraphs.
+
+    A value without a sentence yields nothing.
+    """
     if not isinstance(text, str):
         raise ValueError(f'{place}: "text" is {type(text).__name__}, allowed: a string')
     if document := [s for paragraph in _paragraphs(text.splitlines()) for s in paragraph]:
@@ -214,9 +220,9 @@ def read_documents(path: str | os.PathLike[str]) -> Iterator[Document]:
 
     Raises:
         FileNotFoundError: If `path` does not exist.
-        ValueError: If there is no text, if a file is not UTF-8, or if a line of a ``.jsonl`` file
-            or a row of a ``.parquet`` file is broken. The message names the file and the line or
-            row.
+        ValueError: If there is no text, if a file is neither in UTF-8 nor in UTF-16, or if a line
+            of a ``.jsonl`` file or a row of a ``.parquet`` file is broken. The message names the
+            file and the line or row.
         ImportError: If a ``.parquet`` file is read without pyarrow.
 
     Examples:

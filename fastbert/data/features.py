@@ -56,7 +56,11 @@ class Sequences(NamedTuple):
 
 
 def as_texts(features: Sequence[Feature]) -> list[Text]:
-    """Return a `Text` for each feature; errors name it by its number in the batch, from 0."""
+    """Return a `Text` for each feature; errors name a feature by its number in the batch, from 0.
+
+    Raises:
+        ValueError: If there is no feature, or if a feature is not a mapping.
+    """
     if len(features) == 0:
         raise ValueError("features: got an empty batch, allowed: at least one example")
     for number, feature in enumerate(features):
@@ -125,7 +129,10 @@ def refuse(
     wrong: np.ndarray,
     allowed: str,
 ) -> None:
-    """Raise ValueError for the first of `values` at which `wrong` is True, both of shape (T,)."""
+    """Raise ValueError for the first token at which `wrong` is True, if there is one.
+
+    `values` has the column `name` of all tokens. Both `values` and `wrong` have the shape ``(T,)``.
+    """
     if wrong.any():
         place = int(wrong.argmax())
         text = texts[int(np.searchsorted(cu_seqlens, place, side="right")) - 1]
@@ -191,7 +198,10 @@ def _integers(text: Text, name: str) -> np.ndarray:
 
 
 def _mask(text: Text, length: int) -> np.ndarray | None:
-    """Return where ``attention_mask`` is 1, bool of shape (length,); None if no token is masked."""
+    """Return where ``attention_mask`` is 1, as a bool array of shape ``(length,)``.
+
+    The result is None if the column is absent or is 1 everywhere.
+    """
     if text.get("attention_mask") is None:
         return None
     mask = as_array(text, "attention_mask")

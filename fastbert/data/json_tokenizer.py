@@ -81,10 +81,11 @@ class JsonTokenizer:
         Args:
             max_length: Largest number of ids.
             first: The text, or the first text of a pair.
-            second: The second text of a pair.
+            second: The second text of a pair; None encodes a single text.
 
         Returns:
-            The ids, the token types and whether a text was cut.
+            The ids, the token types and whether a text was cut. The list of token types is empty
+            for a single text, for a model without token types, and if all token types are 0.
 
         Raises:
             ValueError: If `max_length` leaves no room for the special tokens, or if the tokenizer

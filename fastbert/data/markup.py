@@ -1,4 +1,4 @@
-"""Removal of HTML, Markdown and wiki markup from a text; the text itself stays.
+"""Removal of HTML, Markdown and wiki markup from a text, with its tables, code and comments.
 
 A string in the form of a tag is markup only if HTML or MediaWiki define an element of its name.
 Each attribute must also have a value, or be a boolean attribute of HTML. Therefore
@@ -63,7 +63,8 @@ _PARTS = (
     ("```", _FENCE, re.compile(r"^```[^\n]*$", re.M), ""),
     ("{|", re.compile(r"^\{\|", re.M), re.compile(r"^\|\}", re.M), ""),
 )
-# A template of a wiki may contain templates, so the innermost templates are removed first.
+# A template of a wiki may contain templates, so the innermost templates are removed first. Each of
+# the `_TEMPLATES_DEEP` passes removes one level.
 _TEMPLATE = re.compile(r"\{\{[^{}]{0,5000}\}\}")
 _TEMPLATES_DEEP = 4
 _INLINE: tuple[tuple[str, re.Pattern[str], str], ...] = (

@@ -1,4 +1,4 @@
-"""Tokenization for fine-tuning: of texts, of sentences as lists of words, and of long contexts."""
+"""Tokenization for fine-tuning: texts, sentences as lists of words, questions with contexts."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class ModelTokenizer:
             The ids, the token types and whether a text was cut.
 
         Raises:
-            ValueError: If `limit` leaves no room for the special tokens.
+            ValueError: If `limit` leaves no room for the special tokens, or if the tokenizer fails.
         """
         encoded = self._tokenizer.encode_within(self.limit, *texts)
         self.truncated += encoded.truncated
@@ -127,6 +127,10 @@ class ModelTokenizer:
 
         Yields:
             The sequences, in the order of the words.
+
+        Raises:
+            ValueError: If the tokenizer fails, or if a word has no tokens and the tokenizer has no
+                unknown token.
         """
         room = self.limit - len(self._begin) - len(self._end)
         ids, first = list(self._begin), 0
@@ -179,7 +183,8 @@ class ModelTokenizer:
             The windows, at least one.
 
         Raises:
-            ValueError: If `limit` leaves no room for more than `stride` tokens of the context.
+            ValueError: If `limit` leaves no room for more than `stride` tokens of the context, or
+                if the tokenizer fails or adds no special tokens.
         """
         backend = self._backend
         with rust_errors(f"{self.folder}: the tokenizer fails"):
@@ -207,8 +212,8 @@ class ModelTokenizer:
 
         Args:
             folder: Folder, which must exist.
-            max_length: Any number writes `limit` as ``model_max_length``, so that other programs
-                cut texts as the training did. None writes the value of the model folder.
+            max_length: With any number, ``model_max_length`` is `limit`, so that other programs cut
+                texts to the same length. With None, ``tokenizer_config.json`` stays unchanged.
         """
         for name, content in self._files.items():
             (Path(folder) / name).write_bytes(content)

@@ -45,8 +45,9 @@ def write_segments(
     """Write ``[CLS] A [SEP] B [SEP]``, or ``[CLS] A [SEP]`` if `second` is None.
 
     Args:
-        ids: int64 of shape ``(n,)``, where n is the number of tokens, special tokens included.
-        token_types: int64 of shape ``(n,)``, which the caller must have filled with 0.
+        ids: Receives the ids; int64 of shape ``(n,)``, where n counts the special tokens too.
+        token_types: Receives the token types; int64 of shape ``(n,)``, which the caller must have
+            filled with 0.
         tokenizer: Source of the ids of ``[CLS]`` and ``[SEP]``.
         first: Ids of the first segment A.
         second: Ids of the second segment B, or None.
@@ -94,8 +95,9 @@ class EpochPairs(Sequence[Instance]):
 
         Args:
             index: Number of the pair.
-            ids: int64 of shape ``(n,)``, where n is the length of the pair.
-            token_types: int64 of shape ``(n,)``, which the caller must have filled with 0.
+            ids: Receives the ids; int64 of shape ``(n,)``, where n is the length of the pair.
+            token_types: Receives the token types; int64 of shape ``(n,)``, which the caller must
+                have filled with 0.
         """
         a_start, a_end, b_start, b_end, _ = self._spans[index].tolist()
         first, second = self._tokens[a_start:a_end], self._tokens[b_start:b_end]
@@ -222,7 +224,10 @@ class NextSentencePairs:
             start = end if end == last else min(end, last - 2)
 
     def _fit(self, start: int, last: int, budget: int) -> int:
-        """Return the largest end, at most `last`, with sentences start:end in `budget` tokens."""
+        """Return the largest end at which sentences ``start:end`` have at most `budget` tokens.
+
+        The end is at most `last`.
+        """
         limit = self._offsets[start] + budget
         return bisect_right(self._offsets, limit, lo=start, hi=last + 1) - 1
 
@@ -250,7 +255,7 @@ class NextSentencePairs:
         )
 
     def _elsewhere(self, rng: random.Random, document: int, budget: int) -> tuple[int, int]:
-        """Draw a random sentence of another document, and the sentences after it within `budget`.
+        """Draw a random sentence of another document, and sentences after it up to `budget` tokens.
 
         Returns:
             Number of the first sentence, and number after the last sentence.
@@ -275,9 +280,10 @@ def _ends(start: int, length: int, room: int) -> list[int]:
 def _tokenise(
     documents: Iterable[Sequence[str]], tokenizer: WordPieceTokenizer, room: int
 ) -> tuple[np.ndarray, list[int], list[int]]:
-    """Return the token ids of all documents, the offsets of sentences, and those of documents.
+    """Return the token ids of all documents, and the offsets of sentences and of documents.
 
-    The offsets of sentences count tokens, and the offsets of documents count sentences.
+    The offsets of sentences count tokens, and the offsets of documents count sentences. A sentence
+    of more than `room` tokens is cut into several sentences.
     """
     chunks: list[np.ndarray] = []
     offsets, first = [0], [0]

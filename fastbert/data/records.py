@@ -15,7 +15,7 @@ from fastbert.data.parquet_file import column_names, read_rows
 from fastbert.text_file import MOST_BYTES, content_suffix, read_text
 
 FORMATS = (".csv", ".tsv", ".jsonl", ".parquet")
-# The separators of .csv files: spreadsheets of some languages write a semicolon.
+# The separators that a .csv file may have. In some languages, spreadsheets write semicolons.
 SEPARATORS = (",", ";", "\t")
 
 
@@ -42,7 +42,7 @@ class Record(NamedTuple):
     Attributes:
         place: The file and the line or row, for error messages.
         values: The values of the requested fields, in the order of the request. A value of a .csv
-            or .tsv file is a string; a null of a .parquet file is None.
+            or .tsv file is a string; a null of a .jsonl or .parquet file is None.
     """
 
     place: str
@@ -149,7 +149,8 @@ def _quoted(path: Path, text: str, separator: str) -> Iterator[_Line]:
     rows = csv.reader(lines, delimiter=separator, strict=True)
     while True:
         number = rows.line_num + 1
-        # The limit applies to the whole process, so the earlier limit is restored after each row.
+        # The csv module has one limit on the size of a field for the whole process, so the earlier
+        # limit is restored after each row.
         limit = csv.field_size_limit(MOST_BYTES)
         try:
             row = next(rows, None)

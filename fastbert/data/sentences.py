@@ -15,7 +15,7 @@ import re
 import regex
 
 # These marks end a sentence only before a space and a character other than a lower-case letter. The
-# Arabic full stop is among these marks because it divides abbreviations too.
+# Arabic full stop is among these marks because it also stands inside of abbreviations.
 _WEAK = ".!?…\u06d4"
 # These marks always end a sentence. They include the marks of Tibetan, which Unicode leaves out
 # because these marks also end phrases.

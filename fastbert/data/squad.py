@@ -34,11 +34,11 @@ class Question(NamedTuple):
     """A question about a context.
 
     Attributes:
-        place: The file, and the line or the paragraph, for error messages.
+        place: The file, and the line, row or paragraph, for error messages.
         id: Identifier of the question in the file.
         text: The question.
         context: The text that contains the answers, if there are any.
-        answers: The answers; empty if the context has no answer.
+        answers: The answers; empty if the context has no answer, or if the answers are not read.
     """
 
     place: str

@@ -52,7 +52,7 @@ def rust_errors(what: str) -> Iterator[None]:
     """Turn the Rust library's errors in the ``with`` block into a ValueError that names `what`.
 
     The library raises bare Exception. It also raises PanicException, which derives from
-    BaseException.
+    BaseException. TypeError and OSError pass unchanged.
     """
     try:
         yield
@@ -70,10 +70,11 @@ def lowercase_first(tokenizer: Tokenizer) -> None:
 
 
 def truncate_pair(length_a: int, length_b: int, budget: int) -> tuple[int, int]:
-    """Return the lengths of two segments that are cut, the longer first, to `budget` in total.
+    """Return the lengths of two segments after they are cut to `budget` tokens in total.
 
-    If both segments are cut and `budget` is odd, the longer segment keeps one more token than the
-    shorter segment, as in transformers.
+    The longer segment is cut first, at most to the length of the shorter segment. If both segments
+    are cut and `budget` is odd, the longer segment keeps one more token than the shorter segment,
+    as in transformers.
     """
     if length_a + length_b <= budget:
         return length_a, length_b
@@ -92,7 +93,11 @@ def build_tokenizer(
     strip_accents: bool | None = None,
     chinese: bool = True,
 ) -> Tokenizer:
-    """Build a BERT tokenizer from `vocab` (token to id) that adds ``[CLS]`` and ``[SEP]``."""
+    """Build a BERT tokenizer from `vocab` (token to id) that adds ``[CLS]`` and ``[SEP]``.
+
+    `special` has the keys of `SPECIAL_TOKENS`. The other arguments are options of the
+    ``BertNormalizer``; `chinese` puts blanks around Chinese characters.
+    """
     unk = special["unk_token"]
     tokenizer = Tokenizer(models.WordPiece(vocab=vocab, unk_token=unk))
     tokenizer.normalizer = normalizers.BertNormalizer(
@@ -235,10 +240,11 @@ class WordPieceTokenizer:
         Args:
             max_length: Largest number of ids.
             first: The text, or the first text of a pair.
-            second: The second text of a pair.
+            second: The second text of a pair; None encodes a single text.
 
         Returns:
-            The ids, the token types and whether a text was cut.
+            The ids, the token types and whether a text was cut. The list of token types is empty
+            for a single text.
 
         Raises:
             ValueError: If `max_length` leaves no room for the special tokens, or if the tokenizer
@@ -323,7 +329,8 @@ class WordPieceTokenizer:
         """Load the tokenizer of a folder.
 
         ``tokenizer.json`` is preferred to ``vocab.txt``. ``tokenizer_config.json`` gives the
-        special tokens and, for ``vocab.txt``, the casing (``do_lower_case``, true by default).
+        special tokens. For ``vocab.txt``, it also gives ``do_lower_case``, which is true by
+        default, ``strip_accents`` and ``tokenize_chinese_chars``.
 
         Args:
             folder: Folder with ``tokenizer.json`` or ``vocab.txt``.
@@ -420,7 +427,10 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def _token_text(folder: Path, key: str, token: Any) -> str | None:
-    """Return the text of a special token, which older files write as an object with ``content``."""
+    """Return the text of a special token, or None if `token` is None.
+
+    Older files have an object with the text as ``content`` instead of the text.
+    """
     text = token.get("content", token) if isinstance(token, dict) else token
     if text is not None and not isinstance(text, str):
         raise ValueError(f"{folder / CONFIG}: {key}: got {token!r:.200}, allowed: a token's text")

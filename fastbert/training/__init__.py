@@ -1,4 +1,4 @@
-"""Pre-training, graphed steps and evaluation."""
+"""Pre-training, training steps as CUDA graphs, and evaluation."""
 
 from fastbert.training.evaluate import evaluate
 from fastbert.training.graphs import GraphedStep, StepResult, graphed_step

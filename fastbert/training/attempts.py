@@ -1,4 +1,4 @@
-"""Writes of a training run whose failure does not end the run."""
+"""Attempts of a training run to write files; a failed attempt does not end the run."""
 
 from __future__ import annotations
 
@@ -39,9 +39,10 @@ class Attempts:
         return True
 
     def draw(self, what: str, draw: Callable[[], object]) -> bool:
-        """Call `draw` as `__call__` does; no error of the drawing itself ends the run.
+        """Call `draw` as `__call__` calls `write`; no other error ends the run either.
 
-        Such an error is shown and not stored, because the results are complete without the picture.
+        An error that is not an OSError is shown and not stored, because the results are complete
+        without the picture.
 
         Args:
             what: Name of the picture, for messages.

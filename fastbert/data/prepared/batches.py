@@ -117,7 +117,7 @@ class PreparedEpoch(Sequence[Batch]):
         """Store the parts of an epoch.
 
         Args:
-            source: The options of the batches.
+            source: The `PreparedBatches`, which has the options of the batches.
             epoch: Number of the epoch.
             examples: The examples of the epoch.
             order: Numbers of the n examples, batch after batch, of shape ``(n,)``.
@@ -176,7 +176,10 @@ class PreparedEpoch(Sequence[Batch]):
 
 
 def _bounds(lengths: np.ndarray, budget: int) -> np.ndarray:
-    """Return the bounds of consecutive batches whose lengths sum to at most `budget` tokens."""
+    """Return the bounds of consecutive batches, each of at most `budget` tokens.
+
+    `lengths` has the numbers of tokens of the examples.
+    """
     ends = np.cumsum(lengths, dtype=np.int64)
     bounds = [0]
     while bounds[-1] < len(lengths):

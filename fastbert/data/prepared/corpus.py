@@ -49,8 +49,8 @@ def _cores() -> int:
 class PreparedCorpus:
     """The documents of a folder that ``fastbert prepare`` wrote, as ids in mapped files.
 
-    The checksums of a shard are compared when the shard is used for the first time, or earlier by
-    `verify`.
+    The checksums of a shard are compared with the manifest when the shard is used for the first
+    time, or earlier by `verify`.
 
     Attributes:
         folder: The folder.

@@ -26,7 +26,7 @@ class EpochExamples(Sequence[Instance]):
     Attributes:
         lengths: Number of tokens of each of the n examples, of shape ``(n,)`` in the smallest
             unsigned integer dtype that holds ``max_length``.
-        label: Label of each pair, bool of shape ``(n,)``; False without pairs.
+        label: Label of each example, bool of shape ``(n,)``; all False if examples are not pairs.
         pairs: Whether an example has two segments.
     """
 
@@ -63,8 +63,9 @@ class EpochExamples(Sequence[Instance]):
 
         Args:
             index: Number of the example.
-            ids: int64 of shape ``(n,)``, where n is the length of the example.
-            token_types: int64 of shape ``(n,)``, which the caller must have filled with 0.
+            ids: Receives the ids; int64 of shape ``(n,)``, where n is the length of the example.
+            token_types: Receives the token types; int64 of shape ``(n,)``, which the caller must
+                have filled with 0.
         """
         own, other = self._shards[int(np.searchsorted(self._first, index, side="right")) - 1]
         a_start, a_end, b_start, b_end = self._spans[index].tolist()
@@ -92,12 +93,13 @@ class PreparedExamples:
     Only a plan of about 19 bytes per example is in memory; the tokens stay in the mapped files.
 
     The documents are cut into runs of sentences as in `NextSentencePairs`. The runs of an epoch
-    cover all sentences; if the examples are pairs, documents of one sentence are left out. The
-    objective determines how a run becomes an example.
+    cover all sentences. If the examples are pairs, however, a document of one sentence has no run,
+    and only ``"nsp"`` can draw it as a second segment. The objective determines how a run becomes
+    an example.
 
     - ``"nsp"``: ``[CLS] A [SEP] B [SEP]``, where B follows A (label 0) or is from another document
       (label 1), each with probability 1/2. The other document is from the same shard, unless the
-      shard has no other document.
+      shard has no other chosen document.
     - ``"sop"``: A and B are consecutive, and with probability 1/2 they are swapped (label 1), as in
       ALBERT (Lan et al. 2020).
     - ``"none"``: ``[CLS] A [SEP]`` without a label, as the inputs of RoBERTa within one document
@@ -125,7 +127,8 @@ class PreparedExamples:
             documents: Numbers of the documents, sorted, of shape ``(d,)``; None takes all.
 
         Raises:
-            ValueError: If an option is out of range, or if the documents give no example.
+            ValueError: If an option is out of range, if there is no document, or if there is only
+                one document for ``"nsp"``.
         """
         if max_length < 5:
             raise ValueError(f"max_length: got {max_length}, allowed: at least 5")
@@ -197,7 +200,7 @@ def _by_shard(
 ) -> list[tuple[Shard, np.ndarray | None, int]]:
     """Return each shard that has chosen documents, with their numbers in the shard and their count.
 
-    Instead of the numbers, the result has None if all documents are chosen.
+    If `documents` is None, all documents are chosen, and None replaces their numbers.
     """
     groups: list[tuple[Shard, np.ndarray | None, int]] = []
     start = 0

@@ -18,7 +18,7 @@ MANIFEST, SHARDS, TOKENIZER = "manifest.json", "shards", "tokenizer"
 # file.
 RUN = "run.json"
 FORMAT = "fastbert prepared corpus"
-# The layout of the files; a corpus of another layout is refused.
+# The version of the layout of the files; a corpus of another version is refused.
 VERSION = 1
 # The largest size of a vocabulary, because an id has at most 4 bytes.
 MOST_PIECES = 1 << 32

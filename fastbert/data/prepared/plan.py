@@ -38,7 +38,8 @@ class Plan(NamedTuple):
             and the start and the end of the second segment; uint32 of shape ``(n, 4)``. If the
             examples are not pairs, the second segment is empty.
         label: The label of each pair, bool of shape ``(n,)``: whether the second segment is from
-            another document (NSP), or whether the segments are swapped (SOP).
+            another document (NSP), or whether the segments are swapped (SOP). It is False if the
+            examples are not pairs.
     """
 
     spans: np.ndarray
@@ -46,7 +47,10 @@ class Plan(NamedTuple):
 
 
 class _Runs(NamedTuple):
-    """Runs of consecutive sentences ``start:end`` of a document, with their token budgets."""
+    """Runs of consecutive sentences, as arrays with one value per run.
+
+    A run has the sentences ``start:end`` of its document, and a token budget.
+    """
 
     document: np.ndarray
     start: np.ndarray
@@ -79,7 +83,7 @@ def read_text(shard: Shard, documents: np.ndarray | None, room: int) -> Text:
 
 
 def single(text: Text, rng: np.random.Generator, room: int, short: float) -> Plan:
-    """Plan examples of one segment: runs of sentences of one document."""
+    """Plan examples of one segment each; a segment is a run of sentences of one document."""
     runs = _runs(text, rng, room, short, least=1)
     a, b = text.offsets[runs.start], text.offsets[runs.end]
     spans = np.stack([a, b, b, b], axis=1).astype(np.uint32)
@@ -87,7 +91,10 @@ def single(text: Text, rng: np.random.Generator, room: int, short: float) -> Pla
 
 
 def ordered(text: Text, rng: np.random.Generator, room: int, short: float) -> Plan:
-    """Plan pairs of consecutive segments, of which half are swapped (Lan et al. 2020, 3.1)."""
+    """Plan pairs of consecutive segments, each swapped with probability 1/2.
+
+    The objective is sentence-order prediction (Lan et al. 2020, 3.1).
+    """
     runs = _runs(text, rng, room, short, least=2)
     middle = rng.integers(runs.start + 1, runs.end)
     # The segments are cut before the swap, so that their lengths do not reveal the label.
@@ -159,14 +166,16 @@ def _steps(
 def _elsewhere(
     text: Text, own: np.ndarray | None, budget: np.ndarray, rng: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Draw sentences from a random start up to `budget` or the end of their document.
+    """Draw, for each budget, a random sentence and the sentences after it that fit the budget.
 
-    Draw i takes no sentence of document ``own[i]``; if `own` is None, a draw may take any document.
+    A draw ends at the latest at the end of its document. Draw i takes no sentence of document
+    ``own[i]``; if `own` is None, a draw may take any document.
     """
     counts = text.ends - text.starts
     before = np.concatenate([[0], np.cumsum(counts)])
     left_out = 0 if own is None else counts[own]
-    # Each product, rounded down, is a random integer, whose range differs for each draw.
+    # Each product, rounded down, is a random integer less than the number of sentences that the
+    # draw may take. This number differs between draws, because each draw leaves out its document.
     drawn = (rng.random(len(budget)) * (before[-1] - left_out)).astype(np.int64)
     if own is not None:
         drawn += np.where(drawn >= before[own], left_out, 0)

@@ -126,7 +126,7 @@ class ShardWriter:
             self._partial(part).unlink(missing_ok=True)
 
     def add(self, documents: Sequence[Sequence[Sequence[int]]]) -> None:
-        """Add documents, each a list of sentences, which are lists of at least one id.
+        """Add documents; a document is a list of sentences, each a list of at least one id.
 
         Raises:
             OSError: If a file cannot be written. The error names the file.
@@ -181,7 +181,7 @@ class ShardWriter:
 class Shard:
     """The files of one shard, mapped into memory.
 
-    The files are verified when one of the three arrays is used for the first time.
+    The files are verified when `tokens`, `sentences` or `documents` is used for the first time.
     """
 
     def __init__(
@@ -223,12 +223,12 @@ class Shard:
 
     @property
     def sentences(self) -> np.ndarray:
-        """Index of the first token of each of S sentences, then the token count; (S + 1,)."""
+        """Index of the first token of each sentence, then the token count; shape ``(S + 1,)``."""
         return self._map("sentences")
 
     @property
     def documents(self) -> np.ndarray:
-        """Index of the first sentence of each of D documents, then the sentence count; (D + 1,)."""
+        """Index of each document's first sentence, then the sentence count; shape ``(D + 1,)``."""
         return self._map("documents")
 
     def bytes(self) -> int:
@@ -239,7 +239,7 @@ class Shard:
         """Compare the files' checksums with the manifest, and check the numbers in the files.
 
         Args:
-            advance: Called with the number of bytes that were verified since its last call.
+            advance: Called with the number of bytes that were verified since the previous call.
 
         Raises:
             OSError: If a file cannot be read.
