@@ -53,7 +53,7 @@ def _is_compressed(path: Path) -> bool:
 def _problem(path: Path) -> str | None:
     """Return why a file is not text, or None if the file is text.
 
-    Text is in UTF-8, or in UTF-16 with a byte order mark.
+    Text is in UTF-8, or in UTF-16 or UTF-32 with a byte order mark.
     """
     if not is_plain(path):
         return NOT_UTF8 if _bad_line(path) else None
@@ -203,8 +203,8 @@ def read_documents(path: str | os.PathLike[str]) -> Iterator[Document]:
 
     A folder is read recursively in sorted order. Files in a folder that are not text, or have an
     unknown suffix, are skipped, and one `CorpusWarning` at the end gives their number. If `path` is
-    a file, it may have any suffix, but it must be text. Files may be in UTF-16, and .txt and .jsonl
-    files may be compressed; see `fastbert.text_file.read_text`.
+    a file, it may have any suffix, but it must be text. Text may be in UTF-16 or UTF-32 with a byte
+    order mark, and .txt and .jsonl files may be compressed; see `fastbert.text_file.read_text`.
 
     - A ``.txt`` file has a blank line between documents.
     - A ``.jsonl`` file has one object with the field ``text`` per line.
@@ -220,10 +220,9 @@ def read_documents(path: str | os.PathLike[str]) -> Iterator[Document]:
 
     Raises:
         FileNotFoundError: If `path` does not exist.
-        ValueError: If there is no text, if a file is neither in UTF-8 nor in UTF-16, or if a line
-            of a ``.jsonl`` file or a row of a ``.parquet`` file is broken. The message names the
-            file and the line or row.
-        ImportError: If a ``.parquet`` file is read without pyarrow.
+        ValueError: If there is no text, if a file is not text, or if a line of a ``.jsonl`` file or
+            a row of a ``.parquet`` file is broken. The message names the file and the line or row.
+        ImportError: If a ``.parquet`` or ``.zst`` file is read without pyarrow.
 
     Examples:
         >>> import tempfile

@@ -52,8 +52,9 @@ def find_text(source: Path) -> tuple[list[Path], int]:
 
     Args:
         source: A .txt, .jsonl or .parquet file, or a folder. A .txt or .jsonl file may be
-            compressed and in UTF-16; see `fastbert.text_file.read_text`. In a folder, files and
-            folders whose name begins with a dot are not read.
+            compressed, and may be in UTF-16 or UTF-32 with a byte order mark; see
+            `fastbert.text_file.read_text`. In a folder, files and folders whose name begins with a
+            dot are not read.
 
     Returns:
         The files, and the number of files of another suffix.
@@ -134,10 +135,10 @@ def read_piece(piece: Piece) -> Iterator[str]:
         .parquet file.
 
     Raises:
-        ImportError: If a .parquet file is read without pyarrow.
+        ImportError: If a .parquet or .zst file is read without pyarrow.
         OSError: If a file cannot be read.
-        ValueError: If a line or a row is broken, or if bytes are not UTF-8. The message names the
-            file and the line or the row.
+        ValueError: If a line or a row is broken, or if bytes are not valid text. The message names
+            the file and the line or the row.
     """
     readers = {".txt": _read_txt, ".jsonl": _read_jsonl, ".parquet": _read_parquet}
     for span in piece:

@@ -63,7 +63,8 @@ def read_records(
 
     Args:
         path: A .csv, .tsv, .jsonl or .parquet file. A .csv, .tsv or .jsonl file may be compressed,
-            and may be in UTF-16 with a byte order mark; see `fastbert.text_file.read_text`.
+            and may be in UTF-16 or UTF-32 with a byte order mark; see
+            `fastbert.text_file.read_text`.
         fields: Names of the columns or fields, which every row must have.
         optional: Names of further columns or fields; if a field is absent, its value is None.
 
@@ -72,9 +73,9 @@ def read_records(
 
     Raises:
         FileNotFoundError: If there is no such file.
-        ValueError: If the file has another suffix, is not UTF-8 or has no rows, or if a row is
+        ValueError: If the file has another suffix, is not text or has no rows, or if a row is
             broken or lacks a field (`NoField`). The message names the file and the line.
-        ImportError: If the file is a .parquet file and pyarrow is not installed.
+        ImportError: If the file is a .parquet or .zst file and pyarrow is not installed.
 
     Examples:
         >>> import pathlib, tempfile

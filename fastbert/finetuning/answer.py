@@ -57,8 +57,8 @@ class AnswerOptions(FinetuneOptions):
     the limit of the model if it is smaller.
 
     Args:
-        stride: Number of tokens that two consecutive windows of a long context share; at most a
-            third of `max_length` is used.
+        stride: Number of tokens that two consecutive windows of a long context share. A number
+            above a third of `max_length` counts as a third of `max_length`.
         longest_answer: Largest number of tokens of an answer that the model gives.
         no_answer_threshold: The model gives no answer if the score of no answer minus the score of
             the best answer is larger than this number. Each score is a sum of two logits. The
@@ -299,7 +299,10 @@ class AnswerQuestions(Task):
 
 
 def _tokens(window: Window, answer: Answer | None) -> tuple[int, int]:
-    """Return the first and last token of an answer; (0, 0) if it is not wholly in the window."""
+    """Return the indices of the first and last token of an answer in a window.
+
+    The result is (0, 0) if there is no answer, or if the answer is not wholly in the window.
+    """
     if answer is None:
         return 0, 0
     start, end = answer.start, answer.start + len(answer.text)

@@ -78,7 +78,10 @@ class ClassWeights:
         return f"class weights: {', '.join(shown[:MOST_SHOWN])}{more}"
 
     def total(self, labels: Iterable[int]) -> float:
-        """Return the sum of the weights of `labels`, which divides the sum of their losses."""
+        """Return the sum of the weights of `labels`, by which the sum of their losses is divided.
+
+        Without weights, each label has the weight 1.
+        """
         values = self.values
         return sum(1 if values is None else values[label] for label in labels)
 

@@ -38,8 +38,8 @@ class ClassifyOptions(FinetuneOptions):
         pair_field: Column or field that has a second text; None means single texts.
         label_field: Column or field that has the label.
         labels: Names of the labels in the order of their indices; if empty, the labels of the
-            training part, sorted. The data may have indices instead of names only if names are
-            given.
+            training part, sorted. The data may have indices instead of names only if this option is
+            not empty.
         regression: Whether the labels are numbers that the model predicts.
         multi_label: Whether an example has any number of labels, including none. The labels are a
             list, or a text with a separator between two labels.
@@ -154,7 +154,10 @@ class Classify(Task):
         return [self._text(record, labelled) for record in records]
 
     def unlabelled(self, path: Path) -> str | None:
-        """Return a message if all labels in `path` are absent or -1; see `Task.unlabelled`."""
+        """Return a message if `path` has no labels, or only values such as -1.
+
+        See `Task.unlabelled`, and `NO_LABELS` for the values that replace withheld labels.
+        """
         if path.is_dir():
             return None
         try:
@@ -279,7 +282,7 @@ class Classify(Task):
         return answers
 
     def describe(self, figures: Figures) -> str:
-        """Format accuracy and F1, or the correlations."""
+        """Format accuracy and F1, or the correlations and the error of a regression."""
         if self.regression:
             return (
                 f"Pearson {figures['pearson']:.3f}, Spearman {figures['spearman']:.3f}, "

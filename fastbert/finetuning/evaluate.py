@@ -32,7 +32,13 @@ class Outputs(NamedTuple):
 
 
 class _Computed(NamedTuple):
-    """The index and rows of each sequence of a batch, the summed loss, and the number of labels."""
+    """The results of one batch.
+
+    Attributes:
+        rows: The index of each sequence, and its output.
+        loss: The sum of the losses of the labels, each times its weight.
+        labels: The sum of the weights of the labels; their number if the task has no weights.
+    """
 
     rows: list[tuple[int, Tensor]]
     loss: float

@@ -114,9 +114,10 @@ def finetune(options: FinetuneOptions, *, console: Console | None = None) -> Fin
     folder.
 
     After SIGTERM or SIGINT (Ctrl-C), the run finishes its step, writes a checkpoint and raises
-    SystemExit with status 143, or KeyboardInterrupt. A loss or a gradient that is not finite stops
-    the run before the update, and the last checkpoint stays. If a file cannot be written, the run
-    shows the error, continues, and tries again at the next save.
+    SystemExit with status 143, or KeyboardInterrupt. A loss or a gradient that is not finite
+    changes no weight and stops the run, and the last checkpoint stays. On a GPU, the run stops at
+    the next step that is logged or saved. If a file cannot be written, the run shows the error,
+    continues, and tries again at the next save.
 
     Args:
         options: Options of the run, which decide the task.

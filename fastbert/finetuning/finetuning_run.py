@@ -177,7 +177,7 @@ class FinetuningRun(Run):
         return "; ".join(places)
 
     def row(self, norm: float) -> LogRow:
-        """Return the row of the log for this step, and reset the sums."""
+        """Return the row of the log for this step, and reset the sums since the last row."""
         row = {
             "event": "train",
             "step": self.step + 1,
@@ -276,7 +276,7 @@ class FinetuningRun(Run):
         }
 
     def restore(self, checkpoint: checkpoints.Checkpoint) -> None:
-        """Continue where a checkpoint was written."""
+        """Restore the state of the run from a checkpoint."""
         super().restore(checkpoint)
         self.best.restore(checkpoint)
         content = checkpoint.content

@@ -1,4 +1,4 @@
-"""The figures that evaluate fine-tuned models."""
+"""The figures by which fine-tuned models are evaluated, such as accuracy and F1."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def _ranks(values: NDArray[np.float64]) -> NDArray[np.float64]:
     return (last - (counts - 1) / 2)[place.reshape(-1)]
 
 
-# Token classification
+# The names and functions from here to `entity_scores` are for the classification of words.
 
 # A tag of one letter, such as B, marks entities of a type without a name.
 ENTITY = re.compile(r"([BIESLU])(?:-(.+))?$", re.DOTALL)
@@ -215,7 +215,7 @@ def _scores(right: int, chosen: int, there: int) -> dict[str, float]:
     return {"precision": precision, "recall": recall, "f1": f1}
 
 
-# Question answering
+# The names and functions from here on are for answers to questions.
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -243,8 +243,8 @@ def word_f1(answer: str, truths: Sequence[str]) -> float:
     """Return the largest F1 between the words of an answer and the words of a right answer.
 
     Args:
-        answer: The answer of the model.
-        truths: The right answers.
+        answer: The answer of the model; an empty text means that it gives no answer.
+        truths: The right answers; empty means that the question has no answer.
 
     Returns:
         The score, in [0, 1].

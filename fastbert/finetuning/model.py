@@ -102,7 +102,7 @@ class Source:
 
         Args:
             task: The task.
-            backend: Backend of every operation; None lets each operation choose.
+            backend: Backend that the model asks for; None lets each operation choose.
             whole: Whether the model is already fine-tuned: the checkpoint must have all weights,
                 and its configuration replaces the settings of the task.
 

@@ -38,7 +38,8 @@ class MultiLabel:
         """Return the labels of an example; an example may have no labels.
 
         Args:
-            value: A list of names or indices, or a text with names or indices between separators.
+            value: A list of names or indices, a text with separators between names or indices, or
+                one index.
             place: File and line, for the message.
 
         Returns:

@@ -50,8 +50,9 @@ class FinetuneOptions:
             head, with the pooler if it has one, is trained.
         precision: ``"fp32"``, or ``"bf16"`` for autocast with fp32 weights.
         seed: Seed of the held-out part, the weights of a new head, the batches and dropout.
-        backend: ``"reference"``, ``"triton"``, ``"cuda"`` or ``"cpu"`` for all operations; None
-            lets each operation choose.
+        backend: The backend that the model asks for: ``"reference"``, ``"triton"``, ``"cuda"`` or
+            ``"cpu"``. An operation that this backend does not fully serve chooses its backend
+            itself, as do all operations with None.
         keep_epoch: The model that the run writes. ``"best"`` means the model of the best evaluation
             by the main figure of the task; of equal evaluations, the first is the best. ``"last"``
             means the model after the last step, as does ``"best"`` without a validation part.
@@ -60,10 +61,10 @@ class FinetuneOptions:
         eval_every: Number of steps between two evaluations of the validation part; None evaluates
             after each epoch.
         log_every: Number of steps between two rows of the log.
-        save_every: Number of steps between two checkpoints; None writes a checkpoint after each
-            epoch only.
+        save_every: Number of steps between two checkpoints. A checkpoint is also written after each
+            epoch; None writes only these checkpoints.
         save_minutes: Largest number of minutes between two checkpoints; None sets no limit.
-        keep_checkpoints: Number of checkpoints that stay in the folder ``checkpoints``.
+        keep_checkpoints: Number of newest checkpoints that stay in the folder ``checkpoints``.
 
     Raises:
         ValueError: If an option is not allowed. The message names the option, its value and the
@@ -132,7 +133,7 @@ class FinetuneOptions:
         return Path(self.output)
 
     def parts(self) -> dict[str, Path | None]:
-        """Return the paths of the parts that the caller names."""
+        """Return the paths of the options `validation` and `test`, which may be None."""
         return {
             name: None if path is None else Path(path)
             for name, path in (("validation", self.validation), ("test", self.test))

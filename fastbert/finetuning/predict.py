@@ -36,7 +36,7 @@ from fastbert.json_file import jsonable
 from fastbert.modules import BertPreTrainedModel
 from fastbert.text_file import content_suffix
 
-# The classes in config.json whose models can predict.
+# The classes of models, as config.json names them, whose predictions `predict` can write.
 CLASSES = tuple(task.kind.__name__ for task in (Classify, Tag, AnswerQuestions))
 
 
@@ -118,7 +118,7 @@ def predict(
             answer.
         max_length: Largest number of tokens of a sequence; None takes the value of the training,
             from ``tokenizer_config.json``.
-        backend: Backend of every operation; None lets each operation choose.
+        backend: Backend that the model asks for; None lets each operation choose.
         reporter: Receives notes and the progress in sequences.
 
     Returns:
@@ -196,7 +196,7 @@ def predict(
 
 
 class _Input(NamedTuple):
-    """The digest of the examples."""
+    """The digest of the examples, in the form that `batch_job.fingerprint` takes."""
 
     digest: str
 
@@ -239,7 +239,8 @@ def _read_ids(task: Task, data: Path, field: str, count: int) -> list[Any]:
     """Return the ids of the examples of a file.
 
     Raises:
-        ValueError: If the data have no fields, or if a row has no such field.
+        ValueError: If the examples are questions, if the data have no fields, if a row has no such
+            field, or if the file has not `count` rows.
     """
     if isinstance(task, AnswerQuestions):
         raise ValueError(f"id_field: got {field!r}, allowed: None for questions, which have ids")

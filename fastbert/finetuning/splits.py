@@ -83,7 +83,11 @@ def _is_part(path: Path, names: Sequence[str], formats: Sequence[str]) -> bool:
 
 
 def _are_shards(paths: Sequence[Path]) -> bool:
-    """Return whether files are the shards of one part; raise if a shard is missing."""
+    """Return whether files are the shards of one part.
+
+    Raises:
+        FileNotFoundError: If all files are shards of one part, and one of its shards is missing.
+    """
     matches = [_SHARD.fullmatch(path.name) for path in paths]
     names = {(match[1], match[3], match[4]) if match else None for match in matches}
     if len(names) > 1 or None in names:

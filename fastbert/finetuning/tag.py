@@ -42,9 +42,11 @@ class TagOptions(FinetuneOptions):
     Args:
         words_field: Field of a .jsonl or .parquet file that has the words, or number of the column
             of a CoNLL file, from 1. With the default, the column of a CoNLL file is detected.
-        tags_field: Field or number of the column that has the tags, in the form of `words_field`.
+        tags_field: Field or number of the column that has the tags. It is a number if and only if
+            `words_field` is a number.
         labels: Names of the tags in the order of their indices; if empty, the tags of the training
-            part, sorted. The data may have indices instead of names only if names are given.
+            part, sorted. The data may have indices instead of names only if this option is not
+            empty.
         class_weights: Weights of the tags in the loss, as in `ClassifyOptions`.
     """
 
@@ -201,7 +203,10 @@ class Tag(Task):
         return Sentence(place, words, [check_label(tag, place) for tag in tags])
 
     def unlabelled(self, path: Path) -> str | None:
-        """Return a message if all tags in `path` are absent or -1; see `Task.unlabelled`."""
+        """Return a message if `path` has no tags, or only values such as -1.
+
+        See `Task.unlabelled`, and `NO_LABELS` for the values that replace withheld tags.
+        """
         try:
             records = self._records(path, labelled=True)
             tags = {str(tag) for record in records for tag in record.values[1] or [None]}

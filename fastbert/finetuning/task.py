@@ -1,4 +1,4 @@
-"""The parts in which fine-tuning tasks differ."""
+"""The interface of a fine-tuning task: the attributes and methods in which the tasks differ."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ def write_parts(
     """Write embeddings as `write_embeddings` does, one part after another.
 
     Args:
-        parts: Consecutive embeddings, fp32 of shape ``(count, width)``.
+        parts: Arrays of consecutive embeddings, each fp32 of shape ``(n, width)`` for n embeddings.
         width: Number of values of an embedding.
         path: Path of the file.
         ids: As in `write_embeddings`.

@@ -153,7 +153,7 @@ class Rows:
     """Consecutive embeddings that arrive in batches and are taken in parts of other sizes.
 
     Args:
-        batches: Embeddings, fp32 of shape ``(count, width)``.
+        batches: Arrays of embeddings, each fp32 of shape ``(n, width)`` for n embeddings.
     """
 
     def __init__(self, batches: Iterator[NDArray[np.float32]]) -> None:

@@ -22,7 +22,7 @@ def predict(model: str, text: str, *, top_k: int, backend: str | None) -> list[d
 
     Returns:
         A dict for each mask, with its ``position`` in tokens and its ``candidates``, the likeliest
-        first. In the sentence of a candidate, only this mask is filled.
+        first. The sentence of a candidate fills only the mask of the candidate.
 
     Raises:
         ValueError: If the text has no mask or is too long, if the model has no masked-LM head, or

@@ -39,7 +39,7 @@ from fastbert.jobs.corpus_summary import CHART, SUMMARY, draw, read_summary, sum
 from fastbert.jobs.prepare_piece import PieceRecord, pool_of, prepare_piece
 from fastbert.jobs.reporter import SILENT, Reporter
 
-# Size of a piece, and so of the text of a shard, in bytes.
+# Intended size of a piece, and therefore of the text of a shard, in bytes.
 PIECE_BYTES = 32 << 20
 # A vocabulary is trained on about this number of characters. If the files have more bytes than this
 # number, the characters are from random parts of the files.
@@ -239,7 +239,10 @@ class _Run:
         return WordPieceTokenizer.load(folder)
 
     def _sample(self) -> Iterator[str]:
-        """Yield all documents; or, of longer text, random parts with `SAMPLE_BYTES` characters."""
+        """Yield documents until they have `SAMPLE_BYTES` characters.
+
+        If the text has more bytes than `SAMPLE_BYTES`, the documents are from random pieces of it.
+        """
         pieces = cut(self.files, _SAMPLE_PIECE_BYTES)
         if sum(span.size for piece in pieces for span in piece) > SAMPLE_BYTES:
             random.Random(f"vocabulary/{self.options.seed}").shuffle(pieces)

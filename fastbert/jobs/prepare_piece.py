@@ -25,7 +25,7 @@ from fastbert.data.pieces import Piece, read_piece
 from fastbert.data.prepared.shards import ShardRecord, ShardWriter, token_dtype
 from fastbert.data.tokenizer import WordPieceTokenizer
 
-# About the number of sentences that are encoded in one call.
+# The approximate number of sentences that are encoded in one call.
 _AT_ONCE = 4096
 # Lengths are counted in classes. The bounds of the classes are the powers of the square root of 2,
 # rounded: 1, 2, 3, 4, 6, 8, 11, …

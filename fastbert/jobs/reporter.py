@@ -18,9 +18,10 @@ class Reporter:
         return nullcontext()
 
     def progress(self, total: int, done: int) -> AbstractContextManager[Callable[[int], None]]:
-        """Return a context manager in whose block the job works on the texts.
+        """Return a context manager in whose block the job does its work.
 
-        The work is counted in texts; `prepare` counts it in bytes of text.
+        The work is counted in texts. `prepare` counts it in bytes, and `predict` counts it in
+        sequences of tokens.
 
         Args:
             total: Amount of the whole work.

@@ -41,7 +41,7 @@ from fastbert.io import commit, safetensors_file
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 CHECKPOINTS, STATE = "checkpoints", "state.json"
 NAME = re.compile(r"step-(\d{8,})$")
-# The layout of the files; a checkpoint of another layout is refused.
+# The number of the layout of the files; a checkpoint with another number is refused.
 LAYOUT = 1
 # Every integer in a checkpoint is below this limit. A 64-bit integer then holds the products that a
 # run computes, such as a position times a number of processes.
@@ -52,7 +52,7 @@ class StoredTokenizer(Protocol):
     """A tokenizer that writes its files."""
 
     def save(self, folder: Path, *, max_length: int | None = ...) -> None:
-        """Write the files; they state the largest number of tokens if `max_length` is passed."""
+        """Write the files into `folder`; `max_length` is the largest number of tokens to store."""
         ...
 
 
@@ -71,7 +71,7 @@ class Checkpoint(NamedTuple):
         """Return the tensors of ``name.safetensors``, on the CPU.
 
         Raises:
-            ValueError: If the file is damaged or has no checksum.
+            ValueError: If the file is damaged or has no checksum in ``state.json``.
         """
         path = self.folder / f"{name}.safetensors"
         if path.name not in self.content["files"]:
@@ -116,7 +116,7 @@ def save(
         output: Folder of the run.
         step: Number of steps of the run so far, which names the checkpoint.
         content: The entries of ``state.json`` that the run adds to the step and the checksums.
-        tensors: Tensors by the stem of their file.
+        tensors: For each file of tensors, by its stem, the tensors by name.
         tokenizer: The tokenizer.
         keep: Number of newest checkpoints that are not deleted, at least 1.
 
@@ -207,7 +207,10 @@ def read(folder: Path) -> Checkpoint:
 
 
 def _check_size(path: Path) -> None:
-    """Raise ValueError if a file has a wrong size, before its checksum takes a long time."""
+    """Raise ValueError if the size of a file is not allowed, to spare the checksum of a huge file.
+
+    The header of a .safetensors file states its size. Any other file has a largest size.
+    """
     if path.suffix == ".safetensors":
         safetensors_file.check_size(path)
     else:
@@ -280,7 +283,10 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def shared_like(tensor: Tensor, like: Tensor) -> Tensor:
-    """Divide a whole tensor among the processes in the same way as the tensor `like`."""
+    """Divide a whole tensor among the processes in the same way as the tensor `like`.
+
+    If `like` is not shared, the tensor is returned unchanged.
+    """
     if not isinstance(like, _shared_type()):
         return tensor
     from torch.distributed.tensor import distribute_tensor
@@ -303,7 +309,11 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def restore_weights(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
-    """Write saved parameters and buffers into a model."""
+    """Write saved parameters and buffers into a model.
+
+    Raises:
+        ValueError: If a name, a shape or a dtype differs from that of the model.
+    """
     named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     if named.keys() != saved.keys():
         other = sorted(named.keys() ^ saved.keys())
@@ -336,8 +346,8 @@ def restore_moments(optimizer: Any, saved: Mapping[str, Tensor]) -> None:
     """Give an optimizer the state that `moments_of` returned.
 
     Raises:
-        ValueError: If an entry does not fit a parameter of the optimizer, or if a parameter lacks
-            an entry.
+        ValueError: If an entry does not fit a parameter of the optimizer, or if a parameter has
+            some of the entries but not all.
     """
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
     state: dict[int, dict[str, Tensor]] = {}

@@ -37,8 +37,8 @@ def predict_words(
 ) -> list[Example]:
     """Mask one word of each document and predict it with the model of a checkpoint.
 
-    A text is cut to `max_length` tokens, and the word is a single piece in the second half of the
-    text. A document without such a word is skipped.
+    A text is cut to `max_length` tokens. The word is a single piece of at least four letters in the
+    second half of the text. A document without such a word is skipped.
 
     Args:
         checkpoint: Folder of the checkpoint.
@@ -58,8 +58,8 @@ def predict_words(
     for index, document in enumerate(documents):
         ids = tokenizer.encode(" ".join(document), max_length=max_length)
         pieces = [tokenizer.id_to_token(i) or "" for i in ids]
-        # The word has several letters and is in the second half, so that the first half helps to
-        # predict it.
+        # The words are in the second half of the text, so that the first half helps to predict
+        # them.
         words = [
             i
             for i in range(len(ids) // 2, len(ids) - 2)

@@ -1,9 +1,9 @@
 """The training step as CUDA graphs: forward, loss, backward, clipping and the optimizer's step.
 
 The kernel launches of a small model take longer than the kernels themselves. A CUDA graph launches
-all kernels of a step at once, with the recorded shapes in the recorded memory. A batch is therefore
-placed into a bucket, which is a fixed shape that the batch fits (``fastbert.graphs``). Each bucket
-has a graph of its own.
+all kernels of a step at once, with the same shapes and memory addresses as at its recording. A
+batch is therefore placed into a bucket, which is a fixed shape that the batch fits
+(``fastbert.graphs``). Each bucket has a graph of its own.
 
 A graph reads weights, gradients, optimizer states, the learning rate and the seeds of dropout from
 memory. Each replay therefore updates the weights, follows the schedule of the learning rate, and
@@ -193,8 +193,9 @@ class GraphedStep:
 
         The batch may be on the CPU; its padding is then removed on the CPU. If the mask is on the
         GPU and the padded batch fits the limits, the graph itself removes the padding. A step runs
-        without a graph if the batch has no bucket or a mask of more than 2 dimensions, or if the
-        model or the optimizer has hooks, which a replay would not call.
+        without a graph if it is the first step of its bucket, or if the batch has no bucket or a
+        mask of more than 2 dimensions. It also runs without a graph if the model or the optimizer
+        has hooks, which a replay would not call.
 
         Args:
             **batch: Arguments of the model's forward by name: ``input_ids``, all labels of the
@@ -332,12 +333,12 @@ class GraphedStep:
     def _sources(self) -> tuple[Any, ...]:
         """Return everything on which a recording depends.
 
-        A replay reads a tensor at its address, so it uses values that were written in place. It
-        does not notice a replaced tensor, a newly frozen parameter, or a changed number in a module
-        or in the optimizer.
+        A replay reads a tensor at its address, so it uses values that were written in place. A
+        replay does not notice a replaced tensor, a newly frozen parameter, or a changed number in a
+        module or in the optimizer.
         """
-        # Every step calls this method, which therefore examines hundreds of objects without a
-        # function call for each object.
+        # Every step calls this method, which examines hundreds of objects. It therefore uses list
+        # comprehensions, which call no Python function for each object.
         parts = self._parts
         modules = [id(m) for part in parts for m in part._modules.values()]
         numbers = [values.get(name) for values, name in self._numbers]
@@ -373,7 +374,10 @@ class GraphedStep:
         return self._cache.recorder
 
     def _look_at_modules(self) -> None:
-        """Store the modules, so that their ids are not used again, and their constants' names."""
+        """Store the modules, and where to find the constants of each module.
+
+        While a module is stored, Python does not give its id to another object.
+        """
         self._parts = list(self.model.modules())
         self._numbers = [
             (part.__dict__, name)

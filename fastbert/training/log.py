@@ -72,6 +72,8 @@ def _line(row: LogRow) -> bytes:
 def rows_until(path: Path, step: int) -> list[LogRow]:
     """Return the rows of the first `step` steps; an incomplete last line is left out.
 
+    The result is empty if there is no log.
+
     Raises:
         ValueError: If another line is damaged. The message names the file and the line.
     """

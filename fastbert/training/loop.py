@@ -48,15 +48,15 @@ class RunOptions(Protocol):
 
     @property
     def save_every(self) -> int | None:
-        """Number of steps between two checkpoints."""
+        """Number of steps between two checkpoints; None sets no number."""
 
     @property
     def save_minutes(self) -> float | None:
-        """Largest number of minutes between two checkpoints."""
+        """Largest number of minutes between two checkpoints; None sets no limit."""
 
     @property
     def keep_checkpoints(self) -> int:
-        """Number of checkpoints that stay."""
+        """Number of newest checkpoints that are not deleted."""
 
     def decisive(self) -> dict[str, Any]:
         """Return the options that determine the results, as values of JSON."""
@@ -107,7 +107,10 @@ class Run(ABC):
         """Make one update, and return the gradient's norm before clipping."""
 
     def train_step(self, batch: Any) -> float:
-        """Make one update; return the gradient's norm before clipping if the step is logged."""
+        """Make one update, and return the gradient's norm before clipping.
+
+        The result is NaN if the step is not logged, because reading the norm waits for the device.
+        """
         norm = self.update(batch)
         return float(norm) if self.is_due(self.options.log_every) else math.nan
 
@@ -121,7 +124,7 @@ class Run(ABC):
 
     @abstractmethod
     def row(self, norm: float) -> LogRow:
-        """Return the row of the log for this step, and reset the sums."""
+        """Return the row of the log for this step, and reset the sums since the last row."""
 
     @abstractmethod
     def evaluates(self) -> bool:
@@ -191,7 +194,7 @@ class Run(ABC):
         return {name: tensor.cpu() for name, tensor in rows.items()}
 
     def random_state(self) -> dict[str, Tensor]:
-        """Return the states of the random numbers of this process."""
+        """Return the states of the random-number generators of this process."""
         states = {"cpu": torch.get_rng_state()}
         if self.device.type != "cpu":
             module = torch.get_device_module(self.device)
@@ -228,7 +231,7 @@ class Run(ABC):
         """Make the remaining steps.
 
         Args:
-            batches: The batches from the current step on, one per step.
+            batches: The argument of `update` for each step, from the current step on.
             record: Receives the rows of the log.
             signals: The signals that stop the run after a step.
 
@@ -368,6 +371,7 @@ def open_record(
 
     Raises:
         OSError: If the folder or the log cannot be written.
+        ValueError: If a line of the log of a resumed run is damaged.
     """
     folder = run.options.folder
     folder.mkdir(parents=True, exist_ok=True)

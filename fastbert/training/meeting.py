@@ -20,7 +20,7 @@ OWN = secrets.token_hex(16)
 
 
 def start_processes(purpose: str, folder: Path, *, tracker: str | None = None) -> Accelerator:
-    """Return accelerate's object for this process, or for all processes of a launcher.
+    """Return accelerate's `Accelerator`, which joins all processes of a launcher if there is one.
 
     Args:
         purpose: Name of the kind of run, for error messages.

@@ -19,7 +19,10 @@ CHECKPOINT = "model"
 
 
 def refuse_existing(output: Path, *, overwrite: bool) -> None:
-    """Raise ValueError if `output` is a file, or has a model and no checkpoint to resume from."""
+    """Raise ValueError if `output` is a file, or has a model and no checkpoint to resume from.
+
+    With `overwrite`, a folder with a model is allowed.
+    """
     if output.exists() and not output.is_dir():
         raise ValueError(f"output: {output} is a file, allowed: a folder, or an unused name")
     if (output / CHECKPOINT).exists() and not checkpoints.exists(output) and not overwrite:

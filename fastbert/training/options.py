@@ -24,8 +24,8 @@ SHORTEST_PAIR = 8
 FREE = (
     "output", "corpus", "overwrite", "save_every", "save_minutes", "keep_checkpoints", "workers",
     "tracker",
-    # Instead of `accumulate` and `shard`, the number of batches that all processes take in one step
-    # is compared.
+    # `accumulate` may change together with the number of processes, because only the number of
+    # batches that all processes take in one step is compared. `shard` decides where weights are.
     "accumulate", "shard",
 )  # fmt: skip
 
@@ -91,21 +91,24 @@ class PretrainOptions:
         gradient_checkpointing: Whether activations are recomputed in the backward pass, which
             saves memory.
         cuda_graphs: Whether CUDA graphs launch whole steps, which makes steps of a small model
-            faster; see `graphed_step`. The run then has one process on a CUDA device, and no
-            gradient checkpointing. Steps that are logged run without a graph.
+            faster; see `graphed_step`. The run must then have one process on a CUDA device,
+            ``optimizer="adamw"``, ``accumulate=1``, and neither `gradient_checkpointing` nor
+            `shard`. Steps that are logged run without a graph.
         shard: Whether the processes share the weights and the optimizer's state (FSDP2) instead of
             having copies of them (DDP).
-        backend: ``"reference"``, ``"triton"``, ``"cuda"`` or ``"cpu"`` for all operations; None
-            lets each operation choose.
+        backend: The backend that the model asks for: ``"reference"``, ``"triton"``, ``"cuda"`` or
+            ``"cpu"``. An operation that this backend does not fully serve chooses its backend
+            itself, as do all operations with None.
         log_every: Number of steps between two rows of the log.
         eval_every: Number of steps between two evaluations; None evaluates only at the end.
         eval_batches: Largest number of batches of an evaluation.
         save_every: Number of steps between two checkpoints; None writes a checkpoint only at the
             end.
         save_minutes: Largest number of minutes between two checkpoints; None sets no limit.
-        keep_checkpoints: Number of checkpoints that stay in the folder ``checkpoints``. If the last
-            checkpoint is damaged, the run resumes from an earlier checkpoint.
-        tracker: ``"tensorboard"`` or ``"wandb"``, which then receives the rows of the log too.
+        keep_checkpoints: Number of newest checkpoints that stay in the folder ``checkpoints``. If
+            the last checkpoint is damaged, the run resumes from an earlier checkpoint.
+        tracker: ``"tensorboard"`` or ``"wandb"``, which then receives the rows of the log too; None
+            uses no tracker.
         workers: Number of processes that prepare batches during the training; 0 prepares batches
             in the training process.
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def check_shards(accelerator: Accelerator) -> None:
-    """Raise ValueError unless the processes can divide a model."""
+    """Raise ValueError if the run has only one process, which cannot divide a model."""
     if accelerator.num_processes == 1:
         raise ValueError(
             "shard: got True with 1 process, allowed: several processes, which torchrun or "

@@ -63,8 +63,9 @@ def gather_documents(
     """Read or open the corpus of `options`, or return `documents` as a list.
 
     Raises:
-        ValueError: If there are no documents, or if both or neither of ``options.corpus`` and
-            `documents` are None, or if the objective needs a prepared corpus.
+        ValueError: If there are no documents, if both or neither of ``options.corpus`` and
+            `documents` are None, if the objective needs a prepared corpus, or if
+            ``options.tokenizer`` is set for a prepared corpus, which has its own tokenizer.
     """
     if documents is None:
         if options.corpus is None:
@@ -103,7 +104,8 @@ def split_documents(
         The training documents and the held-out documents.
 
     Raises:
-        ValueError: If a part has too few documents for next-sentence pairs.
+        ValueError: If fewer than two documents, too few for next-sentence pairs, are left for
+            training.
     """
     held = _held_out(len(documents), fraction)
     order = list(range(len(documents)))
@@ -200,14 +202,15 @@ def prepare(
         options: Options of the run.
         documents: All documents, or a prepared corpus, which contains its tokenizer.
         say: Shows a line of text to the user.
-        tokenizer: The tokenizer of a run that is resumed.
+        tokenizer: The tokenizer of a run that is resumed; None for a new run.
         batches_per_step: Number of batches that all processes take in one step.
 
     Returns:
         The tokenizer and the batches. No file is written.
 
     Raises:
-        ValueError: If the documents or the tokenizer are not usable.
+        ValueError: If a part has too few documents, or if the tokenizer cannot be loaded or
+            trained.
     """
     if isinstance(documents, PreparedCorpus):
         return _prepare_folder(options, documents, say, batches_per_step)

@@ -70,8 +70,9 @@ def pretrain(
 
     The run uses one process, or all processes that ``torchrun`` or ``accelerate launch`` starts,
     with copies (DDP) or shards (FSDP2) of the model. Every process takes ``options.accumulate``
-    batches of up to ``options.tokens_per_batch`` tokens per step. On the CPU, the same seed gives
-    the same log, except for times.
+    batches of up to ``options.tokens_per_batch`` tokens per step. With another
+    ``options.objective``, the sentence-order loss or no loss replaces the next-sentence loss. On
+    the CPU, the same seed gives the same log, except for times.
 
     The folder ``options.output`` receives four results.
 
@@ -93,7 +94,8 @@ def pretrain(
     SystemExit with status 143, or KeyboardInterrupt. A second signal, at least one second after the
     first, ends the run at once, without another checkpoint.
 
-    A gradient that is not finite stops the run before the update, and the last checkpoint stays.
+    A gradient that is not finite changes no weight and stops the run, and the last checkpoint
+    stays. On a GPU, the run stops at the next step that is logged or saved.
 
     If a file cannot be written, the run shows the error, continues, and tries again at the next
     save. The earlier checkpoint stays complete.

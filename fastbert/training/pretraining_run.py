@@ -63,7 +63,7 @@ class PretrainingRun(Run):
         Args:
             options: Options of the run.
             prepared: The tokenizer and the batches.
-            text: SHA-256 of the text of the corpus.
+            text: SHA-256 of the text of the corpus, or of the manifest of a prepared corpus.
             accelerator: The processes of the run.
 
         Raises:
@@ -178,7 +178,10 @@ class PretrainingRun(Run):
         self.parallel.model.train()
 
     def train_step(self, batch: Batches) -> float:
-        """Make one update; return the gradient's norm before clipping if the step is logged."""
+        """Make one update, and return the gradient's norm before clipping.
+
+        The result is NaN if the step is not logged, because reading the norm waits for the device.
+        """
         logged = self.is_due(self.options.log_every)
         for part in batch:
             self.meter.count(part)
@@ -254,7 +257,11 @@ class PretrainingRun(Run):
         )
 
     def row(self, norm: float) -> LogRow:
-        """Return the row of the log for this step; raise RuntimeError if a loss is not finite."""
+        """Return the row of the log for this step, and reset the sums since the last row.
+
+        Raises:
+            RuntimeError: If a mean loss since the last row is not finite.
+        """
         means = self.meter.read(self.accelerator)
         losses = {name: means[name] for name in ("mlm_loss", "nsp_loss") if name in means}
         for name, loss in losses.items():
@@ -307,7 +314,10 @@ class PretrainingRun(Run):
         }
 
     def tensors(self) -> dict[str, Mapping[str, Tensor]]:
-        """Return the weights, the optimizer's state, and the states of all processes."""
+        """Return the weights, the optimizer's state, and the states of all processes.
+
+        Without `shard`, only the first process needs them, and the result of the others is empty.
+        """
         processes = self.gathered({**self.random_state(), "sums": self.meter.state()})
         if not (self.first or self.options.shard):
             return {}

@@ -67,7 +67,7 @@ class TrainingProgress:
         self._bar: Progress | None = None
         self._task = TaskID(0)
         if console.is_terminal:
-            # By default, rich ends a text that is too long in an ellipsis. Not every encoding has
+            # By default, rich ends a text that is too long with an ellipsis. Not every encoding has
             # this character, so the text is cut instead.
             cropped = Column(no_wrap=True, overflow="crop")
             self._bar = Progress(

@@ -50,7 +50,7 @@ def alone(output: Path, accelerator: Accelerator) -> Iterator[None]:
         yield
         return
     # The processes of an earlier attempt of this job may still be ending on another machine, so
-    # this attempt waits for their lock.
+    # this attempt waits until they release the lock.
     patience = PATIENCE if meeting.begun_before(output) else 0.0
     with folder_lock.locked(output, "output", patience):
         yield

@@ -24,7 +24,7 @@ from fastbert.ops.arguments import require_shape
 
 
 class Labels(NamedTuple):
-    """The properties of one argument of a model that has labels.
+    """The properties of one argument with labels, such as ``labels``, of a model's forward.
 
     Attributes:
         per_token: Whether each token has a label; otherwise each sequence has a label.
@@ -35,7 +35,7 @@ class Labels(NamedTuple):
     classes: str | int
 
     def check(self, name: str, labels: Tensor, layout: BatchLayout, config: BertConfig) -> Tensor:
-        """Check labels, and return them in the shape of the memory of a batch.
+        """Check labels, and flatten the labels of sequences.
 
         Args:
             name: Name of the argument, for messages.
@@ -111,7 +111,7 @@ class StepInput:
             tokens: The tokens: packed for a `Bucket`, or padded without a mask for a
                 `PaddedBucket`.
             mask: Mask of a padded batch of shape ``(B, L)``; None for a `Bucket`.
-            labels: Labels from `Labels.check`; labels of tokens have the rows of `tokens`.
+            labels: Labels from `Labels.check`; labels of tokens are packed or padded like `tokens`.
         """
         if mask is None:
             assert isinstance(self.batch, StaticBatch)

@@ -11,7 +11,7 @@ from fastbert.training.log import LogRow
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-# The packages of each tracker of accelerate, of which one must be installed.
+# For each tracker of accelerate, the packages of which one must be installed.
 TRACKERS = {"tensorboard": ("tensorboard", "tensorboardX"), "wandb": ("wandb",)}
 
 

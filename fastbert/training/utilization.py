@@ -9,8 +9,8 @@ from fastbert.config import BertConfig
 from fastbert.flops import flops_of_layers
 from fastbert.training.evaluate import IGNORED, Batch
 
-# The backward pass of a matrix product computes two products of the same size, so a step has three
-# passes.
+# The backward pass of a matrix product computes two products of the same size. A step therefore has
+# three times the FLOPs of its forward pass.
 PASSES = 3
 
 
@@ -28,11 +28,12 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
 
 
 def model_flops(config: BertConfig, batch: Batch) -> float:
-    """Return the FLOPs of a training step's matrix products, without those of recomputation.
+    """Return the FLOPs of the matrix products of a batch's forward and backward pass.
+
+    Products that gradient checkpointing computes again are not counted.
 
     The products are those of the layers on real tokens, of the masked-LM head at labelled
-    positions, and of the pooler, in the forward and the backward pass (Chowdhery et al. 2022,
-    appendix B).
+    positions, and of the pooler (Chowdhery et al. 2022, appendix B).
 
     Args:
         config: The configuration of the model.
