@@ -21,7 +21,7 @@ OF_TEXTS = ("field", "pair_field")
 
 
 def refuse_together(ctx: typer.Context, model: str | None, texts: Path | None) -> None:
-    """Raise ValueError if the user typed two arguments that cannot be combined.
+    """Raise ValueError if the user typed an option that MODEL excludes, or that needs TEXTS.
 
     Args:
         ctx: The context of the command.

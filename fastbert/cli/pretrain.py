@@ -148,9 +148,9 @@ def pretrain(
 
 
 def parse_overrides(pairs: list[str]) -> dict[str, Any]:
-    """Return ``["hidden_size=64"]`` as ``{"hidden_size": 64}``.
+    """Parse the values of ``--config``: ``["hidden_size=64"]`` becomes ``{"hidden_size": 64}``.
 
-    A value that is not valid JSON is returned as a str.
+    The text after the first ``=`` is parsed as JSON. Text that is not valid JSON stays a str.
     """
     overrides: dict[str, Any] = {}
     for pair in pairs:

@@ -35,12 +35,13 @@ class Row(NamedTuple):
 class Texts:
     r"""The texts of a .txt, .jsonl, .csv, .tsv or .parquet file, and the ids of its lines.
 
-    An iteration yields a tuple for each line, with a text for each field, and may be repeated. A
-    .csv or .tsv file is read into memory as a whole; of any other file, at most a block of lines is
-    in memory.
-    The attributes ``count`` and ``digest`` are the number of lines and the SHA-256 digest of the
-    texts, and of the ids if there are any, in the last complete iteration. The first iteration
-    takes place in the constructor.
+    An iteration yields a tuple for each line, with a text for each field. The file can be iterated
+    over several times. A .csv or .tsv file is read into memory as a whole; of any other file, at
+    most a block of lines is in memory.
+
+    The attribute ``count`` is the number of lines in the last complete iteration. The attribute
+    ``digest`` is the SHA-256 digest of the texts of this iteration, and of the ids if there are
+    any. The first iteration takes place in the constructor.
 
     Args:
         path: Path of the file. A file other than .parquet may be compressed, and may be in UTF-16
@@ -56,7 +57,7 @@ class Texts:
         FileNotFoundError: If there is no such file.
         ValueError: If the file has another suffix or no lines, if a field is not a text in Unicode,
             or if an id is not allowed. The message names the line.
-        ImportError: If the file is a .parquet file and pyarrow is not installed.
+        ImportError: If the file is a .parquet or .zst file and pyarrow is not installed.
 
     Examples:
         >>> import pathlib, tempfile
