@@ -29,8 +29,8 @@ from fastbert.jobs.reporter import Reporter
 out = Console(width=None if sys.stdout is not None and sys.stdout.isatty() else 120)
 err = Console(stderr=True)
 
-# Copies of the names in fastbert.ops and fastbert.testing, because an import of these packages would
-# import torch. A test compares the copies.
+# These are copies of the names in fastbert.ops and fastbert.testing, because an import of these
+# packages would import torch. A test compares the copies.
 BACKENDS = ("reference", "triton", "cuda", "cpu")
 DTYPES = ("float32", "float16", "bfloat16")
 

@@ -19,8 +19,8 @@ from fastbert.jobs import encode as job
 from fastbert.jobs import encode_on_ray as job_on_ray
 from fastbert.jobs.texts import Texts, check_output
 
-# Copies of the names in fastbert.modules and fastbert.inference, because an import of these packages
-# would import torch. A test compares the copies.
+# These are copies of the names in fastbert.modules and fastbert.inference, because an import of
+# these packages would import torch. A test compares the copies.
 POOLINGS = ("mean", "cls", "max", "last", "mean_sqrt_len_tokens", "weightedmean")
 COMBINATIONS = ("concat", "sum", "mean")
 

@@ -8,7 +8,7 @@ import sys
 
 
 def prepare() -> None:
-    """Make the standard streams accept any text, even if they have another encoding or are closed.
+    """Make the standard streams accept any text, whatever their encoding and even if closed.
 
     A character that the encoding of stdout lacks is escaped, as Python does on stderr. A stream
     that the caller has closed becomes the null device. Otherwise, the next file that is opened

@@ -24,7 +24,7 @@ _ORDER, _MASKS = 1, 2
 
 
 class PretrainingBatches:
-    """Batches of at most `tokens_per_batch` tokens, which are made of next-sentence pairs.
+    """Batches of next-sentence pairs; a batch has at most `tokens_per_batch` tokens.
 
     A packed batch has ``input_ids``, ``token_type_ids`` and ``labels``, all int64 of shape
     ``(T,)``, where ``T`` is the number of tokens. It also has ``cu_seqlens``, int32 of shape
@@ -36,8 +36,8 @@ class PretrainingBatches:
     longest pair. Padding counts toward `tokens_per_batch`, so a padded batch gathers pairs of
     similar length.
 
-    Packed and padded batches have ``next_sentence_label``, int64 of shape ``(B,)``. It is 0 when
-    the second text of the pair follows the first text, and 1 when the second text is from another
+    Packed and padded batches have ``next_sentence_label``, int64 of shape ``(B,)``. The label of a
+    pair is 0 if the second text follows the first text, and 1 if the second text is from another
     document. ``labels`` has the original id of each predicted token, and -100 elsewhere.
 
     With the same documents and options, batch ``i`` of epoch ``k`` depends only on the seed of
@@ -120,7 +120,10 @@ class PretrainingBatches:
 
 
 class EpochBatches(Sequence[Batch]):
-    """The batches of one epoch, each built on access; also a map-style dataset of torch."""
+    """The batches of one epoch, each built on access.
+
+    The object is also a map-style dataset of torch.
+    """
 
     def __init__(
         self,

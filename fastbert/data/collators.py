@@ -107,8 +107,8 @@ class PackedCollatorForSequenceClassification(_PackedCollator):
             ``"transformers"`` for a model of transformers.
         max_length: Largest number of tokens of a feature; None allows any number.
         position_ids_start: First position of each sequence with ``layout="transformers"``. It is 0
-            for BERT, DistilBERT, ALBERT, ELECTRA and ModernBERT. It is ``pad_token_id + 1`` for
-            RoBERTa, XLM-R and CamemBERT, which is 2 in their published checkpoints.
+            for BERT, DistilBERT, ALBERT, ELECTRA and ModernBERT. For RoBERTa, XLM-R and CamemBERT
+            it is ``pad_token_id + 1``; this number is 2 for their published checkpoints.
 
     Raises:
         ValueError: If an argument is not allowed.

@@ -14,7 +14,7 @@ from fastbert.text_file import read_text
 
 # A line whose first column is this text separates documents (Tjong Kim Sang and De Meulder 2003).
 DOCUMENT = "-DOCSTART-"
-# This matches a tag of the scheme IOB, IOBES or BILOU.
+# This pattern matches a tag of the scheme IOB, IOBES or BILOU.
 _ENTITY = re.compile(r"O$|[BIESLU]-.")
 # CoNLL-U has ten columns. The second column is the word, and the fourth is its part of speech.
 _CONLL_U = 10

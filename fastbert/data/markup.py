@@ -43,7 +43,7 @@ _BOOLEAN = frozenset(_FLAGS.split())
 _BREAKS = {"p", "br", "div", "tr", "td", "th", "ul", "ol", "dl", "blockquote", "section"}
 _HEADINGS = {"h1", "h2", "h3", "h4", "h5", "h6"}
 _ITEMS = {"li", "dt", "dd"}
-# This matches a tag. The value of an attribute in double quotation marks may contain ">".
+# This pattern matches a tag. The value of an attribute in double quotation marks may contain ">".
 _TAG = re.compile(r"""</?[A-Za-z](?:[^<>"]|"[^"<]{0,300}"){0,300}>""")
 # Each row of `_PARTS` describes one kind of part, such as a comment or a table. The row has a text
 # that every such part contains, the patterns of the part's begin and end, and the text that
@@ -114,8 +114,8 @@ def _without_parts(
 ) -> str:
     """Replace each part, from `begin` to the next `end`, by `new`; a part without an end stays.
 
-    If a part has no end, no later part has an end. The search then stops, so that it takes linear
-    time.
+    If a part has no end, no later part has an end. The search then stops, so that the whole search
+    takes linear time.
     """
     parts, place = [], 0
     while (first := begin.search(text, place)) and (last := end.search(text, first.end())):

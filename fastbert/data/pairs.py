@@ -1,8 +1,8 @@
 """Next-sentence pairs: two texts of one document or of two documents (Devlin et al. 2019, A.2).
 
-A random second text starts at any sentence of another document. It has the same token budget as the
-text that it replaces, as in the code published with the paper. A model can therefore infer the
-label from the topics of the two texts and from the continuity between them.
+A random second text starts at any sentence of another document. As in the code published with the
+paper, a random second text has the same token budget as the text that it replaces. A model can
+therefore infer the label from the topics of the two texts and from the continuity between them.
 """
 
 from __future__ import annotations

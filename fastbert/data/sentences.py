@@ -20,14 +20,14 @@ _WEAK = ".!?…\u06d4"
 # These marks always end a sentence. They include the marks of Tibetan, which Unicode leaves out
 # because these marks also end phrases.
 _STRONG = rf"[[\p{{SB=STerm}}\p{{SB=ATerm}}\u0f0d-\u0f12]--[{_WEAK}\u2024\uff0e\ufe52]]"
-# This matches a Greek question mark, which has the form of a semicolon, after a Greek word.
+# This pattern matches a Greek question mark, which has the form of a semicolon, after a Greek word.
 _GREEK = r"(?<=\p{Greek})[;\u037e](?=\s+\p{Lu})"
-# This matches a blank between letters of Thai or Lao, which have no sentence-ending marks.
+# This pattern matches a blank between letters of Thai or Lao, which have no sentence-ending marks.
 _BLANK = regex.compile(r"(?<=[\p{Thai}\p{Lao}]) (?=[\p{Thai}\p{Lao}])")
 _CLOSERS = r"""["'”’»)\]」』）]*"""
-# This matches a mark that may end a sentence, with the closing quotes and brackets after it. A run
-# of marks is matched only from its first mark, so that the time stays linear. The lookahead at the
-# start halves the time.
+# This pattern matches a mark that may end a sentence, and the closing quotes and brackets after the
+# mark. A run of marks is matched only from its first mark, so that the time stays linear. The
+# lookahead at the start of the pattern halves the time.
 _END = regex.compile(
     rf"(?=[[\p{{SB=STerm}}\p{{SB=ATerm}}\u0f0d-\u0f12{_WEAK};\u037e]])"
     rf"(?:(?<![{_WEAK}])[{_WEAK}]+{_CLOSERS}(?=\s)|{_STRONG}+{_CLOSERS}|{_GREEK})\s*",

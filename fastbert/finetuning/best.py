@@ -113,7 +113,8 @@ class BestEvaluation:
         """Return a new model with the best weights, or the model itself without stored weights."""
         if self.weights is None:
             return self._model
-        # The new model draws random weights, which must not change the random numbers of dropout.
+        # The new model draws random weights. These draws must not change the random numbers of
+        # dropout.
         with torch.random.fork_rng(devices=[]):
             model = type(self._model)(self._model.config)
         checkpoints.restore_weights(model, self.weights)

@@ -95,11 +95,11 @@ class FinetuningRun(Run):
             self.model.bert.eval()
 
     def epoch(self) -> tuple[int, int]:
-        """Return the epoch of the current step and its batch in this epoch, both from 0."""
+        """Return the number of the current epoch, and of the batch in this epoch, both from 0."""
         return divmod(self.step, self.steps_per_epoch)
 
     def batches(self) -> Iterator[list[Feature]]:
-        """Yield the sequences of each batch, for all processes together, from this step on."""
+        """Yield the sequences of each batch, for all processes together, from the current step."""
         size = self.options.batch_size
         while self.step < self.total:
             epoch, batch = self.epoch()

@@ -1,1 +1,1 @@
-"""The jobs of four commands: encode, classify and prepare, which can resume, and fill-mask."""
+"""The jobs of the commands encode, classify, prepare and fill-mask; all but the last can resume."""

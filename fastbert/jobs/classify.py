@@ -254,7 +254,7 @@ def results(
 def write_jsonl(
     rows: NDArray[np.float32], labels: list[str], path: Path, ids: Texts | None = None
 ) -> None:
-    """Write the dicts that `results` yields to a .jsonl file, one on each line.
+    """Write a .jsonl file whose lines are the dicts that `results` yields.
 
     Args:
         rows: Scores, fp32 of shape ``(count, labels)``.
@@ -271,7 +271,7 @@ def write_jsonl(
 def write_table(
     rows: NDArray[np.float32], labels: list[str], path: Path, ids: Texts | None = None
 ) -> None:
-    """Write the dicts that `results` yields to a parquet file.
+    """Write a parquet file whose rows are the dicts that `results` yields.
 
     The column ``scores`` is a struct with a field for each label. The arguments are the same as in
     `write_jsonl`.

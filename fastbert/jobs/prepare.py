@@ -212,7 +212,7 @@ class _Run:
             partial.unlink()
 
     def _tokenizer(self) -> WordPieceTokenizer:
-        """Return the tokenizer in the output folder; if there is none, store it there first.
+        """Return the tokenizer in the output folder; if there is none, store a tokenizer first.
 
         The stored tokenizer is that of the options, or is trained on the text.
         """

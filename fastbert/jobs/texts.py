@@ -100,7 +100,7 @@ class Texts:
             yield texts
 
     def ids(self) -> Iterator[Id]:
-        """Yield the id of each line; the file is read again for this.
+        """Yield the id of each line; each call reads the file again.
 
         Raises:
             ValueError: At the end, if the file has changed since the last complete iteration.
@@ -136,7 +136,7 @@ class Texts:
         self.count, self.digest = count, digest.hexdigest()
 
     def _checked(self, place: str, field: str, value: Any) -> bytes:
-        """Return a text in UTF-8 after its length, so that the digest separates adjacent texts."""
+        """Return the length of a text and the text in UTF-8, so that a digest separates texts."""
         if not isinstance(value, str):
             wanted = "an object with a string field" if self._is_jsonl else "a string in the column"
             raise ValueError(f"INPUT: {place}: expected {wanted} {field}")

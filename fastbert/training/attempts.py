@@ -39,10 +39,10 @@ class Attempts:
         return True
 
     def draw(self, what: str, draw: Callable[[], object]) -> bool:
-        """Call `draw` as `__call__` calls `write`; no other error ends the run either.
+        """Call `draw` as `__call__` calls `write`, and return whether it succeeded.
 
-        An error that is not an OSError is shown and not stored, because the results are complete
-        without the picture.
+        Errors other than OSError do not end the run either. They are shown and not stored, because
+        the results are complete without the picture.
 
         Args:
             what: Name of the picture, for messages.

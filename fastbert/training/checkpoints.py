@@ -209,7 +209,7 @@ def read(folder: Path) -> Checkpoint:
 def _check_size(path: Path) -> None:
     """Raise ValueError if the size of a file is not allowed, to spare the checksum of a huge file.
 
-    The header of a .safetensors file states its size. Any other file has a largest size.
+    The size of a .safetensors file must match its header. All other files have a largest size.
     """
     if path.suffix == ".safetensors":
         safetensors_file.check_size(path)

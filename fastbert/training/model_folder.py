@@ -1,4 +1,4 @@
-"""The model folder of a training run, which is always either complete or absent."""
+"""The folder ``model/`` of a training run; this folder is always either complete or absent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The options of a pre-training run, which are checked before any file is read."""
+"""The options of a pre-training run; they are checked before any file is read."""
 
 from __future__ import annotations
 

@@ -316,7 +316,8 @@ class PretrainingRun(Run):
     def tensors(self) -> dict[str, Mapping[str, Tensor]]:
         """Return the weights, the optimizer's state, and the states of all processes.
 
-        Without `shard`, only the first process needs them, and the result of the others is empty.
+        Without `shard`, only the first process needs these tensors, and the other processes return
+        an empty dict.
         """
         processes = self.gathered({**self.random_state(), "sums": self.meter.state()})
         if not (self.first or self.options.shard):
@@ -336,7 +337,8 @@ class PretrainingRun(Run):
         """Return a model with the whole weights, or with their average."""
         if self.average is None and not self.options.shard:
             return self.model
-        # The new model draws random weights, which must not change the random numbers of dropout.
+        # The new model draws random weights. These draws must not change the random numbers of
+        # dropout.
         with torch.random.fork_rng(devices=[]):
             model = type(self.model)(self.model.config)
         checkpoints.restore_weights(model, {**tensors["weights"], **tensors.get("average", {})})

@@ -30,7 +30,7 @@ def describe(row: dict[str, Any]) -> str:
 
 
 def describe_evaluation(figures: dict[str, float]) -> str:
-    """Format the figures that `fastbert.training.evaluate` returns in one line."""
+    """Format in one line the figures that `fastbert.training.evaluate` returns."""
     return (
         f"mlm {figures['mlm_loss']:.3f} ({figures['mlm_accuracy']:.1%}, most frequent token "
         f"{figures['mlm_baseline_accuracy']:.1%})  {_pairs(figures)}"

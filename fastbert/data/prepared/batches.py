@@ -104,7 +104,10 @@ class PreparedBatches:
 
 
 class PreparedEpoch(Sequence[Batch]):
-    """The batches of one epoch, each built on access; also a map-style dataset of torch."""
+    """The batches of one epoch, each built on access.
+
+    The object is also a map-style dataset of torch.
+    """
 
     def __init__(
         self,

@@ -111,8 +111,8 @@ class PreparedCorpus:
         as verified, so the processes must wait for each other before they use the shards.
 
         Args:
-            advance: Called, in several threads, with the number of bytes that were verified since
-                its last call.
+            advance: Called in several threads, after each block of a file, with the number of bytes
+                of the block.
             share: Index of this process, from 0, and number of processes.
 
         Raises:

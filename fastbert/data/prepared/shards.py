@@ -92,7 +92,7 @@ class ShardRecord:
 
 
 class ShardWriter:
-    """Writes one shard; a context manager.
+    """A context manager that writes one shard.
 
     The files have temporary names until `finish` has flushed them. If the ``with`` block ends
     without a call of `finish`, the files are deleted.
@@ -239,7 +239,7 @@ class Shard:
         """Compare the files' checksums with the manifest, and check the numbers in the files.
 
         Args:
-            advance: Called with the number of bytes that were verified since the previous call.
+            advance: Called after each block of a file with the number of bytes of the block.
 
         Raises:
             OSError: If a file cannot be read.
