@@ -169,7 +169,7 @@ def _times(ratio: float | None) -> str:
 
 
 def _operations_table(rows: list[OpRow]) -> Table:
-    """Make a table with a line per case, dtype and backend, next to the time of stock PyTorch."""
+    """Make a table with a line per case, dtype and backend, and the times of stock PyTorch."""
     stock = {(r.op, r.case, r.dtype, r.direction): r.seconds for r in rows if r.engine == "torch"}
     table = new_table(
         "operations: median times in ms; speed = time of stock PyTorch / time of the backend;\n"

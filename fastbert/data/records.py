@@ -1,4 +1,4 @@
-"""Reading the rows of .csv, .tsv, .jsonl and .parquet files; an error names the file and line."""
+"""Reading the rows of .csv, .tsv, .jsonl and .parquet files; errors name the line or row."""
 
 from __future__ import annotations
 

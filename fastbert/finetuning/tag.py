@@ -108,7 +108,7 @@ class Tag(Task):
     2019, section 5.3).
 
     Attributes:
-        labels: The names of the tags; None before `learn`.
+        labels: The tags, as `Labels`; None before `learn`.
     """
 
     name = "tag"

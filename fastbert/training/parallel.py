@@ -42,7 +42,7 @@ class Copies:
         return norm_before
 
     def rest(self) -> None:
-        """Do nothing, because a forward pass gathers no weights."""
+        """Do nothing, because the forward pass of a copy gathers no weights."""
 
 
 class Shards:

@@ -104,8 +104,8 @@ def split_documents(
         The training documents and the held-out documents.
 
     Raises:
-        ValueError: If fewer than two documents, too few for next-sentence pairs, are left for
-            training.
+        ValueError: If fewer than two documents are left for training, because next-sentence pairs
+            need two documents.
     """
     held = _held_out(len(documents), fraction)
     order = list(range(len(documents)))

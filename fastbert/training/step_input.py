@@ -1,4 +1,4 @@
-"""The batch of a graphed step in memory with fixed addresses: tokens and labels."""
+"""The tokens and labels that a CUDA graph of a training step reads from fixed addresses."""
 
 from __future__ import annotations
 

@@ -162,7 +162,7 @@ class PreparedExamples:
             The examples.
 
         Raises:
-            ValueError: If no document has the two sentences of a pair.
+            ValueError: If the examples are pairs, and no document has two sentences.
         """
         plans = [self._plan(place, index) for place in range(len(self._chosen))]
         if not any(len(plan.label) for plan in plans):
