@@ -30,17 +30,17 @@ def _check(x: Tensor, y: Tensor) -> None:
 
 
 def spearman(x: Tensor, y: Tensor) -> float:
-    """Compute Spearman's rank correlation, with the mean rank for ties.
+    """Compute Spearman's rank correlation; equal numbers share the mean of their ranks.
 
     Args:
         x: Numbers of shape ``(N,)``.
         y: Numbers of shape ``(N,)``.
 
     Returns:
-        The correlation, or NaN if there are fewer than two numbers or if one side is constant.
+        The correlation, or NaN if N is below 2, or if all numbers of `x` or of `y` are equal.
 
     Raises:
-        ValueError: If the shapes differ.
+        ValueError: If `x` is not one-dimensional, or if `y` has another shape.
 
     Examples:
         >>> import torch
@@ -62,10 +62,10 @@ def kendall(x: Tensor, y: Tensor) -> float:
         y: Numbers of shape ``(N,)``.
 
     Returns:
-        The correlation, or NaN if there are fewer than two numbers or if one side is constant.
+        The correlation, or NaN if N is below 2, or if all numbers of `x` or of `y` are equal.
 
     Raises:
-        ValueError: If the shapes differ.
+        ValueError: If `x` is not one-dimensional, or if `y` has another shape.
 
     Note:
         Kendall 1945. Jain and Wallace 2019 compare attention and gradients by this correlation.
@@ -92,7 +92,8 @@ def total_variation(p: Tensor, q: Tensor) -> Tensor:
 def jensen_shannon(p: Tensor, q: Tensor) -> Tensor:
     """Compute the Jensen-Shannon divergence in nats, from 0 to ``ln 2`` = 0.693.
 
-    An entry that is 0 in a distribution contributes exactly 0, and its gradient is 0.
+    The divergence is the mean of two relative entropies: of `p` and of `q` to their average. An
+    entry of 0 in `p` or `q` adds exactly 0, with a gradient of 0, to its relative entropy.
 
     Args:
         p: Distributions over the last dimension, of shape ``(…, N)``.

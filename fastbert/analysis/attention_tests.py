@@ -1,9 +1,10 @@
 """Four tests of attention as an explanation (Wiegreffe and Pinter 2019), for a BERT classifier.
 
 Wiegreffe and Pinter's classifier has a single attention over the states of an LSTM. BERT has
-attention in every layer and head, so attention weights are compared in two ways. "read" compares
-the weights of the first token in the last layer, averaged over the heads, because the classifier
-reads the state of this token. "every" takes the mean divergence over all layers and tokens.
+attention in every layer and head, so attention weights are compared in two scopes. The scope "read"
+compares the weights of the first token in the last layer, averaged over the heads, because the
+classifier reads the state of this token. The scope "every" takes the mean divergence over all
+layers and tokens.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class Texts:
     """The texts of a test.
 
     Attributes:
-        train: The texts of the training.
+        train: The texts on which models are trained.
         test: The texts on which models are compared.
     """
 
@@ -60,7 +61,9 @@ class Guided:
 
 @dataclass(frozen=True)
 class Adversary:
-    """A model that was trained to predict as the base model with different attention weights.
+    """The result of a model that was trained to imitate the predictions of the base model only.
+
+    The attention weights of this model should differ from the weights of the base model.
 
     Attributes:
         scope: The attention weights that had to differ: ``"read"`` or ``"every"``.
@@ -84,7 +87,7 @@ def make_uniform(model: nn.Module, layers: Iterable[int]) -> None:
         layers: Numbers of the layers; a negative number counts from the last layer.
 
     Raises:
-        ValueError: If there is no such layer.
+        ValueError: If the model has no layer with one of the numbers.
     """
     blocks: Any = model.get_submodule("bert.encoder.layer")
     for number in layers:
@@ -167,11 +170,12 @@ def seed_variance(
         start: Function that returns an untrained classifier for a seed.
         texts: The texts of the training and of the test.
         options: Options of the training.
-        seeds: The seeds, other than that of `base`.
+        seeds: One seed for each model; they should not include the seed of `base`.
         progress: Receives a line after each epoch.
 
     Returns:
-        For each model, the distance of its attention weights from those of `base`.
+        For each model, its accuracy and the distances of its predictions and attention weights from
+        the predictions and weights of `base`.
     """
     seen = fitting.observe(base, texts.test)
     results = []
@@ -257,7 +261,7 @@ def adversarial_attention(
     seed: int = 1000,
     progress: Progress = silent,
 ) -> tuple[list[Adversary], dict[str, BertForSequenceClassification]]:
-    """Test 4: train models to the same predictions with other attention weights.
+    """Test 4: train models that predict the same as `base` with different attention weights.
 
     The loss is ``TVD(predictions) − λ JSD(weights)`` between the model and `base`, averaged over
     the texts of the training. TVD is the total variation distance, and JSD is the Jensen-Shannon
@@ -265,8 +269,8 @@ def adversarial_attention(
 
     Args:
         base: The fine-tuned model.
-        start: Returns the classifier from which an adversary is trained, for a seed. A copy of
-            `base` needs the fewest steps.
+        start: Function that returns, for a seed, the classifier with which the training begins. A
+            copy of `base` needs the fewest steps.
         texts: The texts of the training and of the test.
         options: Options of the training.
         strengths: The factors λ. With 0, one model for all scopes imitates the predictions only.
@@ -275,7 +279,8 @@ def adversarial_attention(
         progress: Receives a line after each epoch.
 
     Returns:
-        The models' distances from `base`, and for each scope the model with the largest λ.
+        The models' distances from `base`, and the model with the largest λ of each scope for which
+        a model was trained.
 
     Raises:
         ValueError: If a scope is unknown or a factor is negative.

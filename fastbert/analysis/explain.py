@@ -30,7 +30,8 @@ class Attribution:
     """The values of one method.
 
     Attributes:
-        pieces: A value for each token, special tokens included; None if the method gives no value.
+        pieces: A value for each token, special tokens included. Leave-one-out has None for special
+            tokens, because it removes no special tokens.
         words: A value for each word: the sum over its tokens. For leave-one-out, the whole word is
             removed.
     """
@@ -46,7 +47,8 @@ class Explanation:
     Attributes:
         text: The text, or the first text of a pair.
         label: The explained label.
-        scores: The softmax of the logits by label; the logit itself of a model with one label.
+        scores: The softmax of the logits, by label. For a model with one label, the score is the
+            logit itself.
         logit: The logit of the label, which all methods except attention and rollout explain.
         pieces: The tokens, special tokens included.
         words: The words of both texts.
@@ -103,8 +105,9 @@ def explain(
 
     Raises:
         FileNotFoundError: If there is no checkpoint.
-        ValueError: If a text is blank, if there are more tokens than the model has positions, if
-            the label is unknown, or if the model has no classification head or no attention.
+        ValueError: If `steps` is below 1, if a text is blank or has no tokens, if there are more
+            tokens than the model has positions, if the label is unknown, or if the model has no
+            classification head, returns no attention weights or has a default prompt.
         ImportError: If Captum is not installed.
 
     Note:

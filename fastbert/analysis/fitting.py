@@ -23,7 +23,7 @@ WARMUP = 0.1
 
 
 def silent(_: str) -> None:
-    """Report nothing."""
+    """Ignore a line of progress."""
 
 
 @dataclass(frozen=True)
@@ -77,9 +77,9 @@ def encode(
 
     Args:
         folder: The model folder.
-        texts: N texts; a longer text is cut.
-        labels: N labels from 0.
-        max_length: Largest number of tokens of a text.
+        texts: N texts; a text of more than `max_length` tokens is cut.
+        labels: N labels, numbered from 0.
+        max_length: Largest number of tokens of a text, special tokens included.
 
     Returns:
         The examples.
@@ -98,7 +98,7 @@ def encode(
 
 
 class Starts:
-    """A function of a seed that returns a pre-trained encoder with a new head of this seed."""
+    """A callable that returns a pre-trained encoder with a new head, which a seed initializes."""
 
     def __init__(self, folder: str | os.PathLike[str], num_labels: int) -> None:
         """Store the folder of a pre-trained BERT, and the number of labels."""
@@ -145,11 +145,12 @@ def fit(
 
     Args:
         model: The model.
-        examples: The texts.
-        options: The options.
+        examples: The texts and labels.
+        options: Number of epochs, batch size and learning rate.
         seed: Seed of the order of the texts and of the dropout.
         name: Name of the run for `progress`.
-        loss: Function of the model, a batch, and the indices of the examples of the batch.
+        loss: Function that returns the loss of a batch. Its arguments are the model, the batch, and
+            the indices of the batch's texts in `examples`.
         progress: Receives a line after each epoch.
 
     Returns:

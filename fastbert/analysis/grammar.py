@@ -70,7 +70,10 @@ def sentences(count: int, *, seed: int) -> list[Tree]:
 
 
 class _Writer:
-    """A writer of a sentence from left to right; methods return the index of a phrase's head."""
+    """A writer of one sentence from left to right.
+
+    Each method that writes a word or a phrase returns the index of its head in the sentence.
+    """
 
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
@@ -86,7 +89,7 @@ class _Writer:
         return self.rng.random() < share
 
     def clause(self, depth: int) -> int:
-        """Write a subject and a verb with its dependents; return the index of the verb."""
+        """Write a subject, sometimes an adverb, and a predicate; return the index of the verb."""
         subject = self.noun_phrase(depth)
         adverb = self.word(ADVERBS) if self.chance(0.25) else None
         verb = self.predicate(depth)

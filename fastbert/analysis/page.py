@@ -34,7 +34,8 @@ circle { fill: rgb(var(--minus)); stroke: var(--ground); }
 circle:hover, circle:focus { fill: rgb(var(--plus)); outline: none; stroke: var(--ink); }
 output { display: block; min-height: 3.2em; padding: .5em 0; }
 """
-# The darkest background of a heat map, so that the text stays readable on it.
+# Opacity of the background of the word with the largest absolute value in a heat map. The opacity
+# is below 1, so that the text stays readable.
 _DARKEST = 0.6
 
 

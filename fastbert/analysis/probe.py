@@ -58,7 +58,8 @@ def edges(distances: Tensor) -> set[tuple[int, int]]:
         distances: Symmetric distances of shape ``(n, n)``.
 
     Returns:
-        ``n − 1`` edges. Of equal distances, the pair of words with lower indices is taken.
+        ``n − 1`` edges. Among equal distances, the algorithm takes the pair whose word in the tree
+        has the lowest index, and then the pair whose new word has the lowest index.
     """
     rows = distances.tolist()
     joined, others = [0], set(range(1, len(rows)))
@@ -115,8 +116,8 @@ def fit_probe(
     the square of the number of words (equation 2 of Hewitt and Manning 2019).
 
     Args:
-        vectors: Vectors ``(n, H)`` of the words of each sentence.
-        distances: Distances ``(n, n)`` in the tree of each sentence.
+        vectors: For each sentence of n words, the vectors ``(n, H)`` of its words.
+        distances: For each sentence, the distances ``(n, n)`` of its words in the syntax tree.
         rank: Number of rows of the learned matrix B of `DistanceProbe`.
         epochs: Number of passes over the sentences.
         learning_rate: Learning rate of Adam, which falls to 0 along a cosine.
@@ -175,8 +176,8 @@ def score(predicted: Sequence[Tensor], expected: Sequence[Tensor]) -> ProbeScore
     """Compare predicted distances with the distances in trees.
 
     Args:
-        predicted: Predicted distances ``(n, n)`` between the n words of each sentence.
-        expected: Distances ``(n, n)`` in the tree of each sentence.
+        predicted: For each sentence of n words, the predicted distances ``(n, n)`` of its words.
+        expected: For each sentence, the distances ``(n, n)`` of its words in the syntax tree.
 
     Returns:
         The scores. The correlation is NaN if no sentence has 5 to 50 words.

@@ -26,7 +26,7 @@ class Usage(NamedTuple):
     Attributes:
         word: The word.
         sense: The name of its sense.
-        text: The text, which has the word.
+        text: A text that contains the word.
     """
 
     word: str
@@ -41,7 +41,8 @@ class SenseAccuracy:
     Attributes:
         layers: Accuracy by layer; 0 is the embedding output.
         by_word: Accuracy by word and layer.
-        most_frequent: Accuracy of a prediction of the most frequent sense of each word.
+        most_frequent: Accuracy of the prediction that each word has its most frequent sense in the
+            other sentences, which are not held out.
         sentences: Number of sentences.
         senses: Number of senses of each word.
         folds: Number of parts of the cross-validation.
@@ -60,7 +61,7 @@ def read_usages(path: str | os.PathLike[str] = SENTENCES) -> list[Usage]:
 
     Args:
         path: A .jsonl, .csv, .tsv or .parquet file with the fields ``word``, ``sense`` and
-            ``text``. The default is the file of the package.
+            ``text``. The default is a file of this package, ``senses.jsonl``.
 
     Returns:
         The usages.
@@ -112,7 +113,7 @@ def folds_of(usages: Sequence[Usage], folds: int) -> list[int]:
         The fold of each usage, from 0.
 
     Raises:
-        ValueError: If a sense has fewer usages than folds, or if there are fewer than two folds.
+        ValueError: If a sense has fewer than `folds` usages, or if `folds` is below 2.
     """
     counts = Counter((usage.word, usage.sense) for usage in usages)
     fewest = min(counts.values(), default=0)
@@ -137,21 +138,21 @@ def sense_accuracy(
 ) -> SenseAccuracy:
     """Predict the sense of each word by the nearest centroid, for each layer.
 
-    A centroid is the mean vector of the usages of a sense in the other folds; each sentence is held
-    out once. The embedding output depends on the word and its position only, so its accuracy shows
-    the accuracy without context.
+    The usages are divided into folds, and each fold is held out once. A centroid is the mean vector
+    of the usages of a sense in the folds that are not held out. The embedding output depends on the
+    word and its position only, so its accuracy shows the accuracy without context.
 
     Args:
         model: Folder or hub id of an encoder, or a loaded `ContextEncoder`.
-        usages: Labelled usages; None takes the sentences of the package.
+        usages: Labelled usages; None takes the usages of ``senses.jsonl`` in this package.
         folds: Number of folds.
 
     Returns:
-        The accuracy by layer.
+        The accuracy by layer, by word and layer, and of the prediction of the most frequent sense.
 
     Raises:
-        ValueError: If a text does not have its word as a whole word, or if a sense has fewer usages
-            than folds.
+        ValueError: If a text does not have its word as a whole word, if a sense has fewer than
+            `folds` usages, or if `folds` is below 2.
 
     Note:
         Coenen et al. 2019, section 4.1, with centroids as in Peters et al. 2018.
@@ -179,7 +180,7 @@ def sense_accuracy(
 
 
 def usage_vectors(encoder: ContextEncoder, usages: Sequence[Usage]) -> Tensor:
-    """Compute the vector of the first occurrence of each word.
+    """Compute the vector of the first occurrence of each usage's word in its text.
 
     Args:
         encoder: The encoder.

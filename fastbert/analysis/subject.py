@@ -63,7 +63,7 @@ def split(tokenizer: Any, text: str, pair: str | None = None) -> Pieces:
         The tokens with their words.
 
     Raises:
-        ValueError: If a text is blank, has no tokens, or has half a surrogate pair.
+        ValueError: If a text is blank, has no tokens, or contains an unpaired surrogate.
     """
     texts = {"TEXT": text} if pair is None else {"TEXT": text, "--pair": pair}
     for name, each in texts.items():
@@ -108,8 +108,8 @@ class Subject:
     """A classifier in fp32 whose logits, gradients and attention weights an analysis reads.
 
     Attributes:
-        model: The model: fastbert's for BERT, and an accelerated model of transformers for other
-            families.
+        model: The classifier. `load` gives a `BertForSequenceClassification` for BERT, and an
+            accelerated model of transformers for other families.
         labels: Names of the labels.
         tokenizer: The tokenizer.
         limit: Number of positions of the model, in tokens.
@@ -144,8 +144,8 @@ class Subject:
 
         Raises:
             FileNotFoundError: If there is no checkpoint.
-            ValueError: If the checkpoint has no complete classification head, or is of a family
-                that fastbert does not support.
+            ValueError: If the checkpoint has no complete classification head, has a default prompt,
+                or is of a family that fastbert does not support.
         """
         loaded = Classifier(os.fspath(folder), max_length=None, backend=None)
         if loaded.tokenizer.prompt:
@@ -170,8 +170,8 @@ class Subject:
             The tokens with their words.
 
         Raises:
-            ValueError: If a text is blank, or if there are more tokens than the model has
-                positions.
+            ValueError: If a text is blank, has no tokens or contains an unpaired surrogate, or if
+                there are more tokens than the model has positions.
         """
         pieces = split(self.tokenizer, text, pair)
         if len(pieces.ids) > self.limit:

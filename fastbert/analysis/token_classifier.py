@@ -43,8 +43,8 @@ class TokenClassifier(nn.Module):
 
         Args:
             ids: Token ids of shape ``(B, L)``.
-            weights: Attention weights of shape ``(B, L)``. A model that learns its own weights only
-                reads which tokens have a weight above 0, and attends to these tokens.
+            weights: Attention weights of shape ``(B, L)``. A model that learns its own weights
+                attends to the tokens with weights above 0, and ignores the values of the weights.
 
         Returns:
             Logits of shape ``(B, labels)``.

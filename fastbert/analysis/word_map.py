@@ -65,14 +65,14 @@ def project(vectors: Tensor) -> tuple[Tensor, tuple[float, float]]:
     """Project vectors on their first two principal components.
 
     Args:
-        vectors: Vectors of shape ``(N, H)``, at least two, with H of at least 2.
+        vectors: Vectors of shape ``(N, H)``, where N and H are at least 2.
 
     Returns:
         Coordinates of shape ``(N, 2)``, and the share of the variance of each component. The sign
         of a component makes the coordinate with the largest absolute value positive.
 
     Raises:
-        ValueError: If there are fewer than two vectors.
+        ValueError: If `vectors` is not two-dimensional, or if N or H is below 2.
     """
     if vectors.dim() != 2 or min(vectors.shape) < 2:
         raise ValueError(
@@ -109,8 +109,8 @@ def word_map(
 
     Raises:
         FileNotFoundError: If the model or the texts do not exist.
-        ValueError: If the word is not one word, if fewer than two sentences have the word, or if
-            there is no such layer.
+        ValueError: If the word is not one word, if there is no .txt file, if fewer than two
+            sentences have the word, or if the model has no state with the number `layer`.
     """
     if len(word.split()) != 1:
         raise ValueError(f"word: got {word!r}, allowed: one word")

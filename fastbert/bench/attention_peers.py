@@ -74,7 +74,10 @@ def _dense_mask(inputs: Inputs) -> Tensor | None:
 
 
 def sdpa(kernel: SDPBackend, inputs: Inputs) -> Prepared:
-    """Prepare ``scaled_dot_product_attention`` with one kernel; a run raises if it cannot run."""
+    """Prepare ``scaled_dot_product_attention`` with one kernel.
+
+    A run raises a RuntimeError if the kernel cannot compute the inputs.
+    """
     ready = leaves(inputs)
     q, k, v = ready.positional.values()
     mask, dropout_p = _dense_mask(ready), ready.keyword.get("dropout_p", 0.0)
@@ -142,7 +145,7 @@ def flash_package(inputs: Inputs) -> Prepared:
 
 
 def varlen(inputs: Inputs) -> Prepared:
-    """Prepare ``varlen_attn`` with the seven positional arguments that all versions share."""
+    """Prepare ``varlen_attn``, with the seven positional arguments of all its PyTorch versions."""
     from torch.nn.attention.varlen import varlen_attn
 
     if inputs.keyword.get("dropout_p"):

@@ -45,7 +45,7 @@ Times = dict[tuple[Any, ...], dict[str, dict[str, float]]]
 
 
 def points(results: Path = RESULTS) -> list[Point]:
-    """Return the sorted points of the table, without points that have times of only one backend."""
+    """Return the sorted points that have times of both backends, forward and backward."""
     times_by_key = {key: (PREDICTED, times) for key, times in _predicted(results).items()}
     times_by_key |= {key: (MEASURED, times) for key, times in _measured(results).items()}
     # A measurement replaces the predictions of its architecture, whichever GPU they are for.
@@ -101,7 +101,7 @@ def _estimate(row: dict[str, Any], launches: dict[str, list[dict[str, Any]]], gp
 
 
 def _measured(results: Path) -> Times:
-    """Return the measured times: for each key, those of the largest batch in the newest folder."""
+    """Return the measured times; a key gets the times of its largest batch in the newest folder."""
     measured: Times = {}
     largest: dict[tuple[Any, ...], tuple[str, int]] = {}
     for file in sorted(path for name in SECTIONS for path in results.glob(f"*/{name}")):

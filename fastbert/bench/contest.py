@@ -104,7 +104,7 @@ def fastest(rows: Iterable[RowT]) -> RowT | None:
 
 
 def ratio(row: ContestRow, peer: ContestRow | None) -> float | None:
-    """Return the ratio of the peer's seconds to the row's, or None if one was not timed."""
+    """Return the peer's seconds divided by the row's, or None if the peer or row was not timed."""
     if peer is None or peer.seconds is None or row.seconds is None:
         return None
     return peer.seconds / row.seconds
@@ -153,5 +153,5 @@ def line(row: ContestRow) -> str:
 
 
 def to_dict(row: ContestRow) -> dict[str, Any]:
-    """Return the fields of a row by name, without those that are None."""
+    """Return the fields of a row by name, without the fields whose value is None."""
     return {k: v for k, v in dataclasses.asdict(row).items() if v is not None}

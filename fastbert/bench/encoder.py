@@ -61,8 +61,9 @@ class EncoderRow:
     """The speed of one ``engine`` on one shape.
 
     ``seconds`` is the time of a forward pass, and ``tokens`` counts real tokens. ``speedup`` is the
-    time of the fastest transformers path divided by ``seconds``; it is None if transformers is not
-    installed. ``refused`` is the reason why the engine was not timed.
+    time of the fastest transformers path divided by ``seconds``. It is None if transformers is not
+    installed or if the engine was not timed. ``refused`` is the reason why the engine was not
+    timed.
     """
 
     shape: str

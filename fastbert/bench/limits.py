@@ -1,7 +1,7 @@
 """The limits of a GPU, the least work of each operation, and fastbert's goals on GPU and CPU.
 
-A figure is compared with two bounds. The first bound is computed from the rates of a known GPU
-(``fastbert.gpus``): those in its datasheet, and those of a large copy and a large matrix product.
+A figure is compared with two bounds. The first bound is computed from recorded rates of a known GPU
+(``KNOWN``): the rates in its datasheet, and the rates of a large copy and a large matrix product.
 The second bound is computed from the rates of a copy and a matrix product in the run itself.
 ``GOALS`` has the figures to reach.
 """
@@ -16,7 +16,7 @@ import torch
 from fastbert import gpus
 from fastbert.testing.cases import TABLE_OF, Case
 
-# Share of the tokens that have a masked-LM label, as in the registry of cases.
+# Share of the tokens that have a masked-LM label, as in `fastbert.testing.cases`.
 LABELLED = 0.15
 FORWARD, BACKWARD, BOTH = "forward", "backward", "forward+backward"
 INFERENCE, TRAINING, LATENCY = "inference", "training", "latency"
@@ -67,7 +67,10 @@ class Work:
     exponentials: float = 0.0
 
     def floor(self, limits: Limits) -> float:
-        """Return the shortest possible time in seconds: the slowest unit at its measured rate."""
+        """Return the shortest possible time in seconds, which the slowest of three units needs.
+
+        The rates of products and memory are measured rates. The rate of exponentials is computed.
+        """
         return max(
             self.flops / limits.measured_flops,
             self.bytes / limits.measured_bytes,

@@ -36,7 +36,8 @@ class OpRow:
     ``speedup`` is the time of stock PyTorch divided by ``seconds``; a value above 1 is faster than
     PyTorch. ``chosen`` marks the backend that ``backend=None`` chooses. ``tflops`` and
     ``gigabytes_per_second``, which only rows of the forward pass have, are computed from the FLOPs
-    and the fewest bytes of the case. ``refused`` is the reason why the engine was not timed.
+    of the case and the fewest bytes that it must move. ``refused`` is the reason why the engine was
+    not timed.
     """
 
     op: str
@@ -104,7 +105,7 @@ def bench_ops(
 ) -> list[OpRow]:
     """Time the operations ``names``, or all if None, in every backend and in stock PyTorch.
 
-    The parity check `gate` runs first, and a backend that fails a case of it is not timed.
+    The parity check `gate` runs first, and a backend that fails a case of this check is not timed.
     ``seconds`` limits the timing of one case in one dtype and direction.
 
     Raises:
@@ -191,8 +192,8 @@ def rotated_inputs(
 def other_values(inputs: Inputs, shift: int) -> Inputs:
     """Return inputs whose floating-point tensors are rolled copies, with the same statistics.
 
-    Slices of one buffer remain slices of one buffer. The values are not drawn anew, because drawing
-    random numbers would take most of the time of a benchmark.
+    Slices of one buffer remain slices of one buffer. The function draws no random numbers, because
+    that would take most of the time of a benchmark.
     """
     buffers: dict[int, Tensor] = {}
 
@@ -210,7 +211,7 @@ def other_values(inputs: Inputs, shift: int) -> Inputs:
 
 
 def chosen_backend(case: Case, dtype: torch.dtype, device: str) -> str:
-    """Return the backend that ``backend=None`` chooses without a gradient."""
+    """Return the backend that ``backend=None`` chooses when no gradient is needed."""
     table, last = TABLE_OF[case.op], case.shape[-1]
     request = backends.Request(device, dtype)
     if table == "attention":
@@ -257,7 +258,10 @@ def _run(function: Callable[..., Tensor], inputs: Inputs) -> Tensor:
 
 
 def _leaves(function: Callable[..., Tensor], inputs: Inputs) -> tuple[Inputs, list[Tensor], Tensor]:
-    """Return inputs of leaf tensors, the leaves that need gradients, and an output's gradient."""
+    """Return inputs of leaf tensors, the leaves that need gradients, and a random output gradient.
+
+    The output gradient has the shape and dtype of the output of ``function``.
+    """
     ready = leaves(inputs)
     named = dict(ready.items())
     with torch.no_grad():

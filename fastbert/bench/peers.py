@@ -1,4 +1,4 @@
-"""Each operation computed by stock PyTorch, with which fastbert is compared (the peers).
+"""The peers: functions of stock PyTorch with which the operations of fastbert are compared.
 
 A peer takes the arguments of the operation with the same name and computes the same function.
 """
@@ -28,7 +28,10 @@ def attention_varlen(
     max_seqlen_q: int,
     max_seqlen_k: int,
 ) -> Tensor:
-    """Run PyTorch's varlen kernel, or SDPA once per sequence, on packed q, k and v."""
+    """Attend in packed sequences, with PyTorch's varlen kernel for 16-bit dtypes on a GPU.
+
+    For fp32 and on a CPU, the function runs SDPA once per sequence.
+    """
     if q.is_cuda and q.dtype != torch.float32:  # The varlen kernel takes 16-bit dtypes only.
         from torch.nn.attention.varlen import varlen_attn
 

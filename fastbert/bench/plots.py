@@ -41,9 +41,10 @@ def plot_bench(
 def plot_matches(path: Path, rows: Sequence[Mapping[str, Any]], machine: Machine) -> None:
     """Draw the rows of a benchmark section: a panel per series, and two bars per row of fastbert.
 
-    The rows come from ``contest.to_dict``. Rows without a time are left out. The first bar is
-    fastbert, with its ratio to the second bar. The second bar is the fastest peer in a dtype that
-    is at least as exact. Dots are the other peers, and a dash marks the goal.
+    The rows come from ``contest.to_dict``. Rows without a time are left out. The first bar is the
+    rate of fastbert, with the quotient of this rate and the rate of the second bar. The second bar
+    is the peer with the highest rate among the peers whose dtype is at least as exact. Dots are the
+    other peers. A line across the first bar marks the entry "goal" of a row that has this entry.
 
     Raises:
         ImportError: If matplotlib is not installed.
@@ -65,7 +66,10 @@ def plot_matches(path: Path, rows: Sequence[Mapping[str, Any]], machine: Machine
 
 
 def _peers_of(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the peers of a row whose dtype is at least as exact, the fastest peer first."""
+    """Return the peers of ``row`` whose dtype is at least as exact as the row's, by falling rate.
+
+    An fp32 row has fp32 peers only. A 16-bit row has peers in all dtypes.
+    """
     exact = row["dtype"] in ("fp32", "float32")
     peers = [
         peer

@@ -10,17 +10,19 @@ The figures are bounds, not measurements. There are two kinds of bounds.
 
 - ``bound`` has only work that no assembler can remove: matrix products, special functions,
   wavefronts of shared memory, and the operation's least traffic of device memory.
-- ``estimate`` adds the FP32, integer and memory instructions and the issue of all instructions,
-  corrected by the mix in the machine code (`fastbert.testing.ptx.sass`). It also adds the memory
+- ``estimate`` adds the FP32, integer and memory instructions and the issue of all instructions.
+  These counts are corrected by the mix of instructions in the machine code
+  (`fastbert.testing.ptx.sass`). The estimate also adds the memory
   traffic of each launch without matrix instructions and of each product of the library. The
   estimate is a bound only if the correction is exact and no tensor stays in the L2 cache between
   two launches. In an operation of matrix products, each product takes at least the time of the
   library's product (``LIBRARY_SHARE``), because no kernel is expected to be faster.
 
-Memory traffic takes its time at the rate of the fastest measured copy (``MEMORY_SHARE``). Neither
-bound includes latencies, the time of launches, the L2 cache, or clocks below the boost clock.
-Matrix products take their time at the rate of the architecture's fastest instruction. On a Hopper
-GPU, this is ``wgmma``, also for kernels for compute capability 8.0, whose ``mma.sync`` is slower.
+The time of memory traffic is computed with the rate of the fastest measured copy
+(``MEMORY_SHARE``). Neither bound includes latencies, the time of launches, the L2 cache, or clocks
+below the boost clock. The time of matrix products is computed with the rate of the architecture's
+fastest instruction. On a Hopper GPU, this instruction is ``wgmma``, even for kernels compiled for
+compute capability 8.0, which use the slower ``mma.sync``.
 """
 
 from __future__ import annotations
@@ -75,7 +77,8 @@ class Bound:
             operation. Units that were not counted are missing.
         bound: Lower bound of the operation's time in seconds.
         binds: The unit that determines `bound`.
-        estimate: Seconds with the other units and with the memory traffic of each launch.
+        estimate: Estimated seconds, which include all units and the memory traffic of the launches;
+            0 if units are missing.
         estimate_binds: The unit that is busiest in the estimate.
         rate: Work of the operation divided by `bound`, in `unit`.
         estimate_rate: Work of the operation divided by `estimate`, in `unit`.
@@ -127,9 +130,10 @@ def cases() -> tuple[Case, ...]:
 
 
 def dtypes_of(case: Case) -> tuple[torch.dtype, ...]:
-    """Return the dtypes in which a case is predicted: bf16, and fp32 if two backends compute it.
+    """Return the dtypes in which a case is predicted: bf16, and fp32 for layer norm without options.
 
-    In fp32, both backends use the library's matrix products, and only Triton computes attention.
+    Other operations have no prediction in fp32. In fp32, both backends use the library's matrix
+    products, and only Triton computes attention.
     """
     if case.op == "layer_norm" and not case.options:
         return torch.bfloat16, torch.float32
@@ -142,8 +146,9 @@ def dtypes_of(case: Case) -> tuple[torch.dtype, ...]:
 def busy(launch: Launched, gpu: Gpu) -> dict[str, float]:
     """Return the seconds for which each unit of a multiprocessor is busy with a launch.
 
-    A multiprocessor gets at least its share of the blocks, rounded up. The share is not rounded
-    if the grid was made for another number of multiprocessors, or for a product of the library.
+    The busiest multiprocessor gets at least an equal share of the blocks, rounded up to whole
+    blocks. The share is not rounded if the grid was made for another number of multiprocessors, or
+    if the launch is a product of the library.
     """
     c = {key: float(value) for key, value in launch.counts.items()}
 
@@ -183,8 +188,9 @@ def bound(
         case: The case.
         dtype: Dtype of the inputs.
         direction: "forward" or "backward".
-        launches: The launches of the code for the GPU's architecture. For sm_100, the launches of
-            the code for sm_90 are used, but only if they have no matrix instructions.
+        launches: The launches of the code for the GPU's architecture. For sm_100 and newer, they
+            are launches of the code for sm_90, which are used only if no kernel among them has
+            matrix instructions.
         gpu: The GPU.
     """
     common = (case.op, case.name, backends.dtype_name(dtype), direction, gpu.name)
@@ -268,7 +274,7 @@ def predict(
     notify: Callable[[str], None] = lambda text: None,
     backend: str = "triton",
 ) -> Prediction:
-    """Return the bounds of cases on GPUs in their dtypes (`dtypes_of`), forward and backward.
+    """Return the bounds of cases on GPUs, forward and backward, in the dtypes of `dtypes_of`.
 
     Args:
         selected: The cases.

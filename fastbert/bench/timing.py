@@ -10,8 +10,8 @@ from typing import Any, Protocol
 
 import torch
 
-# All input sets together have this number of bytes, which is more than a last-level cache holds, so
-# that no call finds its inputs in the cache.
+# All input sets together have about this number of bytes, if MAX_INPUT_SETS sets suffice for it.
+# The number is more than a last-level cache holds, so that no call finds its inputs in the cache.
 ROTATION_BYTES = 128 << 20
 MAX_INPUT_SETS = 64
 # A shorter sample would mostly measure the clock and the first kernel launch.
@@ -31,18 +31,21 @@ class Timing:
 
 
 def input_sets(bytes_per_set: int, *, at_most: int = MAX_INPUT_SETS) -> int:
-    """Return the number of input sets that together overflow the caches."""
+    """Return how many input sets overflow the caches together: from 2 to ``at_most``."""
     return max(2, min(at_most, -(-ROTATION_BYTES // max(1, bytes_per_set))))
 
 
 class Watch(Protocol):
-    """Measures the mean seconds of calls of a candidate with the indices ``first`` and above."""
+    """An object that measures the mean seconds of several calls of a candidate.
+
+    The calls have the indices from ``first`` to ``first + calls - 1``.
+    """
 
     def measure(self, call: Any, first: int, calls: int) -> float: ...
 
 
 class Stopwatch:
-    """Measures the seconds of calls on ``device``; on a GPU, CUDA events measure the time."""
+    """A `Watch` for functions: it uses CUDA events if ``device`` is "cuda", and else a clock."""
 
     def __init__(self, device: str) -> None:
         self.on_gpu = device == "cuda"
@@ -65,7 +68,10 @@ class Stopwatch:
 
 
 def shortest(call: Callable[[int], object], device: str) -> float:
-    """Return the shortest sample in seconds per call, because a limit is not a median."""
+    """Return the seconds per call in the shortest of ``LIMIT_SAMPLES`` samples.
+
+    The function measures limits of the hardware, which a median would not show.
+    """
     watch = Stopwatch(device)
     calls = 5 if watch.on_gpu else 1  # One call would include the latency of its launch.
     watch.measure(call, 0, calls)
@@ -139,7 +145,8 @@ def alternate(
         device: Device of the calls, which selects the stopwatch.
         seconds: Limit of the total time, once there are ``min_samples`` samples.
         min_samples, max_samples: Limits of the number of samples.
-        watch: Measures candidates that are not functions of this process.
+        watch: Object that measures the candidates; None is a `Stopwatch`. Another object can
+            measure candidates that are not functions of this process.
         once: Seconds of one call of each candidate after a warm-up, which the caller has measured.
             These times are the first samples.
         settle: Pause before each sample, in seconds.
@@ -174,7 +181,10 @@ def alternate(
 
 
 def summarize(times: Sequence[float]) -> Timing:
-    """Return the median and two percentiles; for fewer than ten samples, these are the extremes."""
+    """Return the median and two percentiles of some times.
+
+    For fewer than ten times, the percentiles are the minimum and the maximum.
+    """
     ordered = sorted(times)
     tenth = len(ordered) // 10
     return Timing(

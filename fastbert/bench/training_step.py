@@ -67,7 +67,10 @@ def trainee(
 
 
 def training_batch(shape: EncoderShape, seed: int, device: str) -> dict[str, Tensor]:
-    """Return a batch with NSP labels, and MLM labels at first tokens and 15 % of other tokens."""
+    """Return a batch with NSP and MLM labels.
+
+    The first token of each sequence and about 15 % of the other real tokens have an MLM label.
+    """
     batch = encoder.random_batch(shape, seed, "cpu")
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.rand(batch["input_ids"].shape, generator=generator) < LABELLED

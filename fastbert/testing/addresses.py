@@ -217,7 +217,10 @@ def narrow_products(ttir: str, arguments: list[str]) -> list[str]:
 
 
 def _place(line: str, places: dict[str, str]) -> str:
-    """Return "file.py:line" for a line of TTIR, or for its innermost call in a chain of calls."""
+    """Return the source of a line of TTIR as "file.py:line".
+
+    For code of a function that a kernel calls, the source is the line in this function.
+    """
     waiting = re.findall(r"#loc\d*", line)[-1:]
     while waiting:
         text = places.get(waiting.pop(0), "")

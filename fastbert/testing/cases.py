@@ -135,7 +135,8 @@ class Case:
     def bytes(self, dtype: torch.dtype) -> int:
         """Return the fewest bytes that the forward pass moves.
 
-        Every input is read once, and the result is written once.
+        Every activation and every weight matrix is read or written once. Masks, attention biases,
+        parameter vectors and indices are not counted.
         """
         return _ELEMENTS[self.op](*self.shape) * dtype.itemsize
 
@@ -189,8 +190,8 @@ def _pairs(draw, sizes, mask, bias, dropout_p) -> dict[str, Any]:
     Args:
         draw: Source of the values.
         sizes: Sizes ``(B, H, Lq, Lk)`` of the logits.
-        mask: None, "padding" for a mask of shape ``(B, Lk)``, "rows" for a mask whose first query
-            attends no key, or a form of `_broadcast`.
+        mask: None, "padding" for a mask of shape ``(B, Lk)``, "rows" for a mask with which the
+            first query attends to no key, or a form of `_broadcast`.
         bias: False for no bias, True for the form "hqk", or another form of `_broadcast`.
         dropout_p: Probability of dropout.
     """

@@ -6,9 +6,11 @@ yardstick is the same reference in the tested dtype. A result passes if two ineq
     max error ≤ factor · (yardstick's max error) + a
     RMS error ≤ 1.5 · (yardstick's RMS error)
 
-The factor is 2, or at most 3 for a gradient with a reason. The number a is the error that rounding
+The factor is 2, or at most 3 if the caller states a reason. The number a is the error that rounding
 alone can cause, a = 2 · max|oracle + 0.3 − 0.3 − oracle|, computed in the tested dtype. The second
-inequality finds a bias that the maximum misses. No other tolerance is used.
+inequality finds a bias that the maximum misses. If rounding the oracle to the tested dtype has a
+larger RMS error than the yardstick, the error of this rounding replaces the yardstick's RMS error.
+No other tolerance is used.
 
 The result of the rule does not depend on the processor. Matrix products of torch are more exact on
 one processor than on another, so a yardstick by torch alone may be too exact. A `Yardstick` can
@@ -83,7 +85,7 @@ class Comparison:
 
     @property
     def is_close(self) -> bool:
-        """Whether both errors are at most ``HOPELESS`` times their limits, as luck may cause."""
+        """Whether both errors are at most ``HOPELESS`` times their limits, which luck may cause."""
         within = self.error <= HOPELESS * self.allowed
         return within and self.rms_error <= HOPELESS * self.rms_allowed
 
@@ -151,8 +153,8 @@ def compare(
         not finite, gives a comparison that names this problem.
 
     Raises:
-        ValueError: If `factor` is larger than the tolerance rule allows, or if the dtype of
-            `oracle` is not float64. A bad `actual` raises no error.
+        ValueError: If `factor` is above 3, or above 2 without a reason, or if the dtype of `oracle`
+            is not float64. A wrong `actual` raises no error.
 
     Examples:
         >>> import torch

@@ -45,14 +45,14 @@ class Selection(NamedTuple):
         op: The only operation, or "bert" for the whole model. None selects all operations and, if
             "triton" is among `backends`, the whole model.
         case: Name of a case; None is all registered cases.
-        dtype: Name of the only dtype; None is all.
+        dtype: Name of the only dtype; None is fp32, fp16 and bf16.
         quick: Whether only the cases of the quick selection run.
         random: Number of random cases, which then replace the registered cases.
         seed: Seed of the inputs or of the random cases, as in `parity.check`.
         schedule: Seed of the PTX machine. With 0, warps run one after another and asynchronous
             operations take effect at once. Another number chooses the order of the warps, and for
             each asynchronous operation whether it takes effect at once or at its wait.
-        approximate: Share of the documented error that approximate instructions make, -1 to 1.
+        approximate: Share of the documented error that approximate instructions make, from -1 to 1.
     """
 
     arch: str
@@ -84,7 +84,8 @@ class EmulatedRun:
             excluding compilation.
         compile_seconds: Time in seconds of the compilation, or of reading its results from a cache.
         rows: The comparison of each tensor; empty after a fault.
-        fault: The fault in words; "" if there is none.
+        fault: The fault of the PTX machine or the ValueError that ended the run, in words; "" if
+            the run was complete.
         command: The command line that runs the case again.
         number: Position of the run, from 1.
         total: Number of runs of the program.

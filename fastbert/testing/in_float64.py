@@ -1,4 +1,4 @@
-"""Make code that asks for fp32 compute in float64, so that a model in float64 is an exact oracle.
+"""Replace fp32 by float64 in code that asks for fp32, so that a float64 model is an exact oracle.
 
 An oracle is the model in float64 that serves as the exact result. Models compute a softmax, rotary
 positions or a loss in fp32, even if their parameters are float64. Without the context of this

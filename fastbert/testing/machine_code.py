@@ -79,7 +79,7 @@ def functions(sass: str) -> dict[str, str]:
 
 
 def loops(code: Sequence[Instruction]) -> Iterator[list[Instruction]]:
-    """Yield each loop: the instructions between the target of a branch back and the branch."""
+    """Yield the instructions of each loop, from the target of a backward branch to the branch."""
     for branch in code:
         if branch.target is not None and branch.target < branch.address:
             yield [x for x in code if branch.target <= x.address <= branch.address]

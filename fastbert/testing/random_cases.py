@@ -138,9 +138,9 @@ def free_logits(queries: int, keys: int, causal: bool = False, window: Any = Non
 
 
 def _batch(pick: Pick) -> tuple[int, int, int, int]:
-    """Choose the numbers of sequences and heads and the head dim, and return the longest length.
+    """Choose sizes, and return the numbers of sequences and heads, the head dim and a longest length.
 
-    The chosen sizes and the limits determine the longest length.
+    With this length for all sequences, the case stays within ``LARGEST`` and ``LARGEST_PAIRS``.
     """
     sequences, heads = pick.one(((1, 1), (1, 2), (1, 3), (2, 1), (2, 2), (3, 1), (4, 1)))
     head_dim = _head_dim(pick)

@@ -25,9 +25,9 @@ class Encoded(NamedTuple):
     Args:
         last_hidden_state: Tensor of shape ``(B, L, N)``.
         pooler_output: Tensor of shape ``(B, N)``.
-        hidden_states: The states after the embeddings and after each layer, of shape
+        hidden_states: The states after the embeddings and after each layer, each of shape
             ``(B, L, N)``.
-        attentions: The attention weights of each layer, of shape ``(B, H, L, L)``.
+        attentions: The attention weights of each layer, each of shape ``(B, H, L, L)``.
     """
 
     last_hidden_state: Tensor

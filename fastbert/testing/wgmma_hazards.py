@@ -164,7 +164,10 @@ _Joins = dict[str, frozenset[int]]
 
 
 def _join(code: dict[int, Instruction], following: dict[int, list[int]]) -> None:
-    """Add to `following`, for each BSYNC, the targets of BSSY of its barrier on any path to it."""
+    """Add to `following` the addresses at which the threads of each BSYNC may continue.
+
+    A BSYNC continues at the target of a BSSY with the same barrier on a path to the BSYNC.
+    """
     every: frozenset[int] = frozenset()
     if any(instruction.name == "BMOV" for instruction in code.values()):
         # BMOV moves barriers between registers, so a BSYNC may wait at any barrier.

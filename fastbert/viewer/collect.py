@@ -69,8 +69,8 @@ class Collected:
         prediction: The prediction of the head, or None if the model has no head that the page
             shows.
         note: Why there is no gradient although there is a prediction; empty otherwise.
-        biased: Whether the model adds a bias that depends on the distance to the products of
-            queries and keys.
+        biased: Whether the model adds a bias to the products of queries and keys, which depends on
+            the distance between a query and a key.
     """
 
     name: str
@@ -85,9 +85,9 @@ class Collected:
 def _opened(model: Any) -> Iterator[tuple[nn.Module, BertModel]]:
     """Yield the outermost module that takes token ids, and the encoder of fastbert inside it.
 
-    Inside the block, modules are in eval mode and parameters require no gradient, which saves a
-    third of the time. After the block, every module has its earlier mode and class, and every
-    parameter has its earlier ``requires_grad``.
+    Inside the block, modules are in eval mode and parameters require no gradient, because the
+    gradients of parameters would take time and are not used. After the block, every module has its
+    earlier mode and class, and every parameter has its earlier ``requires_grad``.
     """
     with ExitStack() as stack:
         whole: Any = model if isinstance(model, nn.Module) else getattr(model, "model", None)
@@ -190,7 +190,8 @@ def collect(
     Raises:
         TypeError: If `model` is not a model.
         ValueError: If the model has no encoder that fastbert can compute, if the text has more
-            tokens than the model has positions, or if a layer or an output does not exist.
+            tokens than the model has positions or ids outside the model's vocabulary, or if a layer
+            or an output does not exist.
     """
     with _opened(model) as (outer, encoder):
         config = encoder.config

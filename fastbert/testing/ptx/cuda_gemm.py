@@ -81,12 +81,12 @@ def machine_code(folder: Path, arch: int) -> tuple[dict[tuple[str, str, str], st
 
 
 def loop(sass: str, opcode: str, at_least: int = 1) -> Counter[str]:
-    r"""Count the opcodes of the smallest loop that has at least `at_least` instructions `opcode`.
+    r"""Count the opcodes, except NOP, of the smallest loop that has enough instructions of one kind.
 
     Args:
         sass: Machine code of one kernel.
         opcode: The opcode that the loop must have.
-        at_least: Smallest number of instructions with this opcode.
+        at_least: Smallest number of instructions in the loop with the opcode `opcode`.
 
     Examples:
         >>> from fastbert.testing.ptx.cuda_gemm import loop

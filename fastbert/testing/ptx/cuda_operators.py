@@ -160,7 +160,11 @@ class Operators(AttentionOperators):
         residual: Tensor | None, x_bias: Tensor | None, seed: Tensor | None, has_bias: bool,
         dropout_p: float,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-        """Return dsum, dx, dweight, dbias and dx_bias; an unwanted gradient is an empty tensor."""
+        """Return dsum, dx, dweight, dbias and dx_bias.
+
+        dsum is the gradient of the sum that is normalized. Without dropout, dx is empty, because it
+        is equal to dsum. Without a bias or an x_bias, the gradient of this argument is empty.
+        """
         columns = x.shape[1]
         kind = _wide(weight.dtype)
         dsum = new(*x.shape, dtype=x.dtype)
@@ -194,7 +198,10 @@ class Operators(AttentionOperators):
         self, dy: Tensor, h: Tensor, bias: Tensor | None, activation: str, sum_rows: bool,
         recompute: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """Return dh, the sum of dh over the rows, and activation(h); the last two may be empty."""
+        """Return dh, the sum of dh over the rows, and activation(h + bias).
+
+        Without `sum_rows`, the sum is empty. Without `recompute`, the activation is empty.
+        """
         rows, columns = h.shape
         kind = torch.float32 if bias is None else _wide(bias.dtype)
         dh = new(rows, columns, dtype=h.dtype)
@@ -243,7 +250,10 @@ class Operators(AttentionOperators):
     def mask_places(
         self, mask: Tensor, with_padding: bool
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return indices, rows (or empty), cu_seqlens, and (number of tokens, longest length)."""
+        """Return indices, rows, cu_seqlens, and a tensor (number of tokens, longest length).
+
+        Without `with_padding`, rows is empty.
+        """
         places, unwritten = mask.numel(), -(1 << 30)
         sizes = (places, places if with_padding else 0, mask.shape[0] + 1, 2)
         dtypes = (torch.int64, torch.int64, torch.int32, torch.int32)

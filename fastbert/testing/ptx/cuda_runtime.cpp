@@ -60,7 +60,7 @@ struct Device {
   uint64_t threads;                      // of a block
   uint64_t block[3], grid[3];            // threads and blocks in x, y and z
   uint64_t cluster;                      // blocks of a cluster
-  uint64_t box, stride_end;              // of a tensor map
+  uint64_t box, stride_end;              // of a tensor map: largest box, and end of the strides
 } device;
 
 // Whether a context is current in the calling thread. The driver's functions need a context.
@@ -113,8 +113,8 @@ CUresult encode(CUtensorMap* to, CUtensorMapDataType type, cuuint32_t rank, void
                 const cuuint32_t* element_strides, CUtensorMapInterleave interleave,
                 CUtensorMapSwizzle swizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill fill) {
   if (!has_context) return CUDA_ERROR_INVALID_CONTEXT;
-  // For each number of a type in the driver: its number in .elemtype of tensormap.replace, and its
-  // size in bytes.
+  // The entry of a CUtensorMapDataType has the number of the type in .elemtype of
+  // tensormap.replace, and the size of an element in bytes.
   static const uint8_t types[][2] = {{0, 1}, {1, 2}, {2, 4},  {3, 4}, {4, 8},  {5, 8}, {6, 2},
                                      {7, 4}, {9, 8}, {10, 2}, {8, 4}, {11, 4}, {12, 4}};
   if (rank < 1 || rank > 5 || type > 12 || interleave != CU_TENSOR_MAP_INTERLEAVE_NONE ||

@@ -305,7 +305,10 @@ def _machine_code(binary: Binary, instructions: float) -> dict[str, float]:
 
 
 def launched(name: str, blocks: int, found: Counted, arguments: Iterable[Any]) -> Launched:
-    """Return the counts of a launch; each tensor among its arguments counts once."""
+    """Return the `Launched` of a launch from its scaled counts `found` and its arguments.
+
+    In the number of bytes, tensors that share memory count once.
+    """
     storages = {
         x.untyped_storage().data_ptr(): x.numel() * x.itemsize
         for x in arguments

@@ -64,9 +64,10 @@ class Emulator:
         """Compile a launch and run it on its tensors; an empty grid runs nothing.
 
         Raises:
-            PtxFault: If the PTX machine finds a fault in the kernel. With ``races``, this includes
-                lanes of one instruction that store different values to one address: a layout may
-                hold an element in several lanes, but these lanes must have the same value.
+            PtxFault: If the PTX machine finds a fault in the kernel. Unless the option ``races`` is
+                False, it is also a fault if lanes of one instruction store different values to one
+                address. A layout may hold an element in several lanes, but these lanes must have
+                the same value.
         """
         if min(launch.grid) == 0:
             return
