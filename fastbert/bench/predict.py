@@ -130,10 +130,10 @@ def cases() -> tuple[Case, ...]:
 
 
 def dtypes_of(case: Case) -> tuple[torch.dtype, ...]:
-    """Return the dtypes in which a case is predicted: bf16, and fp32 for layer norm without options.
+    """Return the dtypes in which a case is predicted.
 
-    Other operations have no prediction in fp32. In fp32, both backends use the library's matrix
-    products, and only Triton computes attention.
+    A layer norm without options is predicted in bf16 and fp32, and every other case only in bf16.
+    In fp32, both backends use the library's matrix products, and only Triton computes attention.
     """
     if case.op == "layer_norm" and not case.options:
         return torch.bfloat16, torch.float32

@@ -138,7 +138,7 @@ def free_logits(queries: int, keys: int, causal: bool = False, window: Any = Non
 
 
 def _batch(pick: Pick) -> tuple[int, int, int, int]:
-    """Choose sizes, and return the numbers of sequences and heads, the head dim and a longest length.
+    """Return random numbers of sequences and heads, a random head dim, and the longest length.
 
     With this length for all sequences, the case stays within ``LARGEST`` and ``LARGEST_PAIRS``.
     """

@@ -155,7 +155,7 @@ def _attention_short() -> Iterator[Launch]:
 
 
 def _projection(dtype: torch.dtype, depth: int) -> tuple[tuple[Tensor, ...], Tensor, Tensor]:
-    """Return (hidden, weight, bias, labels), the row order and the statistics of a cross entropy."""
+    """Return tensors for a cross entropy: (hidden, weight, bias, labels), row order, statistics."""
     given = (
         _empty(dtype, 4096, depth),
         _empty(dtype, VOCABULARY, depth),

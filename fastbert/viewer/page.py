@@ -1,4 +1,4 @@
-"""Write one HTML file with the program of the page, the data of a text, and weights in blocks."""
+"""Write a page: one HTML file with a program, the data of a text, and compressed weights."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ BUDGET = 14_700_000
 # leaves out the queries and keys of some layers.
 NEURON_BUDGET = 2_000_000
 THUMBNAIL = 48
-# Largest number of characters for gradient × attention of each head. The page of a longer text has
-# the mean over the heads.
+# Largest number of characters for gradient × attention of each head. If the heads need more
+# characters, the page has only the mean over the heads.
 RELEVANCE_BUDGET = 2_000_000
 RELEVANCE_LEVELS = 31
 # The largest size of a file, as the messages of the page state it: BUDGET, rounded up.

@@ -132,7 +132,11 @@ def _candidates(shares: Tensor, name: Callable[[int], str | None]) -> list[dict[
 
 
 def _span(first: Tensor, last: Tensor, tokens: Tokens, output: Output) -> Prediction:
-    """Return the prediction of an answer in the last text: that of `output`, or the likeliest."""
+    """Return the prediction of an answer in the last text.
+
+    `output` can choose the first token (its ``label``), the last token (its ``place``) or both. The
+    likeliest answer with the chosen tokens is returned.
+    """
     inside = [i for i, sentence in enumerate(tokens.sentences) if sentence == max(tokens.sentences)]
     for option, place in (("label", output.label), ("place", output.place)):
         if place is not None and place not in inside:

@@ -124,7 +124,10 @@ class Vectors:
 
 
 def encode_vectors(vectors: Floats) -> Vectors:
-    """Quantize vectors of shape ``(heads, L, D)``, with an error of at most scale / (2 N)."""
+    """Quantize vectors of shape ``(heads, L, D)``.
+
+    The error of an element is at most ``scale / (2 N)``, where N is `VECTOR_LEVELS`.
+    """
     scales = np.abs(vectors).max((1, 2), keepdims=True)
     scales[scales == 0] = 1
     codes = np.rint(vectors / scales * VECTOR_LEVELS) + VECTOR_LEVELS

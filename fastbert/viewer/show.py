@@ -23,7 +23,7 @@ class Page:
     """
 
     def __init__(self, html: str) -> None:
-        """Keep the document."""
+        """Store the document."""
         self.html = html
 
     def save(self, path: str | os.PathLike[str]) -> Path:
@@ -80,8 +80,8 @@ def view(
 
     Args:
         model: A model of fastbert, a model of transformers with any head or with none, a
-            ``SentenceTransformer`` or a pipeline; accelerated or not. The model comes back
-            unchanged.
+            ``SentenceTransformer`` or a pipeline; accelerated or not. After the call, the model is
+            the same as before.
         tokenizer: A tokenizer of fastbert or a fast tokenizer of transformers. None means the
             tokenizer of `model`, which must be a ``SentenceTransformer`` or a pipeline.
         text: The text.

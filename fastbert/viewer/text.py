@@ -78,7 +78,7 @@ def tokenize(tokenizer: Any, text: str, pair: str | None = None) -> Tokens:
 
     Raises:
         TypeError: If `tokenizer` is not such a tokenizer, or a text is not a str.
-        ValueError: If a text is empty.
+        ValueError: If a text is blank, or if the texts have no tokens.
     """
     for name, value in (("text", text), ("pair", pair)):
         if value is not None and not isinstance(value, str):

@@ -101,7 +101,7 @@ def _lines(text: str, draw: random.Random) -> str:
 
 
 def _changed(parts: list[str], draw: random.Random, counts) -> list[str]:
-    """Delete, repeat, replace or exchange parts for which `counts` returns True."""
+    """Make one change: delete, repeat, replace or exchange parts for which `counts` is true."""
     places = [n for n, part in enumerate(parts) if counts(part)]
     if not places:
         return parts

@@ -9,7 +9,7 @@ from ptxmachine import PtxFault, load
 SEEDS = (0, 1, 2, 3, 4)
 MEET = "    barrier.cluster.arrive.aligned;\n    barrier.cluster.wait.aligned;\n"
 # Sets %r1 to the rank of the block, %r2 to the address of the thread's word in shared memory, and
-# %r3 to the address of the same word in another block of the cluster.
+# %r3 to the address of the same word in the block whose rank differs in the last bit.
 WORDS = """
     mov.u32 %r1, %cluster_ctarank;
     mov.u32 %r4, memory;

@@ -97,7 +97,7 @@ def test_a_view_backwards_begins_at_its_last_element():
 
 
 def test_a_view_may_begin_anywhere():
-    """If a view begins 2 bytes after a 4-byte boundary, writes to its elements must not race."""
+    """A view may begin 2 bytes after a 4-byte boundary; writes to its elements are not races."""
     raw = np.zeros(36, dtype=np.uint8)
     begin = 2 + -raw.ctypes.data % 4
     body = """

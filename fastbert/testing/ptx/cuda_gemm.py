@@ -81,7 +81,9 @@ def machine_code(folder: Path, arch: int) -> tuple[dict[tuple[str, str, str], st
 
 
 def loop(sass: str, opcode: str, at_least: int = 1) -> Counter[str]:
-    r"""Count the opcodes, except NOP, of the smallest loop that has enough instructions of one kind.
+    r"""Count the opcodes of the smallest loop with at least `at_least` instructions of one opcode.
+
+    NOP is not counted.
 
     Args:
         sass: Machine code of one kernel.

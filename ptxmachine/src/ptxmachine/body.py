@@ -42,8 +42,10 @@ class Operand(NamedTuple):
 
     Attributes:
         kind: ``"r"`` register, ``"i"`` immediate, ``"v"`` vector, ``"m"`` address, ``"l"`` label,
-            ``"s"`` variable (replaced with its address before the kernel is decoded), ``"_"`` sink.
-        value: Register number, immediate, instruction number or name, depending on `kind`.
+            ``"s"`` variable (replaced with its address before the kernel is decoded), ``"_"`` sink,
+            ``"special"`` special register (replaced with a register at the end of the reading).
+        value: Register number, immediate, instruction number or name, depending on `kind`. For a
+            special register, the index in ``SPECIALS``.
         offset: Number of bytes that are added to an address.
         parts: Elements of a vector, or the base and the coordinates of an address.
         negated: Whether ``!`` precedes the operand, which is then a predicate.
@@ -77,11 +79,11 @@ class Kernel:
         registers: The number of bits of each declared register.
         variables: The variables inside the kernel.
         threads: The threads per block, in x, y and z, that the kernel requires, or None.
-        most_threads: The most threads per block, or None.
-        most_registers: The most registers per thread, or None.
+        most_threads: The most threads per block that the kernel allows, or None.
+        most_registers: The most registers per thread that the kernel allows, or None.
         least_blocks: The fewest blocks that must fit on a multiprocessor; 0 if not set.
         cluster: The blocks per cluster, in x, y and z, that the kernel requires, or None.
-        most_cluster: The most blocks per cluster, or None.
+        most_cluster: The most blocks per cluster that the kernel allows, or None.
         explicit_cluster: Whether every launch must specify its cluster size.
         sources: By instruction number, the file number and the line of the ``.loc`` before it.
         line: Line of the text in which the kernel begins.

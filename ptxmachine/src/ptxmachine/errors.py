@@ -16,8 +16,8 @@ class PtxError(Exception):
 class PtxSyntaxError(PtxError, ValueError):
     """The machine cannot run the text.
 
-    A statement cannot be parsed, the machine does not support an instruction, operands do not fit
-    their instruction, or the text exceeds a limit of the machine.
+    The reason is a statement that cannot be parsed, an instruction that the machine does not
+    support, operands that do not fit their instruction, or a limit of the machine.
     """
 
     def __init__(self, message: str, line: int | None = None) -> None:

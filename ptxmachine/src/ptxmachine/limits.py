@@ -47,7 +47,7 @@ MOST_SHARED = {
 MAP_SIZE, MAP_BOX, MAP_STRIDE_END = 2**32 - 1, 256, 2**40
 LOCAL = 64 * 1024  # bytes of local memory per thread
 GLOBAL = 64 * 1024 * 1024  # bytes of global variables per module
-ALIGNMENT = 4096  # bytes
+ALIGNMENT = 4096  # bytes of the largest alignment of a variable or parameter
 MEMORY = {
     "shared": STATIC_SHARED, "local": LOCAL, "param": LOCAL, "global": GLOBAL, "const": GLOBAL,
 }  # fmt: skip
