@@ -62,7 +62,7 @@ def test_a_text_requires_at_least_one_block():
         run(EXCHANGE, bounds=".reqnctapercluster 0, 1, 1")
 
 
-# Numbers.
+# Numbers of blocks and clusters.
 
 NUMBERS = (
     "%cluster_ctaid.x", "%cluster_ctaid.y", "%cluster_ctaid.z", "%cluster_ctarank",
@@ -97,7 +97,7 @@ def test_numbers_of_blocks_and_clusters():
 
 
 def test_the_blocks_of_a_cluster_run_together():
-    """If `blocks` names one block, its whole cluster must run, and no other block."""
+    """The clusters of the blocks that `blocks` names must run completely, and no other cluster."""
     out = torch.zeros(8, 32, dtype=torch.int32)
     module = load(kernel(EXCHANGE, shared=1024))
     report = module.launch("k", (8,), (32,), [out], cluster=(2,), blocks=[5, 4, 0])
@@ -279,9 +279,10 @@ def test_a_relaxed_arrival_orders_what_a_fence_has_ordered(arrival, good, seed):
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_the_barrier_passes_on_what_another_cluster_has_released(seed):
-    """Both blocks of cluster 1 must see a value of cluster 0 if only one block acquires its flag.
+    """Both blocks of cluster 1 must see a value of cluster 0, even if only one acquires the flag.
 
-    The other block waits at barrier.cluster.
+    Both blocks then wait at barrier.cluster, which orders the other block after the acquire. If the
+    arrival is relaxed, the read of the other block must be a race.
     """
     body = """
     mov.u32 %r1, %clusterid.x;
@@ -317,7 +318,7 @@ END:
     assert fault(without, **options).kind == "race"
 
 
-# Scopes.
+# Scopes of atomic operations and of releases.
 
 
 @pytest.mark.parametrize(("scope", "good"), [("cta", False), ("cluster", True), ("gpu", True)])

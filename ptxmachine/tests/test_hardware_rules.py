@@ -312,7 +312,10 @@ WAIT:
 
 
 def copy_box(map_, source, bytes_=1024, at=0, align=64, pad=0):
-    """Run a kernel that copies a box of the tensor to shared memory."""
+    """Run a kernel that copies a box of `source` to shared memory; return whether it ended.
+
+    `map_` is the tensor map. `at` is the place of the box in shared memory, in bytes.
+    """
     text = kernel(BOX.format(bytes=bytes_, at=at) + STORE, shared=2048)
     head = f", .param .b8 pad[{pad}]" if pad else ""
     head += f", .param .align {align} .b8 m[128])"
@@ -378,7 +381,11 @@ def test_a_stride_of_a_tensor_map_that_a_kernel_has_made():
 
 
 def matrix(columns=64, stride=128, offset=0):
-    """Return an array whose rows are `stride` bytes apart; elements may be out of bounds."""
+    """Return a float16 array of 64 rows that begin `stride` bytes apart.
+
+    The address of the array is `offset` modulo 16. The array may exceed its memory, because no test
+    accesses its elements.
+    """
     whole = numpy.zeros(4096, dtype=numpy.float16)
     first = offset - whole.ctypes.data % 16
     whole = whole.view(numpy.uint8)[first % 16 :][:2048].view(numpy.float16)

@@ -197,7 +197,7 @@ def test_an_asynchronous_copy_is_there_after_its_wait(wait, seed):
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("own_arrival", [False, True])
 def test_copies_arrive_at_an_mbarrier(own_arrival, seed):
-    """A wait at an mbarrier must wait for the copies that arrive at it.
+    """A wait at an mbarrier must wait for the copies whose arrival the mbarrier counts.
 
     Without .noinc, the arrival of the copies does not reduce the number of pending arrivals, so
     the kernel also needs an arrival of its own.

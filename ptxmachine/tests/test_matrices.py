@@ -48,7 +48,8 @@ def b_fragment(b):
 def from_accumulators(c, columns):
     """Return the matrix D of shape (16, columns) from the registers of its fragment.
 
-    Register r of lane l is in row l / 4 + 8 (r / 2 % 2).
+    Register r of lane l holds the element in row l / 4 + 8 (r / 2 % 2) and in column
+    8 (r / 4) + 2 (l % 4) + r % 2.
     """
     d = torch.empty(16, columns)
     for lane in range(32):
@@ -210,7 +211,7 @@ wmma.store.d.{shape.format(layout_d)}.global.f32 [%d2], {{{sums}}}, 24;
     assert torch.equal(d.as_strided((16, 16), strides), a.float() @ b.float())
 
 
-# wgmma --------------------------------------------------------------------------------------------
+# Products of a warpgroup with wgmma.
 
 
 def swizzled(offset, width):
@@ -263,9 +264,10 @@ def wgmma(
 ):  # fmt: skip
     """Run wgmma on `a` of shape (64, 16) and `b` of shape (n, 16), and return D of shape (64, n).
 
-    D is 1 before the first wgmma, or uninitialized if `scale_d` is false. Instructions that begin
-    with `drop`, a text or a tuple of texts, are left out. `after_fence` has instructions between
-    the fence and the product. The shared memory has 8 bytes for an mbarrier, whose address is %r9.
+    `width` is the width of the swizzle in bytes; 16 means no swizzle. All elements of D are 1
+    before the first wgmma, which ignores them if `scale_d` is false. Instructions that begin with
+    `drop`, a text or a tuple of texts, are left out. `after_fence` has instructions between the
+    fence and the product. The shared memory has 8 bytes for an mbarrier, whose address is %r9.
     """
     n = b.shape[0]
     (image_a, code_a), (image_b, code_b) = layout_a(a, width), layout_b(b, width)

@@ -75,7 +75,7 @@ def test_a_pair_of_halves_becomes_a_pair_of_bytes():
 
 
 def test_a_product_carries_into_the_next():
-    # 0xffffffff 0xffffffff + 1 = 0xfffffffe00000002
+    # The product 0xffffffff · 0xffffffff is 0xfffffffe00000001.
     body = """
 mov.u32 %r1, -1;
 mad.lo.cc.u32 %r2, %r1, %r1, 0xffffffff;
