@@ -49,7 +49,7 @@ class Guided:
     """The accuracy of token-wise classifiers that use the same attention weights.
 
     Attributes:
-        weights: Name of the attention weights.
+        weights: Name of the attention weights, such as "uniform"; see `frozen_weights`.
         accuracy: Mean accuracy over the seeds.
         deviation: Standard deviation over the seeds; 0 for one seed.
     """
@@ -66,9 +66,11 @@ class Adversary:
     The attention weights of this model should differ from the weights of the base model.
 
     Attributes:
-        scope: The attention weights that had to differ: ``"read"`` or ``"every"``.
+        scope: The attention weights that had to differ: ``"read"`` or ``"every"``. The scope has no
+            meaning if `strength` is 0.
         strength: The factor λ by which the loss multiplies the divergence of attention weights.
-        distance: Distance of the model's predictions from those of the base model.
+        distance: Accuracy of the model, and the distances of its predictions and attention weights
+            from those of the base model.
     """
 
     scope: str
@@ -126,11 +128,11 @@ def uniform_weights(
 
     Args:
         base: The fine-tuned model.
-        start: Function that returns an untrained classifier for a seed.
+        start: Function that returns, for a seed, a classifier before its fine-tuning.
         texts: The texts of the training and of the test.
         options: Options of the training.
         seed: Seed of the models.
-        progress: Receives a line after each epoch.
+        progress: Function that receives a line of text after each epoch.
 
     Returns:
         The distances of four models from `base`. Attention is uniform in the last layer or in all
@@ -167,11 +169,11 @@ def seed_variance(
 
     Args:
         base: The fine-tuned model.
-        start: Function that returns an untrained classifier for a seed.
+        start: Function that returns, for a seed, a classifier before its fine-tuning.
         texts: The texts of the training and of the test.
         options: Options of the training.
         seeds: One seed for each model; they should not include the seed of `base`.
-        progress: Receives a line after each epoch.
+        progress: Function that receives a line of text after each epoch.
 
     Returns:
         For each model, its accuracy and the distances of its predictions and attention weights from
@@ -208,7 +210,7 @@ def frozen_weights(
         others: Other models, by the name of their attention weights.
         seeds: Seeds of the classifiers.
         options: Options of the training of the classifiers.
-        progress: Receives a line after each epoch.
+        progress: Function that receives a line of text after each epoch.
 
     Returns:
         The accuracy with uniform weights, with weights that the classifier learns itself, with
@@ -276,7 +278,7 @@ def adversarial_attention(
         strengths: The factors λ. With 0, one model for all scopes imitates the predictions only.
         scopes: The weights that must differ: ``"read"``, ``"every"`` or both.
         seed: Seed of the models.
-        progress: Receives a line after each epoch.
+        progress: Function that receives a line of text after each epoch.
 
     Returns:
         The models' distances from `base`, and the model with the largest λ of each scope for which
@@ -315,7 +317,7 @@ def adversarial_attention(
 
 
 def adversarial_loss(base: Observed, scope: str, strength: float) -> fitting.Loss:
-    """Return the loss of an adversary.
+    """Return the loss with which `adversarial_attention` trains a model.
 
     Args:
         base: Predictions and weights of the base model on the texts of the training.
@@ -323,7 +325,7 @@ def adversarial_loss(base: Observed, scope: str, strength: float) -> fitting.Los
         strength: The factor λ.
 
     Returns:
-        A function for `fitting.fit`.
+        The loss function, for the argument `loss` of `fitting.fit`.
     """
     targets = base.read if scope == "read" else base.every
     view = fitting.read if scope == "read" else fitting.every

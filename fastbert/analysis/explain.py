@@ -203,7 +203,7 @@ def _gradient_times_input(subject: Subject, pieces: Pieces, index: int) -> list[
 def integrated_gradients(
     subject: Subject, pieces: Pieces, index: int, steps: int
 ) -> tuple[list[float], float, float]:
-    """Compute integrated gradients by Captum.
+    """Compute integrated gradients with the library Captum.
 
     The baseline has the embedding of padding in place of each token of the text, or zeros if the
     model has no padding token. Special tokens keep their embeddings.

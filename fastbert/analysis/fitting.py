@@ -33,8 +33,8 @@ class FitOptions:
     Attributes:
         epochs: Number of passes over the texts.
         batch_size: Number of texts of a batch.
-        learning_rate: Largest learning rate of AdamW; it rises in the first tenth of the steps, and
-            then falls to 0.
+        learning_rate: Largest learning rate of AdamW. The rate rises to this value in the first
+            tenth of the steps, and then falls to 0.
     """
 
     epochs: int = 4
@@ -127,7 +127,7 @@ Loss = Callable[[Any, Examples, Tensor], Tensor]
 
 
 def cross_entropy(model: nn.Module, batch: Examples, _: Tensor) -> Tensor:
-    """Compute the cross entropy of the labels."""
+    """Compute the mean cross entropy of a batch of labelled texts; the default loss of `fit`."""
     return F.cross_entropy(model(batch.ids, batch.mask).logits, batch.labels)
 
 
@@ -151,7 +151,7 @@ def fit(
         name: Name of the run for `progress`.
         loss: Function that returns the loss of a batch. Its arguments are the model, the batch, and
             the indices of the batch's texts in `examples`.
-        progress: Receives a line after each epoch.
+        progress: Function that receives a line of text after each epoch.
 
     Returns:
         The mean loss of each epoch.
@@ -211,7 +211,7 @@ def observe(model: nn.Module, examples: Examples, batch_size: int = 64) -> Obser
     Args:
         model: A classifier of fastbert in eval mode.
         examples: N texts.
-        batch_size: Number of texts of a batch; the result does not depend on it.
+        batch_size: Number of texts of a batch; the result does not depend on this number.
 
     Returns:
         The predictions and weights.
@@ -261,11 +261,12 @@ def every(attentions: Sequence[Tensor]) -> Tensor:
 
 
 def divergence(a: Tensor, b: Tensor, mask: Tensor) -> Tensor:
-    """Compute the mean Jensen-Shannon divergence of the weights of each text.
+    """Compute, for each text, the mean Jensen-Shannon divergence of two models' attention weights.
 
     Args:
-        a: Weights of shape ``(B, L)``, or ``(B, layers, L, L)`` with rows of 0 at padding.
-        b: Weights of the same shape.
+        a: Weights of one model, of shape ``(B, L)``, or ``(B, layers, L, L)`` with rows of 0 at
+            padding.
+        b: Weights of the other model, of the same shape.
         mask: Mask of shape ``(B, L)``, 1 at tokens.
 
     Returns:

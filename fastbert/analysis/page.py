@@ -40,7 +40,7 @@ _DARKEST = 0.6
 
 
 def document(title: str, body: Iterable[str], script: str = "") -> str:
-    """Return a whole page.
+    """Return a complete HTML page with the style and the content security policy of all pages.
 
     Args:
         title: The title, as plain text.
@@ -75,7 +75,7 @@ def table(caption: str, header: Sequence[str], rows: Iterable[Sequence[str]]) ->
     Args:
         caption: The caption, as plain text.
         header: The headings of the columns, as plain text.
-        rows: The cells, as plain text.
+        rows: The cells of each row, as plain text.
 
     Returns:
         The HTML text.

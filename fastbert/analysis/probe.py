@@ -89,7 +89,7 @@ class DistanceProbe(nn.Module):
         self.projection = nn.Parameter(torch.empty(rank, width).uniform_(-0.05, 0.05))
 
     def forward(self, vectors: Tensor) -> Tensor:
-        """Compute all distances.
+        """Compute the squared distances of all pairs of vectors.
 
         Args:
             vectors: Vectors of shape ``(…, n, H)``.
@@ -110,7 +110,7 @@ def fit_probe(
     learning_rate: float = 1e-3,
     seed: int = 0,
 ) -> DistanceProbe:
-    """Train a probe.
+    """Train a `DistanceProbe` on sentences with known syntax trees.
 
     The loss of a sentence is the sum of ``|d_tree − d_probe|`` over all pairs of words, divided by
     the square of the number of words (equation 2 of Hewitt and Manning 2019).
@@ -198,6 +198,9 @@ def score(predicted: Sequence[Tensor], expected: Sequence[Tensor]) -> ProbeScore
 
 
 def linear_distances(count: int) -> Tensor:
-    """Return the baseline, the distances ``|i − j|`` of words in a sentence, fp32 ``(n, n)``."""
+    """Return the distances ``|i − j|`` of n words by their positions, fp32 ``(n, n)``.
+
+    These distances are the baseline of the probe: they use no vectors.
+    """
     places = torch.arange(count, dtype=torch.float32)
     return (places[:, None] - places[None, :]).abs()

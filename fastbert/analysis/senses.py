@@ -79,15 +79,15 @@ def read_usages(path: str | os.PathLike[str] = SENTENCES) -> list[Usage]:
 
 
 def nearest_centroids(train: Tensor, labels: Sequence[str], test: Tensor) -> list[str]:
-    """Give each vector the label whose mean vector is nearest.
+    """Give each vector in `test` the label whose mean vector in `train` is nearest.
 
     Args:
         train: Vectors of shape ``(N, H)``.
-        labels: N labels.
+        labels: The labels of the N vectors in `train`.
         test: Vectors of shape ``(M, H)``.
 
     Returns:
-        M labels.
+        The labels of the M vectors in `test`.
 
     Examples:
         >>> import torch
@@ -217,7 +217,7 @@ def _accuracy(vectors: Tensor, senses: Sequence[str], fold: Sequence[int]) -> fl
 
 
 def _majority(senses: Sequence[str], fold: Sequence[int]) -> float:
-    """Return the accuracy of a prediction of the most frequent sense of the other folds."""
+    """Return the accuracy of predicting the most frequent sense of the other folds for each fold."""
     right = 0
     for part in set(fold):
         counts = Counter(s for s, f in zip(senses, fold, strict=True) if f != part)

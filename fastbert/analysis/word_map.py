@@ -153,7 +153,7 @@ def _files(texts: Path) -> list[Path]:
 
 
 def _sentences(files: Sequence[Path], word: str) -> Iterator[tuple[str, str]]:
-    """Yield the file and the text of each sentence that may have the word."""
+    """Yield the name of the file and the text of each sentence that may have the word."""
     for path in files:
         for sentence in split_sentences(read_text(path)):
             if word.lower() in sentence.lower():

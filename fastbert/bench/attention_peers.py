@@ -24,11 +24,12 @@ class Prepared(NamedTuple):
     """One attention kernel, prepared for one set of inputs.
 
     Attributes:
-        run: The forward pass.
+        run: Function that runs the forward pass and returns the output.
         targets: The leaf tensors whose gradients are computed, in the layout of the kernel.
-        restore: Turns an output or a gradient into the layout of the operation of fastbert.
-        backward: Computes the gradients of `targets` from the output's gradient; None uses
-            autograd.
+        restore: Function that turns an output or a gradient into the layout of the operation of
+            fastbert.
+        backward: Function that computes the gradients of `targets` from the output's gradient; None
+            uses autograd.
     """
 
     run: Callable[[], Tensor]
@@ -181,7 +182,10 @@ def padded(kernel: SDPBackend, inputs: Inputs) -> Prepared:
 
 
 def flex_documents(compile_with: Callable[..., Any] | None, inputs: Inputs) -> Prepared:
-    """Prepare FlexAttention on the packed rows as one sequence, with a mask between the texts."""
+    """Prepare FlexAttention on the packed rows as one sequence.
+
+    A mask makes each row attend only to the rows of its own text.
+    """
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     lengths = inputs.positional["cu_seqlens_q"].diff()

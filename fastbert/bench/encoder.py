@@ -218,7 +218,7 @@ def _bench_shape(
 
 
 def engine_names(device: str) -> list[str]:
-    """Return the names of the engines: those of `requests`, and the paths of transformers."""
+    """Return the names of the engines: the names in `requests`, and the paths of transformers."""
     stock = TRANSFORMERS_PATHS if stock_models.installed() else ()
     return [*requests(device), *(f"{STOCK}{path}" for path in stock)]
 

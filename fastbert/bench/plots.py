@@ -126,7 +126,7 @@ def _picture(path: Path, width: float, height: float, dpi: int) -> AbstractConte
 
 
 def _head(figure: Any, machine: Machine, width: int) -> None:
-    """Write the machine above the panels, in lines of ``width`` characters."""
+    """Write the description of the machine above the panels, in lines of ``width`` characters."""
     header = [piece for line in machine.lines() for piece in textwrap.wrap(line, width)]
     figure.suptitle("\n".join(map(literal, header)), fontsize=8, color="dimgray")
 

@@ -12,11 +12,11 @@ The figures are bounds, not measurements. There are two kinds of bounds.
   wavefronts of shared memory, and the operation's least traffic of device memory.
 - ``estimate`` adds the FP32, integer and memory instructions and the issue of all instructions.
   These counts are corrected by the mix of instructions in the machine code
-  (`fastbert.testing.ptx.sass`). The estimate also adds the memory
-  traffic of each launch without matrix instructions and of each product of the library. The
-  estimate is a bound only if the correction is exact and no tensor stays in the L2 cache between
-  two launches. In an operation of matrix products, each product takes at least the time of the
-  library's product (``LIBRARY_SHARE``), because no kernel is expected to be faster.
+  (`fastbert.testing.ptx.sass`). The estimate also adds the memory traffic of each launch without
+  matrix instructions and of each product of the library. The estimate is a bound only if the
+  correction is exact and no tensor stays in the L2 cache between two launches. In an operation of
+  matrix products, each product takes at least the time of the library's product
+  (``LIBRARY_SHARE``), because no kernel is expected to be faster.
 
 The time of memory traffic is computed with the rate of the fastest measured copy
 (``MEMORY_SHARE``). Neither bound includes latencies, the time of launches, the L2 cache, or clocks
@@ -279,7 +279,7 @@ def predict(
     Args:
         selected: The cases.
         gpus: The GPUs.
-        notify: Receives the name of each case and architecture before it runs.
+        notify: Function that receives the name of each case and architecture before the case runs.
         backend: "triton" or "cuda".
 
     Raises:

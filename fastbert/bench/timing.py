@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-# All input sets together have about this number of bytes, if MAX_INPUT_SETS sets suffice for it.
+# All input sets together have at least this number of bytes, unless there are MAX_INPUT_SETS sets.
 # The number is more than a last-level cache holds, so that no call finds its inputs in the cache.
 ROTATION_BYTES = 128 << 20
 MAX_INPUT_SETS = 64

@@ -26,9 +26,9 @@ def training_step(
 ) -> Callable[[], Tensor]:
     """Return a function that makes one step on the batch of ``seed`` and returns the loss.
 
-    ``engine`` is a name from `fastbert.bench.encoder.engine_names`. Functions for different seeds
-    share one model and its optimizer. Weights are fp32, and the step runs under bf16 autocast
-    unless ``dtype`` is fp32.
+    ``engine`` is a name from `fastbert.bench.encoder.engine_names`. Functions that differ only in
+    the seed share one model and its optimizer. Weights are fp32, and the step runs under bf16
+    autocast if ``dtype`` is bf16.
 
     Raises:
         ValueError: If the engine fails the parity check `fastbert.bench.encoder.gate`.

@@ -252,7 +252,7 @@ class _Judged:
 
     @property
     def is_open(self) -> bool:
-        """Whether the result failed so far and another run may change that."""
+        """Whether the result has failed, and a further run of the yardstick may let it pass."""
         comparison = self.comparison
         if comparison.passed or comparison.problem is not None:
             return False

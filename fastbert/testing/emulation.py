@@ -82,7 +82,8 @@ class EmulatedRun:
         launches: Number of launches by name.
         seconds: Time of the run in seconds, including the oracle (the reference in float64) and
             excluding compilation.
-        compile_seconds: Time in seconds of the compilation, or of reading its results from a cache.
+        compile_seconds: Time in seconds of Triton's compilation, or of reading its results from a
+            cache; 0 for "cuda", which is compiled before the runs.
         rows: The comparison of each tensor; empty after a fault.
         fault: The fault of the PTX machine or the ValueError that ended the run, in words; "" if
             the run was complete.
@@ -201,9 +202,9 @@ def summarize(runs: Sequence[EmulatedRun]) -> list[dict[str, Any]]:
         runs: The runs, in any order.
 
     Returns:
-        A dict for each group, sorted by operation, backend, dtype and architecture. It has the
-        numbers of cases and launches, the worst ratio, the seconds of the runs and of compilation,
-        and whether all runs pass.
+        A dict for each group, sorted by operation, backend, dtype and architecture. Each dict has
+        the numbers of cases and launches, the largest ratio, the seconds of the runs and of
+        compilation, and whether all runs pass.
     """
     groups: dict[tuple[str, str, str, str], list[EmulatedRun]] = {}
     for run in runs:

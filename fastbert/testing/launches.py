@@ -149,7 +149,7 @@ def forward_and_backward(function: Callable[[], torch.Tensor]) -> tuple[Launches
     """Count the launches of a function and of the backward pass from its result.
 
     Args:
-        function: Computes a tensor of any shape that requires a gradient.
+        function: Function that computes a tensor of any shape, which requires a gradient.
 
     Returns:
         The launches of the forward pass and of the backward pass.

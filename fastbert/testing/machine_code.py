@@ -17,7 +17,7 @@ class Instruction:
 
     Args:
         address: Address of the instruction in its function.
-        guard: Predicate of the instruction, such as "@!P0"; empty if it always runs.
+        guard: Predicate of the instruction, such as "@!P0"; empty if the instruction always runs.
         operation: Name with modifiers, such as "HGMMA.64x128x16.F32.BF16".
         rest: Text of the operands.
     """
@@ -49,7 +49,7 @@ class Instruction:
 
     @cached_property
     def target(self) -> int | None:
-        """The address to which a branch goes, or None."""
+        """The address to which a branch goes, or None for another instruction."""
         last = ADDRESS.search(self.rest.rstrip()) if self.name == "BRA" else None
         return int(last[1], 16) if last else None
 

@@ -65,7 +65,7 @@ def run_with_gradients(
     """Run a function and its backward pass with a seeded gradient of the output.
 
     Args:
-        function: Computes one tensor.
+        function: Function that computes one tensor.
         inputs: The arguments of the function, and the names of the arguments with a gradient.
         extra: Further keyword arguments.
         seed: Seed of the gradient of the output.

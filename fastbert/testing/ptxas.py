@@ -1,6 +1,6 @@
-"""The assembler that Triton uses for a GPU, and a known error of its versions.
+"""The assembler that Triton uses for a GPU, and a known error of its versions before CUDA 13.3.
 
-Before CUDA 13.3, ptxas may reuse the registers of operand A of a ``wgmma`` that still runs
+These versions of ptxas may reuse the registers of operand A of a ``wgmma`` that still runs
 (triton-lang/triton issue 9433 and pull request 11781). Only GPUs of sm_90 have this instruction.
 """
 

@@ -60,13 +60,13 @@ class Pick:
         return self.random.choice(of)
 
     def size(self, largest: int, edges: Sequence[int] = EDGES) -> int:
-        """Return a size from 1 to `largest`, with probability 0.6 or more one of `edges`."""
+        """Return a size from 1 to `largest`; with probability 0.6 or more, it is one of `edges`."""
         if self.chance(0.6):
             return self.one([edge for edge in edges if edge <= largest])
         return self.random.randint(1, largest)
 
     def lengths(self, sequences: int, longest: int) -> tuple[int, ...]:
-        """Return the lengths of some sequences, each at most `longest` and some of them 0."""
+        """Return random lengths from 0 to `longest`; a length is 0 with probability 0.15."""
         return tuple(0 if self.chance(0.15) else self.size(longest) for _ in range(sequences))
 
     def dropout(self) -> dict[str, float]:

@@ -42,8 +42,8 @@ class Yardstick:
     the yardstick of a function of the result. The attribute ``library`` is the result by torch.
 
     Args:
-        run: Computes a tensor, or a container of tensors, from scratch at every call. The state of
-            torch's random numbers on the CPU is the same at every call.
+        run: Function that computes a tensor, or a container of tensors, from scratch at every call.
+            The state of torch's random numbers on the CPU is the same at every call.
         keep: Whether the results in fixed orders are stored. With False, a second call of
             `in_fixed_orders` computes the results again.
     """
@@ -86,7 +86,7 @@ def each(function: Callable[[Any], Any], *sides: Any) -> list[Any]:
     """Apply a function to each side of a comparison; a yardstick becomes another yardstick.
 
     Args:
-        function: Computes a part of a result.
+        function: Function that computes a part of a result.
         sides: Results and yardsticks.
 
     Returns:
@@ -99,7 +99,7 @@ def run_sides(function: Callable[[Any], Any], actual: Any, oracle: Any, stock: A
     """Apply a function to a tested model, to its float64 oracle and to the stock model.
 
     Args:
-        function: Computes a result from a model.
+        function: Function that computes a result from a model.
         actual: The tested model.
         oracle: The model in float64.
         stock: The model in the tested dtype, whose result is the yardstick.

@@ -47,6 +47,6 @@ def fault(body, seed=0, **options):
 
 
 def of_neighbours(blocks):
-    """Return the output of a kernel with the body `EXCHANGE` in clusters of two blocks."""
+    """Return the output of a kernel with the body `EXCHANGE` in clusters of an even size."""
     block = torch.arange(blocks)[:, None]
     return ((block ^ 1) * 100 + torch.arange(32)).to(torch.int32)

@@ -18,7 +18,7 @@ STORE = "    mad.wide.u32 %d5, %r0, 4, %d0;\n    st.global.u32 [%d5], 1;"
 
 
 def run(text, threads=32, grid=(1,), size=None, **options):
-    """Run a kernel whose threads each store 1 to a tensor; return whether all of them did."""
+    """Run a kernel whose threads each store 1 to a tensor; return whether each element is 1."""
     out = torch.zeros(size or threads, dtype=torch.int32)
     load(text).launch("k", grid, (threads,), [out], **options)
     return bool(out.all())
@@ -312,7 +312,9 @@ WAIT:
 
 
 def copy_box(map_, source, bytes_=1024, at=0, align=64, pad=0):
-    """Run a kernel that copies a box of `source` to shared memory; return whether it ended.
+    """Run a kernel that copies a box of `source` to shared memory.
+
+    Return whether all threads reached the end of the kernel, where each of them stores 1.
 
     `map_` is the tensor map. `at` is the place of the box in shared memory, in bytes.
     """

@@ -104,7 +104,7 @@ class AttentionOperators(Calls):
         return AttentionMask(self._address(bytes_of), *bytes_of.stride())
 
     def _run_with_pairs(self, name: str, params: AttentionForward | AttentionBackward) -> None:
-        """Call a function with a new buffer for the bits of query-key pairs, at first all 1."""
+        """Call ``run_NAME`` with a new buffer for the bits of query-key pairs, which are all 1."""
         count = getattr(self.library, f"{name}_pair_words")
         count.restype = c_int64
         bits = torch.full((count(byref(params)),), -1, dtype=torch.int32)

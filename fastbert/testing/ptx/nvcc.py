@@ -129,7 +129,7 @@ def _compile(source: Path, command: Sequence[str], target: Path) -> None:
 
 
 def _provide(entry: Path, target: Path, make: Callable[[Path], None]) -> None:
-    """Copy an entry of the cache into a folder; if there is no entry, `make` fills it first."""
+    """Copy a cache entry into the folder `target`; `make` fills an entry that does not exist."""
     if not entry.is_dir():
         _make(entry, make)
     os.utime(entry)

@@ -2,8 +2,9 @@
 
 The PTX machine executes only some blocks of each grid, spread over the grid. Every other block is
 assumed to have the mean counts of the executed blocks. If the blocks do unequal work, more blocks
-run. The results of the operation are wrong, because most blocks do not run; only tensors with
-counts and indices are right.
+run. The results of the operation are wrong, because most blocks do not run. A launch of a single
+block always runs completely, so that the row order of the cross entropy, on which later launches
+depend, is right.
 """
 
 from __future__ import annotations
@@ -113,7 +114,7 @@ def mean_counts(run: Callable[[list[int]], dict[str, float]], blocks: int) -> Co
     """Run blocks that are spread over a grid, and scale their counts to the whole grid.
 
     Args:
-        run: Runs blocks, given by their numbers, and returns the sums of their counts.
+        run: Function that runs the blocks with some numbers, and returns the sums of their counts.
         blocks: Blocks of the grid.
     """
     chosen = spread(blocks, PROBED)

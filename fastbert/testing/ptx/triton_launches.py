@@ -152,7 +152,7 @@ def serving_triton(arch: int, run: Callable[[Any, Tensor], None]) -> Iterator[No
 
     Args:
         arch: Architecture of the GPU, such as 90 for sm_90.
-        run: Takes a launch and a tensor on the device of the launch.
+        run: Function of a launch and of a tensor on the device of the launch.
 
     Raises:
         RuntimeError: If the kernels are loaded for Triton's interpreter.

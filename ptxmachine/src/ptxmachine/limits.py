@@ -21,7 +21,7 @@ THREADS = 1024  # threads per block
 # A block may have all registers of a multiprocessor. Registers are allocated in multiples of 8 for
 # each thread and of 4 warps for each block (cuda_occupancy.h of the CUDA toolkit).
 BLOCK_REGISTERS, REGISTER_UNIT, WARP_UNIT = 65_536, 8, 4
-THREAD_REGISTERS = 256  # registers per thread, for setmaxnreg
+THREAD_REGISTERS = 256  # most registers per thread that setmaxnreg may set
 BLOCK = (1024, 1024, 64)  # threads of a block in x, y and z
 GRID = (2**31 - 1, 65_535, 65_535)  # blocks of a grid in x, y and z
 BLOCKS = 2**31 - 1  # blocks per grid; the machine numbers blocks with 32 bits

@@ -113,8 +113,8 @@ class Module:
                 Triton does. The sum of static and dynamic shared memory therefore has only the
                 limit of the architecture.
             memory: Further arrays that the kernel accesses through addresses inside structs.
-            empty: Arrays whose contents are uninitialized. If the kernel uses a byte of such an
-                array before it has written the byte, it has a fault.
+            empty: Arrays whose contents are uninitialized. It is a fault if the kernel uses a byte
+                of such an array before it has written the byte.
             seed: Chooses the interleaving of warps and the moment at which asynchronous operations
                 take effect. With 0, warps run one after another, and asynchronous operations take
                 effect at issue.
