@@ -217,7 +217,7 @@ def _accuracy(vectors: Tensor, senses: Sequence[str], fold: Sequence[int]) -> fl
 
 
 def _majority(senses: Sequence[str], fold: Sequence[int]) -> float:
-    """Return the accuracy of predicting the most frequent sense of the other folds for each fold."""
+    """Return the accuracy if each fold is given the most frequent sense of the other folds."""
     right = 0
     for part in set(fold):
         counts = Counter(s for s, f in zip(senses, fold, strict=True) if f != part)
