@@ -25,7 +25,7 @@ from fastbert.analysis.token_classifier import TokenClassifier, inside, on_token
 from fastbert.modules import BertForSequenceClassification
 
 SCOPES = ("read", "every")
-# Options of the training of the small token-wise classifier, which takes a few seconds.
+# Options for training the small token-wise classifier. The training takes a few seconds.
 TOKEN_WISE = FitOptions(epochs=30, batch_size=32, learning_rate=2e-3)
 
 Start = Callable[[int], BertForSequenceClassification]
@@ -130,7 +130,7 @@ def uniform_weights(
         base: The fine-tuned model.
         start: Function that returns, for a seed, a classifier before its fine-tuning.
         texts: The texts of the training and of the test.
-        options: Options of the training.
+        options: Number of epochs, batch size and learning rate of the training.
         seed: Seed of the models.
         progress: Function that receives a line of text after each epoch.
 
@@ -171,7 +171,7 @@ def seed_variance(
         base: The fine-tuned model.
         start: Function that returns, for a seed, a classifier before its fine-tuning.
         texts: The texts of the training and of the test.
-        options: Options of the training.
+        options: Number of epochs, batch size and learning rate of the training.
         seeds: One seed for each model; they should not include the seed of `base`.
         progress: Function that receives a line of text after each epoch.
 
@@ -274,8 +274,9 @@ def adversarial_attention(
         start: Function that returns, for a seed, the classifier with which the training begins. A
             copy of `base` needs the fewest steps.
         texts: The texts of the training and of the test.
-        options: Options of the training.
-        strengths: The factors λ. With 0, one model for all scopes imitates the predictions only.
+        options: Number of epochs, batch size and learning rate of the training.
+        strengths: The factors λ. For λ = 0, one model is trained for all scopes. This model only
+            imitates the predictions.
         scopes: The weights that must differ: ``"read"``, ``"every"`` or both.
         seed: Seed of the models.
         progress: Function that receives a line of text after each epoch.

@@ -60,7 +60,7 @@ class Explanation:
             `logit` and `baseline`. It tends to 0 with more steps.
         special: Share of the attention, and of rollout, on special tokens.
         spearman: Spearman's correlation of the words' absolute values, for each pair of methods.
-        kendall: Kendall's τ-b of the same values.
+        kendall: Kendall's τ-b of the words' absolute values, for each pair of methods.
         pair: The second text of a pair, or None.
         second: Index in `words` of the first word of the second text; None without a pair.
     """
@@ -178,7 +178,7 @@ def correlations(
 
     Args:
         attributions: Values by method.
-        correlate: `spearman` or `kendall`.
+        correlate: The function `spearman` or the function `kendall`.
 
     Returns:
         The correlations by the names of both methods; NaN for fewer than three words, or if all

@@ -108,7 +108,7 @@ class Starts:
         """Load the encoder with a new head.
 
         Args:
-            seed: Seed of the head.
+            seed: Seed of the weights of the head.
 
         Returns:
             The model in fp32, in training mode.

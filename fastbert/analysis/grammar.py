@@ -44,7 +44,7 @@ class Tree(NamedTuple):
 
 
 def sentences(count: int, *, seed: int) -> list[Tree]:
-    """Generate different sentences of 4 to 30 words.
+    """Generate sentences of 4 to 30 words, of which no two are equal.
 
     Args:
         count: Number of sentences.

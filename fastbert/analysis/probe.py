@@ -121,7 +121,7 @@ def fit_probe(
         rank: Number of rows of the learned matrix B of `DistanceProbe`.
         epochs: Number of passes over the sentences.
         learning_rate: Learning rate of Adam, which falls to 0 along a cosine.
-        seed: Seed of the weights and of the order.
+        seed: Seed of the matrix B and of the order of the batches.
 
     Returns:
         The probe.

@@ -44,7 +44,7 @@ def plot_matches(path: Path, rows: Sequence[Mapping[str, Any]], machine: Machine
     The rows come from ``contest.to_dict``. Rows without a time are left out. The first bar is the
     rate of fastbert, with the quotient of this rate and the rate of the second bar. The second bar
     is the peer with the highest rate among the peers whose dtype is at least as exact. Dots are the
-    other peers. A line across the first bar marks the entry "goal" of a row that has this entry.
+    other peers. A line across the first bar marks the goal, if the row has the entry "goal".
 
     Raises:
         ImportError: If matplotlib is not installed.

@@ -79,7 +79,7 @@ class Bound:
         binds: The unit that determines `bound`.
         estimate: Estimated seconds, which include all units and the memory traffic of the launches;
             0 if units are missing.
-        estimate_binds: The unit that is busiest in the estimate.
+        estimate_binds: The unit that determines `estimate`.
         rate: Work of the operation divided by `bound`, in `unit`.
         estimate_rate: Work of the operation divided by `estimate`, in `unit`.
         unit: "TFLOP/s" or "TB/s".
@@ -277,8 +277,8 @@ def predict(
     """Return the bounds of cases on GPUs, forward and backward, in the dtypes of `dtypes_of`.
 
     Args:
-        selected: The cases.
-        gpus: The GPUs.
+        selected: The cases whose times are bounded.
+        gpus: The GPUs on which the times are bounded.
         notify: Function that receives the name of each case and architecture before the case runs.
         backend: "triton" or "cuda".
 

@@ -57,11 +57,11 @@ class Compiled:
 
     Args:
         name: Name of the launch.
-        noun: Stem of the kernel file.
+        noun: Name of the kernel file without its suffix, such as "attention".
         arch: Architecture of the GPU, such as 90 for sm_90.
         dtype: The 16-bit dtype among the arguments, or "float32" if there is none.
-        warps: Warps of a block.
-        registers: Registers of a thread.
+        warps: Number of warps of a block.
+        registers: Number of registers of a thread.
         stack: Bytes of stack of a thread, which are above 0 if registers spill.
         shared: Bytes of shared memory of a block.
         matrix: Unit of the matrix instructions in the SASS, or "none".
@@ -254,7 +254,7 @@ def compile_one(launch: Any, noun: str, arch: int) -> Compiled:
 
     Args:
         launch: The launch.
-        noun: Stem of the kernel file.
+        noun: Name of the kernel file without its suffix, such as "attention".
         arch: Architecture of the GPU, such as 90 for sm_90.
 
     Returns:

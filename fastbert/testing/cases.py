@@ -76,8 +76,8 @@ class Case:
         op: Name of a function of ``fastbert.ops``, one of ``OPS``.
         name: Name of the case, unique among the cases of the operation.
         shape: Sizes, as the operation's builder of inputs takes them.
-        options: Options of the builder and of the operation.
-        quick: Whether the case belongs to the quick selection.
+        options: Options of the builder of inputs, and keyword arguments of the operation, by name.
+        quick: Whether the case belongs to the quick selection, which has a few cases per operation.
         gpu_tiles: Whether Triton's interpreter runs the case with the tiles of a GPU.
 
     Examples:

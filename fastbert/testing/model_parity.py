@@ -41,9 +41,9 @@ KINDS = ("embeddings", "attention.self", "attention.output", "intermediate", "po
 def check_model(
     backend: str | None = None, dtype: torch.dtype | None = None, seed: int = 0
 ) -> Iterator[ParityRow]:
-    """Check the losses and gradients of BertForPreTraining on every backend that can serve it here.
+    """Check the losses and gradients of BertForPreTraining on every backend that can run here.
 
-    A backend is checked on a device and in a dtype if it can serve the layer norm there.
+    A backend is checked on a device and in a dtype if it can serve the layer norm with them.
 
     Args:
         backend: The only backend to check; None checks all.
@@ -129,7 +129,9 @@ def check_step(
 
 
 def batch_of(seed: int) -> dict[str, Tensor]:
-    """Draw a batch of three sequences of 40, 23 and 9 tokens, of which about 15 % have a label.
+    """Draw a batch of three sequences of 40, 23 and 9 tokens.
+
+    About 15 % of the tokens have a label.
 
     Args:
         seed: Seed of the batch.

@@ -40,9 +40,9 @@ class Layer:
         norms: Norm of the vector that each token's value adds to the output of attention if its
             weight is 1, of shape ``(heads, L)`` (Kobayashi et al. 2020, "Attention is Not Only a
             Weight").
-        relevance: Positive part of gradient × weight for the chosen output, of shape
-            ``(heads, L, L)``, or None without a gradient. The mean of `relevance` over the heads is
-            equation 5 of Chefer et al. 2021.
+        relevance: Each weight times the gradient of the chosen output by this weight, or 0 if the
+            product is negative; of shape ``(heads, L, L)``, or None without a gradient. The mean of
+            `relevance` over the heads is equation 5 of Chefer et al. 2021.
         scores: Sum of ``|gradient × weight|`` of each head, of shape ``(heads,)``, or None without
             a gradient.
     """
@@ -65,7 +65,7 @@ class Collected:
         name: Name of the folder or hub id from which transformers loaded the model, or else of the
             class of the model.
         config: The configuration of the encoder.
-        layers: The chosen layers.
+        layers: The attention of the chosen layers.
         prediction: The prediction of the head, or None if the model has no head that the page
             shows.
         note: Why there is no gradient although there is a prediction; empty otherwise.

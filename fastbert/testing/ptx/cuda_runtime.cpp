@@ -56,7 +56,7 @@ thread_local Configuration configuration;
 // ptxmachine/limits.py.
 struct Device {
   uint64_t capability, multiprocessors;
-  uint64_t default_shared, most_shared;  // bytes of a block, without and with an attribute
+  uint64_t default_shared, most_shared;  // bytes of a block: by default, and with an attribute
   uint64_t threads;                      // of a block
   uint64_t block[3], grid[3];            // threads and blocks in x, y and z
   uint64_t cluster;                      // blocks of a cluster

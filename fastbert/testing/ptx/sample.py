@@ -246,7 +246,7 @@ def _sampled(arch: int, multiprocessors: int, note: Callable[[Launched], None]) 
 def _sampled_cuda(arch: int, note: Callable[[Launched], None]) -> Iterator[None]:
     """Run some blocks of each CUDA C++ launch on the PTX machine; pass scaled counts to `note`.
 
-    The bytes of a launch are the bytes of the sectors that it accesses.
+    The field `bytes` of a launch is the size of all sectors of memory that the launch accesses.
     """
     operators, codes = _compiled_cuda(arch)
     lengths = {

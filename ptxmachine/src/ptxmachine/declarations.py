@@ -55,7 +55,7 @@ def integer(token: str, line: int) -> int:
 
 
 def float_bits(token: str, bits: int, line: int) -> int:
-    """Return the bits of a float of 32 or 64 bits, or raise PtxSyntaxError."""
+    """Return a number as the bits of a float of 32 or 64 `bits`, or raise PtxSyntaxError."""
     hexadecimal = re.fullmatch(r"0[fF]([0-9a-fA-F]{8})|0[dD]([0-9a-fA-F]{16})", token)
     try:
         if hexadecimal is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class PtxError(Exception):
-    """The base class: a PTX text is wrong, or a kernel does something that is wrong on a GPU.
+    """The base class of the errors in a PTX text and of the faults of a running kernel.
 
     Attributes:
         line: Line of the PTX text, from 1, or None if the error has no line.

@@ -13,7 +13,7 @@ import re
 from ptxmachine.errors import PtxSyntaxError
 
 LINE = 100_000  # characters per line
-REGISTERS = 65_536  # registers per kernel, with the functions that it calls
+REGISTERS = 65_536  # registers per kernel, including the functions that it calls
 SCOPES = 256  # depth of nested braces
 CALLS = 64  # depth of nested calls
 INLINED = 100_000  # lines and statements that calls and brx.idx add to a kernel
