@@ -8,8 +8,8 @@ pre-trained BERT is fine-tuned for 5 epochs. The reviews have the layout of the 
 (Maas et al. 2011): ``train/pos/*.txt``, ``train/neg``, ``test/pos`` and ``test/neg``. A tenth of
 the training part is held out for validation.
 
-Without ``--reviews``, reviews are generated, and the pre-trained BERT is trained on generated
-stories first. The figures of generated reviews only show that the experiment runs.
+Without ``--reviews``, reviews are generated, and a small BERT is pre-trained on their text first.
+The figures of generated reviews only show that the experiment runs.
 """
 
 from __future__ import annotations

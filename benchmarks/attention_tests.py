@@ -78,7 +78,7 @@ def measure(data: tests.Texts, start: Starts, options: argparse.Namespace) -> Re
 
 
 def table(results: Results) -> str:
-    """Return the results as two tables."""
+    """Return the results as a table of models and a table of token-wise classifiers."""
     rows: list[Distance] = [results["base"], *results["uniform"], *results["seeds"]]
     rows += [adversary.distance for adversary in results["adversaries"]]
     lines = [

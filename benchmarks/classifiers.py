@@ -55,7 +55,7 @@ def untrained(config: BertConfig, tokenizer: Path, folder: Path) -> Path:
 def train(name: str, options: ClassifyOptions) -> Classifier:
     """Fine-tune a classifier and return its results; an earlier run in the folder is resumed.
 
-    The progress is shown on stderr, and the line of the table is printed on stdout.
+    The progress is shown on stderr, and the classifier's line of the table is printed on stdout.
     """
     console = Console(stderr=True)
     console.print(f"{name}:", highlight=False)

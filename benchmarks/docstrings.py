@@ -1,7 +1,7 @@
 """Real English text: the docstrings of the installed Python packages.
 
-A document is a module of a package, and its text has the paragraphs of all its docstrings.
-Paragraphs with an indented line or an example are left out, because they are code or lists.
+A document is the text of one module of a package: the paragraphs of its docstrings. Paragraphs with
+an indented line or an example are left out, because they are code or lists.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Document(NamedTuple):
 
 
 def installed(packages: Sequence[str] = PACKAGES) -> list[str]:
-    """Return the names of the packages that are installed."""
+    """Return the names in ``packages`` whose packages are installed."""
     return [name for name in packages if importlib.util.find_spec(name) is not None]
 
 
@@ -70,7 +70,7 @@ def _paragraphs(path: Path) -> list[str]:
     nodes = [node for node in ast.walk(tree) if isinstance(node, _DOCUMENTED)]
     texts = [ast.get_docstring(node) or "" for node in nodes]
     paragraphs = [part.strip("\n") for text in texts for part in re.split(r"\n[ \t]*\n", text)]
-    # A class and its methods often repeat a paragraph.
+    # A class and its methods often have the same paragraph, which is kept once.
     return list(dict.fromkeys(part for part in paragraphs if part and _is_prose(part)))
 
 

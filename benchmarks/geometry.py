@@ -36,7 +36,7 @@ from fastbert.machine import describe
 
 
 def probe(encoder: ContextEncoder, train: int, test: int, rank: int, epochs: int) -> dict[str, Any]:
-    """Return a probe's scores for each layer, and the scores of distances in the sentence."""
+    """Return the scores of a probe for each layer, and of the words' distances in the sentence."""
     trees = sentences(train + test, seed=0)
     texts = [encoder.split(" ".join(tree.words)) for tree in trees]
     for tree, pieces in zip(trees, texts, strict=True):

@@ -95,7 +95,7 @@ def measured(*arguments: object) -> Measured:
 
 
 def _family(pid: int) -> list[int]:
-    """Return a process with all processes that it started."""
+    """Return the id of a process and the ids of all its running descendants."""
     members = [pid]
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
         try:

@@ -3,15 +3,15 @@
     python -m benchmarks.viewer --out FOLDER [--threads 2] [--lengths 32 128 512]
 
 The model is BERT-base with random weights (initializer range 0.05), as a masked LM of transformers
-in fp32. Each contender runs in a process of its own, calls once to warm up with 8 tokens, and is
-then timed once, because the calls of BertViz take minutes. The time starts with a loaded model and
-the token ids, and ends with the HTML text. The contender fastbert computes more: gradients, norms,
-queries and keys, and measures. BertViz computes eager attention and renders ``head_view`` with all
-layers. CPU seconds count all threads and depend less on other programs than seconds. The memory is
-the peak resident memory of the process minus its resident memory before the call. If playwright and
-Chromium are installed, the pages of fastbert are opened. The pages of BertViz load libraries from
-the network and are not opened. ``python -m benchmarks.viewer_frames`` measures frames of a page
-that moves.
+in fp32. Each of the two programs runs in a process of its own. Its first call, with 8 tokens, is a
+warm-up, and a second call is timed once, because the calls of BertViz take minutes. The time starts
+with a loaded model and the token ids, and ends with the HTML text. fastbert computes more:
+gradients, norms, queries and keys, and measures. BertViz computes eager attention and renders
+``head_view`` with all layers. CPU seconds count all threads and depend less on other programs than
+seconds. The memory is the peak resident memory of the process minus its resident memory before the
+call. If Chromium is installed, playwright opens the pages of fastbert in it. The pages of BertViz
+load libraries from the network and are not opened. ``python -m benchmarks.viewer_frames`` measures
+frames of a page that moves.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def _bertviz(model: Any, tokenizer: Any, text: str) -> str:
 
 
 def measure(contender: str, length: int, threads: int, page: Path) -> dict[str, Any]:
-    """Run a contender in a process of its own, and return its row."""
+    """Run a contender in a process of its own, and return its row, which may be an error."""
     command = [sys.executable, "-m", "benchmarks.viewer", "--one", contender]
     command += ["--lengths", str(length), "--threads", str(threads), "--out", str(page)]
     ran = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -164,7 +164,7 @@ def _work(session: Any) -> float:
 
 
 def table(rows: dict[str, dict[str, float]]) -> str:
-    """Return the frames of all motions as a Markdown table."""
+    """Return the measurements of all motions as a Markdown table."""
     lines = [
         "| motion | frames per second | frames in time | longest frame | work per frame |",
         "|---|---|---|---|---|",

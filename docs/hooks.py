@@ -54,7 +54,7 @@ def _served(implementation: Implementation | None) -> str:
 
 
 def gpu_times() -> str:
-    """Return the table of times by which operations choose on a GPU; the first choice is bold."""
+    """Return the times by which an operation chooses its backend on a GPU; the choice is bold."""
     rows = []
     for row in times.rows(times.POINTS, ORDER["cuda"]):
         cells = [row["op"], row["architecture"], row["gpu"], row["dtype"], row["shape"]]
@@ -225,7 +225,8 @@ def headline() -> str:
 def api(name: str, *names: str) -> str:
     """Return a directive of mkdocstrings for each public class and function of a module.
 
-    The names are ``names``, or the ``__all__`` of the module. Names of other kinds are left out.
+    The names are ``names``, else the ``__all__`` of the module, else the ``__all__`` of
+    ``fastbert.ops``. Names of other kinds of objects are left out.
     """
     module = importlib.import_module(name)
     wanted = names or getattr(module, "__all__", ops.__all__)

@@ -31,7 +31,7 @@ def symbols(library: str) -> dict[str, tuple[int, int]]:
 
 
 def lacking(extension) -> str | None:
-    """Return the reason why this machine cannot set a table, or None."""
+    """Return the tool or library that this machine lacks to set a table, or None."""
     if shutil.which("nm") is None:
         return "nm"
     present = {SET_KERNELS, of("baseline")} <= set(symbols(extension.__file__))

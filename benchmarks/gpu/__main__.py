@@ -123,7 +123,7 @@ def _echo(text: str) -> None:
 
 
 def _show(folder: Path, section: str) -> None:
-    """Print what ran on the CPU and what was refused, or the table of compiled launches."""
+    """Print which contenders ran or were refused, or the log of a section without contenders."""
     log, figures = folder / f"{section}.log", folder / f"{section}.json"
     if section not in bench.SECTIONS and log.exists():
         print(log.read_text("utf-8"), end="")

@@ -42,7 +42,7 @@ TOY = Scale(64, (16, 32), 64, (32,))
 
 
 def dense(scale: Scale, device: str) -> Iterator[Match]:
-    """Yield self-attention of full batches, then padding, dropout and fp16 at the main lengths."""
+    """Yield full batches at every length, then padding, dropout and fp16 at the first lengths."""
     for head_dim in scale.head_dims:
         for length in scale.lengths:
             yield from _dense(scale, device, length, head_dim, BF16)
@@ -66,7 +66,7 @@ def _dense(scale, device, length, head_dim, dtype, **options) -> Iterator[Match]
 
 
 def first(scale: Scale, device: str) -> Iterator[Match]:
-    """Yield two lengths at the first head dim, forward and backward, for Triton and SDPA only."""
+    """Yield full batches of the first two lengths for fastbert without CUDA C++ and few peers."""
     return _first(scale, device, without="cuda")
 
 
@@ -87,7 +87,7 @@ def _first(scale: Scale, device: str, without: str) -> Iterator[Match]:
 
 
 def packed(scale: Scale, device: str) -> Iterator[Match]:
-    """Yield packed batches of equal lengths, against dense attention, and of spread lengths."""
+    """Yield packed batches of equal lengths, which dense attention joins, and of spread lengths."""
     for head_dim in scale.head_dims:
         heads = scale.hidden // head_dim
         for length in scale.lengths:

@@ -4,7 +4,8 @@
 
 The rows of each match are printed as JSON, a line for each, as soon as the match has ended.
 ``--toy`` runs tiny shapes on the CPU, which tries every match and peer without a GPU; its times
-mean nothing. The exit status is 1 if a contender of fastbert is wrong or cannot run.
+mean nothing. The exit status is 1 if an implementation of fastbert is wrong or cannot run, or if
+the benchmark calls a peer wrongly.
 """
 
 from __future__ import annotations
@@ -122,7 +123,7 @@ def print_row(row: GpuRow) -> None:
 
 
 def faults(played: Sequence[GpuRow]) -> list[str]:
-    """Return a line for each refused contender of fastbert, and for each peer with a wrong call.
+    """Return a line for each refused contender of fastbert, and for each peer called wrongly.
 
     A forced variant may refuse a shape that it does not support.
     """

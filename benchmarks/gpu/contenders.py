@@ -57,7 +57,7 @@ def backend_of(contender: str) -> str:
 
 
 def torch_peer(op: str, change: Callable[[Any], Any] | None = None) -> Callable[[Inputs], Prepared]:
-    """Prepare ``op`` in stock PyTorch, compiled if ``change`` is a compiler."""
+    """Return a function that prepares stock PyTorch's ``op``, which ``change`` may compile."""
     function = peers.OPS[op]
     if change is not None:
         function = change(function)
@@ -101,7 +101,7 @@ def _dense_twin(inputs: Inputs) -> Prepared:
 
 
 def attention_variants(device: str) -> list[Contender]:
-    """Return a contender for each path of the Triton kernels, to find the faster at each length."""
+    """Return a contender for each path of the Triton kernels, to find the fastest per length."""
     if not runs_triton(device):
         return []
     return [
@@ -162,7 +162,7 @@ def _linear_gelu_path(path: str, inputs: Inputs) -> Prepared:
 
 
 def _feed_forward_path(path: str, inputs: Inputs) -> Prepared:
-    """Prepare the backward pass of both layers on a forced path of the product with GELU."""
+    """Prepare the backward pass; ``path`` selects the product that applies GELU's derivative."""
     kernels = importlib.import_module("fastbert.kernels.feed_forward_backward")
     sum_rows = importlib.import_module("fastbert.kernels.reduction").sum_rows
     x, w1, b1, w2, b2 = (t.detach() for t in inputs.positional.values())

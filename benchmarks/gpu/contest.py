@@ -1,8 +1,9 @@
 """Compare implementations at one shape: each contender is checked first, then all take turns.
 
-A ``Match`` is one case in one dtype and direction with its contenders. ``play`` prepares them on
-rotated inputs, compares their results with the float64 reference, and times them in turns. A
-contender that cannot run, or a wrong contender of fastbert, stays in the table with the reason.
+A ``Match`` is one case in one dtype and direction; its contenders are the implementations to
+compare. ``play`` prepares them on several sets of inputs, which their calls use in rotation. It
+compares their results with the float64 reference, and times the contenders in turns. A contender
+that cannot run, or a wrong contender of fastbert, stays in the table with the reason.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ class GpuRow(ContestRow):
     Attributes:
         same_function: Whether the contender computes the function of the match.
         graphed: Whether ``seconds`` comes from replays of a CUDA graph.
-        host_seconds: Mean seconds of consecutive calls without a graph, with Python and launches.
+        host_seconds: Mean seconds of consecutive calls without a graph, including the time of
+            Python and of launches.
         of_floor: Shortest time that the limits of the GPU allow, divided by ``seconds``.
         bound_by: The limit of the GPU that determines the shortest time.
         goal, of_goal: The rate to reach, and the reached fraction of this rate.
@@ -86,7 +88,7 @@ class Setting(contest.Setting):
     drawn: dict[tuple[Any, ...], Sequence[Inputs]] = field(default_factory=dict)
 
     def inputs(self, match: Match) -> Sequence[Inputs]:
-        """Return sets of inputs that together overflow the caches."""
+        """Return the batches of ``match``, or inputs of its case that overflow the caches."""
         if match.case is None:
             return match.batches
         case = match.case
@@ -163,7 +165,10 @@ def reason_of(error: BaseException) -> str:
 def _ready(
     match: Match, contender: Contender, sets: Sequence[Inputs], judge: Judge
 ) -> tuple[Callable[[int], object], list[Comparison]]:
-    """Return the call of the contender on rotated inputs, and its comparisons on the first set."""
+    """Return a function that calls the contender on the n-th inputs, and its comparisons.
+
+    The comparisons are those of the results for the first set of inputs.
+    """
     if match.direction != BACKWARD:
         # Implementations without a backward pass refuse inputs that need gradients.
         sets = [dataclasses.replace(inputs, gradients=()) for inputs in sets]
@@ -217,7 +222,7 @@ def _time(
     sets: int,
     setting: Setting,
 ) -> None:
-    """Time the calls; on a GPU, time replays of CUDA graphs of ``sets`` calls if it is not 0."""
+    """Time the calls, or on a GPU replays of CUDA graphs of ``sets`` calls if ``sets`` is not 0."""
     watch = Stopwatch(setting.device)
     timed: dict[str, Callable[[int], object]] = {}
     per_call: dict[str, int] = {}

@@ -48,7 +48,7 @@ TOY = Scale({"BERT-base": SMALL}, 64, (16,), 2)
 
 
 def inference(scale: Scale, device: str) -> Iterator[Match]:
-    """Yield full and half padded batches of every model, from padded ids to padded states."""
+    """Yield full and half padded batches of every model, and on a GPU one of mixed lengths."""
     for dtype in (BF16, FP16):
         for name, config in scale.models.items():
             for length in scale.lengths:
@@ -108,13 +108,13 @@ def _match(direction, shape, dtype, contenders, unit, amount, goal=None, ratio=N
 
 
 def own_engines(device: str) -> list[str]:
-    """Return fastbert's default choice and each backend that differs, without the reference."""
+    """Return fastbert's engines: the reference is left out unless it is the only one."""
     names = list(encoder.requests(device))
     return [name for name in names if name != f"{OURS}reference"] or names
 
 
 def transformers_paths() -> tuple[str, ...]:
-    """Return the attention implementations of transformers on this machine, if installed."""
+    """Return the attention implementations of transformers; empty if it is not installed."""
     if not stock_models.installed():
         return ()
     flash = ("flash_attention_2",) if importlib.util.find_spec("flash_attn") else ()
@@ -223,7 +223,7 @@ def _latency(shape, dtype, device, goal) -> Match:
 
 
 def _graphed(shape: EncoderShape, dtype: torch.dtype, device: str, inputs: Inputs) -> Prepared:
-    """Prepare ``fastbert.graphed`` of the model, which replays its own graph in every call."""
+    """Prepare ``fastbert.graphed`` of the model, whose calls replay a CUDA graph."""
     model = _wrapped(shape.config, dtype, device)
     batch = encoder.random_batch(shape, inputs.positional["seed"], device)
     return Prepared(lambda: model(**batch).last_hidden_state, [])

@@ -14,7 +14,7 @@ from fastbert.bench.limits import BACKWARD
 from fastbert.testing.cases import Inputs
 from fastbert.testing.compare import Comparison, compare
 
-# At most this many elements of a tensor are compared; they suffice for the largest and RMS error.
+# At most this many elements of a tensor are compared, to save time.
 COMPARED = 1 << 18
 
 
@@ -30,7 +30,7 @@ class Judge:
         self._expected: tuple[list[Tensor], list[Tensor]] | None = None
 
     def gradient(self, shape: torch.Size, like: Tensor) -> Tensor:
-        """Return a random output gradient, drawn once in bf16 so that all dtypes get its values."""
+        """Return a random output gradient, drawn once in bf16, so that dtypes share it."""
         if self.dout is None:
             self.dout = torch.randn(shape, device=like.device).bfloat16()
         return self.dout.to(like.dtype)
@@ -57,7 +57,11 @@ class Judge:
         return [sample(gradient) for gradient in gradients]
 
     def compare(self, contender: Contender, results: Sequence[Tensor]) -> list[Comparison]:
-        """Return a comparison for each tensor, or an empty list if there is no reference."""
+        """Return a comparison for each tensor, or an empty list if no reference applies.
+
+        There is no reference without a case, for a contender with another function, and for a peer
+        with dropout.
+        """
         if self.match.case is None or not contender.same_function:
             return []
         if self.match.case.options.get("dropout_p") and not contender.ours:

@@ -64,8 +64,8 @@ NOT_ON_A_GPU = {
     "tests/test_turns.py": "the order of CI",
     "tests/test_packaging.py": "wheels, whose build takes minutes",
 }
-# The sections of each command on a machine that is lent for ten minutes at a time and starts with
-# no build. The most valuable commands come first, after `make gpu-first`.
+# The sections of each command on a machine that is lent for ten minutes at a time, and that has no
+# built extension at the start. The most valuable commands come first, after `make gpu-first`.
 CALLS = (
     ("bench-attention",),
     ("build", "test-kernels"),
@@ -181,8 +181,9 @@ def run(
     """Run one section in the root of the repository, with its output in ``<section>.log``.
 
     A section that exceeds its time limit is ended and counts as failed. The limit is ``LIMIT_S``,
-    or the seconds that are left for the whole command if these are fewer. A benchmark gets its
-    number of minutes as an argument, so that it can leave out its last matches instead.
+    or the seconds that are left for the whole command if these are fewer. In the second case, a
+    benchmark gets its number of minutes as an argument, so that it leaves out its last matches
+    instead.
     """
     limit = LIMIT_S if seconds is None else min(LIMIT_S, seconds)
     if limit <= 0:

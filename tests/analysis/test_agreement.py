@@ -1,4 +1,4 @@
-"""Rank correlations agree with scipy, and distances of distributions with values by hand."""
+"""Rank correlations agree with scipy, and distances of distributions with values from formulas."""
 
 from __future__ import annotations
 

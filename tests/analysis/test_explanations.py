@@ -74,7 +74,7 @@ def test_a_linear_model_has_closed_forms(tokenizer):
 
 
 def test_integrated_gradients_of_a_square(tokenizer):
-    """For the logit ``g(s)``, token i has ``w · (eᵢ − pad) (g(s₁) − g(s₀)) / (s₁ − s₀)``."""
+    """For the logit ``g(s)``, token i gets ``w · (eᵢ − pad) (g(s₁) − g(s₀)) / (s₁ − s₀)``."""
     subject, rows, pad = sums(tokenizer, lambda s: s.square())
     explanation = explain(subject, TEXT, target="first", steps=8)
     inside = split(tokenizer, TEXT).inside
@@ -165,7 +165,7 @@ PAIR = ("The old dog ran.", "The dog ran home.")
 
 
 def test_a_pair_is_explained_with_its_token_types(folder):
-    """The explanations of a pair of texts equal explicit calls with the pair's token types."""
+    """The explanations of a pair of texts agree with explicit calls with the pair's token types."""
     subject = Subject.load(folder)
     explanation = explain(subject, *PAIR)
     assert explanation.words == ["The", "old", "dog", "ran", ".", "The", "dog", "ran", "home", "."]

@@ -97,7 +97,9 @@ def test_accuracy_by_layer_and_by_word(encoder, monkeypatch):
 
 
 def test_a_held_out_sentence_is_not_in_its_centroid(encoder, monkeypatch):
-    """A sentence is not part of its own centroid; as all vectors are unique, it would be right."""
+    """All vectors differ, so every sentence would be right if its centroid contained the
+    sentence.
+    """
 
     class Alone(Planted):
         def words(self, texts):
@@ -288,8 +290,8 @@ def test_scores_of_the_tree_itself_and_of_the_order_of_words():
     assert score(chain, chain).uuas == 1.0
     assert score(chain, chain).spearman == pytest.approx(1.0)
     assert score([linear_distances(6)], chain).uuas == 1.0
-    # In the star, all words depend on the first word. The order of the words has one of its five
-    # edges.
+    # In the star, all words depend on the first word. Only one of its five edges joins neighbouring
+    # words.
     star = [tree_distances([-1, 0, 0, 0, 0, 0])]
     assert score([linear_distances(6)], star).uuas == pytest.approx(0.2)
     short = [tree_distances([-1, 0])]

@@ -24,7 +24,7 @@ def padded(inputs: Inputs) -> Inputs:
 
 
 def outputs(case: Case, inputs: Inputs, prepared: attention_peers.Prepared):
-    """Return results of the peer, the reference in float64, and the reference in the dtype."""
+    """Return the peer's result, the float64 reference, and the yardstick for the tolerance."""
     function = getattr(reference, case.op)
 
     def run(change):

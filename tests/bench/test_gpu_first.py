@@ -222,7 +222,7 @@ def test_the_rows_of_a_hang_are_in_the_file(tmp_path):
 
 
 def test_a_family_whose_canary_hangs_is_skipped(tmp_path):
-    """If a canary step hangs, its family of steps is skipped; if it only fails, the family runs."""
+    """Later steps skip a family whose canary hangs, and run a family whose canary only fails."""
     log = tmp_path / "log"
     families = ("a", "b", "c")
     codes = [f"raise SystemExit({status})" for status in (canary.HUNG, 1, 0)]
@@ -525,7 +525,9 @@ exit $status
 
 
 def rehearse(folder, *words):
-    """Rehearse the whole plan in a new process; return its result, step results and rows."""
+    """Rehearse the whole plan in a new process; return the process, and results and rows by
+    step.
+    """
     tool = folder / "bin" / "compute-sanitizer"
     tool.parent.mkdir()
     tool.write_text(SANITIZER)

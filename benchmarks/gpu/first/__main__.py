@@ -1,4 +1,4 @@
-"""Find out within eight minutes on a new GPU which kernels run, are right, and how fast they are.
+"""Find out within eight minutes on a GPU which kernels run and are right, and how fast they are.
 
     python -m benchmarks.gpu.first --out out/gpu-first    # or: make gpu-first
     python -m benchmarks.gpu.first --rehearse             # the same plan on a machine without a GPU

@@ -3,8 +3,9 @@
     python -m benchmarks.gpu.first.canary --family attention
 
 The first quick case of the family runs. The program prints one JSON object before the run, and one
-with the result after the run. The exit status is 0 if the case ran, and 1 if it failed. If the case
-took longer than the limit, the exit status is ``HUNG``, and later steps skip the family.
+with the result after the run. The exit status is 0 if the case passed, and 1 if it failed or the
+backend serves no quick case. If the case took longer than the limit, the exit status is ``HUNG``,
+and later steps skip the family.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from benchmarks.gpu.first import smoke
 from benchmarks.gpu.first.watch import limited
 from fastbert.ops import backend as backends
 
-# Seconds of the case, without the start of the process and of the device.
+# Seconds that the case may take, not counting the start of the process and of the device.
 LIMIT_S = 5.0
 HUNG = 3
 MARK = "canary"

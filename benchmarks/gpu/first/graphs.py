@@ -31,8 +31,8 @@ BUCKETS = Buckets(max_tokens=512, max_batch=8, max_seqlen=128)
 # All batches have the same bucket, so that all of them but the first are replays.
 LENGTHS = ((100, 60, 30), (90, 80, 20), (70, 70, 50), (96, 95, 1))
 CLIP = 1.0
-# Largest relative and absolute difference that is accepted, because a matrix product in a graph may
-# use another algorithm.
+# Largest relative and absolute difference that is accepted. Results differ because a matrix product
+# in a graph may use another algorithm.
 TOLERANCE = 2e-2
 
 

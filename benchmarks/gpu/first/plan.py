@@ -1,7 +1,8 @@
 """The steps of the first contact with a GPU, the most valuable first, with their time limits.
 
 All steps with Triton's kernels precede the steps with CUDA C++, so that a CUDA C++ kernel that
-hangs the device loses no row of Triton. The first step with CUDA C++ is a canary of each family.
+hangs the device loses no row of Triton. The first step with CUDA C++ is the canary: it runs one
+small case of each family of kernels.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ SANITIZED_CASE_LIMIT_S = 20
 PATIENCE = 20
 REHEARSED_CASE_LIMIT_S = 240
 PATIENT = ("--limit", str(REHEARSED_CASE_LIMIT_S))
-# The one case of a family that a rehearsal checks; other families check their quick cases.
+# For these families, a rehearsal checks only the named case. For other families, it checks all
+# quick cases.
 REHEARSED_CASES = {"attention": "plain", "layer_norm": "residual"}
 
 
@@ -50,7 +52,7 @@ class Step:
         after: Name of a step that must succeed before this step starts; empty if there is none. If
             the named step has families, each command depends only on the command of its family.
         background: Whether the next step starts at once.
-        environment: Variables of the commands.
+        environment: Environment variables of the commands, as pairs of a name and a value.
         families: Family of CUDA C++ kernels of each command; empty if the step has none.
     """
 
@@ -160,7 +162,7 @@ def _cuda_step(
 
 
 def _smokes(rehearsal: bool) -> tuple[tuple[str, ...], ...]:
-    """Return a command per shard; each runs every n-th case."""
+    """Return a command per shard, which runs every n-th case; a rehearsal has a single command."""
     command = (sys.executable, "-m", SMOKE, "--backend", "triton")
     if rehearsal:
         # A rehearsal runs the compiled Triton kernels on the PTX machine, which takes minutes.
@@ -172,7 +174,7 @@ def _smokes(rehearsal: bool) -> tuple[tuple[str, ...], ...]:
 
 
 def _checks(dtype: str, rehearsal: bool) -> tuple[tuple[str, ...], ...]:
-    """Return a command per operation."""
+    """Return a command per operation; a rehearsal checks a single case of layer_norm."""
     command = (sys.executable, "-m", "fastbert", "check", "--json", "--dtype", dtype)
     if rehearsal:
         return ((*command, "--backend", "cpu", "--op", "layer_norm", "--case", "plain"),)
@@ -217,7 +219,7 @@ class _Cuda:
         yield (*self.python, CANARY, "--family", family, *self.backend, *self.patient)
 
     def smokes(self, family: str) -> Iterator[tuple[str, ...]]:
-        """Yield a command per shard of the family's cases."""
+        """Yield a command per shard of the family's cases, or one command in a rehearsal."""
         command = (*self.python, SMOKE, "--family", family, *self.backend, "--reruns")
         if self.rehearsal:
             yield (*command, "2", "--quick", *self.patient)
@@ -227,7 +229,7 @@ class _Cuda:
             yield (*command, str(RERUNS), "--shard", f"{number}/{shards}")
 
     def checks(self, family: str) -> Iterator[tuple[str, ...]]:
-        """Yield a command per operation of the family."""
+        """Yield a command per operation of the family, or one command in a rehearsal."""
         command = (*self.python, "fastbert", "check", "--json", *self.backend)
         for op in (op for op in OPS if TABLE_OF[op] == family):
             if not self.rehearsal:

@@ -25,7 +25,7 @@ from benchmarks.gpu.summary import row_of
 OK, FAILED, OUT_OF_TIME, NOT_RUN = "ok", "FAILED", "OUT OF TIME", "NOT RUN"
 # Longest wait for a killed process, in seconds; a GPU that hangs can block the end of a process.
 KILLED_S = 5
-# Receives the step and each row of its commands.
+# A function that receives a step and a row that one of its commands printed.
 Keep = Callable[[Step, dict[str, Any]], None]
 
 
@@ -38,10 +38,11 @@ class Outcome:
         result: "ok", "FAILED", "OUT OF TIME" or "NOT RUN".
         reason: Why the result is not "ok", in words.
         seconds: Seconds that the step took.
-        statuses: Exit status of each command; None if it was ended at the limit.
+        statuses: Exit status of each command; None if it was ended at the limit, and 127 if it did
+            not start.
         outputs: Standard output of each command.
         errors: Standard error of each command.
-        skipped: The families that were left out, with the reason in words.
+        skipped: The reason, in words, for each family of kernels that was left out.
     """
 
     step: Step
@@ -186,7 +187,7 @@ def play(
     notify: Callable[[str], None] = print,
     keep_row: Keep = lambda step, row: None,
 ) -> list[Outcome]:
-    """Run the steps one after another; background steps run at the same time.
+    """Run the steps one after another; background steps run at the same time as later steps.
 
     While a step waits for a background step, later steps run first. A step that waits for a step
     with families leaves out each family whose command hung in that step.

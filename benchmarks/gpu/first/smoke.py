@@ -60,7 +60,7 @@ def main() -> int:
 
 @contextlib.contextmanager
 def emulation(arch: int | None) -> Iterator[None]:
-    """Run Triton launches on CPU tensors on the PTX machine; None changes nothing."""
+    """Run Triton launches on CPU tensors on the PTX machine, unless ``arch`` is None."""
     if arch is None:
         yield
         return
@@ -86,7 +86,7 @@ def selected(options: argparse.Namespace, device: str) -> list[Case]:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the cases from ``--first`` on; return 1 if one of them failed."""
+    """Run the cases from ``--first`` on; return 1 if one of them failed, else 0."""
     on_gpu = options.backend in ("triton", "cuda") and not options.emulate
     device = "cuda" if on_gpu else "cpu"
     cases = selected(options, device)

@@ -114,7 +114,8 @@ void note_wait(const std::string& name) {
   waits.push_back(name);
 }
 
-// The result sizes of these operators depend on the values of their arguments.
+// The result of these operators, or its size, depends on values that the CPU must read from the
+// GPU.
 const std::set<std::string> kWaiting = {
     "aten::_unique2", "aten::equal",      "aten::masked_select",
     "aten::nonzero",  "aten::unique_dim", "aten::unique_consecutive",

@@ -1,9 +1,10 @@
 """Measure the CPU time of one layer of BERT-base on a mocked GPU.
 
 ``python tests/bench/host/host.py`` prints one line of JSON for each kind of call: the smallest time
-per layer in µs, the number of Python function calls per layer, and the launches. The number of
-function calls is the same in every run and on every machine, so tests can limit it. The function
-`yardstick` measures the speed of the machine by calls of an empty Python function.
+per layer in µs, the numbers of Python function calls and of launches per layer, and the operators
+that wait for the GPU. The number of function calls is the same in every run and on every machine,
+so tests can limit it. The function `yardstick` measures the speed of the machine by calls of an
+empty Python function.
 
 ``mocked_cuda.py`` lists the costs of a real GPU that the times do not include.
 """
