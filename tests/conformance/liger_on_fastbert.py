@@ -23,7 +23,9 @@ BACKEND = os.environ["CONFORMANCE_BACKEND"]
 
 
 def not_offered(**values: Any) -> None:
-    """Skip the test if it sets an option that fastbert does not have."""
+    """Skip the test if a value is true, because fastbert does not have the options of these
+    names.
+    """
     for name, value in values.items():
         if value:
             pytest.skip(f"{name}: got {value!r}, not offered")
@@ -36,7 +38,7 @@ def layer_norm(backend: str, x: Tensor, weight: Tensor, bias: Tensor, eps: float
 def rms_norm(
     backend: str, x: Tensor, weight: Tensor, eps: float, offset: float = 0.0, *ways: Any
 ) -> Tensor:
-    """Ignore the arguments `ways`: where to round, and whether gradients are written in place."""
+    """Call fastbert's operation; ignore `ways`, which say where to round and write gradients."""
     not_offered(offset=offset, no_weight=weight is None)
     return ops.rms_norm(x, weight, eps=eps, backend=backend)
 

@@ -69,7 +69,7 @@ def liger(chosen: str) -> int:
 
 
 def peft(chosen: str) -> int:
-    """Compare the outcomes of PEFT's adapter tests on stock and on accelerated encoders."""
+    """Compare PEFT's adapter tests on stock and accelerated encoders; return the exit status."""
     suite = unpacked("peft", importlib.metadata.version("peft"), CACHE, ("tests",), STUBS)
     selection = f"({ENCODERS})" + (f" and ({chosen})" if chosen else "")
     stock, fast = (

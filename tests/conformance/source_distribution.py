@@ -18,7 +18,8 @@ def fetch(name: str, version: str, folder: Path) -> Path:
     calls pip's index reader, which respects pip's configuration and environment variables.
 
     Raises:
-        SystemExit: If the index has no such distribution, or the digest differs.
+        SystemExit: If the index has no such distribution. If the digest differs, pip raises its own
+            HashMismatch.
     """
     command = create_command("download")
     options, _ = command.parse_args(["--no-binary", ":all:", "--no-deps"])

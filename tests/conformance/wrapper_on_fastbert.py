@@ -43,7 +43,9 @@ def measured(run: Callable[[Any], Any], made: Any) -> tuple[Tensor, int]:
 
 
 def cut(module: nn.Module, given: Any, out: Tensor) -> Tensor:
-    """Clear positions of each sequence; if `out` were packed rows, this would clear features."""
+    """Zero positions 1 to 3 of each sequence; if `out` were packed rows, features would be
+    zeroed.
+    """
     out = out.clone()
     out[:, 1:4] = 0
     return out
@@ -66,7 +68,7 @@ def compared(name: str, cache: Path) -> dict[str, Any]:
         actual, rows = measured(wrapper.run, fast)
     record: dict[str, Any] = {"paths": list(bound), "rows": rows}
     record["plain"] = difference(actual, expected)
-    # The HF model has the same path in the stock object as in the accelerated object.
+    # The stock object is accelerated for a moment to find its HF model, which gets the same hook.
     hook(next(iter(bound.values())).hf_model)
     fastbert.accelerate(stock)
     hf_model = next(iter(bound_encoders(stock).values())).hf_model

@@ -1,7 +1,7 @@
 """Mistakes that tests insert into nvcc's PTX of the attention kernels for sm_80 and later.
 
-Each `Fault` is a mistake that the source could have. Its `which` counts the matches of its regular
-expression in the order of the PTX, which is the order of the source.
+Each `Fault` is a mistake that the source could have. The numbers in its `which` count the matches
+of its regular expression in the order of the PTX, which is the order of the source.
 """
 
 from __future__ import annotations

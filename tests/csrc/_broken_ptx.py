@@ -1,4 +1,4 @@
-"""Insert a mistake into PTX that nvcc generated, and return the errors that the mistake causes."""
+"""Insert a mistake into PTX that nvcc generated, and tell which kind of error it causes."""
 
 from __future__ import annotations
 
@@ -68,7 +68,10 @@ def replaced(library: CudaLibrary, text: str) -> Iterator[None]:
 def outcome(
     run: Callable[[int], Sequence[Tensor]], expected: Sequence[Tensor], seeds: int = 4
 ) -> str:
-    """Return the errors for the first seed with wrong results, or "" if all results are right."""
+    """Return the kind of the first error, "result" for a wrong result, or "" if all are right.
+
+    The calls of `run` have the seeds from 0; the first seed with an error ends the calls.
+    """
     for seed in range(seeds):
         try:
             results = run(seed)

@@ -35,7 +35,7 @@ class Breakable(GemmOperators):
 
 
 class Problem:
-    """Inputs of a forward and a backward product, with the results in float64 and of PyTorch.
+    """Inputs of a forward and a backward product, with methods that run or solve them.
 
     x and dy have the shape (rows, depth), and the results have the shape (rows, columns).
     """
@@ -61,7 +61,10 @@ class Problem:
         return operators.linear_gelu_gradient(self.dy, self.w2, h, self.activation, True)
 
     def solved(self, dtype, saved=None):
-        """Return PyTorch's results in `dtype`; GELU's derivative is at `saved`, by default at h."""
+        """Return PyTorch's results in `dtype`.
+
+        The backward takes the pre-activation from `saved`, or from the forward if `saved` is None.
+        """
         x, weight, dy, w2 = (t.to(dtype) for t in (self.x, self.weight, self.dy, self.w2))
         bias = None if self.bias is None else self.bias.to(dtype)
         h = torch.nn.functional.linear(x, weight, bias)

@@ -1,9 +1,9 @@
 """Mistakes that tests insert into the PTX of products with GELU, for sm_80 and sm_90a.
 
-Each `Fault` is a mistake that the source could have. Its `which` counts the matches of its regular
-expression in the order of the PTX of one kernel. On sm_90a, the PTX has first the consumers, and
-then the epilogue with the copies. On sm_80, it has the first copies, the loop over slices, and the
-epilogue.
+Each `Fault` is a mistake that the source could have. The numbers in its `which` count the matches
+of its regular expression in the order of the PTX of one kernel. On sm_90a, the PTX has first the
+consumers, and then the epilogue with the copies. On sm_80, it has the first copies, the loop over
+slices, and the epilogue.
 """
 
 from __future__ import annotations

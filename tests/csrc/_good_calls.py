@@ -312,7 +312,7 @@ def _layer(ops: Any, calls: dict[str, list[Call]]) -> None:
 
 
 def _rotated_layers(hidden: torch.Tensor) -> Call:
-    """Return arguments of two layers like those of ModernBERT; the second has weights in parts."""
+    """Return arguments of two layers like ModernBERT's, whose gate has a weight of its own."""
     shapes = [(3 * H, H), (H, H), (INNER, H), (INNER, H), (H, INNER)]
     weights, norm = [torch.randn(shape) / 4 for shape in shapes], torch.randn(2, H)
     biases = [torch.randn(shape[0]) for shape in shapes]

@@ -1,9 +1,9 @@
 """Mistakes that tests insert into the PTX of the backward of attention for Hopper GPUs.
 
-Each `Fault` is a mistake that the source could have. Its `which` counts the matches of its regular
-expression in the order of the PTX: the producer, the warp that zeroes keys, the warps that prepare
-statistics, and the consumers. The consumers have the first tile, the next tiles and the last
-products.
+Each `Fault` is a mistake that the source could have. The numbers in its `which` count the matches
+of its regular expression in the order of the PTX: the producer, the warp that zeroes keys, the
+warps that prepare statistics, and the consumers. The consumers have the first tile, the next tiles
+and the last products.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Mistakes in copies, barriers and wgmma that tests insert into the PTX of attention for Hopper.
 
-Each `Fault` is a mistake that the source could have. Its `which` counts the matches of its regular
-expression in the order of the PTX: the producer, the warp that zeroes values, and the consumers.
-The consumers have the first tile, the other tiles, the last product and the store.
+Each `Fault` is a mistake that the source could have. The numbers in its `which` count the matches
+of its regular expression in the order of the PTX: the producer, the warp that zeroes values, and
+the consumers. The consumers have the first tile, the other tiles, the last product and the store.
 """
 
 from __future__ import annotations

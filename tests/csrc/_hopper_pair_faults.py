@@ -1,8 +1,8 @@
 """Mistakes in the handling of (query, key) masks, which tests insert into attention for Hopper.
 
-Each `Fault` is a mistake that the source could have. Its `which` counts the matches of its regular
-expression in the order of the PTX: the producer, the warp that publishes the mask or zeroes keys,
-the warps that prepare statistics, and the consumers.
+Each `Fault` is a mistake that the source could have. The numbers in its `which` count the matches
+of its regular expression in the order of the PTX: the producer, the warp that publishes the mask or
+zeroes keys, the warps that prepare statistics, and the consumers.
 """
 
 from __future__ import annotations

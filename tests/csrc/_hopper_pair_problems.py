@@ -9,7 +9,7 @@ from _hopper_problems import SCALE, Problems, statistics
 
 
 class Pairs(Problems):
-    """Problems with (query, key) masks; kernels do not apply the mask in a tile where all is true.
+    """Inputs with (query, key) masks; kernels do not apply the mask in a tile of attended pairs.
 
     Args:
         hopper: The attention kernels.

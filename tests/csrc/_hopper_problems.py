@@ -1,4 +1,6 @@
-"""Small problems that reveal every mistake that tests insert into attention for Hopper GPUs."""
+"""Inputs of small calls ("problems") that reveal mistakes inserted into attention for Hopper
+GPUs.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ class Problems:
         return self.results()
 
     def outcome(self, fault: Fault) -> str:
-        """Return the errors that `fault` in the kernel causes, or "" if the results are right."""
+        """Return the kind of error that `fault` in the kernel causes, or "" if results are
+        right.
+        """
         with replaced(self.hopper.compiled, fault.broken(self.ptx)):
             return outcome(self.run, self.expected)
 

@@ -55,7 +55,7 @@ def filled(t: Tensor, value: Any, place: int | None = None) -> Tensor:
 
 
 def other_tensors(t: Tensor) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Yield names and factories of tensors that differ in dtype, shape, device or content."""
+    """Yield names and makers of tensors with another dtype, shape, device, layout or storage."""
     for dtype in DTYPES:
         if dtype != t.dtype:
             yield f"dtype {dtype}", lambda dtype=dtype: t.to(dtype)
@@ -93,7 +93,7 @@ def other_tensors(t: Tensor) -> Iterator[tuple[str, Callable[[], Any]]]:
 
 
 def other_layouts(t: Tensor) -> Iterator[tuple[str, Callable[[], Tensor]]]:
-    """Yield names and factories of tensors with the same elements in other memory layouts."""
+    """Yield names and makers of tensors of the shape of `t` in other memory layouts."""
     if t.numel() == 0:
         return
     yield "offset", lambda: torch.cat([t.new_zeros(1), t.flatten()])[1:].view(t.shape)
@@ -167,7 +167,7 @@ def kind_of(argument: Any) -> str:
 
 
 def spoiled_values(kind: str, value: Any) -> Iterator[tuple[str, Callable[[], Any], Any]]:
-    """Yield a change's name, the changed value, and a value that gives the same result, or None."""
+    """Yield a change's name, a maker of the changed value, and one of an equal value, or None."""
     for spoil, other in OTHER_TYPES:
         if other is not value:
             yield spoil, lambda other=other: other, None
@@ -176,7 +176,7 @@ def spoiled_values(kind: str, value: Any) -> Iterator[tuple[str, Callable[[], An
         for spoil, make in other_tensors(value):
             yield spoil, make, None
         for spoil, make in other_layouts(value):
-            # The third value is a copy of the same elements in torch's default layout.
+            # The third item makes a copy of the same elements in torch's default layout.
             yield (
                 spoil,
                 make,

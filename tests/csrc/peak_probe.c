@@ -1,5 +1,6 @@
-// What the tiles of benchmarks/cpu/peak.c compute, beside plain loops over the same random bytes.
-// The operands are drawn again here: reading peak.c's own would hide that it never stored them.
+// This program compares the tile products of benchmarks/cpu/peak.c with plain loops over the same
+// random bytes. It draws the operands again, because operands read from peak.c would hide that
+// peak.c did not store them.
 
 #include "../../benchmarks/cpu/peak.c"
 
@@ -8,7 +9,8 @@
 
 #if defined(PROBE_TRAPPED)
 int trapped_tiles_begin(char** sites, int count);
-// The system of a processor without AMX has no permission to give.
+// This function grants the permission to use tiles, because a kernel on a processor without AMX
+// refuses it.
 long syscall(long number, ...) { return number == SYS_arch_prctl ? 0 : -1; }
 #endif
 
@@ -32,7 +34,7 @@ static float bf16(const uint8_t* p) {
   return value;
 }
 
-// Tile 0 holds the products of the first and the third operand, and was stored last.
+// `results` has the products of the first and the third operand, because tile 0 was stored last.
 static int wrong_bf16(void) {
   int wrong = 0;
   for (int m = 0; m < 16; ++m)

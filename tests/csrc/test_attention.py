@@ -35,7 +35,7 @@ def run(function, tensors, dout, *arguments, **options) -> list[torch.Tensor]:
 
 
 def oracle_and_yardstick(tensors, dout, **options) -> tuple[list[torch.Tensor], Yardstick]:
-    """Return the reference's output and gradients in float64, and those in the tensors' dtype."""
+    """Return the reference's output and gradients in float64, and a yardstick in the dtype."""
 
     def solve(dtype):
         leaves = [x.detach().to(dtype).requires_grad_() for x in tensors]

@@ -1,4 +1,4 @@
-"""The registers, shared memory and loop lengths of compiled attention do not grow, sm_80 and later.
+"""The registers, shared memory and loops of attention for sm_80 and later do not grow.
 
 These tests find a regression of the machine code without a GPU and without timing. The expected
 figures are in machine_code.json, which _machine_code.py rewrites after a deliberate change.

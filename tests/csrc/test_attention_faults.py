@@ -61,7 +61,7 @@ class Attention(AttentionOperators):
 
 
 class Problems:
-    """Small problems whose results every inserted mistake changes, and their right results."""
+    """Inputs of small calls whose results every inserted mistake changes, and the right results."""
 
     def __init__(self, attention):
         self.attention = attention
@@ -90,7 +90,9 @@ class Problems:
         self.expected = {name: self.run(name, seed=1) for name in FAULTS}
 
     def run(self, kernel, seed):
-        """Return the results of all problems for one kernel."""
+        """Return the results of one kernel for all inputs; `seed` decides the order of its
+        threads.
+        """
         self.attention.options = {"seed": seed, "limit": LONGEST, "threads": 1}
         name, _, variant = kernel.partition(" ")
         options = (self.mask, None, None, None, 70, 140, 0.0, 0.125)
@@ -121,7 +123,7 @@ class Problems:
         return tuple(gradients)
 
     def outcome(self, kernel, fault):
-        """Return the errors that `fault` causes in `kernel`, or "" if the results are right."""
+        """Return the kind of error that `fault` causes in `kernel`, or "" if results are right."""
         with replaced(self.attention.compiled, fault.broken(self.attention.ptx(kernel))):
             return outcome(lambda seed: self.run(kernel, seed), self.expected[kernel], seeds=3)
 

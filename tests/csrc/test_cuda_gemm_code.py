@@ -1,4 +1,4 @@
-"""The machine code of products with GELU has few registers, functional units and instructions."""
+"""The machine code of products with GELU has few registers and instructions, and no spills."""
 
 from __future__ import annotations
 

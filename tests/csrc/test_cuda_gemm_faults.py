@@ -14,7 +14,7 @@ pytestmark = pytest.mark.every_case
 
 
 class Small:
-    """A problem whose results every inserted mistake changes, and its right results.
+    """Inputs of a product whose results every inserted mistake changes, and the right results.
 
     One block computes two tiles of the result, and five slices reuse the ring of three stages.
     """
@@ -43,7 +43,7 @@ class Small:
         return p.backward(self.gemm, self.saved)
 
     def outcome(self, kernel, fault):
-        """Return the errors that `fault` causes in `kernel`, or "" if the results are right."""
+        """Return the kind of error that `fault` causes in `kernel`, or "" if results are right."""
         ptx = self.gemm.ptx(kernel, "bfloat16", "GeluByI")
         with replaced(self.gemm.compiled, fault.broken(ptx)):
             return outcome(lambda seed: self.run(kernel, seed), self.expected[kernel])

@@ -103,7 +103,7 @@ def test_row_strides_and_odd_addresses(operators):
 @pytest.mark.parametrize("parameters", DTYPES[:2])
 @pytest.mark.parametrize("dtype", DTYPES[:2])
 def test_layer_norm_moves_whole_sectors(operators, dtype, parameters, columns):
-    """The kernels move few more sectors than the minimum; scalar accesses would move up to 16x."""
+    """The kernels move few more sectors than needed; scalar accesses would move up to 16 times."""
     case = problem(10, columns, dtype, dropout_p=0.1)
     for name in ("weight", "bias", "x_bias"):
         setattr(case, name, getattr(case, name).to(parameters))

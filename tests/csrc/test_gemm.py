@@ -322,7 +322,7 @@ def test_a_product_that_packs_its_weight_has_the_same_bits(isa, operators, n, k,
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_reruns_and_thread_counts_agree_bitwise(isa, operators, dtype):
-    # In the last shapes, the last task along the rows or columns has fewer than the others.
+    # In the last shapes, the last task has fewer rows or columns than the other tasks.
     shapes = ((17, 300, 259), (300, 300, 259), (331, 300, 67), (150, 1001, 67), (587, 49, 67))
     cases = [draw(*shape, dtype) for shape in shapes]
 
@@ -425,7 +425,7 @@ def test_the_level_may_change_between_calls(operators, extension):
 @pytest.mark.parametrize(("m", "k"), [(1, 64), (5, 300), (40, 320)])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_plain_linear_has_the_bits_of_matmul_with_a_packed_operand(isa, operators, dtype, m, k):
-    """``linear`` has the bits of ``matmul`` with a packed operand; both add in one order."""
+    """``linear`` has the bits of ``matmul`` with a packed operand; both add in the same order."""
     for n in (1, 40, 111):
         x, weight = torch.randn(m, k).to(dtype), torch.randn(n, k).to(dtype)
         wide = weight.new_zeros(k, n + 1)

@@ -33,7 +33,7 @@ def hopper(compiled):
 
 
 def drawn(batch, heads, queries, keys, dim, dtype=torch.bfloat16, seed=0):
-    """Return q, k and v."""
+    """Return random q, k and v of shape (batch, heads, length, dim)."""
     generator = torch.Generator().manual_seed(seed)
     return [
         torch.randn(batch, n, heads, dim, generator=generator).to(dtype).transpose(1, 2)

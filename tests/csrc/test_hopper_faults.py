@@ -40,7 +40,7 @@ def name(kernel, dim, fault):
 
 @pytest.fixture(scope="module")
 def problems(tmp_path_factory):
-    """Return a function that returns the problems for a kernel."""
+    """Return a function that returns the small inputs of a kernel, with the right results."""
     hopper = compiled_in(tmp_path_factory.mktemp("hopper"))
     return functools.cache(lambda kernel, dim: kernel(hopper, dim))
 

@@ -137,7 +137,7 @@ def test_import_leaves_the_floating_point_mode_alone(extension):
 @pytest.mark.every_case
 @pytest.mark.skipif(sys.platform != "linux", reason="needs os.fork")
 def test_works_in_a_child_forked_after_a_parallel_region(extension):
-    """A forked child can call operators without OpenMP's threads; torch's layer norm hangs."""
+    """A forked child can call operators without OpenMP's threads; torch's layer norm would hang."""
     code = (
         "import os, signal, torch\n"
         "from fastbert import _C\n"

@@ -38,7 +38,7 @@ LATER_FAULTS = [
 
 
 class Problem:
-    """A small layer norm problem for the PTX machine, and its right results."""
+    """Inputs of a small layer norm that runs on the PTX machine, and the right results."""
 
     def __init__(self, folder):
         self.folder, self.operators = folder, CompiledOperators(folder, 80)

@@ -17,7 +17,7 @@ AMX = ("-mamx-tile", "-mamx-bf16", "-mamx-int8")
 
 
 def compile_probe(folder, trapped):
-    """Compile the probe for ``trapped`` or the processor's own tiles, and return its command."""
+    """Compile the probe for software or the processor's tiles, and return the command to run it."""
     program, flags = folder / "peak_probe", ("-O2", "-march=native")
     if not trapped:
         command = ["gcc", *flags, "-o", program, PROBE, "-lm"]

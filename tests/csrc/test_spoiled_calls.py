@@ -78,7 +78,7 @@ BY_TORCH = re.compile(
 DISAGREEMENTS = re.compile(
     r"(\[\d+\]: )?(dtype|rank|size|empty|all|-?\d+ at)|-?\d+$|None|'|expanded|no tensor|not$|1\.5$"
 )
-# For these layouts, the child process compares the result with that for a contiguous copy.
+# For these layouts, the child process compares the result with the result for a contiguous copy.
 LAYOUTS = re.compile(
     r"(\[\d+\]: )?(offset|inference|wants a gradient|negative bit|stride 2|dimension \d|expanded)"
 )
