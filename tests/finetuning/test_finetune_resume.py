@@ -1,4 +1,4 @@
-"""An interrupted and resumed run ends with the same model, bit for bit, as one without a stop."""
+"""An interrupted and resumed run ends with the same model, bit for bit, as a run without a stop."""
 
 from __future__ import annotations
 

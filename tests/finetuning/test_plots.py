@@ -50,7 +50,7 @@ def figures(drawn, monkeypatch):
 
 
 def matrix(labels: int) -> np.ndarray:
-    """Return a confusion matrix in which label 2i is predicted 2i times for label 2i + 1."""
+    """Return a confusion matrix in which 2i texts of label 2i have the prediction 2i + 1."""
     counts = np.diag(np.full(labels, 5))
     even = np.arange(0, labels - 1, 2)
     counts[even, even + 1] = even
@@ -67,7 +67,7 @@ def drawn_names(figures: list[Figure], path: Path, names: list[str]) -> list[str
 
 
 def square():
-    """Return a glyph."""
+    """Return a rectangular glyph."""
     pen = TTGlyphPen(None)
     pen.moveTo((100, 0))
     for point in ((100, 700), (900, 700), (900, 0)):
@@ -115,7 +115,7 @@ def test_names_do_not_overlap(figures, tmp_path, labels, length):
     for first, second in pairwise(zip(ticks, boxes, strict=True)):
         (label, box), (_, following) = first, second
         if label.get_rotation():
-            # The rotated labels are parallel lines of text, and `apart` is the distance of two
+            # The rotated labels are parallel lines of text, and `apart` is the distance between two
             # lines.
             apart = (following.x1 - box.x1) * math.sin(math.radians(label.get_rotation()))
             assert apart > label.get_fontsize() * figure.dpi / 72

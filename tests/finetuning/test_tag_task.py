@@ -51,7 +51,7 @@ def trained(tag, tmp_path):
 
 
 def spans(tags):
-    """Return the entities of well-formed BIO tags."""
+    """Return the entities of well-formed BIO tags: first word, word after the last, and kind."""
     entities, start = set(), None
     for i, tag in enumerate([*tags, "O"]):
         if start is not None and not tag.startswith("I-"):

@@ -72,7 +72,7 @@ def moved_bytes(path: Path, chance: Random) -> str:
 
 
 def json_values(path: Path, chance: Random) -> str:
-    """Replace, remove or repeat a value in a JSON file, or replace the whole text."""
+    """Replace, remove or nest a value in a JSON file, or replace the whole text."""
     if chance.random() < 0.1:
         text = chance.choice(WHOLE)
         path.write_text(text, encoding="utf-8")
@@ -83,7 +83,7 @@ def json_values(path: Path, chance: Random) -> str:
 
 
 def json_line(path: Path, chance: Random) -> str:
-    """Replace or remove a value in one line of a file of JSON lines."""
+    """Replace, remove or nest a value in a line of a file of JSON lines, or replace the line."""
     rows = path.read_text(encoding="utf-8").splitlines()
     number = chance.randrange(len(rows))
     content, what = replaced(json.loads(rows[number]), chance)
@@ -115,7 +115,7 @@ def replaced(content: Any, chance: Random) -> tuple[Any, str]:
 
 
 def safetensors_header(path: Path, chance: Random) -> str:
-    """Replace a value in the header of a safetensors file, or the length of the header."""
+    """Change a value in the header of a safetensors file, or replace the length of the header."""
     content = path.read_bytes()
     (length,) = struct.unpack("<Q", content[:8])
     if chance.random() < 0.1:
@@ -148,7 +148,7 @@ def lines(path: Path, chance: Random) -> str:
 
 
 def something_else(path: Path, chance: Random) -> str:
-    """Replace the file by a folder, a pipe, a device or a link, or only delete the file."""
+    """Replace the file by a folder, a pipe or a link, or only delete the file."""
     path.unlink()
     kinds: dict[str, Callable[[], object]] = {
         "nothing": lambda: None,
@@ -165,7 +165,9 @@ def something_else(path: Path, chance: Random) -> str:
 
 
 def commit(folder: Path, outside: Path, chance: Random) -> str:
-    """Make the folder of an unfinished commit (``fastbert.io.commit``) with parts from no save."""
+    """Make a folder like that of an unfinished commit (``fastbert.io.commit``), with wrong
+    parts.
+    """
     place, done = folder / ".fastbert-committed", []
     if chance.random() < 0.2:
         place.symlink_to(chance.choice((outside, folder, outside / "absent")))

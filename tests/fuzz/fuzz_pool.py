@@ -20,7 +20,10 @@ MEMORY = 1 << 30
 
 
 class Limits(NamedTuple):
-    """The limits of a case: seconds of wall-clock and of processor time, and bytes of memory."""
+    """The limits of a case: seconds of processor time and bytes of memory.
+
+    The case may take twice as many seconds of wall-clock time.
+    """
 
     seconds: float = SECONDS
     memory: int = MEMORY

@@ -66,7 +66,7 @@ def model():
 
 @pytest.fixture
 def busy(model):
-    """Return a batcher that computes "first" until the gate of its model opens."""
+    """Return a function that starts a batcher, which computes "first" until the gate opens."""
     batchers = []
 
     def start(**options):
@@ -233,7 +233,7 @@ def test_too_many_texts_are_refused(busy, model):
     two.cancel()
     model.gate.set()
     for _ in range(100):
-        # A cancelled call does not count towards the limit when its turn comes.
+        # A cancelled call counts towards the limit only until its turn comes.
         with contextlib.suppress(OverloadedError):
             assert batcher(["c", "d", "e"]).tolist() == [row("c"), row("d"), row("e")]
             break

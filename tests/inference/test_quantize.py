@@ -105,7 +105,7 @@ def test_agrees_with_the_reference_backend(model: modules.BertModel) -> None:
 
 @pytest.mark.skipif(not ON_CPU, reason="fastbert._C was not built")
 def test_a_sequence_alone_is_bitwise_the_same_as_in_a_batch(model: modules.BertModel) -> None:
-    """A row of a quantized layer, the only module that is tested here, has the same bits alone."""
+    """A row of a quantized linear layer has the same bits alone as together with other rows."""
     dense = fastbert.quantize(model).encoder.layer[0].output.dense
     rows = torch.randn(50, SIZES["intermediate_size"])
     together = dense(rows)

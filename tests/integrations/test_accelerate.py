@@ -31,7 +31,8 @@ HEADS: dict[str, dict[str, Tensor]] = {
     "BertForTokenClassification": {"labels": TOKENS.where(TOKENS < 0, TOKENS % 2)},
     "BertForQuestionAnswering": {},
 }
-# These models need special settings. DistilBERT's sequence classifier has a dropout of its own.
+# Family → changes of the default settings. DistilBERT's sequence classifier has a dropout of its
+# own.
 OTHERS: dict[str, dict[str, Any]] = {
     "Roberta": {},
     "Electra": {"embedding_size": 32},

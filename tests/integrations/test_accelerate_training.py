@@ -70,7 +70,9 @@ def test_gradients(pair) -> None:
 @pytest.mark.parametrize("kind", ["BertModel", "NomicBertModel", "ModernBertModel"])
 @pytest.mark.parametrize("without", ["one output", "all outputs"])
 def test_an_output_whose_gradient_is_none(kind, without) -> None:
-    """A None gradient of an output counts as 0; parameters that only it reaches get none."""
+    """A None gradient of an output counts as 0; parameters behind no other output get no
+    gradient.
+    """
 
     real = batch()["attention_mask"].bool()
 

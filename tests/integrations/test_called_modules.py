@@ -234,7 +234,7 @@ def quantized(side: nn.Module) -> nn.Module:
 
 @pytest.mark.parametrize("family", ["bert", "modernbert", "nomic_bert"])
 def test_dynamic_quantization_sees_the_padding_of_stock(family) -> None:
-    """Dynamic quantization gives stock's result, because its scale includes padded rows too."""
+    """Dynamic quantization is as exact as in stock, because its scale includes padded rows too."""
     stock = build(family)
     fast = fastbert.accelerate(copy.deepcopy(stock))
     given = inputs("right", family)

@@ -43,7 +43,7 @@ class Pydantic(BaseModel):
 
 
 class Computing:
-    """An object that fails the test if its property, method or ``__getattr__`` runs."""
+    """An object that fails the test if its property or one of its special methods runs."""
 
     def __init__(self, inner: Any) -> None:
         self.__dict__["inner"] = inner

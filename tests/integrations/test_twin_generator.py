@@ -38,7 +38,7 @@ def build(family: str, **changes: Any) -> Any:
 
 
 def changed(value: Any) -> Any:
-    """Return a different value of the same type."""
+    """Return a different value: of the same type for numbers and texts, 1 for None, else None."""
     if isinstance(value, bool):
         return not value
     if isinstance(value, (int, float)):

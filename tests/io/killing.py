@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-# These are the names of audit events for calls that open or change a file or a folder.
+# The names of audit events for calls that open or change a file or a folder begin with these texts.
 WATCHED = ("open", "os.", "shutil.", "fcntl.")
 
 

@@ -15,7 +15,7 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def real_tiles(monkeypatch):
-    """Use the tile sizes of a GPU, except in one attention test."""
+    """Use the tile sizes of a GPU; one attention test then sets the interpreter's sizes."""
     from fastbert.kernels import tiles
 
     monkeypatch.setattr(tiles, "IS_INTERPRETED", False)

@@ -20,7 +20,7 @@ NORESERVE = 0x4000
 
 
 def spread(x: Tensor, dim: int) -> Tensor:
-    """Copy x to a new mapping in which the last slice along ``dim`` is FAR from the first slice."""
+    """Copy x to a mapping where the last slice along ``dim`` is FAR elements after the first."""
     # The stride is a multiple of 16, as in real tensors.
     stride = FAR // (x.shape[dim] - 1) // 16 * 16 + 16
     strides = list(torch.empty(x.select(dim, 0).shape, device="meta").stride())

@@ -123,7 +123,7 @@ def test_empty_sizes_give_a_gradient_of_zeros(shape, device):
 
 @pytest.mark.parametrize("dtype", [SINGLE, HALF, BRAIN])
 def test_a_row_that_finfo_min_hides_altogether_attends_all_alike(dtype, device):
-    """All weights of such a row are 1 / Lk, although lse in fp32 loses the summand log(Lk)."""
+    """A row whose bias is finfo.min has weights 1 / Lk, although lse in fp32 loses log(Lk)."""
     q, k, v, dout = (normal(1, 2, 40, 16, dtype=dtype, device=device) for _ in range(4))
     bias = torch.zeros(1, 1, 40, 40, dtype=SINGLE, device=device)
     bias[..., :10, :] = torch.finfo(SINGLE).min

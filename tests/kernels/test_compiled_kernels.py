@@ -22,7 +22,7 @@ pytestmark = [
 @pytest.mark.parametrize("arch", [long_case(80), 90])
 @pytest.mark.every_case
 def test_compiled_kernels_keep_their_promises(arch, pytestconfig):
-    """No check has a finding. They run in a child process, because this one interprets Triton."""
+    """No check has a finding, in a child process, because this process interprets Triton."""
     run = subprocess.run(
         [sys.executable, str(PROGRAM), str(arch)],
         env=backend.compiler_environment(pytestconfig.cache.mkdir("triton")),

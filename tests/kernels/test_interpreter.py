@@ -30,7 +30,7 @@ def test_a_launch_leaves_the_functions_of_triton():
 
 
 def test_functions_are_replaced_once_a_launch(monkeypatch):
-    """Functions are replaced once per launch, although each device function could do it again."""
+    """Functions are replaced once per launch, and not again for each device function."""
     from triton.runtime import interpreter
 
     replaced = []

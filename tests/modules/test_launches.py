@@ -117,7 +117,7 @@ def test_a_layer_launches_our_kernels_and_gemms_only(training, dtype, expected):
     ("dtype", "expected"), [(torch.float32, SINGLE), (torch.float16, HALF)], ids=["fp32", "fp16"]
 )
 def test_a_layer_as_one_function_launches_the_same(monkeypatch, dtype, expected):
-    """As one function, used although launches are counted, a layer makes the same launches."""
+    """A layer that runs as one autograd function makes the same launches as its modules."""
     calls = []
     layer = executors.gpu_layer
     monkeypatch.setattr(executors, "is_watched", lambda: False)

@@ -202,8 +202,8 @@ def test_a_plan_that_is_kept_for_ever_is_caught(mode, monkeypatch):
         finally:
             if undo is not None:
                 undo()
-    # These changes need no new plan: every call reads the values, and autograd drops the gradient
-    # of a frozen parameter.
+    # The changes that are not listed here need no new plan: every call reads the values, and
+    # autograd drops the gradient of a frozen parameter.
     expected = {
         "replace_a_parameter", "replace_a_module", "parametrize", "set_eps", "hook_on_a_layer",
         "hook_on_a_norm", "other_order", "other_activation", "other_heads", "gone_bias",
