@@ -354,7 +354,9 @@ def read_corpus(folder: Path) -> None:
         examples = PreparedExamples(corpus, max_length=24, seed=0)
         epoch = PreparedBatches(examples, tokens_per_batch=200).epoch(0)
     except ValueError as error:
-        # An acceptable reason is that an undamaged corpus has too few documents.
+        # These errors need not name the file: "documents: " means that the documents are too few or
+        # too short, and "corpus: " that there are too few examples, or that the corpus is not
+        # finished.
         if not str(error).startswith(("documents: ", "corpus: ")):
             raise
         return

@@ -91,7 +91,7 @@ class Judge:
         return [self.models.yardstick(**inputs) for inputs in self.draws]
 
     def agree(self, *names: str, select: Callable[[Tensor], Tensor] = lambda x: x) -> None:
-        """Check what ``select`` takes of the outputs ``names`` by the tolerance rule."""
+        """Check ``select`` of each output in ``names`` by the tolerance rule."""
         for name in names:
             runs = self.actual, self.oracle, self.yardstick.library
             counts = {len(as_tuple(out[name])) for outs in runs for out in outs}

@@ -1,4 +1,4 @@
-"""The mistakes that ``make mutate`` inserts into the C++ code, typical of kernels.
+"""Typical mistakes of authors of kernels that ``make mutate`` inserts into the C++ code.
 
 Each `Fault` is one wrong line, as in faults.py. The noun of a fault selects the code to compile
 (one source, or the kernels of one header at one instruction-set level) and the tests that must

@@ -1,4 +1,4 @@
-"""The mistakes that ``make mutate`` inserts into the Triton kernels, typical of kernels.
+"""Typical mistakes of authors of kernels that ``make mutate`` inserts into the Triton kernels.
 
 Each `Fault` is one wrong line that changes a result, reads out of bounds or leaves memory
 unwritten. tests/kernels/faulty_launches.py has mistakes that only compiled code shows, such as tf32
@@ -24,7 +24,9 @@ class Fault(NamedTuple):
     new: str
 
     def broken(self, text: str) -> str:
-        """Return ``text`` with the fault, or raise ValueError if ``old`` is not there just once."""
+        """Return ``text`` with the fault; raise ValueError if ``old`` does not occur exactly
+        once.
+        """
         count = text.count(self.old)
         if count != 1:
             raise ValueError(f"{self.name}: {self.file} contains {self.old!r} {count} times")

@@ -1,4 +1,4 @@
-"""The faults, with reasons, that only long cases catch and the cases of `make test` do not.
+"""The faults that the cases of `make test` do not catch but long cases do, with the reasons.
 
 `make mutate` fails if another fault is of this kind, or if `make test` catches a fault in this
 list.

@@ -71,7 +71,8 @@ KINDS = {
     "stmatrix_trans": Kind(
         "stmatrix with .trans", r"(stmatrix\.\S*\.x\d)(\.shared)", r"\1.trans\2"
     ),
-    # Bits 62 and 63 of a matrix descriptor select the swizzle; the fault changes 128 bytes to none.
+    # Bits 62 and 63 of a matrix descriptor select the swizzle; the fault changes the swizzle of 128
+    # bytes to no swizzle.
     "descriptor_swizzle": Kind(
         "a descriptor without swizzle",
         r"(or\.b64\s+%rd\d+, %rd\d+, )46116862933\d{8};",

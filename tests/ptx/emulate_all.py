@@ -28,8 +28,8 @@ from fastbert.testing.random_cases import TURNS
 # Each pair is a schedule and the share, with sign, of the documented error of approximate
 # instructions.
 SCHEDULES = ((0, -1.0), (1, 1.0))
-# The CUDA C++ kernels support only about 1 of 15 random attention cases, so more of these are
-# drawn.
+# The CUDA C++ kernels support only about 1 of 15 random attention cases, so more random attention
+# cases are drawn.
 ATTENTION = ("attention", "attention_varlen", "attention_qkvpacked")
 DRAWN = 100
 

@@ -32,7 +32,7 @@ def environment(pytestconfig):
 
 @pytest.fixture(scope="module")
 def outcomes(environment, request):
-    """Return what caught each fault that the selected tests need, by the fault's name, or ""."""
+    """Return, by the name of each selected fault, what caught the fault, or "" if nothing did."""
     specs = (getattr(item, "callspec", None) for item in request.session.items)
     faults = {str(spec.params["fault"]) for spec in specs if spec and "fault" in spec.params}
     names = [str(fault) for fault in (*FAULTS, *UNCAUGHT) if str(fault) in faults]

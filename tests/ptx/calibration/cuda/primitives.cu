@@ -137,8 +137,9 @@ __global__ void warps(const int* x, int* out) {
   out[4 * kThreads + t] = keys[0];
 }
 
-// The array out gets, from tiles of cooperative groups: sums of 8, maxima of 32, scans of 16, sums
-// over equal keys, shuffles, ballots, and ranks among the threads with an odd value.
+// The array out gets, from tiles of cooperative groups: sums over 8 threads, maxima over 32, scans
+// over 16, sums over threads with equal keys, shuffles, ballots, and ranks among the threads with
+// an odd value.
 __global__ void groups(const int* x, int* out) {
   const cg::thread_block block = cg::this_thread_block();
   const auto tile8 = cg::tiled_partition<8>(block);
