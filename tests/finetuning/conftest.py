@@ -22,7 +22,7 @@ def no_slow_pictures(quick_pictures):
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """Use one thread, so that sums have one order everywhere and tests do not compete for cores."""
+    """Use one thread, so that sums have a fixed order and tests do not compete for cores."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

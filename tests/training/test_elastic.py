@@ -1,4 +1,4 @@
-"""If a process is killed, the job ends with a message, or torchrun restarts it and it resumes.
+"""If a process is killed, the job ends with a message, or is restarted and resumes its run.
 
 No job may hang, so every wait has a time limit.
 """

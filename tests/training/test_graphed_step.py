@@ -55,7 +55,7 @@ FULL = (16, 8)
 
 @pytest.fixture(autouse=True)
 def no_reads(monkeypatch):
-    """Let models skip checks that read values, as on a GPU; on a CPU, they would run."""
+    """Let models skip checks that read values, as on a GPU; on a CPU, the checks would run."""
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
 
 
