@@ -134,7 +134,7 @@ def training(record: str) -> str:
 
 
 def targets(record: str) -> str:
-    """Return a record's table of speed ratios of BERT-base, each with its limit met or not."""
+    """Return a record's table of speed ratios of BERT-base, and whether each meets its limits."""
     text = (RESULTS / record / "cpu.md").read_text(encoding="utf-8")
     start = text.index("| shape | ours | ratio |")
     return text[start : text.index("\n\n", start)]
@@ -236,7 +236,7 @@ def api(name: str, *names: str) -> str:
 
 
 def include(path: str) -> str:
-    """Return a Markdown file of the repository without its first heading, which the page has."""
+    """Return a Markdown file of the repository without its heading; the page has its own."""
     text = (ROOT / path).read_text(encoding="utf-8")
     return re.sub(r"\A# .*\n", "", text)
 

@@ -167,7 +167,7 @@ def _ready(
 ) -> tuple[Callable[[int], object], list[Comparison]]:
     """Return a function that calls the contender on the n-th inputs, and its comparisons.
 
-    The comparisons are those of the results for the first set of inputs.
+    The comparisons check the results for the first set of inputs.
     """
     if match.direction != BACKWARD:
         # Implementations without a backward pass refuse inputs that need gradients.

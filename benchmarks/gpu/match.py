@@ -16,7 +16,7 @@ from fastbert.testing.cases import Case, Inputs
 
 @dataclass(frozen=True)
 class Contender:
-    """An implementation, with the function `prepare` that readies its calls on some inputs.
+    """An implementation to time; `prepare` makes its calls ready for given inputs.
 
     `ours` says whether the implementation is fastbert's, and `same_function` whether it computes
     the function of the match. A contender with another function, such as a product without its

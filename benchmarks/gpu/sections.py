@@ -31,8 +31,8 @@ TEST_GROUPS = {
     "test-modules": ("tests/modules", "tests/inference"),
     "test-training": ("tests/integrations", "tests/training"),
 }
-# Tests that a machine without a GPU can also run, each with the reason why they are left out on a
-# machine with a GPU.
+# Tests that a machine without a GPU can also run, each with the reason to leave it out on a machine
+# with a GPU.
 NOT_ON_A_GPU = {
     "tests/kernels/test_aot.py": "the section compile compiles the launches on all cores",
     "tests/kernels/test_compiled_kernels.py": "the PTX machine is a program for the CPU",

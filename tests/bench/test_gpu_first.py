@@ -525,9 +525,7 @@ exit $status
 
 
 def rehearse(folder, *words):
-    """Rehearse the whole plan in a new process; return the process, and results and rows by
-    step.
-    """
+    """Rehearse the plan in a new process; return the process, and results and rows by step."""
     tool = folder / "bin" / "compute-sanitizer"
     tool.parent.mkdir()
     tool.write_text(SANITIZER)

@@ -199,9 +199,7 @@ def test_a_text_in_the_locale_c_is_utf_8(model_folder):
 
 @pytest.mark.parametrize("closed", [">&-", ">&- 2>&-", "<&- >&- 2>&-"])
 def test_a_closed_standard_output_is_no_error_and_no_file_becomes_it(tmp_path, closed):
-    """No file opened later gets the closed descriptor 1, since libraries would print into the
-    file.
-    """
+    """No later file gets the closed descriptor 1, since libraries would print into this file."""
     opens = "import os; os.write(1, b'printed'); file = open(sys.argv[0]); sys.exit(file.fileno())"
     script = tmp_path / "arrow.py"
     script.write_text(

@@ -23,9 +23,7 @@ BACKEND = os.environ["CONFORMANCE_BACKEND"]
 
 
 def not_offered(**values: Any) -> None:
-    """Skip the test if a value is true, because fastbert does not have the options of these
-    names.
-    """
+    """Skip the test if a value is true: fastbert does not have the options of these names."""
     for name, value in values.items():
         if value:
             pytest.skip(f"{name}: got {value!r}, not offered")

@@ -2,8 +2,8 @@
 
     python tests/conformance/wrapper_on_fastbert.py NAME OUT
 
-The script writes the comparison into the file OUT as JSON. ``wrappers_suite.py`` calls it in the
-environment of the library.
+The script writes the comparison into the file OUT as JSON. ``wrappers_suite.py`` runs this script
+in the virtual environment of the library.
 """
 
 from __future__ import annotations
@@ -43,9 +43,7 @@ def measured(run: Callable[[Any], Any], made: Any) -> tuple[Tensor, int]:
 
 
 def cut(module: nn.Module, given: Any, out: Tensor) -> Tensor:
-    """Zero positions 1 to 3 of each sequence; if `out` were packed rows, features would be
-    zeroed.
-    """
+    """Zero positions 1 to 3 of each sequence; of packed rows, this would zero features."""
     out = out.clone()
     out[:, 1:4] = 0
     return out

@@ -43,8 +43,8 @@ class Wrapper(NamedTuple):
         packages: The packages to install.
         build: Builds the object from the folders of the models.
         run: Calls the object, and returns its outputs as numbers.
-        pins: Versions of packages that conflict with the packages of other objects. An object with
-            pins has its own environment.
+        pins: Requirements of versions that conflict with the packages of other objects. An object
+            with pins has its own environment.
     """
 
     packages: tuple[str, ...]
@@ -225,9 +225,7 @@ def gliner(given: Folders) -> Any:
 
 
 def entity_logits(made: Any) -> list[Tensor]:
-    """Return logits instead of entities, which may differ when two tags have nearly equal
-    scores.
-    """
+    """Return logits, because nearly equal scores of two tags may give different entities."""
     logits = []
     handle = made.model.register_forward_hook(lambda *given: logits.append(given[-1].logits))
     made.inference(TEXTS[:3], ENTITIES, threshold=0.0)

@@ -1,4 +1,4 @@
-"""The fixture of the C++ operators; tests/_levels.py has those of the instruction-set levels."""
+"""The fixture of the C++ operators; tests/_levels.py has the fixtures of instruction sets."""
 
 from __future__ import annotations
 

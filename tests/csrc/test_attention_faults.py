@@ -90,9 +90,7 @@ class Problems:
         self.expected = {name: self.run(name, seed=1) for name in FAULTS}
 
     def run(self, kernel, seed):
-        """Return the results of one kernel for all inputs; `seed` decides the order of its
-        threads.
-        """
+        """Return the results of one kernel for all inputs; `seed` sets the order of its warps."""
         self.attention.options = {"seed": seed, "limit": LONGEST, "threads": 1}
         name, _, variant = kernel.partition(" ")
         options = (self.mask, None, None, None, 70, 140, 0.0, 0.125)

@@ -23,7 +23,7 @@ def run(operators, x, values, scale, bias=None, residual=None, activation="none"
 
 
 def integers(m, n, k, low=-128):
-    """Return rows x of integers with scale 1, which quantisation does not change, and weights."""
+    """Return rows x of integers, which quantisation with scale 1 does not change, and weights."""
     x = torch.randint(low, low + 256, (m, k)).float()
     x[:, 0] = low if k == 1 and low < -1 else low + 255
     x[:, -1] = low if k > 1 else x[:, -1]

@@ -1,4 +1,4 @@
-"""Files with one word per line are read in every layout, with comments, or refused if damaged."""
+"""Files with one word per line are read in every layout, and damaged files are refused."""
 
 from __future__ import annotations
 

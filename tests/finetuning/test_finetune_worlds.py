@@ -263,7 +263,7 @@ def test_cuts_of_two_processes_change_no_bit(runs):
 def test_a_checkpoint_without_rows_of_processes_is_continued(
     runs, without_dropout, data, tmp_path, monkeypatch
 ):
-    """A run continues from a checkpoint of an earlier release, with one random state in all."""
+    """A run continues from a checkpoint of an earlier release, which has one random state only."""
     options = {"model": without_dropout, "data": data["classify"], "output": tmp_path / "out"}
     original = FinetuningRun.tensors, FinetuningRun.content
 

@@ -165,9 +165,7 @@ def something_else(path: Path, chance: Random) -> str:
 
 
 def commit(folder: Path, outside: Path, chance: Random) -> str:
-    """Make a folder like that of an unfinished commit (``fastbert.io.commit``), with wrong
-    parts.
-    """
+    """Make a folder of an unfinished commit (``fastbert.io.commit``) with random parts."""
     place, done = folder / ".fastbert-committed", []
     if chance.random() < 0.2:
         place.symlink_to(chance.choice((outside, folder, outside / "absent")))

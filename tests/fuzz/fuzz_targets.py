@@ -497,7 +497,7 @@ TARGETS = {
         Target(
             "pieces", build_corpus, read_pieces, ("corpus/summary.json", "corpus/shards/*.json")
         ),
-        # A pipe is a valid file of data, so no file is replaced.
+        # A pipe is a valid file of data, so no file is replaced by something else.
         Target("data", build_data, read_data, special=0.0),
         Target("partial-output", build_partial, read_partial, special=0.0),
         # The PTX machine gets a text instead of a path, so its errors name the line.

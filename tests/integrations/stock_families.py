@@ -219,7 +219,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 def assert_gradients_close(
     actual: dict[str, Tensor], oracle: dict[str, Tensor], yardstick: dict[str, Tensor] | Yardstick
 ) -> None:
-    """Compare the gradients; those of one parameter name in all layers form one vector."""
+    """Compare the gradients; for each parameter name, the gradients of all layers are joined."""
     nearby = yardstick.library if isinstance(yardstick, Yardstick) else yardstick
     assert actual.keys() == oracle.keys() == nearby.keys()
     for kind, names in kinds(oracle).items():

@@ -70,9 +70,7 @@ def test_gradients(pair) -> None:
 @pytest.mark.parametrize("kind", ["BertModel", "NomicBertModel", "ModernBertModel"])
 @pytest.mark.parametrize("without", ["one output", "all outputs"])
 def test_an_output_whose_gradient_is_none(kind, without) -> None:
-    """A None gradient of an output counts as 0; parameters behind no other output get no
-    gradient.
-    """
+    """A None gradient of an output counts as 0; without any other output, no parameter gets one."""
 
     real = batch()["attention_mask"].bool()
 

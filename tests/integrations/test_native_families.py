@@ -189,7 +189,7 @@ DROPOUTS = {
 
 @every_family
 def test_dropout_is_where_it_is_in_transformers(family, tmp_path) -> None:
-    """Dropout with probability 1, whose result is exact, has the same places as in transformers."""
+    """Dropout has the same places as in transformers; with probability 1, its result is exact."""
     batch = inputs("middle", family)
     mask = batch["attention_mask"]
     for key in DROPOUTS.get(family, ("hidden_dropout_prob", "attention_probs_dropout_prob")):

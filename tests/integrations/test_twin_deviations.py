@@ -51,7 +51,7 @@ class Mine(dict):
 
 
 def put(path: str, name: str, value: Any) -> Any:
-    """Return a change that sets an attribute of a module; a callable `value` gets the module."""
+    """Return a function that sets a module's attribute to `value`, or to ``value(module)``."""
 
     def change(hf_model: nn.Module) -> None:
         module = hf_model.get_submodule(path)
@@ -83,7 +83,7 @@ def own_forward(path: str) -> Any:
 
 
 def parameter(path: str, name: str, change: Any) -> Any:
-    """Return a change that replaces the data of a parameter."""
+    """Return a function that replaces a parameter by a new one with changed data."""
 
     def run(hf_model: nn.Module) -> None:
         module = hf_model.get_submodule(path)

@@ -190,7 +190,7 @@ def other(*args: Any, **kwargs: Any) -> Any:
 
 
 def reached_functions(family: str) -> list[tuple[Any, str]]:
-    """Return the functions that the code of an HF model reaches by name in modules and classes."""
+    """Return (module or class, name) of each function that the code of an HF model reaches."""
     hf_model = build(family)
     functions = {}
     for kind in twin_of(hf_model).kinds:

@@ -275,7 +275,8 @@ CHANGES: dict[str, Callable[[Tensor], None]] = {
     "clamped": clamp,
     "written through the address": through_the_address,
 }
-# Ways to get a tensor that shares a parameter's memory; PyTorch counts only writes to "detached".
+# Ways to get a tensor that shares a parameter's memory. PyTorch's version counter of the parameter
+# counts only the writes to the detached tensor.
 WAYS: dict[str, Callable[[Tensor], Tensor]] = {
     "data": lambda parameter: parameter.data,
     "detached": lambda parameter: parameter.detach(),
@@ -350,7 +351,7 @@ def test_a_write_to_inference_tensors_is_seen(kind) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_write_to_shared_memory_is_seen(kind) -> None:
-    """The next call sees a write to shared memory, such as by another process that trains."""
+    """The next call sees a write to shared memory, which another process could also make."""
     model = made(kind, torch.bfloat16).share_memory()
     changed_everywhere(model, batch(), move_the_last)
 

@@ -1,4 +1,4 @@
-"""JSON files are read in all forms in which programs write them."""
+"""A record in JSON reads back unchanged, has a line for each row, and is short."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def opened(folder, reporter=None):
 
 @pytest.fixture(params=["ends", "is interrupted"])
 def leave(request):
-    """Return a function that ends or interrupts the block of ``with leave.stopping``."""
+    """Return a function that does nothing, or interrupts the block ``with leave.stopping``."""
 
     def leave():
         if request.param == "is interrupted":

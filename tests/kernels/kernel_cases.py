@@ -13,7 +13,7 @@ HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
 
 
 def normal(*shape: int, dtype: torch.dtype, device: str, scale: float = 1.0) -> Tensor:
-    """Return normal numbers with deviation `scale` from torch's default generator, in `dtype`."""
+    """Draw normal numbers of deviation `scale` in `dtype`, from torch's default generator."""
     return (torch.randn(shape) * scale).to(dtype).to(device)
 
 

@@ -82,7 +82,7 @@ def test_every_launch_passes_the_gate(compiled, arch):
 
 @pytest.mark.every_case
 def test_tiles_of_one_architecture_do_not_spill(cache):
-    """No kernel spills with the tile sizes of sm_89 and sm_120; those of sm_80 spill there."""
+    """No kernel spills on sm_89 and sm_120, where the tile sizes of sm_80 would cause spills."""
     command = [sys.executable, "-m", "fastbert.testing.ahead_of_time", "--unlike", "80"]
     command += ["--arch", "89", "120", "--noun", "feed_forward", "--only", "linear_gelu"]
     run = subprocess.run(command, env=compiler_environment(cache), capture_output=True, text=True)

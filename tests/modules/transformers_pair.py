@@ -105,7 +105,7 @@ class Judge:
                 self.seen.append(assert_close(f"{name}[{i}]", *sides))
 
     def gradients_agree(self) -> None:
-        """Check the gradients; those of one parameter name in all layers form one vector."""
+        """Check the gradients of each parameter name, joined over all layers and all inputs."""
         ours = self._gradients(self.models.ours, self.actual)
         exact = self._gradients(self.models.oracle, self.oracle)
         single = Yardstick(lambda: self._gradients(self.models.yardstick, self._run_yardstick()))

@@ -24,9 +24,7 @@ class Fault(NamedTuple):
     new: str
 
     def broken(self, text: str) -> str:
-        """Return ``text`` with the fault; raise ValueError if ``old`` does not occur exactly
-        once.
-        """
+        """Return ``text`` with the fault; raise ValueError unless ``old`` occurs exactly once."""
         count = text.count(self.old)
         if count != 1:
             raise ValueError(f"{self.name}: {self.file} contains {self.old!r} {count} times")

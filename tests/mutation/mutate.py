@@ -243,7 +243,8 @@ def part_of(text: str) -> tuple[int, int]:
     """Parse "K/N", which means the K-th of N parts.
 
     Raises:
-        ValueError: If the text is not such a part; argparse prints the error.
+        ValueError: If the text does not have this form, or K is not in 1 to N; argparse prints the
+            error.
     """
     part, parts = map(int, text.split("/"))
     if not 1 <= part <= parts:

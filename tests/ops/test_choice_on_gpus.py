@@ -57,7 +57,7 @@ def test_a_gpu_before_8_0_is_refused_with_its_capability(gpu, capability):
 
 @pytest.fixture
 def times(monkeypatch):
-    """Return a function that replaces the table of times by one shape per operation on 9.0."""
+    """Return a function that replaces the table of times: one shape per operation, for sm_90."""
 
     def replace(
         attention: dict[str, float],

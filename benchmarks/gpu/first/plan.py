@@ -47,7 +47,7 @@ class Step:
     Args:
         name: Name of the step.
         about: The question that the step answers.
-        commands: The commands, each as its words.
+        commands: The commands; each is a tuple of its words.
         limit_s: Seconds after which the commands are ended.
         after: Name of a step that must succeed before this step starts; empty if there is none. If
             the named step has families, each command depends only on the command of its family.

@@ -103,7 +103,7 @@ class Running:
         self.tails = [Tail(path.with_suffix(".out")) for path in self.paths]
 
     def hand_on(self, ended: bool = False) -> None:
-        """Pass the rows that the commands have printed since the last call to ``keep``."""
+        """Pass to ``keep`` the rows that the commands have printed since the last call."""
         for tail in self.tails:
             for row in filter(None, map(row_of, tail.lines(ended))):
                 self.keep(self.step, row)

@@ -1,4 +1,4 @@
-"""Run the Triton cases on the PTX machine, in a process in which Triton compiles its kernels.
+"""Compile the Triton cases, instead of interpreting them, and run them on the PTX machine.
 
     python run_triton.py --arch 90 [--only TEXT] [--names NAME ...] [--seeds 0 1]
 
