@@ -34,7 +34,7 @@ class Motion(NamedTuple):
         view: Name of the view.
         step: JavaScript that makes step number `i`; `find` is querySelector.
         heads: Numbers of the chosen heads, joined by dots.
-        token: Index of the query token in the URL of the page.
+        token: Index of the query token in the URL of the page; -1 means all tokens.
     """
 
     view: str

@@ -165,7 +165,7 @@ def tables(record: str, stem: str) -> str:
 
 
 def memory(record: str) -> str:
-    """Return the peak resident memory in MiB on a full batch 8×128 of BERT-base."""
+    """Return each engine's peak resident memory in MiB, for a full 8×128 batch of BERT-base."""
     contenders = rows_of(record, "bert-base")["BERT-base 8×128 full"]
     names = [name for name, row in contenders.items() if row.get("peak_bytes")]
     cells = [[name, f"{contenders[name]['peak_bytes'] / 2**20:,.0f}"] for name in names]

@@ -41,7 +41,7 @@ class Trace:
         return Recording(replay, result)
 
     def unchanged(self) -> AbstractContextManager[None]:
-        """Undo the writes inside the ``with`` block, because a graph capture computes nothing."""
+        """Return a context that undoes the writes of a capture, which on a GPU computes nothing."""
         return nullcontext()
 
     @contextmanager

@@ -66,7 +66,7 @@ def _dense(scale, device, length, head_dim, dtype, **options) -> Iterator[Match]
 
 
 def first(scale: Scale, device: str) -> Iterator[Match]:
-    """Yield full batches of the first two lengths for fastbert without CUDA C++ and few peers."""
+    """Yield full batches of the first two lengths, without CUDA C++ and most peers."""
     return _first(scale, device, without="cuda")
 
 
@@ -87,7 +87,7 @@ def _first(scale: Scale, device: str, without: str) -> Iterator[Match]:
 
 
 def packed(scale: Scale, device: str) -> Iterator[Match]:
-    """Yield packed batches of equal lengths, which dense attention joins, and of spread lengths."""
+    """Yield packed batches of spread lengths and of equal lengths, also timed as dense batches."""
     for head_dim in scale.head_dims:
         heads = scale.hidden // head_dim
         for length in scale.lengths:

@@ -48,7 +48,7 @@ TOY = Scale({"BERT-base": SMALL}, 64, (16,), 2)
 
 
 def inference(scale: Scale, device: str) -> Iterator[Match]:
-    """Yield full and half padded batches of every model, and on a GPU one of mixed lengths."""
+    """Yield full and half padded batches of every model; on a GPU also a batch of mixed lengths."""
     for dtype in (BF16, FP16):
         for name, config in scale.models.items():
             for length in scale.lengths:

@@ -22,7 +22,7 @@ BF16, FP16 = torch.bfloat16, torch.float16
 
 @dataclass(frozen=True)
 class Scale:
-    """Sizes of the matches: tokens of a pass, (hidden, inner), vocabulary, tokens of a loss."""
+    """Sizes of the matches: tokens, (hidden, inner) widths, vocabulary, and tokens of a loss."""
 
     tokens: tuple[int, ...]
     widths: tuple[tuple[int, int], ...]

@@ -86,7 +86,7 @@ def _varlen_lines(matches: Matches) -> Iterator[str]:
 
 
 def _memory_lines(rows: Sequence[GpuRow]) -> Iterator[str]:
-    """Yield peaks of memory, as a share of the peak of eager PyTorch, which keeps all logits."""
+    """Yield the peak memory of each loss, and its share of the peak of eager PyTorch."""
     eager = {
         (row.series, row.label): row.peak_bytes for row in rows if row.contender == "torch eager"
     }

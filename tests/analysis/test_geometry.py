@@ -97,7 +97,7 @@ def test_accuracy_by_layer_and_by_word(encoder, monkeypatch):
 
 
 def test_a_held_out_sentence_is_not_in_its_centroid(encoder, monkeypatch):
-    """All vectors differ, so a centroid that contained its own sentence would be always right."""
+    """All vectors differ, so a centroid that contained its own sentence would always be right."""
 
     class Alone(Planted):
         def words(self, texts):

@@ -195,7 +195,7 @@ def test_each_format_is_held_against_its_own_peers():
     lines = "\n".join(report.contest_lines(dicts))
     assert "| l | fastbert bf16 | 2.50 | ONNX Runtime fp32 | 2: met | 3: **not met** |" in lines
     assert lines.endswith("|\n\n- OpenVINO bf16: not installed")
-    # If the library has a time for another shape, the reason stands only in the table.
+    # If the library has a time for another shape, the reason is only in the table.
     lines = "\n".join(report.contest_lines([*dicts, {**dicts[0], "contender": "OpenVINO bf16"}]))
     assert "| not installed |" in lines
     assert "- OpenVINO bf16" not in lines

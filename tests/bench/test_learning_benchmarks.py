@@ -37,7 +37,7 @@ def run(*arguments: object) -> str:
 
 @pytest.fixture
 def packages(tmp_path, monkeypatch):
-    """Create two packages of four modules each, one about birds and one about fish."""
+    """Create two packages of eight modules each, one about birds and one about fish."""
     for package, words in (("birdwords", "The birds sing"), ("fishwords", "The fish swim")):
         folder = tmp_path / package
         (folder / "tests").mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""The time limits and goals of operations agree with figures that were computed by hand."""
+"""The shortest times and the goals of operations agree with figures that were computed by hand."""
 
 from __future__ import annotations
 

@@ -167,7 +167,7 @@ def kind_of(argument: Any) -> str:
 
 
 def spoiled_values(kind: str, value: Any) -> Iterator[tuple[str, Callable[[], Any], Any]]:
-    """Yield a change's name, a maker of the changed value, and one of an equal value, or None."""
+    """Yield a change's name, a maker of the changed value, and a maker of an equal one or None."""
     for spoil, other in OTHER_TYPES:
         if other is not value:
             yield spoil, lambda other=other: other, None

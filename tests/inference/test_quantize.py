@@ -1,4 +1,4 @@
-"""``fastbert.quantize`` replaces the right layers, refuses others, and is exact on real text."""
+"""``fastbert.quantize`` replaces the right layers, refuses others, and is accurate on real text."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Every launch of every kernel compiles for sm_90 on a machine without a GPU.
+"""A launch of every kernel compiles for sm_90 on a machine without a GPU.
 
-`make every-case` also compiles every launch for sm_80, and for other GPUs the launches whose tile
-sizes differ from sm_80. `make ahead-of-time` compiles every launch for every architecture.
+`make every-case` compiles every launch for sm_80 and sm_90, and for other GPUs the launches whose
+tile sizes differ from sm_80. `make ahead-of-time` compiles every launch for every architecture.
 """
 
 from __future__ import annotations

@@ -601,7 +601,7 @@ def _() -> Problem:
 
 
 def _near(actual: Tensor, exact: Tensor, plain: Tensor, name: str) -> None:
-    """Check, element by element, results of functions that are exact to a few last places.
+    """Check results of functions, element by element, to a few units in the last place.
 
     Triton computes exp and log by ex2, lg2 and a product, whose rounding error can grow.
     """
