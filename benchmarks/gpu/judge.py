@@ -30,9 +30,7 @@ class Judge:
         self._expected: tuple[list[Tensor], list[Tensor]] | None = None
 
     def gradient(self, shape: torch.Size, like: Tensor) -> Tensor:
-        """Return a random output gradient, drawn once in bf16, so that it is equal in all
-        dtypes.
-        """
+        """Return a random output gradient, drawn once in bf16, and thus equal in all dtypes."""
         if self.dout is None:
             self.dout = torch.randn(shape, device=like.device).bfloat16()
         return self.dout.to(like.dtype)

@@ -1,5 +1,7 @@
-"""``fastbert encode``, ``classify``, ``fill-mask`` and ``info`` agree with transformers in float64
-for a RoBERTa with a byte-level BPE tokenizer."""
+"""Commands give right results for a RoBERTa with byte-level BPE, and ``info`` for other models.
+
+``encode``, ``classify`` and ``fill-mask`` agree with transformers in float64.
+"""
 
 from __future__ import annotations
 

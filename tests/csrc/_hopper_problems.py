@@ -1,5 +1,4 @@
-"""Inputs of small calls ("problems") that reveal mistakes in attention for Hopper GPUs.
-"""
+"""Inputs of small calls ("problems") that reveal mistakes in attention for Hopper GPUs."""
 
 from __future__ import annotations
 
@@ -50,8 +49,7 @@ class Problems:
         return self.results()
 
     def outcome(self, fault: Fault) -> str:
-        """Return the kind of error that `fault` causes, or "" if the results are right.
-        """
+        """Return the kind of error that `fault` causes, or "" if the results are right."""
         with replaced(self.hopper.compiled, fault.broken(self.ptx)):
             return outcome(self.run, self.expected)
 

@@ -9,8 +9,7 @@
 
 #if defined(PROBE_TRAPPED)
 int trapped_tiles_begin(char** sites, int count);
-// This function grants the permission to use tiles, because a kernel on a processor without AMX
-// refuses it.
+// This function grants the permission to use tiles, which Linux refuses on a processor without AMX.
 long syscall(long number, ...) { return number == SYS_arch_prctl ? 0 : -1; }
 #endif
 
