@@ -112,9 +112,10 @@ def without_markup(text: str, dropped: Counter[str]) -> str:
 def _without_parts(
     text: str, begin: re.Pattern[str], end: re.Pattern[str], new: str, dropped: Counter[str]
 ) -> str:
-    """Replace each part, from `begin` to the next `end`, by `new`; a part without an end stays.
+    """Replace each part, from a match of `begin` to the next match of `end`, by `new`.
 
-    If a part has no end, no later part has an end. The search then stops, so that the whole search
+    A part stays if it has no end, or if its begin has the form of a tag but is not a tag of HTML or
+    MediaWiki. If a part has no end, no later part has an end. The search then stops, so that the whole search
     takes linear time.
     """
     parts, place = [], 0

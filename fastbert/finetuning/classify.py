@@ -1,4 +1,4 @@
-"""Classification of texts or pairs of texts by one or several labels, and regression."""
+"""Classification of texts or pairs of texts with one or several labels each, and regression."""
 
 from __future__ import annotations
 

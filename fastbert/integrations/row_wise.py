@@ -1,4 +1,4 @@
-"""The linear layers of other libraries that compute each row of their input independently.
+"""Whether a module that replaces a linear layer computes each row of its input independently.
 
 A module that replaces a linear layer may depend on all rows of its input, as dynamic quantization
 does, or on the division of the rows into sequences, as a hook may do. fastbert therefore calls such

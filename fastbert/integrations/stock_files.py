@@ -110,7 +110,11 @@ def content(cell: Any) -> Any:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Return whether two values are the same object, or equal constants of the same type."""
+    """Return whether two values are the same object, or equal constants of the same type.
+
+    Tuples are compared element by element. Constants are numbers, strings, bytes, None and
+    Ellipsis.
+    """
     if isinstance(a, tuple):
         return type(b) is tuple and len(a) == len(b) and all(map(same, a, b))
     if isinstance(a, (int, float, str, bytes, type(None), type(Ellipsis))):

@@ -59,7 +59,8 @@ class PrepareOptions:
         vocab_size: Largest size of a vocabulary that is trained.
         lowercase: Whether a tokenizer that is trained converts texts to lower case.
         workers: Number of processes; None starts one per core.
-        seed: Seed of the choice of the text on which a vocabulary is trained.
+        seed: Seed that chooses the parts of the input on which a vocabulary is trained, if the
+            input is too large to use all of it.
         overwrite: Whether an earlier preparation in `output` is replaced.
 
     Raises:

@@ -143,7 +143,8 @@ struct Builder {
     }
   }
 
-  // Lays out the operands of an instruction. The operands already fit the shape.
+  // Appends the registers of all operands to `to`, and sets the registers and the address offsets
+  // of `i`. `mismatch` has already checked that the operands fit `shape`.
   void add(std::vector<Reg>& to, Instr& i, const RawInstr& raw, const Shape& shape) {
     int addresses = 0;
     for (size_t at = 0; at < raw.operands.size(); ++at) {

@@ -236,7 +236,7 @@ def k_major(matrix, width):
 
 
 def rows_major(matrix, width):
-    """Return the bytes of an M- or N-major matrix of shape (rows, 16), and its descriptor at 0."""
+    """Return the bytes of an M- or N-major matrix (rows, 16), and its descriptor for address 0."""
     rows = matrix.shape[0]
     data = matrix.T.contiguous().view(torch.uint8).reshape(16, 2 * rows)
     per = width // 16

@@ -130,8 +130,9 @@ FASTBERT_INLINE void load_transposed(const typename Format::Storage* p, int64_t 
   transpose(block);
 }
 
-// Packs the columns of a panel as words of two consecutive elements along k. Columns are `row`
-// elements apart, and the elements of a column are `column` elements apart.
+// Packs the columns of a panel as words of two consecutive elements along k. A column
+// of the panel is a row of W: `row` is the stride of W from one row to the next, and `column` is
+// the stride from one element of a row to the next.
 template <class From>
 void pack_dots(const typename From::Storage* p, int64_t row, int64_t column, int low, int high,
                int64_t k, uint32_t* packed) {

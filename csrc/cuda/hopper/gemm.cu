@@ -4,11 +4,11 @@
 // through a ring of three stages in shared memory, which does not restart at a new tile of the
 // result. Two groups multiply: each owns 64 of the 128 rows of a tile, and its registers hold the
 // sums of all 256 columns. When the sums are complete, the group rounds them, stores them in shared
-// memory and begins the next tile immediately. The first group reads the sums from shared memory,
-// applies the activation and writes the results, 16 bytes per lane, while the products of the next
-// tile run. So the activation costs no time, as long as it takes less time than the products.
-// Between two pieces of work, one thread of the first group looks for free stages and starts their
-// copies.
+// memory and begins the next tile immediately. The remaining group, which is the first one in the
+// block, does not multiply. It reads the sums from shared memory, applies the activation and writes
+// the results, 16 bytes per lane, while the products of the next tile run. So the activation costs
+// no time, as long as it takes less time than the products. Between two pieces of work, one thread
+// of the first group looks for free stages and starts their copies.
 //
 // The bias is copied with the first stage of a tile, and the sums start from the bias.
 //
