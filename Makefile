@@ -74,6 +74,7 @@ SHORT := sed -u -E "s,^(\[[0-9]+/[0-9]+\]) .* -c .*/((csrc|build)/[^ ']+)'? -o .
 .venv/bench: pyproject.toml | .venv/fastbert
 	$(SAY) "Installing the peers of the benchmark: 1 to 2 minutes."
 	$(PIP) --no-build-isolation --editable '.[bench]' || echo "fastbert: some peers could not be installed."
+	$(PIP) --no-deps --upgrade --target .venv/peers torchao || echo "fastbert: torchao could not be installed."
 	@touch $@
 
 .venv/lint: requirements-lint.txt | .venv/fastbert

@@ -51,11 +51,19 @@ class CpuRow(ContestRow):
         difference: RMS of the difference to the first fp32 implementation's result, over the RMS of
             that result.
         peak_bytes: Peak resident memory of the process at this shape, after the first call.
+        embedding_error: Largest error of an element of the embeddings of real sentences, which have
+            length 1, against float64. Set for the published model only, like the next two fields.
+        rank_correlation: Spearman's correlation between the similarities of all pairs of these
+            sentences and the similarities in float64.
+        same_nearest: Share of these sentences whose nearest sentence is the same in float64.
     """
 
     tokens: int = 0
     best_ratio: float | None = None
     difference: float | None = None
+    embedding_error: float | None = None
+    rank_correlation: float | None = None
+    same_nearest: float | None = None
 
 
 @dataclass
@@ -217,35 +225,36 @@ def _alternate(
         return {}
 
 
-# For each format of fastbert, a function that says whether a row is of a peer with whose time
-# fastbert's time is compared.
-PEERS: dict[str, Callable[[CpuRow], bool]] = {
-    BF16: lambda row: not row.ours,
-    FP32: lambda row: row.contender.startswith("transformers") and row.dtype == FP32,
-    INT8: lambda row: row.contender == "fastbert bf16",
-}
+# The formats of the peers with whose times fastbert's time in a format is compared: the same format
+# and the more exact ones.
+PEERS = {FP32: (FP32,), BF16: (BF16, FP32), INT8: (INT8, BF16, FP32)}
+
+
+def is_peer(row: CpuRow, other: CpuRow) -> bool:
+    """Return whether the time of a row is compared with the time of the other row, a peer."""
+    return not other.ours and other.dtype in PEERS[row.dtype]
 
 
 def fastest_peers(seconds: Mapping[str, float], rows: Mapping[str, CpuRow]) -> dict[str, float]:
-    """Return for each implementation the shortest time in its group of peers, in seconds.
+    """Return for each implementation the shortest time of its peers, in seconds.
 
-    The fp32 paths of transformers are a group, because only they are the peers of fastbert in fp32.
+    The time of an implementation that is itself a peer may be the shortest.
     """
-
-    def fewest(wanted: Callable[[CpuRow], bool]) -> float:
-        return min((t for name, t in seconds.items() if wanted(rows[name])), default=float("inf"))
-
-    of_form = {form: fewest(PEERS[form]) for form in (BF16, FP32)}
-    return {name: of_form[FP32 if PEERS[FP32](rows[name]) else BF16] for name in seconds}
+    return {
+        name: min(
+            (took for peer, took in seconds.items() if is_peer(rows[name], rows[peer])),
+            default=float("inf"),
+        )
+        for name in seconds
+    }
 
 
 def judge(
     rows: Sequence[CpuRow],
     target: Callable[[CpuRow], Target],
-    peers: Mapping[str, Callable[[CpuRow], bool]] = PEERS,
 ) -> None:
     """Set the ratios, floors and goals of the rows of fastbert at one shape."""
-    contest.judge(rows, lambda row, other: peers[row.dtype](other), target)
+    contest.judge(rows, is_peer, target)
     best = fastest(row for row in rows if not row.ours)
     for row in rows:
         if row.ours:

@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -15,8 +15,9 @@ from pathlib import Path
 import torch
 
 from benchmarks.cpu.contest import CpuRow, Setting, judge, padded_flops, play
+from benchmarks.cpu.exactness import Exactness
 from benchmarks.cpu.remote import ROOT, Failed, Remote
-from benchmarks.cpu.runtimes import BF16, INT8, ONNX, OPENVINO, RUNTIMES, WEIGHTS, Runtime
+from benchmarks.cpu.runtimes import CALIBRATION, FP32, INT8, ONNX, RUNTIMES, WEIGHTS, Runtime
 from fastbert.bench.contest import line
 from fastbert.bench.encoder import (
     BASE,
@@ -27,26 +28,34 @@ from fastbert.bench.encoder import (
     random_weights,
 )
 from fastbert.bench.limits import CPU_TARGETS, Target
+from fastbert.bench.quantized_accuracy import model_folder, real_sentences, token_ids
 from fastbert.config import BertConfig
+from fastbert.modules import BertModel
 
 FULL, HALF, ONE = "full", "half padded", "one sequence"
 EXPORT_LIMIT_S = 300
+# OpenVINO's int8 model is calibrated on this many real sentences.
+CALIBRATED = 128
 
 
 @dataclass(frozen=True)
 class Scale:
-    """A model, its batches (B, L) to run full and half padded, and lengths of single sequences."""
+    """A model, its batches (B, L) to run full and half padded, and lengths of single sequences.
+
+    A published scale has the weights of the real MiniLM; other scales have random weights.
+    """
 
     name: str
     config: BertConfig
     batches: tuple[tuple[int, int], ...]
     single: tuple[int, ...]
+    published: bool = False
 
 
 BATCHES, SINGLE = ((8, 128), (4, 512)), (32, 128)
 SCALES = {
     "bert-base": Scale("BERT-base", BASE, BATCHES, SINGLE),
-    "minilm": Scale("MiniLM-L6", MINILM, BATCHES, SINGLE),
+    "minilm": Scale("MiniLM-L6", MINILM, BATCHES, SINGLE, published=True),
 }
 QUICK = Scale("tiny", SMALL, ((4, 32),), (16,))
 
@@ -75,11 +84,6 @@ def matches(scale: Scale) -> list[Match]:
 
 def target_of(row: CpuRow, match: Match) -> Target:
     """Return the floor and the goal of a row of fastbert, if it has any."""
-    if not match.shape.name.startswith("BERT-base"):
-        return Target()
-    if row.dtype == INT8:
-        size = f"{len(match.shape.lengths)}×{max(match.shape.lengths)}"
-        return CPU_TARGETS.get((size, INT8), Target())
     return CPU_TARGETS.get((match.kind, row.dtype), Target())
 
 
@@ -92,7 +96,7 @@ def run(scale: Scale, setting: Setting, threads: int, names: Sequence[str] = ())
     wanted = [e for e in RUNTIMES if not names or e.name in names]
     rows: list[CpuRow] = []
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        refused = prepare(Path(folder), scale.config, wanted, setting)
+        refused = prepare(Path(folder), scale, wanted, setting)
         runners = [engine for engine in wanted if engine.name not in refused]
         started = [stack.enter_context(Remote(e.name, Path(folder), threads)) for e in runners]
         # Nothing is timed yet, so imports, parity checks and builds may share the cores.
@@ -107,14 +111,32 @@ def run(scale: Scale, setting: Setting, threads: int, names: Sequence[str] = ())
                 worker.close()
         for name, reason in refused.items():
             setting.notify(f"  {name}: {reason}")
+        exact = _exactness(workers, setting) if scale.published else {}
         for match in matches(scale):
             setting.notify(f"[{setting.section}] {match.shape.name}")
             results = play(match.shape, scale.name, workers, refused, notes, setting)
             judge(results, lambda row, match=match: target_of(row, match))
             rows += results
             for row in results:
+                for name, value in exact.get(row.contender, {}).items():
+                    setattr(row, name, value)
                 setting.notify(f"  {line(row)}")
     return rows
+
+
+def _exactness(workers: Mapping[str, Remote], setting: Setting) -> dict[str, dict[str, float]]:
+    """Return the fields of `CpuRow` that describe the exactness of each implementation."""
+    exactness, result = Exactness(), {}
+    for name, worker in workers.items():
+        try:
+            vectors = worker.ask("embed", ids=exactness.ids)["embeddings"]
+        except Failed as failure:
+            setting.notify(f"  {name}: no embeddings: {failure}")
+            continue
+        result[name] = exactness.errors(vectors)
+        found = ", ".join(f"{key} {value:.5f}" for key, value in result[name].items())
+        setting.notify(f"  {name}: {found}")
+    return result
 
 
 def _admit(worker: Remote, ours: bool) -> tuple[str | None, str | None]:
@@ -128,21 +150,37 @@ def _admit(worker: Remote, ours: bool) -> tuple[str | None, str | None]:
 
 
 def prepare(
-    folder: Path, config: BertConfig, wanted: Sequence[Runtime], setting: Setting
+    folder: Path, scale: Scale, wanted: Sequence[Runtime], setting: Setting
 ) -> dict[str, str]:
     """Write the model to ``folder``; return the reason for each implementation that cannot run."""
     refused = {e.name: reason for e in wanted if (reason := e.missing() or left_out(e, setting))}
-    (folder / "config.json").write_text(json.dumps(config.to_dict()), encoding="utf-8")
-    torch.save(random_weights(config), folder / WEIGHTS)
-    for kind, made in (("onnx", ONNX), ("openvino", OPENVINO)):
-        users = [e.name for e in wanted if e.kind.startswith(kind) and e.name not in refused]
+    (folder / "config.json").write_text(json.dumps(scale.config.to_dict()), encoding="utf-8")
+    torch.save(weights_of(scale), folder / WEIGHTS)
+    ids = [
+        [number % scale.config.vocab_size for number in sentence]
+        for sentence in token_ids(real_sentences(CALIBRATED))
+    ]
+    (folder / CALIBRATION).write_text(json.dumps(ids), encoding="utf-8")
+    for kind in dict.fromkeys(engine.kind for engine in wanted):
+        users = [e for e in wanted if e.kind == kind and e.reads and e.name not in refused]
         if not users:
             continue
-        setting.notify(f"[{setting.section}] converting for {', '.join(users)}")
-        reason = _export(folder, kind)
-        if reason or not (folder / made).exists():
-            refused |= dict.fromkeys(users, f"conversion failed: {reason}")
+        setting.notify(
+            f"[{setting.section}] converting for {', '.join(engine.name for engine in users)}"
+        )
+        # The quantized models of ONNX are made from the first one.
+        first = [ONNX] if kind == "onnxruntime" else []
+        reason = _export(folder, list(dict.fromkeys([*first, *(e.reads for e in users)])))
+        absent = [e.name for e in users if not (folder / e.reads).exists()]
+        refused |= dict.fromkeys(absent, f"conversion failed: {reason}")
     return refused
+
+
+def weights_of(scale: Scale) -> dict[str, torch.Tensor]:
+    """Return the weights of the published checkpoint of a scale, or random weights."""
+    if not scale.published:
+        return random_weights(scale.config)
+    return BertModel.from_pretrained(model_folder(), backend="reference").state_dict()
 
 
 def left_out(engine: Runtime, setting: Setting) -> str | None:
@@ -152,7 +190,7 @@ def left_out(engine: Runtime, setting: Setting) -> str | None:
         return None
     if setting.section == "minilm":
         return "left out: it is compiled for BERT-base only, whose targets include it"
-    if engine.form != BF16 or bf16 > fp32 / 2:
+    if engine.form in (FP32, INT8) or bf16 > fp32 / 2:
         return None
     return (
         f"left out: bf16 products of torch reach {bf16 / 1e9:.0f} GFLOP/s here, "
@@ -160,8 +198,8 @@ def left_out(engine: Runtime, setting: Setting) -> str | None:
     )
 
 
-def _export(folder: Path, kind: str) -> str | None:
-    command = [sys.executable, "-m", "benchmarks.cpu.export", str(folder), kind]
+def _export(folder: Path, names: Sequence[str]) -> str | None:
+    command = [sys.executable, "-m", "benchmarks.cpu.export", str(folder), *names]
     try:
         done = subprocess.run(
             command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=EXPORT_LIMIT_S

@@ -1,9 +1,10 @@
-"""Convert the weights of a model to the files of ONNX or OpenVINO.
+"""Convert the weights of a model to the files of other implementations, in fp32 and in int8.
 
-    python -m benchmarks.cpu.export FOLDER KIND…
+    python -m benchmarks.cpu.export FOLDER NAME…
 
-FOLDER has config.json and weights.pt; KIND is onnx or openvino. The converter runs in its own
-process, so that its memory does not count as memory of an implementation.
+FOLDER has config.json, weights.pt and calibration.json; each NAME is a file or folder that a
+`Runtime` reads. The converter runs in its own process, so that its memory does not count as memory
+of an implementation.
 """
 
 from __future__ import annotations
@@ -11,17 +12,27 @@ from __future__ import annotations
 import json
 import sys
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks.cpu.runtimes import ONNX, OPENVINO, WEIGHTS
+from benchmarks.cpu.runtimes import (
+    CALIBRATION,
+    CTRANSLATE2,
+    ONNX,
+    ONNX_FUSED_INT8,
+    ONNX_INT8,
+    OPENVINO_INT8,
+    WEIGHTS,
+)
 from fastbert.config import BertConfig
 from fastbert.integrations import stock_models
 
 NAMES = ("input_ids", "attention_mask")
+FUSED = "model-fused.onnx"
 
 
 class Hidden(nn.Module):
@@ -66,24 +77,107 @@ def to_openvino(encoder: nn.Module, vocabulary: int) -> Any:
     return openvino.convert_model(Hidden(encoder).eval(), example_input=example(vocabulary))
 
 
-def main() -> None:
-    folder, kinds = Path(sys.argv[1]), sys.argv[2:]
-    warnings.filterwarnings("ignore")
+def onnx_int8(folder: Path, source: str, target: str) -> None:
+    """Quantize an ONNX model: weights per channel in advance, activations in each call."""
+    from onnxruntime.quantization import QuantType, quantize_dynamic
+
+    quantize_dynamic(
+        folder / source,
+        folder / target,
+        per_channel=True,
+        weight_type=QuantType.QInt8,
+        # The inference of shapes does not know the types of fused operations.
+        extra_options={"DefaultTensorType": 1},  # onnx.TensorProto.FLOAT
+    )
+
+
+def onnx_fused_int8(folder: Path, config: BertConfig) -> None:
+    """Fuse the ONNX model by ONNX Runtime's optimizer for BERT, and quantize the result."""
+    from onnxruntime.transformers import optimizer
+
+    fused = optimizer.optimize_model(
+        str(folder / ONNX),
+        model_type="bert",
+        num_heads=config.num_attention_heads,
+        hidden_size=config.hidden_size,
+        opt_level=0,
+    )
+    fused.save_model_to_file(str(folder / FUSED))
+    onnx_int8(folder, FUSED, ONNX_FUSED_INT8)
+
+
+def openvino_int8(model: Any, calibration: Sequence[Sequence[int]]) -> Any:
+    """Return a model of OpenVINO that nncf quantized with ranges measured on token ids of texts."""
+    import nncf
+    import numpy as np
+
+    def batch(ids: Sequence[int]) -> dict[str, Any]:
+        arrays = np.asarray([ids], dtype=np.int64), np.ones((1, len(ids)), dtype=np.int64)
+        return dict(zip(NAMES, arrays, strict=True))
+
+    return nncf.quantize(
+        model,
+        nncf.Dataset([batch(ids) for ids in calibration]),
+        model_type=nncf.ModelType.TRANSFORMER,
+        subset_size=len(calibration),
+    )
+
+
+def to_ctranslate2(encoder: nn.Module, folder: Path) -> None:
+    """Convert the encoder from a folder of transformers, with a vocabulary of invented words."""
+    from ctranslate2.converters import TransformersConverter
+    from transformers import BertTokenizerFast
+
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    words = [f"word{number}" for number in range(encoder.config.vocab_size - len(special))]
+    source = folder / "huggingface"
+    # The converter asserts this field, which transformers 5 no longer has.
+    encoder.config.position_embedding_type = "absolute"
+    encoder.save_pretrained(source)
+    vocabulary = dict(zip([*special, *words], range(encoder.config.vocab_size), strict=False))
+    BertTokenizerFast(vocab=vocabulary).save_pretrained(source)
+    TransformersConverter(str(source)).convert(str(folder / CTRANSLATE2))
+
+
+def convert(folder: Path, name: str) -> None:
+    """Write the converted model of this name; a quantized ONNX model needs `ONNX` first."""
     config = BertConfig.from_dict(json.loads((folder / "config.json").read_text("utf-8")))
     weights = torch.load(folder / WEIGHTS, mmap=True, weights_only=True)
 
     def encoder(path: str) -> nn.Module:
         return stock_models.encoder(config, weights, path, torch.float32, "cpu")
 
-    if "onnx" in kinds:
+    if name == ONNX:
         # ONNX Runtime can fuse the graph of eager attention.
         to_onnx(encoder("eager"), config.vocab_size, folder / ONNX)
-    if "openvino" in kinds:
+    elif name == ONNX_INT8:
+        onnx_int8(folder, ONNX, ONNX_INT8)
+    elif name == ONNX_FUSED_INT8:
+        onnx_fused_int8(folder, config)
+    elif name == CTRANSLATE2:
+        to_ctranslate2(encoder("eager"), folder)
+    else:
         import openvino
 
         model = to_openvino(encoder("sdpa"), config.vocab_size)
-        openvino.save_model(model, folder / OPENVINO, compress_to_fp16=False)
+        if name == OPENVINO_INT8:
+            model = openvino_int8(model, json.loads((folder / CALIBRATION).read_text("utf-8")))
+        openvino.save_model(model, folder / name, compress_to_fp16=False)
+
+
+def main() -> int:
+    folder, names = Path(sys.argv[1]), sys.argv[2:]
+    warnings.filterwarnings("ignore")
+    failures = 0
+    for name in names:
+        try:
+            convert(folder, name)
+        except Exception as error:  # The driver reports the error; other models may be converted.
+            said = " ".join(str(error).split())[:200]
+            print(f"{name}: {type(error).__name__}: {said}", file=sys.stderr)
+            failures += 1
+    return 1 if failures else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -83,9 +83,10 @@ def contest_lines(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     yield ""
     yield (
         "| shape | engine | median ms | p10–p90 ms | samples | rate | TFLOP/s | "
-        "share of the limit | ratio | ratio to the best peer | peak MiB | note |"
+        "share of the limit | ratio | ratio to the best peer | peak MiB | "
+        "largest error of an embedding | rank correlation | same nearest | note |"
     )
-    yield "|---|---|---|---|---|---|---|---|---|---|---|---|"
+    yield "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|"
     absent = _absent(rows)
     for row in rows:
         if row["contender"] not in absent:
@@ -118,10 +119,10 @@ def _row(row: Mapping[str, Any]) -> str:
     label = f"{row['label']}, {row['dtype']}" if row["direction"] == "training" else row["label"]
     start = f"| {label} | {row['contender']} |"
     if "seconds" not in row:
-        return f"{start} | | | | | | | | | {row.get('refused', '')} |"
+        return f"{start} | | | | | | | | | | | | {row.get('refused', '')} |"
 
-    def ratio(key: str) -> str:
-        return f"{row[key]:.2f}" if key in row else ""
+    def shown(key: str, form: str) -> str:
+        return format(row[key], form) if key in row else ""
 
     def size(key: str) -> str:
         return f"{row[key] / 2**20:,.0f}" if row.get(key) is not None else ""
@@ -129,6 +130,8 @@ def _row(row: Mapping[str, Any]) -> str:
     return (
         f"{start} {1e3 * row['seconds']:.2f} | {1e3 * row['p10']:.2f}–{1e3 * row['p90']:.2f} | "
         f"{row['samples']} | {row['rate']:,.4g} {row['unit']} | {row['tflops']:.3f} | "
-        f"{100 * row['of_measured_floor']:.0f} % | {ratio('ratio')} | {ratio('best_ratio')} | "
-        f"{size('peak_bytes')} | {row.get('note', '')} |"
+        f"{100 * row['of_measured_floor']:.0f} % | {shown('ratio', '.2f')} | "
+        f"{shown('best_ratio', '.2f')} | {size('peak_bytes')} | "
+        f"{shown('embedding_error', '.1e')} | {shown('rank_correlation', '.5f')} | {shown('same_nearest', '.1%')} | "
+        f"{row.get('note', '')} |"
     )

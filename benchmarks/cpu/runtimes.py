@@ -8,6 +8,7 @@ files of ONNX or OpenVINO (``export.py``).
 from __future__ import annotations
 
 import importlib.util
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +16,15 @@ from typing import Any
 
 import numpy as np
 
-WEIGHTS, ONNX, OPENVINO = "weights.pt", "model.onnx", "openvino.xml"
+WEIGHTS, CALIBRATION = "weights.pt", "calibration.json"
 BF16, FP32, INT8 = "bf16", "fp32", "int8"
+# The files and the folder into which export.py converts the model.
+ONNX, ONNX_INT8, ONNX_FUSED_INT8 = "model.onnx", "model-int8.onnx", "model-fused-int8.onnx"
+OPENVINO, OPENVINO_INT8 = "openvino.xml", "openvino-int8.xml"
+CTRANSLATE2 = "ctranslate2"
+# A folder of packages that only one implementation may import. transformers imports torchao
+# wherever it is installed, which takes seconds and prints messages.
+APART = Path(sys.prefix) / "peers"
 
 
 @dataclass(frozen=True)
@@ -28,6 +36,7 @@ class Runtime:
         form: Number format of the matrix products.
         option: Attention implementation of transformers, or variant of fastbert.
         needs: Packages without which the implementation is reported as not installed.
+        reads: The converted model that the implementation reads, or "" if it reads `WEIGHTS`.
     """
 
     name: str
@@ -35,17 +44,23 @@ class Runtime:
     form: str
     option: str = ""
     needs: tuple[str, ...] = ()
+    reads: str = ""
 
     @property
     def ours(self) -> bool:
         return self.kind == "fastbert"
 
     def missing(self) -> str | None:
-        absent = [name for name in self.needs if importlib.util.find_spec(name) is None]
+        absent = [
+            name
+            for name in self.needs
+            if importlib.util.find_spec(name) is None and not (APART / name).exists()
+        ]
         return f"not installed: {', '.join(absent)}" if absent else None
 
 
 STOCK = ("transformers",)
+ONNX_PACKAGES = ("onnxruntime", "onnx")
 RUNTIMES = (
     Runtime("fastbert bf16", "fastbert", BF16),
     Runtime("fastbert bf16 autocast", "fastbert", BF16, "autocast"),
@@ -57,9 +72,15 @@ RUNTIMES = (
     Runtime("transformers sdpa bf16", "transformers", BF16, "sdpa", STOCK),
     Runtime("torch.compile frozen fp32", "compiled", FP32, "sdpa", STOCK),
     Runtime("torch.compile frozen bf16", "compiled", BF16, "sdpa", STOCK),
-    Runtime("OpenVINO fp32", "openvino", FP32, needs=("openvino",)),
-    Runtime("OpenVINO bf16", "openvino", BF16, needs=("openvino",)),
-    Runtime("ONNX Runtime fp32", "onnxruntime", FP32, needs=("onnxruntime", "onnx")),
+    Runtime("torch.compile torchao int8", "compiled", INT8, "sdpa", (*STOCK, "torchao")),
+    Runtime("OpenVINO fp32", "openvino", FP32, "", ("openvino",), OPENVINO),
+    Runtime("OpenVINO bf16", "openvino", BF16, "", ("openvino",), OPENVINO),
+    Runtime("OpenVINO int8", "openvino", INT8, "", ("openvino", "nncf"), OPENVINO_INT8),
+    Runtime("ONNX Runtime fp32", "onnxruntime", FP32, "", ONNX_PACKAGES, ONNX),
+    Runtime("ONNX Runtime int8", "onnxruntime", INT8, "", ONNX_PACKAGES, ONNX_INT8),
+    Runtime("ONNX Runtime fused int8", "onnxruntime", INT8, "", ONNX_PACKAGES, ONNX_FUSED_INT8),
+    Runtime("CTranslate2 fp32", "ctranslate2", FP32, "", ("ctranslate2",), CTRANSLATE2),
+    Runtime("CTranslate2 int8", "ctranslate2", INT8, "", ("ctranslate2",), CTRANSLATE2),
 )
 BY_NAME = {engine.name: engine for engine in RUNTIMES}
 
@@ -95,6 +116,7 @@ def build(name: str, config: dict[str, Any], folder: Path, threads: int) -> Buil
         "compiled": _compiled,
         "openvino": _openvino,
         "onnxruntime": _onnxruntime,
+        "ctranslate2": _ctranslate2,
     }
     return builders[engine.kind](engine, config, folder, threads)
 
@@ -183,6 +205,11 @@ def _compiled(engine: Runtime, config, folder: Path, threads: int) -> Built:
 
     inductor.freezing = True
     model = _transformers(engine, config, folder, threads).model
+    if engine.form == INT8:
+        sys.path.append(str(APART))
+        import torchao.quantization as quantization
+
+        quantization.quantize_(model, quantization.Int8DynamicActivationInt8WeightConfig())
     built = _of_torch(torch.compile(model, dynamic=True), threads, freezing=True)
     built.compiles = True
     return built
@@ -190,7 +217,8 @@ def _compiled(engine: Runtime, config, folder: Path, threads: int) -> Built:
 
 def openvino_options(form: str, threads: int) -> dict[str, Any]:
     return {
-        "INFERENCE_PRECISION_HINT": "bf16" if form == BF16 else "f32",
+        # The operations of an int8 model that are not in int8 run in fp32 without a bf16 unit.
+        "INFERENCE_PRECISION_HINT": "f32" if form == FP32 else "bf16",
         "INFERENCE_NUM_THREADS": threads,
         "NUM_STREAMS": 1,
         "PERFORMANCE_HINT": "LATENCY",
@@ -212,7 +240,7 @@ def _openvino(engine: Runtime, config, folder: Path, threads: int) -> Built:
     import openvino
 
     core = openvino.Core()
-    source = core.read_model(folder / OPENVINO)
+    source = core.read_model(folder / engine.reads)
     options = openvino_options(engine.form, threads)
     compiled = {}
 
@@ -234,5 +262,27 @@ def _openvino(engine: Runtime, config, folder: Path, threads: int) -> Built:
 
 
 def _onnxruntime(engine: Runtime, config, folder: Path, threads: int) -> Built:
-    session = onnx_session(folder / ONNX, threads)
+    session = onnx_session(folder / engine.reads, threads)
     return Built(lambda batch: session.run(None, batch)[0], lambda batch: batch, np.asarray)
+
+
+def _ctranslate2(engine: Runtime, config, folder: Path, threads: int) -> Built:
+    """Build an encoder of CTranslate2, which gets the lengths of the sequences."""
+    import ctranslate2
+
+    encoder = ctranslate2.Encoder(
+        str(folder / engine.reads),
+        compute_type="int8" if engine.form == INT8 else "float32",
+        intra_threads=threads,
+        inter_threads=1,
+    )
+
+    def inputs(batch):
+        arrays = batch["input_ids"], batch["attention_mask"].sum(1)
+        views = [np.ascontiguousarray(array, dtype=np.int32) for array in arrays]
+        return [ctranslate2.StorageView.from_array(view) for view in views]
+
+    def call(views):
+        return encoder.forward_batch(*views).last_hidden_state
+
+    return Built(call, inputs, np.array)

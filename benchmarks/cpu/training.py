@@ -88,7 +88,7 @@ def _play(
         work = Work(3 * shape.flops)
         row.set_rates(len(shape.lengths), work, setting.ceilings.limits(form))
     target = CPU_TARGETS.get((TRAINING, form), Target())
-    judge(list(rows.values()), lambda row: target, {form: lambda row: not row.ours})
+    judge(list(rows.values()), lambda row: target)
     for row in rows.values():
         setting.notify(f"  {line(row)}")
     return list(rows.values())

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cpu.batches import batches, sample
+from benchmarks.cpu.exactness import padded, pooled
 from benchmarks.cpu.runtimes import BY_NAME, Built, build, refusal
 
 # A call shorter than SHORT_S is repeated for WARM_S before it is timed.
@@ -57,6 +58,16 @@ class Server:
         result = self.call(0)
         self.seconds = seconds = time.perf_counter() - start
         return {"seconds": seconds, "sample": sample(built.array(result), made[0])}
+
+    def embed(self, ids: list[list[int]]) -> dict[str, Any]:
+        """Return the embedding of each sequence of token ids."""
+        assert self.built is not None
+        built, vectors = self.built, []
+        for batch in padded(ids):
+            built.prepare(*batch["input_ids"].shape)
+            hidden = built.array(built.call(built.inputs(batch)))
+            vectors += pooled(hidden, batch).tolist()
+        return {"embeddings": vectors}
 
     def imports(self) -> dict[str, Any]:
         """Import the modules of the training step, and return the resident memory in bytes."""

@@ -65,20 +65,24 @@ def plot_matches(path: Path, rows: Sequence[Mapping[str, Any]], machine: Machine
         _head(figure, machine, 110)
 
 
-def _peers_of(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the peers of ``row`` whose dtype is at least as exact as the row's, by falling rate.
+# The formats that are at least as exact as a format; every format is compared with its own peers.
+AS_EXACT = {
+    "fp32": ("fp32",),
+    "bf16": ("bf16", "fp32"),
+    "fp16": ("fp16", "fp32"),
+    "int8": ("int8", "bf16", "fp16", "fp32"),
+}
 
-    An fp32 row has fp32 peers only. A 16-bit row has peers in all dtypes.
-    """
-    exact = row["dtype"] in ("fp32", "float32")
+
+def _peers_of(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the peers of a row whose dtype is at least as exact, the fastest peer first."""
+    allowed = AS_EXACT.get(row["dtype"], (row["dtype"], "float32"))
     peers = [
         peer
         for peer in rows
-        if not peer["ours"]
-        and peer["label"] == row["label"]
-        and (peer["dtype"] == row["dtype"] or not exact)
+        if not peer["ours"] and peer["label"] == row["label"] and peer["dtype"] in allowed
     ]
-    return sorted(peers, key=lambda peer: -peer["rate"])
+    return sorted(peers, key=lambda peer: peer["seconds"])
 
 
 def _draw_pairs(axes: Any, title: str, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -88,7 +92,7 @@ def _draw_pairs(axes: Any, title: str, rows: Sequence[Mapping[str, Any]]) -> Non
         axes.barh(place - 0.17, row["rate"], height=0.36, color=OURS)
         peers, note = _peers_of(row, rows), f"{row['rate']:,.4g}"
         if peers:
-            note = f"{row['rate'] / peers[0]['rate']:.2f} ×"
+            note = f"{peers[0]['seconds'] / row['seconds']:.2f} ×"
             best = peers[0]["rate"]
             axes.barh(place + 0.19, best, height=0.28, color=PEERS)
             name = literal(peers[0]["contender"])

@@ -73,19 +73,22 @@ def _documented() -> Iterator[str]:
                     yield from split_sentences(paragraph)
 
 
-@torch.inference_mode()
-def embeddings(model: BertModel, sentences: list[str]) -> Tensor:
-    """Return the embeddings, scaled to length 1, as float64 with one row per sentence."""
+def token_ids(sentences: list[str]) -> list[list[int]]:
+    """Return the token ids of each sentence for the model, at most 256."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(model_folder() / "tokenizer.json"))
     tokenizer.no_padding()
     tokenizer.enable_truncation(256)
+    return [encoding.ids for encoding in tokenizer.encode_batch(sentences)]
+
+
+@torch.inference_mode()
+def embeddings(model: BertModel, sentences: list[str]) -> Tensor:
+    """Return the embeddings, scaled to length 1, as float64 with one row per sentence."""
     results = []
     for start in range(0, len(sentences), BATCH):
-        ids = [
-            encoding.ids for encoding in tokenizer.encode_batch(sentences[start : start + BATCH])
-        ]
+        ids = token_ids(sentences[start : start + BATCH])
         lengths = torch.tensor([len(sentence) for sentence in ids])
         ends = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]).int()
         flat = torch.tensor(list(itertools.chain.from_iterable(ids)))

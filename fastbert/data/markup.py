@@ -115,8 +115,8 @@ def _without_parts(
     """Replace each part, from a match of `begin` to the next match of `end`, by `new`.
 
     A part stays if it has no end, or if its begin has the form of a tag but is not a tag of HTML or
-    MediaWiki. If a part has no end, no later part has an end. The search then stops, so that the whole search
-    takes linear time.
+    MediaWiki. If a part has no end, no later part has an end. The search then stops, so that the
+    whole search takes linear time.
     """
     parts, place = [], 0
     while (first := begin.search(text, place)) and (last := end.search(text, first.end())):
