@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -19,8 +21,12 @@ from fastbert.modules.quantized_linear import QuantizedLinear
 LAYERS = ("attention.self.qkv", "attention.output.dense", "intermediate.dense", "output.dense")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
+Model = TypeVar("Model", bound=nn.Module)
+# The parent, the name in the parent, and the module of each linear layer.
+Linears = list[tuple[nn.Module, str, Any]]
 
-def quantize(model: BertPreTrainedModel, *, inplace: bool = False) -> BertPreTrainedModel:
+
+def quantize(model: Model, *, inplace: bool = False) -> Model:
     """Quantize the linear layers of a model's encoder to int8, for inference on the CPU.
 
     The weights become int8 with a scale for each output channel. The activations are quantized in
@@ -29,10 +35,14 @@ def quantize(model: BertPreTrainedModel, *, inplace: bool = False) -> BertPreTra
     of the model, because they take little time or compute the results that the caller reads.
 
     The ``state_dict()`` of the result has int8 weights under their old names, and fp32 scales. It
-    can be loaded into another quantized model. ``save_pretrained`` refuses the result.
+    can be loaded into another quantized model. ``save_pretrained`` of transformers and ``save`` of
+    sentence-transformers write an accelerated and quantized model; see
+    ``fastbert.integrations.quantized_models`` for its format. ``save_pretrained`` of a model of
+    fastbert refuses a quantized model.
 
     Args:
-        model: A model of fastbert in fp32, bf16 or fp16, on the CPU and in eval mode.
+        model: A model of fastbert, or a module that `fastbert.accelerate` has accelerated, such as
+            a ``SentenceTransformer``; in fp32, bf16 or fp16, on the CPU and in eval mode.
         inplace: Whether `model` itself is changed. Each weight is then freed when its quantized
             form replaces it.
 
@@ -41,8 +51,8 @@ def quantize(model: BertPreTrainedModel, *, inplace: bool = False) -> BertPreTra
         No parameter of the result requires a gradient.
 
     Raises:
-        TypeError: If `model` is not a model of fastbert, or if a linear layer of its encoder was
-            replaced or has hooks.
+        TypeError: If `model` is neither a model of fastbert nor an accelerated module, or if a
+            linear layer of its encoder was replaced or has hooks.
         ValueError: If `model` is in training mode, is not on the CPU, is already quantized, has
             weights in a dtype other than fp32, bf16 and fp16, or has weights that are not finite.
 
@@ -56,52 +66,70 @@ def quantize(model: BertPreTrainedModel, *, inplace: bool = False) -> BertPreTra
         >>> model.state_dict()["encoder.layer.0.output.dense.weight"].dtype
         torch.int8
     """
-    if not isinstance(model, BertPreTrainedModel):
-        raise TypeError(f"quantize: got {class_name(model)}, allowed: a model of fastbert")
-    places = _places(model)
+    if isinstance(model, BertPreTrainedModel):
+        return quantize_linears(model, _linears, inplace=inplace)
+    for module in model.modules() if isinstance(model, nn.Module) else ():
+        # The class of an accelerated encoder has a function that quantizes a module around it.
+        by_host = getattr(type(module), "fastbert_quantizes", None)
+        if by_host is not None:
+            return by_host(model, inplace=inplace)
+    raise TypeError(
+        f"quantize: got {class_name(model)}, allowed: a model of fastbert, or a module that "
+        "fastbert.accelerate has accelerated"
+    )
+
+
+def quantize_linears(model: Model, linears: Callable[[Model], Linears], *, inplace: bool) -> Model:
+    """Replace linear layers of a model by layers with int8 weights.
+
+    Args:
+        model: The model.
+        linears: Function that returns the linear layers of `model` or of a copy of `model`.
+        inplace: Whether `model` itself is changed.
+
+    Returns:
+        The quantized model; see `quantize`, also for the errors.
+    """
+    places = linears(model)
     _check(model, places)
     if not inplace:
         # The weights of the linear layers are about to be replaced and need no copy.
         weights = {id(linear.weight): linear.weight for _, _, linear in places}
         model = copy.deepcopy(model, weights)
-        places = _places(model)
+        places = linears(model)
     forget_prepared_calls(model)
+    backend = getattr(model, "backend", None)
     while places:
         parent, name, linear = places.pop()
         quantised = QuantizedLinear.of(linear)
         quantised.eval()
-        quantised.set_backend(model.backend)
+        quantised.set_backend(backend)
         setattr(parent, name, quantised)
         del linear
     # The copy shares weights with the original until here, so gradients are switched off last.
     return model.requires_grad_(False)
 
 
-def _places(model: nn.Module) -> list[tuple[nn.Module, str, nn.Linear]]:
-    """Return the parent, the name in the parent, and the module of each layer in ``LAYERS``.
-
-    Raises:
-        TypeError: If a linear layer was replaced or has hooks.
-        ValueError: If a linear layer is already quantized.
-    """
+def _linears(model: nn.Module) -> Linears:
+    """Return the linear layers in ``LAYERS`` of every layer of a model of fastbert."""
     places = []
-    for prefix, layer in model.named_modules():
-        if not isinstance(layer, BertLayer):
-            continue
-        for path in LAYERS:
-            parent, _, name = path.rpartition(".")
-            around = layer.get_submodule(parent)
-            linear = getattr(around, name)
-            if isinstance(linear, QuantizedLinear):
-                raise ValueError("quantize: got a quantized model, allowed: floating weights")
-            problem = deviation(linear, Linear if type(linear) is Linear else nn.Linear)
-            if problem is not None:
-                raise TypeError(f"quantize: {prefix}.{path} {problem}, allowed: a plain Linear")
-            places.append((around, name, linear))
+    for layer in model.modules():
+        if isinstance(layer, BertLayer):
+            for path in LAYERS:
+                parent, _, name = path.rpartition(".")
+                around = layer.get_submodule(parent)
+                places.append((around, name, getattr(around, name)))
     return places
 
 
-def _check(model: nn.Module, places: list[tuple[nn.Module, str, nn.Linear]]) -> None:
+def _check(model: nn.Module, places: Linears) -> None:
+    for around, name, linear in places:
+        where = f"quantize: {name} of {type(around).__name__}"
+        if isinstance(linear, QuantizedLinear):
+            raise ValueError("quantize: got a quantized model, allowed: floating weights")
+        problem = deviation(linear, Linear if type(linear) is Linear else nn.Linear)
+        if problem is not None:
+            raise TypeError(f"{where} {problem}, allowed: a plain Linear")
     if model.training:
         raise ValueError("quantize: got a model in training mode, allowed: model.eval()")
     for name, parameter in model.named_parameters():

@@ -197,6 +197,14 @@ def restore(model: Model) -> Model:
     return model
 
 
+def _quantize(model: nn.Module, *, inplace: bool) -> nn.Module:
+    """Quantize an accelerated module; see `fastbert.quantize`, which calls this function."""
+    from fastbert.integrations.quantized_models import quantize
+
+    with LOCK:
+        return quantize(model, bound_encoders(model), inplace=inplace)
+
+
 def bound_encoders(model: Any) -> dict[str, BoundEncoder]:
     """Return the encoders of fastbert that run inside an accelerated model.
 
@@ -315,6 +323,7 @@ def _fast_class(kind: Any, stock: Any) -> Any:
         "forward": forward,
         "__reduce_ex__": reduce,
         "fastbert_restores": kind,
+        "fastbert_quantizes": staticmethod(_quantize),
         "__module__": kind.__module__,
         "__qualname__": kind.__qualname__,
     }

@@ -41,6 +41,7 @@ from fastbert.io import families
 from fastbert.modules import BertModel
 from fastbert.modules.joined_linear import JoinedLinear
 from fastbert.modules.layer_norm import LayerNorm
+from fastbert.modules.quantized_linear import QuantizedLinear
 from fastbert.modules.snapshot import Snapshot
 from fastbert.ops import backend as backends
 
@@ -162,8 +163,10 @@ class BoundEncoder:
         self._in_effect: CachedComparison | None = None
         self.tables: list[tuple[str, Tensor]] = []
         self.frequencies: dict[float, Tensor] = {}
-        # The buffers of the HF model, each with the number of times that torch has written to it.
-        self._written: list[tuple[Tensor, int]] = []
+        # The tensors of the HF model that a binding copies or that a comparison reads: its buffers,
+        # and the biases of int8 layers. Each has the number of times that torch has written to it,
+        # and its address.
+        self._written: list[tuple[Tensor, int, int]] = []
 
         @torch._dynamo.assume_constant_result
         def bind_while_traced(me: Any = weakref.ref(self)) -> str | None:  # noqa: B008
@@ -249,8 +252,6 @@ class BoundEncoder:
 
     def _bind_anew(self, hf_model: nn.Module) -> str | None:
         self.watch, self.called = None, {}
-        buffers = [b for b in hf_model.buffers() if not b.is_inference()]
-        self._written = [(buffer, buffer._version) for buffer in buffers]
         unchecked = ComparisonResult(None, {})
         reason, called = compare(hf_model, self._probing) if self._probing else unchecked
         if reason is not None:
@@ -273,6 +274,8 @@ class BoundEncoder:
         self.whole = not all(_are_row_wise(leaf, called) for leaf in inner)
         for leaf in self.leaves:
             _bind(leaf, called)
+        read = [*hf_model.buffers(), *_int8_biases(hf_model)]
+        self._written = [(t, t._version, t.data_ptr()) for t in read if not t.is_inference()]
         self.checkpoints = any(
             getattr(module, "gradient_checkpointing", False) for module in hf_model.modules()
         )
@@ -283,8 +286,8 @@ class BoundEncoder:
         return None
 
     def _is_unwritten(self) -> bool:
-        """Return whether no buffer of the HF model was written since the last comparison."""
-        return all(buffer._version == version for buffer, version in self._written)
+        """Return whether no tensor that the last binding has read was written since then."""
+        return all(t._version == version and t.data_ptr() == at for t, version, at in self._written)
 
     def must_embed(self) -> bool:
         """Return whether the HF model's embedding must be called.
@@ -352,6 +355,12 @@ class BoundEncoder:
                 self.model.config = config
 
 
+def _int8_biases(hf_model: nn.Module) -> list[Tensor]:
+    """Return the biases of the int8 layers of an HF model."""
+    layers = [module for module in hf_model.modules() if type(module) is QuantizedLinear]
+    return [layer.bias for layer in layers if layer.bias is not None]
+
+
 def _none() -> None:
     return None
 
@@ -377,7 +386,9 @@ def _bind(leaf: Leaf, called: Mapping[str, str]) -> None:
     """Give `leaf.module` the parameters of the HF model, or let fastbert call the HF module.
 
     fastbert calls a module of the HF model if its path is in `called`. The parts of a
-    `JoinedLinear` are always the modules of the HF model themselves.
+    `JoinedLinear` are always the modules of the HF model themselves. If all parts have int8
+    weights, a `QuantizedLinear` with the weights of all parts takes the place of the
+    `JoinedLinear`.
     """
     module = leaf.module
     parts = [place.get() for place in leaf.hf_places]
@@ -385,6 +396,8 @@ def _bind(leaf: Leaf, called: Mapping[str, str]) -> None:
         for number, part in enumerate(parts):
             if module.parts._modules[str(number)] is not part:
                 module.parts._modules[str(number)] = part
+        int8 = [part for part in parts if type(part) is QuantizedLinear and is_row_wise(part)]
+        leaf.own_place.put(QuantizedLinear.joined(int8) if len(int8) == len(parts) else module)
         return
     if isinstance(module, nn.Identity):
         return

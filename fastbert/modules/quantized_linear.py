@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -54,6 +55,34 @@ class QuantizedLinear(OperationModule):
         """
         values, scale = int8_weight(linear.weight)
         return cls(values, scale, linear.bias)
+
+    @classmethod
+    def joined(cls, parts: Sequence[QuantizedLinear]) -> QuantizedLinear:
+        """Return one layer that computes the outputs of several layers side by side.
+
+        If the outputs of each part fill whole panels of the memory layout, the parts then share
+        the memory of the joined weight. The bias is a copy of the biases of the parts.
+
+        Args:
+            parts: Quantized layers that share their input.
+
+        Returns:
+            The joined layer.
+        """
+        biases = [
+            part.scale.new_zeros(part.out_features) if part.bias is None else part.bias
+            for part in parts
+        ]
+        bias = None if all(part.bias is None for part in parts) else torch.cat(biases)
+        values, scale = (torch.cat([getattr(p, n) for p in parts]) for n in ("weight", "scale"))
+        whole = cls(values, scale, bias, parts[0].backend)
+        # Panels and lanes of the packed weights: a part without padding is a run of panels.
+        sizes = [part.weight_now(whole._layout).packed.shape for part in parts]
+        if all(n[0] * n[2] == p.out_features for n, p in zip(sizes, parts, strict=True)):
+            panels = whole.prepacked.split([n[0] for n in sizes])
+            for part, packed in zip(parts, panels, strict=True):
+                part.prepacked = packed
+        return whole.train(parts[0].training)
 
     def forward(
         self, x: Tensor, return_residual: bool = False, activation: str = "none"
