@@ -74,9 +74,9 @@ class _PackedCollator:
             )
 
     def _batch(self, sequences: Sequences, ids: np.ndarray, labels: np.ndarray | None) -> Batch:
-        """Build a batch with `ids` and token `labels`; without ``labels`` if `labels` is None.
+        """Build a batch with `ids`, and with `labels` of the tokens unless `labels` is None.
 
-        The lengths and the token types are from `sequences`.
+        The lengths and the token types of the batch are those of `sequences`.
         """
         columns = {"input_ids": ids, "token_type_ids": sequences.token_types, "labels": labels}
         batch: Batch = {k: torch.from_numpy(v) for k, v in columns.items() if v is not None}

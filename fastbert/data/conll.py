@@ -71,9 +71,9 @@ def read_conll(
 
     Raises:
         FileNotFoundError: If there is no such file.
-        ValueError: If the file is not UTF-8 or has no sentence, if a line has another number of
-            columns than the first line, or if a column does not exist or cannot be inferred. The
-            message names the file and the line.
+        ValueError: If the file is not valid text or has no sentence, if a line has another number
+            of columns than the first line, or if a column does not exist or cannot be inferred. The
+            message names the file and, for a wrong line, the line.
 
     Examples:
         >>> import pathlib, tempfile

@@ -88,7 +88,7 @@ def _bad_line(path: Path) -> int:
 def text_files(folder: Path) -> Iterator[Path]:
     """Yield each file below `folder` once, in sorted order.
 
-    Hidden files and folders are left out. A file that several links point to counts once.
+    Hidden files and folders are left out. A file to which several links point is yielded once.
     """
     seen = set()
     for root, folders, names in os.walk(folder):

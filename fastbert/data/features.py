@@ -31,11 +31,11 @@ class Text(NamedTuple):
     prefix: str = ""
 
     def get(self, name: str) -> Any:
-        """Return the column `name`, or None if it is absent."""
+        """Return the column `prefix` + `name`, or None if the feature has no such column."""
         return self.columns.get(self.prefix + name)
 
     def wrong(self, name: str, got: str, allowed: str) -> ValueError:
-        """Return the error for a wrong column `name`."""
+        """Return the error that the column `prefix` + `name` has `got` instead of `allowed`."""
         return ValueError(f"{self.prefix}{name} of {self.where}: got {got}, allowed: {allowed}")
 
 
@@ -71,7 +71,7 @@ def as_texts(features: Sequence[Feature]) -> list[Text]:
 
 
 def flatten(texts: list[Text], max_length: int | None, labels: str | None = None) -> Sequences:
-    """Concatenate ``input_ids`` and, where they exist, ``token_type_ids`` and labels of tokens.
+    """Concatenate ``input_ids``, the column `labels`, and ``token_type_ids`` if texts have them.
 
     Tokens whose ``attention_mask`` is 0 are dropped from all columns.
 
@@ -140,7 +140,7 @@ def refuse(
 
 
 def label_column(texts: list[Text], names: Sequence[str] = LABELS) -> str | None:
-    """Return the name from `names` of the column that all texts have; None if no text has one.
+    """Return the one of `names` that is a column of all texts; None if no text has such a column.
 
     Raises:
         ValueError: If the texts have columns of several names from `names`, or if only some texts

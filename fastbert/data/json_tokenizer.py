@@ -31,7 +31,8 @@ class JsonTokenizer:
 
         Args:
             tokenizer: The tokenizer, which is changed in place.
-            token_types: Whether the model has token types; if not, `encode_pair` returns zeros.
+            token_types: Whether the model has token types; if not, `encode_pair` returns token
+                types of zero.
         """
         tokenizer.no_padding()
         self.backend = tokenizer
@@ -61,8 +62,8 @@ class JsonTokenizer:
         Args:
             first: The first text.
             second: The second text.
-            max_length: Largest number of ids; if there are more, the end of the longer text is cut.
-                None cuts nothing.
+            max_length: Largest number of ids; if there are more, the texts are cut at their ends,
+                the longer text first. None cuts nothing.
 
         Returns:
             The ids and the token types, of the same length.
@@ -164,7 +165,7 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> WordPieceTokenizer | JsonT
 
 
 def model_max_length(folder: str | os.PathLike[str]) -> int | None:
-    """Read the longest input, in tokens, from ``tokenizer_config.json``.
+    """Read the largest number of tokens of an input from ``tokenizer_config.json``.
 
     Args:
         folder: Model folder.

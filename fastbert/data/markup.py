@@ -45,9 +45,6 @@ _HEADINGS = {"h1", "h2", "h3", "h4", "h5", "h6"}
 _ITEMS = {"li", "dt", "dd"}
 # This pattern matches a tag. The value of an attribute in double quotation marks may contain ">".
 _TAG = re.compile(r"""</?[A-Za-z](?:[^<>"]|"[^"<]{0,300}"){0,300}>""")
-# Each row of `_PARTS` describes one kind of part, such as a comment or a table. The row has a text
-# that every such part contains, the patterns of the part's begin and end, and the text that
-# replaces the part. A part may have several lines.
 _FENCE = re.compile(r"^```", re.M)
 
 
@@ -56,6 +53,9 @@ def _tags(name: str) -> tuple[str, re.Pattern[str], re.Pattern[str]]:
     return "</", opening, re.compile(rf"</{name}\s{{0,9}}>", re.I)
 
 
+# Each row describes one kind of part, such as a comment or a table. The row has a text
+# that every such part contains, the patterns of the part's begin and end, and the text that
+# replaces the part. A part may have several lines.
 _PARTS = (
     ("<!--", re.compile("<!--"), re.compile("-->"), ""),
     *((*_tags(name), "") for name in ("ref", "math")),
@@ -115,8 +115,8 @@ def _without_parts(
     """Replace each part, from a match of `begin` to the next match of `end`, by `new`.
 
     A part stays if it has no end, or if its begin has the form of a tag but is not a tag of HTML or
-    MediaWiki. If a part has no end, no later part has an end. The search then stops, so that the
-    whole search takes linear time.
+    MediaWiki. After a part without an end, no later part has an end. The search then stops, so that
+    the whole search takes linear time.
     """
     parts, place = [], 0
     while (first := begin.search(text, place)) and (last := end.search(text, first.end())):

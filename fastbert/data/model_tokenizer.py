@@ -31,7 +31,7 @@ class Words(NamedTuple):
 
     Attributes:
         ids: Ids of the tokens, special tokens included.
-        first: Index of the first word in the sentence.
+        first: Index in the sentence of the first of these words.
         places: For each word, the index in `ids` of its first token.
     """
 
@@ -56,7 +56,7 @@ class Window(NamedTuple):
 
 
 class ModelTokenizer:
-    """The tokenizer of a model folder; `save` writes its files into the folder of a new model.
+    """The tokenizer of a model folder; `save` copies the tokenizer into the folder of a new model.
 
     Attributes:
         folder: The model folder.
@@ -100,7 +100,7 @@ class ModelTokenizer:
     def encode(self, texts: Sequence[str]) -> Encoded:
         """Encode a text or a pair of texts in at most `limit` tokens.
 
-        If there are more tokens, the end of the longer text is cut.
+        If there are more tokens, the texts are cut at their ends, the longer text first.
 
         Args:
             texts: One text or two.
@@ -213,7 +213,7 @@ class ModelTokenizer:
         Args:
             folder: Folder, which must exist.
             max_length: With any number, ``model_max_length`` is `limit`, so that other programs cut
-                texts to the same length. With None, ``tokenizer_config.json`` stays unchanged.
+                texts to this length. With None, ``tokenizer_config.json`` has the loaded values.
         """
         for name, content in self._files.items():
             (Path(folder) / name).write_bytes(content)

@@ -1,8 +1,8 @@
 """Next-sentence pairs: two texts of one document or of two documents (Devlin et al. 2019, A.2).
 
-A random second text starts at any sentence of another document. As in the code published with the
-paper, a random second text has the same token budget as the text that it replaces. A model can
-therefore infer the label from the topics of the two texts and from the continuity between them.
+A random second text starts at any sentence of another document. A model can therefore infer the
+label from the topics of the two texts and from the continuity between them. As in the code
+published with the paper, a random second text has the token budget of the text that it replaces.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class Instance(NamedTuple):
     Attributes:
         ids: Ids of the n tokens, int64 of shape ``(n,)``.
         token_types: int64 of shape ``(n,)``; 0 up to the first ``[SEP]``, then 1.
-        is_random: False when B follows A in its document (label 0), and True when B is from another
-            document (label 1).
+        is_random: False when B follows A in the same document (label 0), and True when B is from
+            another document (label 1).
     """
 
     ids: np.ndarray

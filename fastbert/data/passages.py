@@ -31,7 +31,8 @@ def passages(text: str, dropped: Dropped) -> Document:
     r"""Return the sentences of the passages of a document.
 
     These parts are left out: markup, code blocks, headings, items of lists, rows of tables, and
-    paragraphs without a sentence-ending mark, unless their script needs no such marks.
+    paragraphs without a sentence-ending mark. If most of a paragraph is in a script that needs no
+    such marks, the paragraph is left out only if it is one line of at most 50 characters.
 
     Args:
         text: The document. Blank lines separate its paragraphs.

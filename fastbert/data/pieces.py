@@ -168,7 +168,7 @@ def _lines(span: Span) -> Iterator[tuple[int, bytes]]:
 
 
 def _read_txt(span: Span) -> Iterator[str]:
-    """Yield the blocks of lines whose preceding blank line begins in the span."""
+    """Yield each block of lines that directly follows a blank line which begins in the span."""
     block: list[str] = []
     # `blank` is the index of the byte at which the preceding blank line begins; None until a blank
     # line was read. The start of a file counts as a blank line.

@@ -74,7 +74,8 @@ def read_records(
     Raises:
         FileNotFoundError: If there is no such file.
         ValueError: If the file has another suffix, is not text or has no rows, or if a row is
-            broken or lacks a field (`NoField`). The message names the file and the line.
+            broken or lacks a field (`NoField`). The message names the file, and the line or row
+            that is at fault, if there is one.
         ImportError: If the file is a .parquet or .zst file and pyarrow is not installed.
 
     Examples:
@@ -134,7 +135,7 @@ def _separated(path: Path, fields: Sequence[str], optional: Sequence[str]) -> It
 
 
 def _separator(path: Path, first: str, fields: Sequence[str]) -> str:
-    """Return the first separator with which the first line has all `fields`, or else a comma."""
+    """Return the first separator that cuts `first` into names with all `fields`, else a comma."""
     for separator in SEPARATORS:
         line = next(_quoted(path, first, separator), None)
         names = [name.strip() for name in line.fields] if line else []

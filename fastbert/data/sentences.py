@@ -58,15 +58,16 @@ def needs_no_mark(text: str) -> bool:
 
 
 def ends_sentence(text: str) -> bool:
-    """Return whether a text ends with a sentence-ending mark, which closing quotes may follow."""
+    """Return whether a text ends with a sentence-ending mark, with or without closing quotes."""
     return _MARK.match(text.rstrip("\"'”’»)]」』）")[-1:]) is not None
 
 
 def _is_boundary(text: str, start: int, match: regex.Match[str], needs_capital: bool) -> bool:
     """Return whether the mark of `match` ends the sentence that begins at `start`.
 
-    More text must follow the mark. Only the words around the mark are read, so the time does not
-    depend on the length of the sentence.
+    The caller has checked that more text follows the mark. With `needs_capital`, a full stop, a
+    question mark or an exclamation mark before a lower-case letter is no end. Only the words around
+    the mark are read, so the time does not depend on the length of the sentence.
     """
     mark, end, resume = match.group().strip(), match.start(), match.end()
     if mark[0] not in _WEAK:

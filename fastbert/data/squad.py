@@ -136,7 +136,7 @@ def _impossible(place: str, entry: Any) -> bool:
 
 
 def _of(path: Path, where: str, content: Any, name: str, kind: type) -> Any:
-    """Return the entry `name` of an object; raise ValueError if it is absent or of another type."""
+    """Return ``content[name]``; raise ValueError if it is absent or not of the type `kind`."""
     value = content.get(name) if isinstance(content, dict) else None
     if not isinstance(value, kind) or isinstance(value, bool):
         got = "nothing" if value is None else f"a {type(value).__name__}"

@@ -25,8 +25,8 @@ def read_text_folder(folder: Path) -> Iterator[Record]:
         ``Record.place`` is the path of the file.
 
     Raises:
-        ValueError: If there is no text, or if a file is empty or not UTF-8. The message names the
-            file or the folder.
+        ValueError: If there is no text, or if a file is empty or not valid text. The message names
+            the file or the folder.
     """
     labels = sorted(path for path in folder.iterdir() if path.is_dir() and path.name != UNLABELLED)
     any_text = False

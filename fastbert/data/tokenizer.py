@@ -52,7 +52,7 @@ def rust_errors(what: str) -> Iterator[None]:
     """Turn the Rust library's errors in the ``with`` block into a ValueError that names `what`.
 
     The library raises bare Exception. It also raises PanicException, which derives from
-    BaseException. TypeError and OSError pass unchanged.
+    BaseException. TypeError, OSError and interrupts such as KeyboardInterrupt pass unchanged.
     """
     try:
         yield
@@ -93,10 +93,11 @@ def build_tokenizer(
     strip_accents: bool | None = None,
     chinese: bool = True,
 ) -> Tokenizer:
-    """Build a BERT tokenizer from `vocab` (token to id) that adds ``[CLS]`` and ``[SEP]``.
+    """Build a BERT tokenizer from `vocab`, which maps tokens to ids.
 
-    `special` has the keys of `SPECIAL_TOKENS`. The other arguments are options of the
-    ``BertNormalizer``; `chinese` puts blanks around Chinese characters.
+    The tokenizer adds ``[CLS]`` and ``[SEP]`` to a text if `vocab` has both tokens. `special` has
+    the keys of `SPECIAL_TOKENS`. The other arguments are options of the ``BertNormalizer``;
+    `chinese` puts blanks around Chinese characters.
     """
     unk = special["unk_token"]
     tokenizer = Tokenizer(models.WordPiece(vocab=vocab, unk_token=unk))
@@ -217,8 +218,8 @@ class WordPieceTokenizer:
         Args:
             first: The first text.
             second: The second text.
-            max_length: Largest number of ids; if there are more, the end of the longer text is cut.
-                None cuts nothing.
+            max_length: Largest number of ids; if there are more, the texts are cut at their ends,
+                the longer text first. None cuts nothing.
 
         Returns:
             The ids, and the token types: 0 up to the first ``[SEP]``, then 1.

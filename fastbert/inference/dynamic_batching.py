@@ -26,13 +26,13 @@ Text = str | tuple[str, str]
 
 
 class TextModel(Protocol):
-    """A model of texts, such as `Embedder`, that computes one row for each line of a batch."""
+    """A model of texts, such as `Embedder`, that computes one row for each text of a batch."""
 
     tokenizer: LimitedTokenizer
     device: torch.device
 
     def forward(self, batch: dict[str, Any]) -> Tensor:
-        """Return the rows of a packed batch of B lines, of shape ``(B, width)``."""
+        """Return the rows of a packed batch of B texts, of shape ``(B, width)``."""
         ...
 
 
@@ -41,7 +41,7 @@ class OverloadedError(RuntimeError):
 
 
 class _Call:
-    """A call that waits or runs: its lines, the rows computed so far, and its future."""
+    """A call that waits or runs: its encoded texts (lines), its rows so far, and its future."""
 
     def __init__(self, lines: list[Encoded], single: bool) -> None:
         self.lines, self.single = lines, single
@@ -104,7 +104,7 @@ class DynamicBatcher:
         _BATCHERS.add(self)
 
     def _start(self) -> None:
-        """Make new locks, an empty queue and a thread; a forked process calls this again."""
+        """Make new locks, an empty queue and a thread; a forked process calls this method again."""
         self._lock, self._computing = threading.Lock(), threading.Lock()
         # A tokenizer of Hugging Face changes its limit of tokens while it encodes, so only one
         # thread may encode at a time.
@@ -211,7 +211,7 @@ class DynamicBatcher:
         return call.future
 
     def _enter(self, call: _Call) -> None:
-        """Add the call's lines to the number of waiting lines, or raise the error of the call."""
+        """Count the lines of a call as waiting, or raise the error that refuses the call."""
         if self._closed:
             raise RuntimeError("the DynamicBatcher is closed")
         if self._waiting + len(call.lines) > self.max_waiting:

@@ -35,8 +35,8 @@ class Embedder:
             counts from the last state.
         combine: How several states become one row: ``"concat"``, ``"sum"`` or ``"mean"``; None is
             ``"concat"``.
-        normalize: Whether the last step scales the embedding to length 1; None keeps the steps of
-            the folder.
+        normalize: Whether the last step scales the embedding to an L2 norm of 1; None keeps the
+            steps of the folder.
         max_length: Largest number of tokens of a text; None keeps the limit of the folder.
         tokens_per_batch: Largest number of tokens of a batch, unless a single text is longer.
         backend: Requested backend, as in `fastbert.BertModel`; None lets every operation choose.
@@ -137,8 +137,8 @@ def read_recipe(
         folder: Folder of the model.
         pooling: The pooling mode, as in `fastbert.modules.pool`; None keeps the modes of the
             folder.
-        normalize: Whether the last step scales the embedding to length 1; None keeps the steps of
-            the folder.
+        normalize: Whether the last step scales the embedding to an L2 norm of 1; None keeps the
+            steps of the folder.
 
     Returns:
         The steps and the settings of the folder.

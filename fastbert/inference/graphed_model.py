@@ -26,7 +26,7 @@ from fastbert.modules.class_name import class_name
 from fastbert.modules.inputs import EncoderInput, enter
 from fastbert.modules.outputs import as_asked
 
-# The number of calls of a function before it is recorded.
+# The number of times that the calculation for a bucket runs before a graph records it.
 WARM_UPS = 3
 
 
@@ -111,7 +111,7 @@ class GraphedModel:
         self.buckets = buckets
         self._lock = threading.Lock()
         self._cache: GraphCache[_Graph] = GraphCache(max_graphs, recorder, model.device)
-        # This list keeps the modules alive, so that no new module gets the id of an old one.
+        # This list keeps the modules alive, so that no new module gets the id of an old module.
         self._parts = list(model.modules())
         self._recorded_from = self._sources()
 
@@ -220,7 +220,7 @@ class GraphedModel:
             graph.recording.replay()
             hidden, pooled = graph.recording.result
             layout = moved(tokens, self.model.device).layout
-            # The next replay overwrites the result, so it is copied. With padding,
+            # The next replay overwrites the result, so the result is copied. With padding,
             # `layout.given` makes the copy.
             hidden = hidden[:rows] if layout.indices is not None else hidden[:rows].clone()
             return layout.given(hidden), None if pooled is None else pooled[: layout.batch].clone()
@@ -265,7 +265,7 @@ class GraphedModel:
         return self.model.backend, modules, [(t.data_ptr(), t.dtype) for t in tensors]
 
     def _renewed(self) -> Recorder:
-        """Return the recorder, after all graphs are freed if the result of `_sources` changed."""
+        """Return the recorder; if the result of `_sources` has changed, free all graphs first."""
         if self._sources() != self._recorded_from:
             self._cache.clear(self.model.device)
             self._parts = list(self.model.modules())

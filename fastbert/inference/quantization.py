@@ -17,7 +17,8 @@ from fastbert.modules.plain import deviation
 from fastbert.modules.prepared_call import forget_prepared_calls
 from fastbert.modules.quantized_linear import QuantizedLinear
 
-# These linear layers take nine tenths of a layer's time and hold nearly all of its weights.
+# These linear layers take nine tenths of the time of a `BertLayer`, and have nearly all of its
+# weights.
 LAYERS = ("attention.self.qkv", "attention.output.dense", "intermediate.dense", "output.dense")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

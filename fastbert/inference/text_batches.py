@@ -107,15 +107,15 @@ def length_batches(lengths: list[int], tokens_per_batch: int) -> list[list[int]]
 
 
 def pack(lines: list[Encoded], device: torch.device) -> dict[str, Any]:
-    """Pack encoded lines into the arguments of a model, without padding.
+    """Pack encoded texts into the arguments of a model, without padding.
 
     Args:
-        lines: The encoded lines, at least one.
+        lines: The encoded texts or pairs of texts, at least one.
         device: Device of the tensors.
 
     Returns:
         ``input_ids``, int64 of shape ``(T,)``; ``cu_seqlens``, int32 of shape ``(B + 1,)``;
-        ``max_seqlen``; and ``token_type_ids``, int64 of shape ``(T,)``, if a line has token types.
+        ``max_seqlen``; and ``token_type_ids``, int64 of shape ``(T,)``, if a text has token types.
     """
     import torch
 

@@ -130,7 +130,7 @@ class Stored:
 
 @contextlib.contextmanager
 def naming_config(folder: Path) -> Iterator[None]:
-    """Put the name of the folder's ``config.json`` before a ValueError about one of its values."""
+    """Put the path of ``config.json`` before the message of a ValueError in the ``with`` block."""
     try:
         yield
     except ValueError as error:
@@ -390,7 +390,7 @@ def fit(model: StoredModel, stored: Stored) -> dict[str, Tensor]:
 def load_into(model: StoredModel, tensors: dict[str, Tensor], folder: Path) -> None:
     """Copy the tensors that `fit` returned into a model.
 
-    One warning names the weights that the checkpoint lacks and the unknown weights in it.
+    One warning names the weights that the checkpoint lacks, and its weights with unknown names.
 
     Args:
         model: The model.

@@ -214,7 +214,7 @@ def _new_name(home: Path) -> Path:
 
 
 def _stage(home: Path) -> tuple[Path, int]:
-    """Make a new folder in `home`, and return its path and the open file that holds its lock."""
+    """Make a new folder in `home`; return its path and the file descriptor that holds its lock."""
     while True:
         stage = _new_name(home)
         stage.mkdir()
@@ -232,7 +232,7 @@ def _stage(home: Path) -> tuple[Path, int]:
 
 
 def _lock(path: Path) -> int:
-    """Take the lock on `path` and return the open file that holds it.
+    """Take the lock on `path`, and return the file descriptor that holds the lock.
 
     The operating system releases the lock when the process ends.
 

@@ -41,7 +41,7 @@ class Family:
         prefix: Prefix of the names of the encoder's weights in a model with a head.
         modules: Modules with parameters: the name in fastbert → the names in transformers.
         dropouts: Modules with dropout: the name in fastbert → the name of the module or attribute
-            in transformers that has its probability.
+            in transformers that has the dropout probability.
         architecture: Function from the content of ``config.json`` to the differences from BERT.
         settings: Settings whose names differ: the field of `BertConfig` → the key in
             ``config.json``.
@@ -117,8 +117,8 @@ def pairs(config: BertConfig, stored: bool = False) -> Iterator[tuple[str, tuple
 
     Args:
         config: The configuration.
-        stored: Whether the names in transformers are those in its checkpoints. With False, they are
-            those in its models.
+        stored: True yields the names in the checkpoints of the family, and False yields the names
+            in the model of transformers.
     """
     family = family_of(config.model_type)
     layers = max(config.architecture.order(config.num_hidden_layers)) + 1

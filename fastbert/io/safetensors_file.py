@@ -23,7 +23,7 @@ from torch import Tensor
 
 from fastbert.file_size import check_file
 
-# The safetensors library refuses a header of more bytes than this.
+# The largest size of a header, in bytes; the safetensors library refuses a larger header.
 MAX_HEADER = 100_000_000
 # The expression matches the offsets of a tensor in the header, and its group is the end offset. If
 # the expression matches nothing in a header, only the library checks the offsets.
@@ -58,7 +58,7 @@ def read(path: Path) -> dict[str, Tensor]:
 
 
 def check_size(path: Path) -> tuple[int, bytes]:
-    """Compare the size of a file with its header, without reading the data.
+    """Compare the size of a file with the offsets in its header, without reading the data.
 
     Args:
         path: Path of the file.

@@ -82,7 +82,7 @@ class Dense:
 
 @dataclass(frozen=True)
 class Normalize:
-    """A module that scales the vector to length 1."""
+    """A module that scales the vector of a text to an L2 norm of 1."""
 
 
 Module: TypeAlias = Pooling | Dense | Normalize
@@ -116,7 +116,7 @@ class SentenceFolder:
 
 
 def is_one(folder: Path) -> bool:
-    """Return whether `folder` lists modules of sentence-transformers."""
+    """Return whether `folder` has ``modules.json``, the list of modules of a model."""
     return (folder / LISTING).is_file()
 
 
@@ -342,7 +342,7 @@ def _with_settings(
 
 
 def _prompts(path: Path, settings: dict[str, Any]) -> tuple[str, tuple[str, ...]]:
-    """Return the default prompt and no names, or "" and the names of all nonempty prompts."""
+    """Return the default prompt and (); without a default, "" and the names of nonempty prompts."""
     prompts, name = settings.get("prompts", {}), settings.get("default_prompt_name")
     if not isinstance(prompts, dict) or not all(
         isinstance(prompt, str | None) for prompt in prompts.values()

@@ -1,4 +1,4 @@
-"""Parity of a user's own model: the stock code against the accelerated code, by the tolerance rule.
+"""Comparison of a user's model in stock code and in accelerated code, by the tolerance rule.
 
 The package uses `fastbert.integrations`, which accelerates models, and `fastbert.testing.compare`,
 which contains the tolerance rule.

@@ -52,7 +52,7 @@ class Pass:
 
     Args:
         subject: The model.
-        sides: Copies of the model.
+        sides: The three copies of the model.
         encoders: Names of the encoders in the copies.
         batch: The batch.
         dtype: The tested dtype.
@@ -169,7 +169,7 @@ class Pass:
         return Measured(joined(fast, groups), joined(oracle, groups), stock, list(rows))
 
     def _differences(self, mode: str, fast: Tensors, oracle: Tensors) -> Iterator[Row]:
-        """Yield a failed row for each result that one model lacks, or whose sizes differ."""
+        """Yield a failed row for each result that one copy lacks, or whose sizes differ."""
         for name in sorted(fast.keys() | oracle.keys()):
             if name not in oracle or name not in fast:
                 which = "the accelerated" if name in fast else "the stock"
@@ -195,7 +195,7 @@ class Pass:
     # Running the copies
 
     def _exact(self, options: dict[str, Any]) -> tuple[Tensors, Tensors]:
-        """Return the fields of the float64 copy, and which elements do not read padding."""
+        """Return the fields of the float64 copy, and masks of the elements that read no padding."""
         side = self.sides.oracle
 
         def run() -> dict[str, Tensor]:
@@ -241,7 +241,7 @@ class Pass:
 
     @contextlib.contextmanager
     def _same_numbers(self) -> Iterator[None]:
-        """Draw the same random numbers in every block; the state outside does not change."""
+        """Let every block draw the same random numbers; the state outside does not change."""
         device = self.subject.device
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             torch.manual_seed(0)

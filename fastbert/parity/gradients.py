@@ -49,7 +49,7 @@ def directions(exact: Mapping[str, Tensor], comparable: Mapping[str, Tensor]) ->
 
     Args:
         exact: The fields in float64.
-        comparable: Which elements of the fields are compared.
+        comparable: Bool masks of the fields, True at the elements that are compared.
 
     Returns:
         Numbers that bf16 represents, on the devices of the fields.
@@ -69,7 +69,7 @@ def gradients(
 
     Args:
         side: The model.
-        out: The fields of its output, which carry gradients.
+        out: The fields of an output of `side`, which autograd has recorded.
         drawn: The gradient of each field; only fields with a gradient in `drawn` count.
 
     Returns:

@@ -1,8 +1,8 @@
 """The fields of an output, and which of their elements an accelerated model has to reproduce.
 
-In an accelerated encoder, hidden states at padding are 0 on purpose. An element of an output that
-changes when a stock encoder gives other hidden states at padding reads padding, and the two models
-cannot agree on it. Every other element must agree, and so must its gradients.
+In an accelerated encoder, hidden states at padding are 0 on purpose. An element of an output reads
+padding if the element changes when a stock encoder gives other hidden states at padding. The two
+models cannot agree on such an element. They must agree on every other element and its gradients.
 
 Zeros at padding do not reveal every element that reads padding: a hidden state or a parameter that
 is 0 by chance hides the reading, although its gradient is not 0. Random numbers alone do not reveal
@@ -94,7 +94,7 @@ class ChangedPadding:
     """A context in which stock encoders give other numbers at padding.
 
     The encoders get a separate ``forward`` in the context, because some callers call ``forward``
-    and run no hooks. The attribute ``seen`` tells whether an encoder got padding.
+    directly, which runs no hooks. The attribute ``seen`` tells whether an encoder got padding.
 
     Args:
         module: A stock module.

@@ -130,10 +130,10 @@ class Report(NamedTuple):
 
 
 def summary_cells(rows: Sequence[Row]) -> list[tuple[str, ...]]:
-    """Return the cells of a line for each field, mode and dtype, with its worst row.
+    """Return the cells of a line for each field, mode and dtype; a line shows its worst row.
 
     The gradients have one line for each dtype, which names the worst kind of parameter. The worst
-    row has the largest share of its limit; a row that failed precedes all others.
+    row has the largest ratio of error to limit; a failed row is worse than any row that passes.
 
     Args:
         rows: The rows.

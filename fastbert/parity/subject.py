@@ -28,7 +28,7 @@ class Subject(NamedTuple):
         module: The module that is copied and called.
         takes_features: Whether the module takes the whole batch as one dict, as a module of
             sentence-transformers does.
-        tokenizer: Makes a batch from a list of texts, or None.
+        tokenizer: Function that makes a batch from a list of texts; None if there is no tokenizer.
     """
 
     name: str
@@ -79,7 +79,7 @@ class Subject(NamedTuple):
         return not self.takes_features and hasattr(self.module, "set_attn_implementation")
 
     def takes(self, name: str) -> bool:
-        """Return whether the module takes an argument of this name."""
+        """Return whether the ``forward`` of the module takes the argument `name`."""
         if self.takes_features:
             return True
         parameters = inspect.signature(self.module.forward).parameters
@@ -94,7 +94,8 @@ class Subject(NamedTuple):
 
         Args:
             texts: The texts.
-            limit: Largest number of tokens of a text.
+            limit: Largest number of tokens of a text; a model of sentence-transformers applies its
+                own limit instead.
 
         Returns:
             The batch.
@@ -122,7 +123,7 @@ class Sides(NamedTuple):
 
     Attributes:
         fast: The accelerated copy in the tested dtype.
-        oracle: The stock copy in float64, with the same values.
+        oracle: The stock copy in float64, with the same values of parameters as `stock`.
         stock: The stock copy in the tested dtype.
     """
 
@@ -182,7 +183,7 @@ def in_dtype(module: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 def moved(batch: Mapping[str, Any], device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    """Return a batch on a device, with its floating-point tensors in a dtype."""
+    """Return a batch on `device`, with its floating-point tensors in `dtype`."""
 
     def move(value: Any) -> Any:
         if not isinstance(value, Tensor):

@@ -49,7 +49,7 @@ def verify(
             labels, the loss is compared, too. Without `batch` and `texts`, batches of random tokens
             are generated: full, padded right, padded left, and of one token.
         texts: Texts, or pairs of texts, that the model's tokenizer reads 16 at a time.
-        tokenizer: The tokenizer of `texts`, if the model has none.
+        tokenizer: The tokenizer that reads `texts`; None takes the tokenizer of the model.
         dtypes: Names of the dtypes: "float32", "bfloat16" and "float16".
         seed: Seed of the generated batches.
 

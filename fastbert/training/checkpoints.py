@@ -86,7 +86,7 @@ class Checkpoint(NamedTuple):
 
     @contextlib.contextmanager
     def reading(self, name: str) -> Iterator[None]:
-        """Turn an error about the content of a file into a ValueError that names the file."""
+        """Turn errors of the ``with`` block into a ValueError that names the file `name`."""
         try:
             yield
         except (LookupError, TypeError, AttributeError, RuntimeError, ValueError) as error:
@@ -128,7 +128,7 @@ def save(
     # after this step.
     shutil.rmtree(folder, ignore_errors=True)
     with contextlib.ExitStack() as stack:
-        # If the first checkpoint cannot be written, the empty folder is removed.
+        # If the first checkpoint cannot be written, the empty folder ``checkpoints`` is removed.
         stack.callback(_remove_empty, home)
         new = stack.enter_context(commit.replacement(folder))
         for stem, named in tensors.items():
@@ -181,7 +181,7 @@ def newest(output: Path, say: Callable[[str], None]) -> Checkpoint | None:
 
 
 def read(folder: Path) -> Checkpoint:
-    """Read a checkpoint, and compare the checksums of all its files.
+    """Read a checkpoint, and compare the checksums of its files with ``state.json``.
 
     Args:
         folder: Folder of the checkpoint.
@@ -207,7 +207,7 @@ def read(folder: Path) -> Checkpoint:
 
 
 def _check_size(path: Path) -> None:
-    """Raise ValueError if the size of a file is not allowed, to spare the checksum of a huge file.
+    """Raise ValueError if a file has a wrong size, so that no checksum of a huge file is computed.
 
     The size of a .safetensors file must match its header. All other files have a largest size.
     """

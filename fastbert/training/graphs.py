@@ -77,7 +77,7 @@ def graphed_step(
             on the device.
         clip_norm: Largest L2 norm of the gradient of all weights; None does not limit it.
         observe: Called inside every step, after the backward pass, with the output of the model and
-            the batch in the shape of its bucket. Labels without a token are -100 in this batch. The
+            the batch in the shape of its bucket. Labels of padding are -100 in this batch. The
             function's operations on the GPU, such as additions to a sum, are recorded with the
             step. Its other effects happen only in calls without a graph, and once at the recording.
         max_tokens: Largest number of tokens of a batch with a graph. A larger batch runs without a
@@ -209,7 +209,7 @@ class GraphedStep:
             RuntimeError: If the model is in eval mode.
             ValueError: As in the model's forward; or if an argument is unknown or missing, a weight
                 has a gradient, the model has gradient checkpointing, autocast is fp16, or the
-                optimizer is no longer allowed.
+                optimizer no longer meets the conditions of `graphed_step`.
             TypeError: As in the model's forward.
         """
         self._check(batch)

@@ -1,4 +1,4 @@
-"""The JSONL log of a run and its curves."""
+"""The JSONL log of a run, and the curves that are drawn from the log."""
 
 from __future__ import annotations
 

@@ -68,9 +68,9 @@ class Run(ABC):
     Attributes:
         task: Name of the task, which is stored in checkpoints.
         options: Options of the run.
-        accelerator: The processes of the run.
+        accelerator: accelerate's `Accelerator` of the run.
         model: The model.
-        own_optimizer: The optimizer.
+        own_optimizer: The optimizer of the parameters of `model`.
         schedule: The schedule of the learning rate.
         tokenizer: The tokenizer, which a checkpoint contains.
         first: Whether this process writes the files of the run.
@@ -120,7 +120,7 @@ class Run(ABC):
 
     @abstractmethod
     def refuse_divergence(self) -> None:
-        """Raise RuntimeError if a gradient was not finite; its update has changed no weight."""
+        """Raise RuntimeError if a gradient was not finite; such a gradient changes no weight."""
 
     @abstractmethod
     def row(self, norm: float) -> LogRow:
@@ -246,7 +246,7 @@ class Run(ABC):
         for batch in batches:
             norm = self.train_step(batch)
             logged = self.is_due(self.options.log_every)
-            # On other devices, reading a gradient would wait for the device in every step.
+            # On devices other than the CPU, the check waits for the device, so it is made less often.
             if self.device.type == "cpu" or logged:
                 self.refuse_divergence()
             if logged:
@@ -283,7 +283,7 @@ class Run(ABC):
         self.meet()
 
     def _complete(self, attempt: Attempts) -> None:
-        """Write the model of a finished run that ended between its checkpoint and its model."""
+        """Write the model of a finished run, unless the folder ``model`` has these weights."""
         tensors = self.tensors()
         if self.first:
             model = self.export(tensors)
@@ -364,7 +364,7 @@ def open_record(
         resumed: Whether the log has rows of steps before the current step.
         describe: Formats a training row of the log in one line.
         panels: The title of each panel of the curves by the name of its figure.
-        tracker: Receives the rows of the log too, if there is one.
+        tracker: Also receives the rows of the log; None if the run has no tracker.
 
     Returns:
         The `Record`, which writes the log and shows the messages.

@@ -13,7 +13,7 @@ import torch.distributed as distributed
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-# Time between two reads of the store, in seconds.
+# Time between two reads of the store that the processes share, in seconds.
 PAUSE = 0.01
 # The name of this process in the store of its job.
 OWN = secrets.token_hex(16)
@@ -55,7 +55,7 @@ def join_processes() -> None:
     After a failure, torchrun starts the processes again, and the attempts of a job share a store
     (torch 2.13). A process of the second attempt could read the address of a dead process of the
     first attempt in this store, and wait for that process forever. The processes therefore agree on
-    a prefix for their keys in the store, which no earlier attempt has used. The count of restarts
+    a prefix that no earlier attempt has used, and put it before their keys. The count of restarts
     cannot be this prefix, because two machines can count differently.
     """
     if not distributed.is_available() or not distributed.is_torchelastic_launched():

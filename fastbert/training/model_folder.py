@@ -33,7 +33,7 @@ def refuse_existing(output: Path, *, overwrite: bool) -> None:
 
 
 def has_weights_of(folder: Path, model: BertPreTrainedModel) -> bool:
-    """Return whether a folder has a checkpoint whose weights all equal the weights of a model."""
+    """Return whether `folder` has a model whose weights all equal the weights of `model`."""
     try:
         actual = checkpoints.weights_of(type(model).from_pretrained(folder))
     except (OSError, ValueError):

@@ -36,7 +36,7 @@ class Copies:
         return self._accelerator.no_sync(self.model)
 
     def clip(self, norm: float) -> Tensor:
-        """Limit the L2 norm of the gradient, and return the norm before clipping."""
+        """Limit the L2 norm of the gradient to `norm`, and return the norm before clipping."""
         norm_before = self._accelerator.clip_grad_norm_(self.model.parameters(), norm)
         assert norm_before is not None
         return norm_before
@@ -56,7 +56,7 @@ class Shards:
         """Divide the weights over all processes.
 
         Args:
-            accelerator: The processes of the run.
+            accelerator: accelerate's `Accelerator` of the run.
             model: The model, with the same weights in all processes.
         """
         from torch.distributed.device_mesh import init_device_mesh
@@ -76,9 +76,9 @@ class Shards:
             self.model.set_requires_gradient_sync(True)
 
     def clip(self, norm: float) -> Tensor:
-        """Limit the L2 norm of the gradient, and return the norm before clipping."""
+        """Limit the L2 norm of the gradient to `norm`, and return the norm before clipping."""
         return checkpoints.whole_here(nn.utils.clip_grad_norm_(self.model.parameters(), norm))
 
     def rest(self) -> None:
-        """Free the gathered weights, which a forward pass alone leaves in memory."""
+        """Free the gathered weights that stay after a forward pass without a backward pass."""
         self.model.reshard()

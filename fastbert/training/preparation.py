@@ -43,7 +43,7 @@ class Prepared:
     Attributes:
         tokenizer: The tokenizer.
         train: Batches of the training.
-        short: Batches of the first steps, if the run begins with shorter examples.
+        short: Batches of the first steps; None if these steps have no shorter examples.
         held_out: Batches of every evaluation; empty if no documents are held out.
         train_documents: Number of documents of the training.
         held_out_documents: Number of documents that are held out.
@@ -203,14 +203,15 @@ def prepare(
         documents: All documents, or a prepared corpus, which contains its tokenizer.
         say: Shows a line of text to the user.
         tokenizer: The tokenizer of a run that is resumed; None for a new run.
-        batches_per_step: Number of batches that all processes take in one step.
+        batches_per_step: Number of batches that all processes take in one step; used only for a
+            prepared corpus.
 
     Returns:
         The tokenizer and the batches. No file is written.
 
     Raises:
-        ValueError: If a part has too few documents, or if the tokenizer cannot be loaded or
-            trained.
+        ValueError: If the training part or the held-out part has too few documents, or if the
+            tokenizer cannot be loaded or trained.
     """
     if isinstance(documents, PreparedCorpus):
         return _prepare_folder(options, documents, say, batches_per_step)

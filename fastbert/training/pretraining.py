@@ -114,7 +114,8 @@ def pretrain(
             written then.
         ImportError: If accelerate, matplotlib or the tracker is not installed.
         RuntimeError: If a loss or a gradient is not finite.
-        OSError: If the last checkpoint, the log or the curves could not be written.
+        OSError: If the last attempt to write a checkpoint, the model, the log, the curves or the
+            rows of the tracker failed.
     """
     console = console or Console()
     refuse_existing(options.folder, overwrite=options.overwrite)
@@ -215,7 +216,7 @@ def _resumable(
     accelerator: Accelerator,
     say: Callable[[str], None],
 ) -> checkpoints.Checkpoint | None:
-    """Return the checkpoint that the run continues, or None.
+    """Return the checkpoint that the run continues, or None if there is no checkpoint.
 
     Raises:
         ValueError: If the checkpoint is of a run with other options, or another text or number of

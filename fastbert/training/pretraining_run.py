@@ -64,7 +64,7 @@ class PretrainingRun(Run):
             options: Options of the run.
             prepared: The tokenizer and the batches.
             text: SHA-256 of the text of the corpus, or of the manifest of a prepared corpus.
-            accelerator: The processes of the run.
+            accelerator: accelerate's `Accelerator` of the run.
 
         Raises:
             ValueError: If there are too few batches for a step, or if the options ask for CUDA
@@ -164,7 +164,7 @@ class PretrainingRun(Run):
             self.position = 0
 
     def phase(self) -> tuple[Source, int, int]:
-        """Return the batches of the current phase, its first step, and the step after its last.
+        """Return the batches of the current phase, the phase's first step, and the step after it.
 
         A run with `short_steps` has two phases: first the short examples, then the full examples.
         """

@@ -44,7 +44,7 @@ def _pairs(figures: dict[str, Any]) -> str:
 
 
 class TrainingProgress:
-    """Shows the progress of a training loop; a context manager."""
+    """Context manager that shows the progress of a training loop."""
 
     def __init__(
         self,

@@ -23,7 +23,7 @@ class Record:
         progress: Shows the steps to the user.
         attempt: Writes files, and stores the errors of failed writes.
         panels: The title of each panel of the curves by the name of its figure.
-        tracker: Receives the rows of the log too, if there is one.
+        tracker: Also receives the rows of the log; None if the run has no tracker.
     """
 
     folder: Path
@@ -34,7 +34,7 @@ class Record:
     tracker: Tracker | None = None
 
     def write(self, row: dict[str, Any]) -> None:
-        """Add a row to the log."""
+        """Add a row to the log, and send it to the tracker if there is one."""
         log = self.log
         if log is not None:
             self.attempt(LOG, lambda: log.write(**row))
@@ -53,7 +53,7 @@ class Record:
             self.attempt.draw(CURVES, lambda: plot_curves(log.rows, curves, self.panels))
 
     def kept(self, saved: int) -> str:
-        """Return the names of the files that were written, for messages.
+        """Return the names of the files that were written and the last checkpoint, for messages.
 
         Args:
             saved: Step of the last checkpoint; 0 means that there is none.

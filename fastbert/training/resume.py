@@ -29,7 +29,8 @@ def starts_anew(output: Path, overwrite: bool, accelerator: Accelerator) -> bool
     Args:
         output: Folder of the run.
         overwrite: The option of the run.
-        accelerator: The processes of the run, all of which must call this function.
+        accelerator: accelerate's `Accelerator` of the run, whose processes must all call this
+            function.
     """
     anew = overwrite and not (accelerator.is_main_process and meeting.begun_before(output))
     return bool(_of_the_first(int(anew), accelerator))
@@ -41,7 +42,7 @@ def alone(output: Path, accelerator: Accelerator) -> Iterator[None]:
 
     Args:
         output: Folder of the run, which is created for the block if it does not exist.
-        accelerator: The processes of the run.
+        accelerator: accelerate's `Accelerator` of the run.
 
     Raises:
         ValueError: If another run holds the lock.
@@ -64,7 +65,7 @@ def find(
     Args:
         output: Folder of the run, which all processes can read.
         say: Shows a line of text to the user, for each damaged checkpoint.
-        accelerator: The processes of the run.
+        accelerator: accelerate's `Accelerator` of the run.
 
     Raises:
         ValueError: If all checkpoints are damaged.

@@ -21,7 +21,7 @@ def schedule_factor(
     warmup_steps)``.
 
     Args:
-        step: Number of steps before this one.
+        step: Index of the step, from 0.
         warmup_steps: Number of steps in which the rate rises.
         total_steps: Number of steps.
         shape: The shape after the warm-up. ``"linear"`` falls to zero. ``"cosine"`` falls to zero
@@ -43,7 +43,7 @@ def make_schedule(
     """Build the schedule of an optimizer's learning rate.
 
     Args:
-        optimizer: The optimizer, with the peak of the learning rate.
+        optimizer: The optimizer, whose learning rate is the peak.
         shape: ``"linear"``, ``"cosine"`` or ``"constant"``; see `schedule_factor`.
         warmup: Fraction of the steps in which the learning rate rises.
         total_steps: Number of steps.
@@ -58,7 +58,7 @@ def make_schedule(
 
 
 def continue_schedule(schedule: torch.optim.lr_scheduler.LambdaLR, step: int) -> None:
-    """Give a new schedule, and its optimizer, the learning rate after a number of steps.
+    """Give a new schedule and its optimizer the learning rate after `step` steps.
 
     Args:
         schedule: The schedule of `make_schedule`.

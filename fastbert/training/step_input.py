@@ -24,7 +24,7 @@ from fastbert.ops.arguments import require_shape
 
 
 class Labels(NamedTuple):
-    """The properties of one argument with labels, such as ``labels``, of a model's forward.
+    """The properties of one label argument of a model's forward, such as ``labels``.
 
     Attributes:
         per_token: Whether each token has a label; otherwise each sequence has a label.

@@ -16,7 +16,7 @@ TRACKERS = {"tensorboard": ("tensorboard", "tensorboardX"), "wandb": ("wandb",)}
 
 
 def require_tracker(name: str | None) -> None:
-    """Raise ImportError if the package of a tracker is not installed."""
+    """Raise ImportError if the tracker `name` needs a package that is not installed."""
     if name is not None and not any(find_spec(package) for package in TRACKERS[name]):
         package = TRACKERS[name][-1]
         raise ImportError(f"tracker: {name} needs {package}: pip install {package}", name=package)
@@ -25,7 +25,7 @@ def require_tracker(name: str | None) -> None:
 class Tracker:
     """Sends the rows of a log to a tracker of accelerate.
 
-    A figure is named after its event, as ``train/mlm_loss``.
+    The name of a figure begins with the event of its row, as in ``train/mlm_loss``.
     """
 
     def __init__(

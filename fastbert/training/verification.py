@@ -16,11 +16,12 @@ if TYPE_CHECKING:
 
 
 def verify(corpus: PreparedCorpus, accelerator: Accelerator, console: Console) -> None:
-    """Compare the checksums of all shards once; the processes of a machine share the work.
+    """Compare the checksums of all shards with the manifest, shared by a machine's processes.
 
     Args:
         corpus: The corpus.
-        accelerator: The processes of the run, all of which must call this function.
+        accelerator: accelerate's `Accelerator` of the run, whose processes must all call this
+            function.
         console: Where the progress of this process is shown.
 
     Raises:

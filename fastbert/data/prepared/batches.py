@@ -66,8 +66,8 @@ class PreparedBatches:
         self.examples, self.tokens_per_batch = examples, tokens_per_batch
         self.batches_per_step = batches_per_step
         self.whole_word, self.packed, self.probability = whole_word, packed, probability
-        # `_last` stores the index and the batches of the last epoch, so that the epoch is planned
-        # only once.
+        # `_last` stores the number and the batches of the epoch that was last asked for, so that
+        # repeated calls of `epoch` plan this epoch only once.
         self._last: tuple[int, PreparedEpoch] | None = None
 
     def epoch(self, index: int) -> PreparedEpoch:
@@ -192,7 +192,7 @@ def _bounds(lengths: np.ndarray, budget: int) -> np.ndarray:
 
 
 def _divisible(bounds: np.ndarray, share: int) -> np.ndarray:
-    """Halve batches of the last, incomplete step until that step has `share` batches."""
+    """Return `bounds` after halving batches until the last step, too, has `share` batches."""
     if bounds[-1] < share:
         raise ValueError(
             f"corpus: {bounds[-1]} examples for {share} batches per step, allowed: at least one "
@@ -201,7 +201,7 @@ def _divisible(bounds: np.ndarray, share: int) -> np.ndarray:
     while last := (len(bounds) - 1) % share:
         sizes = np.diff(bounds[-last - 1 :])
         if sizes.max() < 2:
-            # These batches have one example each, so an earlier batch is halved.
+            # The batches of the last step have one example each, so an earlier batch is halved.
             sizes = np.diff(bounds)
         place = len(bounds) - 1 - len(sizes) + int(sizes.argmax())
         middle = (bounds[place] + bounds[place + 1]) // 2

@@ -38,7 +38,7 @@ def is_prepared(path: str | os.PathLike[str]) -> bool:
     return finished
 
 
-# More threads than this read no faster from most disks.
+# Largest number of threads that verify shards; more threads read no faster from most disks.
 THREADS = 8
 
 

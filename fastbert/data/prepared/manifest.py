@@ -55,7 +55,7 @@ class Manifest:
         return sum(getattr(shard, name) for shard in self.shards)
 
     def write(self, folder: Path) -> None:
-        """Write the file; it appears complete or not at all."""
+        """Write ``manifest.json`` into `folder`; the file appears complete or not at all."""
         content = {**self._plain(), "fingerprint": self.fingerprint}
         text = json_file.text(content)
         write_durably(

@@ -134,7 +134,7 @@ def next_sentence(
 
 
 def _runs(text: Text, rng: np.random.Generator, room: int, short: float, least: int) -> _Runs:
-    """Cut each document into runs of at least `least` sentences that cover the document."""
+    """Cut each document of at least `least` sentences into runs of at least `least` sentences."""
     parts = list(_steps(text, rng, room, short, least))
     runs = _Runs(*map(np.concatenate, zip(*parts, strict=True))) if parts else _Runs(*_NONE)
     order = np.argsort(runs.start, kind="stable")
@@ -190,7 +190,7 @@ def _cut(
 ) -> np.ndarray:
     """Cut pairs to `room` tokens, at the start of the first segment and the end of the second.
 
-    The segments get the lengths that `truncate_pair` returns.
+    The segments get the lengths that `fastbert.data.tokenizer.truncate_pair` returns.
     """
     a, b = a_end - a_start, b_end - b_start
     short = np.minimum(a, b)

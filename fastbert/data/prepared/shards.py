@@ -63,7 +63,7 @@ class ShardRecord:
 
     @classmethod
     def of(cls, content: Any) -> ShardRecord:
-        """Return the entry from parsed JSON.
+        """Convert the parsed JSON of one shard's entry to a `ShardRecord`.
 
         Raises:
             ValueError: If a value is missing, of another type or out of range. The message names
@@ -73,7 +73,7 @@ class ShardRecord:
         if not isinstance(content, dict) or content.keys() != set(names):
             raise ValueError(f"shard: got {content!r:.100}, allowed: {', '.join(names)}")
         name, sums = content["name"], content["sha256"]
-        # A name that consists of digits contains no path.
+        # A name of digits has no separator of paths, so the files are in the folder of the shards.
         if not isinstance(name, str) or not re.fullmatch(r"[0-9]{5,12}", name):
             raise ValueError(f"name: got {name!r:.100}, allowed: at least 5 digits")
         most = MOST_TOKENS
