@@ -31,11 +31,11 @@ class Text(NamedTuple):
     prefix: str = ""
 
     def get(self, name: str) -> Any:
-        """Return the column `prefix` + `name`, or None if the feature has no such column."""
+        """Return the column ``prefix + name``, or None if the feature has no such column."""
         return self.columns.get(self.prefix + name)
 
     def wrong(self, name: str, got: str, allowed: str) -> ValueError:
-        """Return the error that the column `prefix` + `name` has `got` instead of `allowed`."""
+        """Return the error for the column `name`, which has `got` instead of `allowed`."""
         return ValueError(f"{self.prefix}{name} of {self.where}: got {got}, allowed: {allowed}")
 
 
@@ -71,7 +71,7 @@ def as_texts(features: Sequence[Feature]) -> list[Text]:
 
 
 def flatten(texts: list[Text], max_length: int | None, labels: str | None = None) -> Sequences:
-    """Concatenate ``input_ids``, the column `labels`, and ``token_type_ids`` if texts have them.
+    """Concatenate ``input_ids``, the column `labels`, and ``token_type_ids`` if present.
 
     Tokens whose ``attention_mask`` is 0 are dropped from all columns.
 

@@ -53,9 +53,9 @@ def _tags(name: str) -> tuple[str, re.Pattern[str], re.Pattern[str]]:
     return "</", opening, re.compile(rf"</{name}\s{{0,9}}>", re.I)
 
 
-# Each row describes one kind of part, such as a comment or a table. The row has a text
-# that every such part contains, the patterns of the part's begin and end, and the text that
-# replaces the part. A part may have several lines.
+# Each row describes one kind of part, such as a comment or a table. The row has a text that every
+# such part contains, the patterns of the part's begin and end, and the text that replaces the part.
+# A part may have several lines.
 _PARTS = (
     ("<!--", re.compile("<!--"), re.compile("-->"), ""),
     *((*_tags(name), "") for name in ("ref", "math")),

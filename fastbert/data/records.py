@@ -135,7 +135,7 @@ def _separated(path: Path, fields: Sequence[str], optional: Sequence[str]) -> It
 
 
 def _separator(path: Path, first: str, fields: Sequence[str]) -> str:
-    """Return the first separator that cuts `first` into names with all `fields`, else a comma."""
+    """Return the first separator that cuts `first` into names with all `fields`; else a comma."""
     for separator in SEPARATORS:
         line = next(_quoted(path, first, separator), None)
         names = [name.strip() for name in line.fields] if line else []

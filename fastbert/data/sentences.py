@@ -58,7 +58,7 @@ def needs_no_mark(text: str) -> bool:
 
 
 def ends_sentence(text: str) -> bool:
-    """Return whether a text ends with a sentence-ending mark, with or without closing quotes."""
+    """Return whether a text, without its closing quotes, ends with a sentence-ending mark."""
     return _MARK.match(text.rstrip("\"'”’»)]」』）")[-1:]) is not None
 
 

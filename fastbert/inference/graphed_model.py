@@ -26,7 +26,7 @@ from fastbert.modules.class_name import class_name
 from fastbert.modules.inputs import EncoderInput, enter
 from fastbert.modules.outputs import as_asked
 
-# The number of times that the calculation for a bucket runs before a graph records it.
+# The number of times that the function of a bucket runs before a graph records the function.
 WARM_UPS = 3
 
 

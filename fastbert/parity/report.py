@@ -130,7 +130,7 @@ class Report(NamedTuple):
 
 
 def summary_cells(rows: Sequence[Row]) -> list[tuple[str, ...]]:
-    """Return the cells of a line for each field, mode and dtype; a line shows its worst row.
+    """Return the cells of one line for each field, mode and dtype; the line shows the worst row.
 
     The gradients have one line for each dtype, which names the worst kind of parameter. The worst
     row has the largest ratio of error to limit; a failed row is worse than any row that passes.

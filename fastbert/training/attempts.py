@@ -41,7 +41,7 @@ class Attempts:
     def draw(self, what: str, draw: Callable[[], object]) -> bool:
         """Call `draw` as `__call__` calls `write`, and return whether it succeeded.
 
-        Errors other than OSError do not end the run either. They are shown and not stored, because
+        Errors other than OSError do not end the run either. They are shown but not stored, because
         the results are complete without the picture.
 
         Args:

@@ -246,7 +246,7 @@ class Run(ABC):
         for batch in batches:
             norm = self.train_step(batch)
             logged = self.is_due(self.options.log_every)
-            # On devices other than the CPU, the check waits for the device, so it is made less often.
+            # On devices other than the CPU, the check waits, so only logged steps make it.
             if self.device.type == "cpu" or logged:
                 self.refuse_divergence()
             if logged:

@@ -40,7 +40,7 @@ def make_optimizer(
     schedule: str = "linear",
     graphed_on: torch.device | None = None,
 ) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LambdaLR]:
-    """Build an optimizer and its schedule; Devlin et al. 2019 use AdamW and a linear schedule.
+    """Build an optimizer and its schedule; the default kinds are those of Devlin et al. 2019.
 
     Args:
         model: The model.

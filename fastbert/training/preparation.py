@@ -43,7 +43,7 @@ class Prepared:
     Attributes:
         tokenizer: The tokenizer.
         train: Batches of the training.
-        short: Batches of the first steps; None if these steps have no shorter examples.
+        short: Batches of shorter examples for the first steps; None without such steps.
         held_out: Batches of every evaluation; empty if no documents are held out.
         train_documents: Number of documents of the training.
         held_out_documents: Number of documents that are held out.

@@ -164,7 +164,7 @@ class PretrainingRun(Run):
             self.position = 0
 
     def phase(self) -> tuple[Source, int, int]:
-        """Return the batches of the current phase, the phase's first step, and the step after it.
+        """Return the current phase's batches, its first step, and its end (the last step plus 1).
 
         A run with `short_steps` has two phases: first the short examples, then the full examples.
         """

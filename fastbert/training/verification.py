@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def verify(corpus: PreparedCorpus, accelerator: Accelerator, console: Console) -> None:
-    """Compare the checksums of all shards with the manifest, shared by a machine's processes.
+    """Compare the checksums of all shards with the manifest; local processes share the work.
 
     Args:
         corpus: The corpus.

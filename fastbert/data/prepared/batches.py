@@ -192,7 +192,7 @@ def _bounds(lengths: np.ndarray, budget: int) -> np.ndarray:
 
 
 def _divisible(bounds: np.ndarray, share: int) -> np.ndarray:
-    """Return `bounds` after halving batches until the last step, too, has `share` batches."""
+    """Return `bounds` after halving batches until the last step also has `share` batches."""
     if bounds[-1] < share:
         raise ValueError(
             f"corpus: {bounds[-1]} examples for {share} batches per step, allowed: at least one "
