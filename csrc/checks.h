@@ -41,13 +41,13 @@ inline void check_dtype_of(const char* name, const at::Tensor& t, at::ScalarType
                    ", allowed: ", allowed, ", the dtype of ", owner);
 }
 
-// Checks the dtype that a caller requests for a result.
+// Checks that `dtype`, which a caller requests for a result, is fp32, bf16 or fp16.
 inline void check_result_dtype(at::ScalarType dtype) {
   TORCH_CHECK_TYPE(is_storage_dtype(dtype), "dtype: got ", dtype,
                    ", allowed: Float, BFloat16, Half");
 }
 
-// Returns a shape as Python writes it.
+// Returns a shape as text in Python's notation, such as (2, 3) or (5,).
 inline std::string text_of(at::IntArrayRef shape) {
   std::string text = "(";
   for (size_t i = 0; i < shape.size(); ++i) {
@@ -107,7 +107,7 @@ inline void check_statistic(const char* name, const at::Tensor& t, const at::Ten
   check_floats(name, t, like, {like.size(0)});
 }
 
-// Checks that `t` contains `count` labels or row numbers, in int64 or int32.
+// Checks that `t`, a vector of labels or row numbers, has `count` elements in int64 or int32.
 inline void check_numbers(const char* name, const at::Tensor& t, const at::Tensor& like,
                           int64_t count) {
   check_device(name, t, like);
@@ -180,7 +180,7 @@ inline void check_pre_activation(const at::Tensor& h, const OptionalTensor& bias
 }
 
 // Returns the activation called `name`. Raises ValueError if this activation is not in `allowed`.
-// The error message contains `where` after the word "allowed".
+// The error message has the text `where` after the word "allowed".
 inline Activation activation_of(const std::string& name, std::initializer_list<Activation> allowed,
                                 const char* where = "") {
   const auto name_of = [](Activation a) { return kActivationNames[static_cast<int32_t>(a)]; };
@@ -194,9 +194,9 @@ inline Activation activation_of(const std::string& name, std::initializer_list<A
   TORCH_CHECK_VALUE(false, "activation: got '", name, "', allowed", where, ": ", names);
 }
 
-// Returns a contiguous copy of `t`, whose elements a kernel uses as indices. No other thread can
-// write to the copy, so the indices cannot change after they were checked. `contiguous()`, or
-// `to()` without `copy`, may return `t` itself.
+// Returns a contiguous copy of `t` in `dtype`, for a kernel that uses the elements as indices. No
+// other thread can write to the copy, so the indices cannot change after they were checked.
+// `contiguous()`, or `to()` without `copy`, may return `t` itself.
 inline at::Tensor private_copy(const at::Tensor& t, at::ScalarType dtype) {
   return t.to(dtype, /*non_blocking=*/false, /*copy=*/true, at::MemoryFormat::Contiguous);
 }

@@ -1,5 +1,5 @@
-// Registers the C++ operators with torch. Each registered operator checks the memory of its tensor
-// arguments before it runs.
+// The function `implement`, which registers a C++ operator with torch. Each registered operator
+// checks the memory of its tensor arguments before it runs.
 //
 // The storage of a tensor can be freed while the tensor keeps its shape: sharded training calls
 // `weight.untyped_storage().resize_(0)` between two uses of a weight. Without the check, a kernel

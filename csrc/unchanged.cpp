@@ -42,19 +42,21 @@ uint64_t tag_of(PyObject* dict) {
 #endif
 }
 
-// For each dictionary, its version tag at the last check that found its recorded items. A
-// dictionary that still has this tag has the same items. Comparing the tags of a thousand
-// dictionaries takes a quarter of the time that comparing their items takes.
+// The version tags of the dictionaries that `unchanged` compares. `seen` has the tag that each
+// dictionary had when its items were last equal to the recorded items. A dictionary that still has
+// this tag has the same items. Comparing the tags of a thousand dictionaries takes a quarter of the
+// time that comparing their items takes.
 struct Tags {
   std::vector<uint64_t> seen;
 };
 
 // Returns whether all recorded objects are unchanged. `dicts` has three entries for each
-// dictionary: the dictionary, its keys and its values. `objects` has two entries for each object:
-// the object and its class. `classes` has two entries for each class: the class and its version
-// tag. `functions` has four entries for each function: the function, its code, its defaults and its
-// keyword defaults, where None means that there are none. If a dictionary has a new tag but the
-// recorded items, the function stores the new tag in `tags`.
+// dictionary: the dictionary, the tuple of its recorded keys and the tuple of its recorded values.
+// `objects` has two entries for each object: the object and its recorded class. `classes` has two
+// entries for each class: the class and its recorded version tag. `functions` has four entries for
+// each function: the function and its recorded code, defaults and keyword defaults, where None
+// stands for absent defaults. If a dictionary has a new tag but the recorded items, the function
+// stores the new tag in `tags`.
 bool unchanged(const py::tuple& dicts, Tags& tags, const py::tuple& objects,
                const py::tuple& classes, const py::tuple& functions) {
   PyObject* d = dicts.ptr();

@@ -66,8 +66,8 @@ at::Tensor counted_positions(const at::Tensor& ids_in, const at::Tensor& indices
   return indices.defined() ? positions.view({-1}).index_select(0, indices) : positions.view({-1});
 }
 
-// Returns whether `bert` can process the arguments. If not, `bert` returns an empty result, and its
-// caller reports the error.
+// Returns whether `bert` can process the arguments. If not, `bert` returns an empty result, and the
+// caller of `bert` reports the error.
 bool fits(const at::Tensor& ids, const OptionalTensor& mask, const OptionalTensor& types,
           at::TensorList embedding, int64_t first_position) {
   if (ids.dim() != 2 || ids.numel() == 0 || !are_integers(ids, ids.sizes())) return false;
@@ -100,8 +100,8 @@ Tokens tokens_of(const at::Tensor& ids, const OptionalTensor& mask, const Option
   return tokens;
 }
 
-// Calls body(). If an operator fails, its error message names the operator's own arguments, so this
-// function adds `argument`, the name of the argument of `bert` that contains them.
+// Calls body(). If an operator fails, its error message names the operator's own arguments. This
+// function adds `argument`, the name of the argument of `bert` that contains these arguments.
 template <class Body>
 void with_context(const char* argument, const Body& body) {
   try {
@@ -112,8 +112,8 @@ void with_context(const char* argument, const Body& body) {
   }
 }
 
-// Returns one row for each sequence: the row of the sequence's first token, or zeros if the
-// sequence has no tokens.
+// Returns one row of `rows` for each sequence: the row of the sequence's first token, or zeros if
+// the sequence has no tokens.
 at::Tensor first_rows(const at::Tensor& rows, const Tokens& tokens) {
   if (!tokens.padded()) return rows.view({tokens.batch, tokens.length, rows.size(1)}).select(1, 0);
   const auto* starts = tokens.cu_seqlens.const_data_ptr<int32_t>();

@@ -15,12 +15,13 @@
 namespace fastbert::cpu {
 namespace {
 
-// The index of each int8 linear layer's scale among the kScales tensors in `scales` of an encoder
-// layer. The column sums of the linear layer have the next index.
+// The argument `scales` has kScales tensors for each encoder layer. These constants are the indices
+// of the scale of each int8 linear layer among the tensors of an encoder layer; the next index is
+// that of the column sums.
 constexpr size_t kQkvScale = 0, kProjectionScale = 2, kInnerScale = 4, kOuterScale = 6;
 constexpr size_t kScales = 8;  // number of tensors in `scales` for a layer
 
-// The division of the rows into sequences, and the settings that every layer shares.
+// The division of the rows into sequences, and the settings of the layers.
 struct Stack {
   const OptionalTensor &cu_seqlens, &mask, &bias;
   at::TensorList rotations;  // cosines and sines for each layer, or empty
@@ -122,8 +123,8 @@ at::Tensor in_dtype(const at::Tensor& x, const Stack& s) {
   return x.scalar_type() == s.dtype ? x : x.to(s.dtype);
 }
 
-// Returns x Wᵀ + bias, where W is the concatenation of `count` weights along the outputs. `weights`
-// points to these weights, and the `count` biases follow them.
+// Returns activation(x Wᵀ + bias), where W is the concatenation of `count` weights along the
+// outputs. `weights` points to these weights, and `count` biases follow the weights.
 at::Tensor parts_product(const at::Tensor& x, const at::Tensor* weights, size_t count,
                          const std::string& activation, const Stack& s) {
   const at::TensorList biases(weights + count, count);
@@ -141,7 +142,7 @@ at::Tensor int8_product(const at::Tensor& x, const at::Tensor* p, const at::Tens
                      s.dtype);
 }
 
-// Returns the projections of x, whose rows contain q, k and v one after another.
+// Returns the projections of x: each row has q, k and v, one after another.
 at::Tensor projections(const at::Tensor& x, const Layer& layer, const Stack& s) {
   if (layer.scales) return int8_product(x, layer.qkv, layer.scales + kQkvScale, "none", s);
   return parts_product(x, layer.qkv, s.projections, "none", s);
@@ -239,8 +240,8 @@ std::vector<at::Tensor> encoder(at::Tensor hidden, at::TensorList parameters, at
       try {
         hidden = pre_norm ? through_pre_norm(layer, hidden, stack) : through(layer, hidden, stack);
       } catch (c10::Error& error) {
-        // The error message of an operator names the operator's own arguments, so the index of the
-        // layer in `parameters` is added.
+        // The error message of an operator names the operator's own arguments. The number of the
+        // layer is added, so that the user can find the argument in `parameters`.
         error.add_context("in layer " + std::to_string(i) + " of parameters" +
                           (scales.empty() ? "" : " and scales"));
         throw;

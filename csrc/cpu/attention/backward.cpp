@@ -7,8 +7,8 @@ namespace fastbert::cpu {
 namespace {
 
 // The division of a backward pass into pieces. A head is divided if it has more than one thread's
-// share of the work, and more than one block of queries and of keys. It is then divided twice: into
-// blocks of queries, which are pieces in `first`, and into blocks of keys, which are pieces in
+// share of the work, and more than one block of queries and of keys. Such a head is divided twice:
+// into blocks of queries, which are pieces in `first`, and into blocks of keys, which are pieces in
 // `second`. Every other head is one piece in `first`. All pieces in `first` run before the pieces
 // in `second`.
 struct BackwardPlan {

@@ -8,10 +8,10 @@
 //     dS = P (dP - delta),   dq = dS k scale,   dk = dSᵀ q scale,   dv = dropout(P)ᵀ dout
 //
 // For each row of logits, the kernel computes the maximum and the sum of the exponentials again.
-// The forward stores only their log-sum-exp in fp32, and its rounding error would appear in every
-// weight of the row. delta is also computed here, from the same values of dP as dS. Where one
-// weight is nearly 1, dP is nearly equal to delta, and a delta from other values would leave mostly
-// rounding error in dP - delta.
+// The forward stores only the log-sum-exp of a row in fp32, and the rounding error of this number
+// would appear in every weight of the row. delta is also computed here, from the same values of dP
+// as dS. Where one weight is nearly 1, dP is nearly equal to delta, and a delta from other values
+// would leave mostly rounding error in dP - delta.
 //
 // dq is summed over the blocks of keys in order, and dk and dv are summed over the blocks of
 // queries in order. An item usually computes all three gradients of a whole head. A long head is
@@ -25,10 +25,10 @@
 
 namespace fastbert::cpu::FASTBERT_LEVEL {
 
-// Each block of queries makes two passes over the keys of the item: the first for the statistics,
-// and the second for the gradients. With at most kKeptKeys keys, the logits and dP of the first
-// pass stay in memory for the second pass. With more keys, the second pass computes the logits and
-// dP again.
+// A block of queries makes two passes over the keys of the item: the first for the statistics, and
+// the second for the gradients. An item that reads stored statistics makes only the second pass.
+// With at most kKeptKeys keys, the logits and dP of the first pass stay in memory for the second
+// pass. With more keys, the second pass computes the logits and dP again.
 constexpr int64_t kKeptKeys = 1024;
 
 struct BackwardMemory {
@@ -37,8 +37,9 @@ struct BackwardMemory {
   float *q, *dout, *q_columns, *dout_columns;   // one block of queries
   float *dq, *maximum, *sum, *delta, *maxima;
   float *scores, *dweights;
-  // The row stride of `scores` and `dweights`, and their number of columns if the second pass reads
-  // the scores of the first pass. The number is 0 if the second pass computes the scores again.
+  // `stride` is the number of elements between rows of `scores`, and also of `dweights`.
+  // `kept_keys` is the number of their columns if the second pass reads the logits of the first
+  // pass, and 0 if the second pass computes the logits again.
   int64_t stride, kept_keys;
 
   BackwardMemory(const AttentionBackward& p, int64_t item_keys, Arena& arena) {
@@ -247,8 +248,8 @@ struct Backward {
   }
 
   // Computes gradients for the queries [range.low, range.high) and the keys of the item: dq if
-  // `for_queries`, and dk and dv if `for_keys`. If `finds`, the statistics of the rows are
-  // computed; otherwise, the statistics that earlier items stored are read.
+  // `for_queries`, and dk and dv if `for_keys`. If `finds`, the function computes the statistics of
+  // the rows; otherwise, it reads the statistics that earlier items stored.
   void run(Range range, bool finds, bool for_queries, bool for_keys) {
     if (for_keys) clear(m.dk, keys.high - keys.low), clear(m.dv, keys.high - keys.low);
     for (int64_t query = range.low; query < range.high; query += kQueries) {

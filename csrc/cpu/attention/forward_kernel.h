@@ -1,11 +1,11 @@
 // Attention forward with a running softmax (Milakov and Gimelshein 2018; Dao 2023,
 // "FlashAttention-2").
 //
-// An item packs each block of keys and values into panels once. All queries of the item are then
-// multiplied by the block, one block of queries at a time. Each block updates the running softmax,
-// so only one block of scores is in memory. The result of a row depends on the row's own sequence
-// alone. Blocks of keys begin at multiples of kKeys, and a block does not change a row whose query
-// attends to none of its keys.
+// An item of work packs each block of keys and values into panels once. All queries of the item are
+// then multiplied by this block, one block of queries at a time. Each block updates the running
+// softmax, so only one block of scores is in memory. The result of a row depends on the row's own
+// sequence alone. Blocks of keys begin at multiples of kKeys, and a block of keys does not change a
+// row whose query attends to none of these keys.
 
 #pragma once
 
@@ -63,8 +63,8 @@ inline void drop_row(float* weights, int64_t width, const uint32_t* kept, float 
   }
 }
 
-// The state of the running softmax for the rows of a block of queries. For each row, `maximum` is
-// the largest logit and `sum` is the sum of exponentials, over the blocks of keys that have been
+// The state of the running softmax for the rows of a block of queries. For each row, `maximum` has
+// the largest logit and `sum` has the sum of exponentials, over the blocks of keys that have been
 // processed so far.
 struct Running {
   float *maximum, *sum;

@@ -22,7 +22,7 @@ struct AttentionArguments {
 };
 
 // Checks the cumulative sequence lengths `cu_seqlens` and returns a private copy of them. The
-// kernels use the copied numbers as indices, so no other thread can change these indices. It is an
+// kernels use the numbers of the copy as indices, and no other thread can change the copy. It is an
 // error if the last number is larger than `rows`, the number of rows of the packed tensor, or if a
 // sequence is longer than `longest`. Error messages call the arguments `name` and `longest_name`.
 at::Tensor checked_lengths(const char* name, const at::Tensor& cu_seqlens, int64_t rows,
@@ -62,9 +62,9 @@ struct Work {
   int64_t cost;  // approximate number of multiplications
 };
 
-// Calls body(item, memory) once for each item, on torch's threads. The most expensive items come
-// first, so that no thread begins a long item when the other threads are done. `memory` points to
-// `scratch` bytes that belong to the calling thread.
+// Calls body(item, memory) once for each item, on torch's threads. The items are sorted so that the
+// most expensive items come first, and no thread begins a long item when the other threads are
+// done. `memory` points to `scratch` bytes that belong to the calling thread.
 template <class Item, class Body>
 void share_out(std::vector<Item>& items, int64_t scratch, const Body& body) {
   if (items.empty()) return;
@@ -72,7 +72,8 @@ void share_out(std::vector<Item>& items, int64_t scratch, const Body& body) {
                    [](const Item& a, const Item& b) { return a.cost > b.cost; });
   int64_t total = 0;
   for (const Item& item : items) total += item.cost;
-  // Waking a thread takes longer than this many multiplications, so no thread is woken for fewer.
+  // Waking a thread takes longer than this many multiplications, so no thread is woken for fewer
+  // multiplications.
   constexpr int64_t kWorthAThread = 1 << 18;
   const int64_t threads = std::min({(int64_t)at::get_num_threads(), (int64_t)items.size(),
                                     std::max<int64_t>(1, total / worth_a_thread(kWorthAThread))});

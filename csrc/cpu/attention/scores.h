@@ -46,8 +46,8 @@ FASTBERT_INLINE int64_t clamp(int64_t x, int64_t low, int64_t high) {
 struct Head {
   int64_t sequence, head;
   int64_t q_start, q_length, k_start, k_length;
-  // One flag for each key: whether any query attends to the key. Null if there is no mask and no
-  // window, so that every key is used.
+  // One flag for each key: nonzero if any query attends to the key. The pointer is null if there is
+  // no mask and no window, so that every key is used.
   const uint32_t* used;
 };
 
@@ -150,10 +150,10 @@ struct Block {
   }
 };
 
-// The masking that the rows of a block need.
+// The masking that the rows of a block of logits need.
 struct Masking {
-  bool needed;  // whether any (query, key) pair of the block is masked, or its last panel is padded
-  bool every_row;  // whether the masked keys differ between queries
+  bool needed;     // whether a (query, key) pair may be masked, or the last panel is padded
+  bool every_row;  // whether the masked keys may differ between queries
 };
 
 FASTBERT_INLINE Masking masking(const Attention& a, const Head& h, const Block& block) {

@@ -36,7 +36,8 @@ struct StripMemory {
   uint16_t *q, *kept_rows;
   char *keys, *values;
   float *out, *maximum, *sum, *factors;
-  // If products overlap with the softmax, consecutive strips use these two buffers alternately.
+  // If products overlap with the softmax, consecutive strips use the two buffers of weights and the
+  // two buffers of scores alternately.
   uint16_t* weights[2];
   float* scores[2];
 
@@ -124,15 +125,16 @@ inline void pack_keys(const Attention& a, const Head& h, int64_t key, int64_t ke
   }
 }
 
-// Returns the product q kᵀ of a strip of queries and a block of keys. The caller runs its steps.
+// Returns the product q kᵀ of a strip of queries and a block of keys. The caller runs the steps of
+// the product.
 inline StripProduct product_of_keys(const uint16_t* q, int64_t width, int64_t keys, float* scores,
                                     const StripMemory& m) {
   return {q, width, m.keys, width / kStep, scores, kScoreStride, false, panels_of(keys)};
 }
 
-// Returns the product that adds P v of a block of keys to `out`; the caller runs its steps. Before
-// it returns, the function multiplies the rows of `out` by m.factors. For the first block of keys
-// (`begins`), the product overwrites `out` instead.
+// Returns the product that adds P v of a block of keys to `out`. The caller runs the steps of the
+// product. Before it returns, the function multiplies the rows of `out` by m.factors. For the first
+// block of keys (`begins`), the product overwrites `out` instead.
 inline StripProduct product_of_values(float* out, int64_t width, int64_t rows, int64_t keys,
                                       bool begins, const uint16_t* weights, const StripMemory& m) {
   for (int64_t r = 0; r < rows && !begins; ++r) {
