@@ -3,7 +3,7 @@
 // threads would go to sleep if Python ran between two operators.
 //
 // The rows between layers, the parameters and the parameters' gradients are fp32. Under autocast,
-// products and attention compute in another dtype, as separate operators do: products round their
+// products and attention compute in another dtype, as separate operators do. Products round their
 // operands to this dtype, and the results of products and attention have this dtype.
 //
 // A call may choose the rows that are queries. The result then has only the chosen rows, and the
@@ -75,7 +75,7 @@ struct Linear {
       : weights(first, first + count), biases(first + count, first + 2 * count) {}
 
   // Returns the part of the layer that computes the outputs [begin, end). If only some rows of a
-  // weight are in this range, the part has only these rows.
+  // weight compute these outputs, the part has only these rows.
   Linear rows(int64_t begin, int64_t end) const {
     Linear part(nullptr, 0);
     for (size_t i = 0; i < weights.size(); ++i) {
@@ -125,7 +125,7 @@ void check_seeds(const LayerSettings& s) {
 }
 
 // Checks the arguments that divide the rows into sequences. The operators of attention check the
-// lengths in cu_seqlens.
+// numbers in cu_seqlens_q and cu_seqlens_k.
 void check_sequences(const at::Tensor& hidden, const LayerSettings& s) {
   const int64_t rows = hidden.size(0);
   TORCH_CHECK_VALUE(s.cu_seqlens_q.has_value() == s.cu_seqlens_k.has_value(),
@@ -153,8 +153,9 @@ void check_sequences(const at::Tensor& hidden, const LayerSettings& s) {
   }
 }
 
-// Checks `count` weights, which must have `columns` columns, and their biases. The weights must
-// have `outputs` rows in total, where -1 allows any number. Returns the total number of rows.
+// Checks `count` weights from `first` on, which must have `columns` columns, and the biases that
+// follow. The weights must have `outputs` rows in total, where -1 allows any number. Returns the
+// total number of rows.
 int64_t check_linear(const at::Tensor* first, int64_t count, int64_t columns, int64_t outputs,
                      const at::Tensor& hidden) {
   int64_t rows = 0, biased = 0;
@@ -332,8 +333,8 @@ std::array<at::Tensor, 3> split_heads(const at::Tensor& queries, const at::Tenso
   return {heads_of(keys, 0, size, s), heads_of(keys, 1, size, s), heads_of(keys, 2, size, s)};
 }
 
-// Rotates the queries and keys in place if the model has rotary embeddings. Each of the rows holds
-// the queries, keys and values one after another.
+// Rotates the queries and keys in place if the model has rotary embeddings. Each row of `rows`
+// holds the queries, keys and values one after another.
 void rotate(const at::Tensor& rows, bool inverse, const LayerSettings& s) {
   if (s.rotation.empty()) return;
   const auto heads = rows.unflatten(1, {3 * s.heads, rows.size(1) / (3 * s.heads)});
@@ -397,8 +398,8 @@ at::Tensor attend_backward(const at::Tensor& dattended, const OptionalTensor& dr
 
 // The following functions compute the feed-forward and its gradients.
 
-// Returns the activation of the first product of the feed-forward, and stores this product in
-// `kept`.
+// Returns the activation of the first product of the feed-forward from `rows`, and stores the
+// product in `kept`.
 at::Tensor activate(const at::Tensor& rows, const LayerParameters& p, const LayerSettings& s,
                     at::Tensor* kept) {
   if (is_gated(s.activation)) {
@@ -522,9 +523,9 @@ at::Tensor backward_pre_norm(const at::Tensor& dy_in, const at::Tensor& hidden,
                              const LayerParameters& p, at::TensorList kept, Gradients& g,
                              const LayerSettings& s) {
   // Computes the backward of a norm from `dy`, the gradient of its result. Returns the sum of the
-  // gradient of its input x and `dresidual`, which is the gradient of the residual connection
-  // around the norm. dy is rounded to the dtype of products, because products read the result of
-  // the norm.
+  // gradient of the norm's input x and `dresidual`, which is the gradient of the residual
+  // connection around the norm. dy is rounded to the dtype of products, because products read the
+  // result of the norm.
   const auto norm_backward = [&](const at::Tensor& dy, const at::Tensor& x, Kept mean, Kept rstd,
                                  const at::Tensor* norm, const at::Tensor& dresidual,
                                  at::Tensor* dnorm) {

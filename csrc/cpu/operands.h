@@ -1,5 +1,5 @@
 // The conversion of tensors to the operands of isa/kernels.h, which consist of pointers and
-// strides. The file also has the chunks and the scratch memory that the CPU operators share.
+// strides. The file also divides rows into chunks, and provides scratch memory for rows.
 
 #pragma once
 
@@ -122,7 +122,7 @@ inline float* row_scratch(const Kernels& k, int64_t columns) {
 }
 
 // Returns the activation called `name`. Throws ValueError if the epilogue of a product cannot apply
-// it.
+// this activation.
 inline Activation epilogue_activation(const std::string& name) {
   return activation_of(
       name, {Activation::none, Activation::gelu, Activation::gelu_tanh, Activation::relu});

@@ -4,7 +4,7 @@
 //
 // To keep compile times short, only this file among the CPU operators includes the large headers of
 // torch, and it allocates new tensors for the other files. A result that a call does not compute is
-// an empty tensor: dx without dropout, and dx_bias or dbias if the layer does not have this bias.
+// an empty tensor, for example dx without dropout, or dbias if the layer has no bias.
 
 #include "operators.h"
 
@@ -178,10 +178,10 @@ TORCH_LIBRARY_IMPL(fastbert_C, CompositeExplicitAutograd, m) {
   implement<int8_layout>(m, "int8_layout");
 }
 
-// If a negation or conjugation of an argument is pending, torch normally computes it before it
-// calls the operator. This fails for an operator that writes to its arguments and returns nothing.
-// With the fallthrough registered here, attention_backward receives such tensors with the operation
-// still pending, and the checks in register.h reject them.
+// torch normally computes the pending negation or conjugation of an argument before the call of an
+// operator. This fails for an operator that writes to its arguments and returns nothing. With the
+// fallthrough registered here, attention_backward receives such arguments with the operation still
+// pending, and the checks in register.h reject them.
 TORCH_LIBRARY_IMPL(fastbert_C, Negative, m) {
   m.impl("attention_backward", torch::CppFunction::makeFallthrough());
 }

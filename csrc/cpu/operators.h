@@ -48,8 +48,8 @@ at::Tensor linear_layer_norm(const at::Tensor& x, const at::Tensor& weight,
 
 // Returns LN(activation(x Wᵢᵀ + bᵢ) Wₒᵀ + bₒ + residual) in the dtype of the residual. Wᵢ and bᵢ
 // are `inner` and `inner_bias`, and Wₒ and bₒ are `outer` and `outer_bias`. The result has the same
-// bits as `linear` followed by `linear_layer_norm`. If `inner` has a multiple of 32 rows, the
-// activations are stored only as the packed operand of the second product.
+// bits as `linear` followed by `linear_layer_norm`. If the number of rows of `inner` is a multiple
+// of 32, the activations are stored only as the packed operand of the second product.
 at::Tensor feed_forward_layer_norm(const at::Tensor& x, const at::Tensor& inner,
                                    const OptionalTensor& inner_bias, const at::Tensor& outer,
                                    const OptionalTensor& outer_bias, const at::Tensor& residual,
@@ -105,8 +105,8 @@ std::tuple<at::Tensor, at::Tensor> rms_norm_backward(const at::Tensor& dy, const
                                                      const OptionalTensor& residual);
 
 // Returns a copy of x (tokens, H, D) in which the first `heads` heads are rotated by the angles
-// whose cosines and sines are `cos` and `sin` (tokens, D / 2). If `inverse` is true, they are
-// rotated by the negative angles.
+// whose cosines and sines are `cos` and `sin` (tokens, D / 2). If `inverse` is true, these heads
+// are rotated by the negative angles.
 at::Tensor rotary(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin, int64_t heads,
                   bool inverse);
 
@@ -127,7 +127,7 @@ std::tuple<at::Tensor, at::Tensor> attention_forward(
     int64_t max_seqlen_k, double dropout_p, double scale, int64_t left, int64_t right);
 
 // Writes the gradients of q, k and v to dq, dk and dv. If dbias is not None, the gradient of the
-// bias is written to it; dbias has the shape of the bias.
+// bias is written to dbias, which must have the shape of the bias.
 void attention_backward(const at::Tensor& dq, const at::Tensor& dk, const at::Tensor& dv,
                         const OptionalTensor& dbias, const at::Tensor& dout, const at::Tensor& q,
                         const at::Tensor& k, const at::Tensor& v, const OptionalTensor& mask,
@@ -184,7 +184,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> embedding
     int64_t padding_idx);
 
 // Returns the loss and, for the backward pass, the statistics of the rows and the order of the
-// labelled rows.
+// rows, in which the labelled rows come first.
 std::tuple<at::Tensor, at::Tensor, at::Tensor> linear_cross_entropy_forward(
     const at::Tensor& hidden, const at::Tensor& weight, const OptionalTensor& bias,
     const at::Tensor& labels, int64_t ignore_index, const std::string& reduction);
@@ -194,7 +194,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> linear_cross_entropy_backward(
     const OptionalTensor& bias, const at::Tensor& labels, const at::Tensor& statistics,
     const at::Tensor& order, const std::string& reduction);
 
-// Returns whether any element is outside [0, size) and is not `ignored`.
+// Returns whether any element of `index` is outside [0, size) and is not `ignored`.
 bool any_outside(const at::Tensor& index, int64_t size, std::optional<int64_t> ignored);
 
 // Takes a mask (B, L) that is nonzero for real tokens. Returns the indices of these tokens in the
@@ -245,11 +245,11 @@ std::vector<at::Tensor> layer_backward(
     int64_t heads, int64_t projections, int64_t inner_projections, int64_t window, bool pre_norm,
     double eps, const std::string& activation, at::ScalarType dtype);
 
-// Returns whether the products of `rows` rows with `parameters` are enough work for several
-// threads.
+// Returns whether the products of `rows` rows with the weights in `parameters` are enough work for
+// several threads.
 bool worth_a_team(int64_t rows, at::TensorList parameters);
 
-// Moves the memory of weights to pages of 2 MiB where the operating system can do so.
+// Moves the memory of `weights` to pages of 2 MiB where the operating system can do so.
 void use_huge_pages(at::TensorList weights);
 
 // Runs a whole encoder on a batch (B, L) of token ids, for inference. `mask` is 1 at tokens and 0

@@ -19,8 +19,8 @@
 namespace fastbert::cpu {
 namespace {
 
-// `inherited` tells whether a fork that happens now gives the child a thread pool without threads.
-// `orphaned` tells whether this process is such a child.
+// `inherited` tells whether the fork that is about to happen gives the child a thread pool without
+// threads. `orphaned` tells whether this process is such a child.
 std::atomic<bool> inherited{false}, orphaned{false};
 
 // Runs before a fork, and ends the threads of OpenMP's pool. The next parallel region starts new

@@ -25,9 +25,9 @@
 
 namespace fastbert::cpu {
 
-// Each call waits for a short time. After calls that took about 0.1 ms in total, each call yields
-// the core to other programs. A thread that yields its core at once may not get a core again for
-// many milliseconds.
+// Each call waits for a short time. After calls that took about 0.1 ms in total, each further call
+// yields the core to other programs. The first calls do not, because a thread that yields its core
+// may not get a core again for many milliseconds.
 class Pause {
  public:
   void operator()();
@@ -49,7 +49,7 @@ void* thread_scratch(int64_t bytes);
 // calls runs on one thread.
 void together(const std::function<void()>& body);
 
-// The body of a loop, and the function that calls this body for a task.
+// The body of a loop, and the function `call`, which calls the body for a task.
 struct Loop {
   const void* body;
   void (*call)(const void* body, int64_t task);
@@ -70,7 +70,7 @@ inline int64_t worth_a_thread(int64_t asleep) {
 
 // Returns false if the calling thread is not in `together`, or is already in a loop. Otherwise
 // calls the body once for each of `count` tasks, which the threads take in order as they become
-// free. Rethrows an exception that a body throws.
+// free, and returns true. Rethrows an exception that a body throws.
 bool shared_with_team(int64_t count, Loop loop);
 
 template <class Body>

@@ -10,11 +10,11 @@
 namespace fastbert::cpu {
 namespace {
 
-// The size of the header in bytes. It is a whole cache line, so the elements begin at a multiple of
-// the cache line.
+// The size in bytes of the header of a block. It is a whole cache line, so the elements that follow
+// begin at a multiple of the cache line.
 constexpr size_t kHeader = 64;
-// The smallest size in bytes that is recycled. The C library itself keeps freed memory of smaller
-// sizes for reuse.
+// The smallest size in bytes of a tensor whose memory is recycled. The C library itself keeps freed
+// memory of smaller sizes for reuse.
 constexpr size_t kLeast = size_t{1} << 16;
 
 thread_local Recycling* active = nullptr;

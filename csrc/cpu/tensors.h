@@ -12,16 +12,16 @@ namespace fastbert::cpu {
 
 at::Tensor empty(at::IntArrayRef sizes, const at::TensorOptions& options);
 
-// Returns a view of `t` that starts at element `first`. The function makes the view without a call
-// through torch's dispatcher.
+// Returns the view of `t` with these sizes and strides that starts at element `first` of `t`. The
+// function makes the view without a call through torch's dispatcher.
 at::Tensor strided(const at::Tensor& t, at::IntArrayRef sizes, at::IntArrayRef strides,
                    int64_t first);
 
 at::Tensor empty_like(const at::Tensor& like);
 at::Tensor zeros(at::IntArrayRef sizes, const at::TensorOptions& options);
 
-// Returns a tensor over the `bytes` bytes at `data`. `release` frees the bytes when no tensor
-// refers to them any more.
+// Returns a uint8 tensor whose memory is the `bytes` bytes at `data`. `release` frees the bytes
+// when no tensor refers to them any more.
 at::Tensor from_memory(void* data, int64_t bytes, const std::function<void(void*)>& release);
 
 }  // namespace fastbert::cpu

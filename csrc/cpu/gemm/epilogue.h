@@ -20,9 +20,9 @@ struct Tile {
   int rows, columns;
 };
 
-// The functions that an epilogue applies to sums. Each is applied to several registers at a time,
-// so that the processor overlaps their long chains of dependent operations. `Same` leaves the sums
-// unchanged.
+// The functions that an epilogue applies to sums. A function is applied to several registers at a
+// time, so that the processor overlaps the long chains of dependent operations. `Same` leaves the
+// sums unchanged.
 struct Same {
   template <int kCount>
   static FASTBERT_INLINE void apply(Vec (&)[kCount]) {}

@@ -24,7 +24,7 @@ void check_weight(const at::Tensor& weight, const at::Tensor& x, const char* nam
                     ": got shape ", weight.sizes(), ", allowed: (N, ", x.size(1), ") with N >= 1");
 }
 
-// Below about this many multiplications, a second thread costs more time than it saves.
+// Below about this many multiplications, a second thread takes more time than it saves.
 constexpr int64_t kProductGrain = 400'000;
 
 // A task that computes and normalises whole rows takes a multiple of kNormUnit rows. kNormUnit is a
@@ -45,8 +45,8 @@ struct RightOperand {
                x.stride(1),  x.size(0), x.size(1),          bytes.mutable_data_ptr()};
   }
 
-  // Describes the packing of x for products in `dtype` whose left operand is a stored weight.
-  // Elements of x that are wider than `dtype` are rounded while they are packed.
+  // Describes the packing of x for products in `dtype` whose left operand is a weight as it is
+  // stored. Elements of x that are wider than `dtype` are rounded while they are packed.
   RightOperand(const Kernels& k, const at::Tensor& x, at::ScalarType dtype)
       : RightOperand(
             k, x, x.scalar_type() == dtype ? k.right_format(format_of(dtype)) : format_of(dtype)) {}
@@ -54,7 +54,7 @@ struct RightOperand {
   RightOperand(const Kernels& k, const at::Tensor& x) : RightOperand(k, x, x.scalar_type()) {}
 
   // Allocates the memory for a packed x of shape (rows, columns) in `format`. Another product may
-  // write its results there as the packed elements.
+  // write its results to this memory, in packed form.
   RightOperand(const Kernels& k, int64_t rows, int64_t columns, Format format) {
     bytes = empty({k.packed_bytes(format, rows, columns)}, at::dtype(at::kByte));
     packing.to = format;
@@ -96,8 +96,8 @@ Phase packing_of(const Kernels& k, const Packing& x) {
   return {k.pack_units(x.n), [&k, &x](int64_t unit) { k.pack(x, unit, unit + 1); }};
 }
 
-// A product and its division into tasks. `first` is the number of its first task among the tasks of
-// all products.
+// A product and its division into tasks. `first` is the number of the product's first task among
+// the tasks of all products.
 struct Planned {
   Gemm gemm;
   GemmPlan plan;
@@ -200,7 +200,7 @@ class NormedProduct {
 
   double work() const { return work_of(gemm_); }
 
-  // Appends the phases that run after x is packed to `phases`.
+  // Appends to `phases` the phases that run after x has been packed.
   void add_to(std::vector<Phase>& phases, const Kernels& k, const RightOperand& x, int threads) {
     set_operands(gemm_, weight_, x);
     if (m_ <= kNormUnit * threads) {
@@ -213,9 +213,9 @@ class NormedProduct {
   at::Tensor y;
 
  private:
-  // Appends two phases for a product with few rows. In the first phase, each task multiplies x by
-  // some rows of the weight. The second phase normalises the sums, which are still in the
-  // second-level cache.
+  // Appends the two phases of a product with at most kNormUnit rows for each thread. In the first
+  // phase, each task multiplies x by some rows of the weight. The second phase normalises the sums,
+  // which are still in the second-level cache.
   void add_few_rows(std::vector<Phase>& phases, const Kernels& k, int threads) {
     sums_ = empty({m_, n_}, y.options().dtype(at::kFloat));
     gemm_.out = sums_.mutable_data_ptr();
@@ -227,8 +227,8 @@ class NormedProduct {
                       }});
   }
 
-  // Returns the phase for a product with more rows. Each task computes and normalises whole rows,
-  // and its sums are in the scratch memory of its thread.
+  // Returns the phase of a product with more than kNormUnit rows for each thread. Each task
+  // computes and normalises whole rows, and its sums are in the scratch memory of its thread.
   Phase whole_rows(const Kernels& k, int threads) const {
     const int64_t unit_bytes = k.packed_bytes(gemm_.packed_format, kNormUnit, gemm_.k) +
                                kNormUnit * n_ * (int64_t)sizeof(float);

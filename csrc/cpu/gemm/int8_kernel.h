@@ -1,6 +1,6 @@
-// int8 products. Each call quantises the rows of its argument x; weights are quantised once, in
-// advance. Sums are int32 and are converted back to fp32 with one scale for each row and one for
-// each column (Jacob et al. 2018).
+// int8 products. The operator int8_linear quantises the rows of its argument x in each call;
+// weights are quantised once, in advance. Sums are int32 and are converted back to fp32 with one
+// scale for each row and one for each column (Jacob et al. 2018).
 //
 // Let [low, high] be the smallest interval that contains all elements of a row and 0. The row
 // becomes q = clip(rint(x / scale) + zero, 0, 255) with scale = (high - low) / 255 and zero =
@@ -213,8 +213,9 @@ FASTBERT_INLINE void int8_epilogue(const Int8Gemm& p, int32_t* sums, int64_t wid
 }
 
 // Computes one block of the result, four panels at a time. The four panels stay in the first-level
-// and second-level caches while all rows are multiplied. The first rows also prefetch the next four
-// panels, because the first rows of the next panels would otherwise wait for memory.
+// and second-level caches while all rows are multiplied. The first register blocks of rows also
+// prefetch the next four panels, because products with these panels would otherwise begin by
+// waiting for memory.
 template <class Dot>
 void int8_gemm_vectors(const Int8Gemm& p, const Int8Block& block) {
   alignas(64) int32_t sums[kInt8Rows * kInt8MostPanels * kLanes];

@@ -1,8 +1,8 @@
 // Matrix products with a packed right operand, and their epilogues: out = epilogue(x Wᵀ). There are
-// two kinds. A plain product packs W in each call. A turned product packs x as its right operand,
-// and reads the weight W as it is stored, without a copy. The text below describes plain products,
-// in which W is packed. k is the dimension that a product sums over. In a turned product, W and x
-// exchange roles, and blocks of sums are transposed before their epilogue.
+// two kinds of products. A plain product packs W in each call. A turned product packs x as its
+// right operand, and reads the weight W as it is stored, without a copy. The text below describes
+// plain products, in which W is packed. k is the dimension that a product sums over. In a turned
+// product, W and x exchange roles, and blocks of sums are transposed before their epilogue.
 //
 // Panels, register tiles and blocks for each cache follow Goto and van de Geijn 2008.
 //
@@ -303,8 +303,7 @@ FASTBERT_INLINE void multiply_chunk(const LeftWords& a, const typename Format::S
 // accuracy. Other libraries compute a product of one or two rows with a separate sum in each lane,
 // which is twice as accurate as one chain over a whole block. Chunks of 128 steps hardly slow down
 // large products. Chunks of 32 steps are used for products whose speed matters little: products
-// with fewer than 128 steps, or with so few columns that other libraries would use a sum in each
-// lane.
+// with k < 128, or with so few columns (n < 16) that other libraries would use a sum in each lane.
 FASTBERT_INLINE int64_t chunk_of(int64_t n, int64_t k) { return k < 128 || n < 16 ? 32 : 128; }
 
 template <class Format, int kRows, int kPanels>
@@ -426,9 +425,10 @@ struct TaskBlock {
     return (const char*)g.a + ((task.row + row) * g.a_row + k * g.a_column) * size;
   }
 
-  // A panel of x stays in the first-level cache while it is multiplied by all rows of W. Each tile
-  // of rows prefetches the rows of the next tile. Rows that are not stored as words are copied
-  // before the product with the first panel.
+  // Computes the block of k in a turned product. A panel of x stays in the first-level cache while
+  // all rows of W in the task are multiplied by the panel. Each tile of rows prefetches the rows of
+  // the next tile. Rows that are not stored as words are copied before the product with the first
+  // panel.
   FASTBERT_INLINE void run_turned() const {
     const int64_t tiles = (task.rows + kTileRows - 1) / kTileRows;
     const auto first_row = [&](int64_t tile) { return task.rows * tile / tiles; };
@@ -466,8 +466,9 @@ struct TaskBlock {
   }
 
   // Returns the distance in words from the first row of the task to the data that the last tile
-  // prefetches. If another panel follows, this is the first row again. Otherwise, it is the next
-  // block of k of the first row or, after the last block of k, the first row after the task.
+  // prefetches. If another panel follows, these data are the first row again. Otherwise, they are
+  // the next block of k of the first row or, after the last block of k, the first row after the
+  // task.
   FASTBERT_INLINE int64_t after_task(const LeftWords& w, int64_t n) const {
     if (n + kPanel < task.columns) return 0;
     return last() ? task.rows * w.row - first : depth;
@@ -535,7 +536,8 @@ void run_task(const Gemm& g, const Task& task) {
   } while (first < words);
 }
 
-// The smallest number of tasks per thread in a turned product.
+// The number of tasks per thread that turned products on AMX tiles aim for with several threads
+// (tile_kernel.h).
 constexpr int64_t kTasksOfThread = 3;
 
 // Returns the division of a turned product into tasks. Tasks have whole panels of outputs, so that

@@ -80,14 +80,14 @@ template <>
 constexpr bool kIsDots<BF16Dots> = true;
 #endif
 
-// Returns the number of words for k elements.
+// Returns the number of words that hold k consecutive elements along k.
 template <class Operand>
 FASTBERT_INLINE int64_t words_of(int64_t k) {
   return kIsDots<Operand> ? (k + 1) / 2 : k;
 }
 
 // Returns the format in which a turned product (kernel.h) packs x. bf16 stays bf16 if the level has
-// a dot product of bf16. All other rows in 16 bits are converted to fp32 once, while they are
+// a dot product of bf16. Otherwise, rows in 16 bits are converted to fp32 once, while they are
 // packed, because the product would convert them again for every tile of rows of the weight.
 Format right_format(Format format) {
   return format == Format::bf16 && kIsDots<BF16Operand> ? Format::bf16 : Format::f32;
@@ -130,9 +130,9 @@ FASTBERT_INLINE void load_transposed(const typename Format::Storage* p, int64_t 
   transpose(block);
 }
 
-// Packs the columns of a panel as words of two consecutive elements along k. A column
-// of the panel is a row of W: `row` is the stride of W from one row to the next, and `column` is
-// the stride from one element of a row to the next.
+// Packs the columns of a panel as words of two consecutive elements along k. A column of the panel
+// is a row of W: `row` is the stride of W from one row to the next, and `column` is the stride from
+// one element of a row to the next.
 template <class From>
 void pack_dots(const typename From::Storage* p, int64_t row, int64_t column, int low, int high,
                int64_t k, uint32_t* packed) {

@@ -20,8 +20,8 @@ FASTBERT_INLINE int64_t right_rows(const Gemm& g) { return g.turned ? g.m : g.n;
 FASTBERT_INLINE int64_t quotient_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // Divides the result into long and short tasks. A long task has `rows` rows and `columns` columns.
-// The number of rows of a short task is a multiple of `unit` and at least `least`. If no such
-// number is possible, all tasks are long.
+// The number of rows of a short task is a multiple of `unit` and at least `least`. With one thread,
+// with fewer blocks of rows than threads, or if no such number is possible, all tasks are long.
 inline GemmPlan divided(const Gemm& g, int64_t rows, int64_t columns, int threads, int64_t unit,
                         int64_t least) {
   constexpr int64_t kShortTasks = 3;  // short tasks per thread

@@ -10,13 +10,13 @@
 // The four products of a step take 64 cycles (Intel's Optimization Reference Manual). They update 2
 // x 2 tiles of sums from two tiles of the left operand and two tiles of the right operand, so each
 // tile is loaded once. Loading these 4 KiB from the second-level cache would take twice as long as
-// the products. One operand, 32 rows or columns of at most 48 KiB at k = 768, therefore stays in
-// the first-level cache, while the other operand is streamed from the second-level cache. A hint in
-// the streaming loads keeps them from evicting the first operand, which makes products 1.5 x as
-// fast on a Xeon with AMX. The data of the next pass are meanwhile prefetched from beyond these
-// caches. If the left operand is a weight, a strip of its rows stays in the first-level cache, and
-// panels of x are streamed. Otherwise, a panel of the weight stays, and rows of x are streamed.
-// With 16 rows or fewer, a step updates 1 x 4 tiles of sums from two panels.
+// the products. One operand, 32 rows or columns (48 KiB at k = 768), therefore stays in the
+// first-level cache, while the other operand is streamed from the second-level cache. A hint in the
+// streaming loads keeps them from evicting the first operand, which makes products 1.5 x as fast on
+// a Xeon with AMX. The data of the next pass are meanwhile prefetched from beyond these caches. If
+// the left operand is a weight, a strip of its rows stays in the first-level cache, and panels of x
+// are streamed. Otherwise, a panel of the weight stays, and rows of x are streamed. With 16 rows or
+// fewer, a step updates 1 x 4 tiles of sums from two panels.
 //
 // k is never divided: sums stay in tiles from the first step to the last step. An element of the
 // result is the sum of its steps in order, for every number of rows, every number of threads and
@@ -65,7 +65,7 @@ FASTBERT_INLINE void configure_tiles() {
   tile_configure(shapes);
 }
 
-// Returns whether tiles of the left operand can be loaded without a copy. This is possible if its
+// Returns whether tiles of the left operand can be loaded without a copy. This is possible if the
 // rows consist of whole steps, and each step of a row is one cache line.
 FASTBERT_INLINE bool lies_in_tiles(const Gemm& g) {
   return g.format == Format::bf16 && g.a_column == 1 && g.k % kStep == 0 && g.a_row % kStep == 0 &&
@@ -285,7 +285,7 @@ inline void run_tile_task(const Gemm& g, int64_t row, int64_t column, int64_t ro
 }
 
 // Returns the division of a turned product into tasks. With one thread, a single task takes all
-// rows of W, so that every strip but the first is prefetched.
+// rows of W if they need no copy, so that every strip but the first is prefetched.
 inline GemmPlan turned_tile_plan(const Gemm& g, int threads) {
   const int64_t row_bytes = steps_of(g.k) * kStepBytes;
   const int64_t strips = quotient_up(g.n, kStrip);

@@ -1,6 +1,6 @@
-// The exponential of a register, for the softmax and the activations. A multiple of ln 2, which is
-// split in two parts, is subtracted from the argument (Cody and Waite 1980), and a polynomial
-// approximates the exponential of the remainder.
+// The exponential of each lane of a register, for the softmax and the activations. A multiple of ln
+// 2, which is split in two parts, is subtracted from the argument (Cody and Waite 1980), and a
+// polynomial approximates the exponential of the remainder.
 
 #pragma once
 

@@ -46,7 +46,7 @@ FASTBERT_INLINE void store_half(uint16_t* p, HalfVec bits, int count) {
 #endif
 }
 
-// The operations that bf16 and fp16 share. Derived defines widen and narrow.
+// The operations that bf16 and fp16 share. The class `Derived` defines `widen` and `narrow`.
 template <class Derived>
 struct SixteenBits {
   using Storage = uint16_t;

@@ -172,8 +172,9 @@ struct CrossEntropyForward {
   float *highest, *total, *own;
 };
 
-// The gradients scale (softmax - onehot) overwrite the logits. If `rounded` is not null, the
-// gradients are also written to `rounded` in `format`.
+// The backward of CrossEntropyForward. The gradients of the logits, scale (softmax - onehot),
+// overwrite the logits. If `rounded` is not null, the gradients are also written to `rounded` in
+// `format`.
 struct CrossEntropyBackward {
   Format format;
   int64_t first, columns;
@@ -347,7 +348,7 @@ constexpr int64_t kAttentionQueries = 96, kAttentionKeys = 128;
 
 // A piece of work: the queries [begin, end) of a head, where `begin` is a multiple of
 // kAttentionQueries. With AttentionPass::keys, the range is a range of keys, and `begin` is a
-// multiple of kAttentionKeys.
+// multiple of kAttentionKeys. With AttentionPass::whole, the range is not read.
 struct AttentionItem {
   int64_t sequence, head, begin, end;
 };
@@ -398,7 +399,7 @@ struct Kernels {
   // Sets out[n] to the sum of column n of a contiguous (rows, columns) matrix. Terms are added from
   // the first row to the last.
   void (*sum_rows)(const double* matrix, int64_t rows, int64_t columns, float* out);
-  // Returns the format of the packed x in a turned product, for an x that is stored in `format`.
+  // Returns the format to which a turned product packs an x that is stored in `format`.
   Format (*right_format)(Format format);
   // packed_bytes returns the size in bytes of a packed (n, k) operand, and pack_units returns the
   // number of units of work of `pack`.
@@ -418,14 +419,15 @@ struct Kernels {
   int64_t (*attention_backward_scratch)(const AttentionBackward&, int64_t keys);
   void (*attention_backward)(const AttentionBackward&, AttentionPass, const AttentionItem&,
                              void* scratch);
-  // Computes one block of dbias, for the queries from item.begin on and the keys from item.end on.
-  // If the bias is broadcast over sequences, the block of the first sequence receives the sum over
-  // all sequences. The same holds for a bias that is broadcast over heads, queries or keys.
+  // attention_bias_gradient computes one block of dbias, for the queries from item.begin on and the
+  // keys from item.end on. If the bias is broadcast over sequences, the block of the first sequence
+  // receives the sum over all sequences. The same holds for a bias that is broadcast over heads,
+  // queries or keys.
   int64_t (*attention_bias_scratch)(const AttentionBackward&);
   void (*attention_bias_gradient)(const AttentionBackward&, const AttentionItem&, void* scratch);
-  // Writes softmax weights of one head for the queries queries[begin] to queries[end - 1], which
-  // are in ascending order. Each query's row has max_k elements, and the first row is at `out`.
-  // Weights of queries or keys after the end of the sequence are 0.
+  // attention_weights writes softmax weights of one head for the queries queries[begin] to
+  // queries[end - 1], which are in ascending order. Each query's row has max_k elements, and the
+  // first row is at `out`. Weights of queries or keys after the end of the sequence are 0.
   int64_t (*attention_weights_scratch)(const Attention&);
   void (*attention_weights)(const Attention&, const AttentionItem&, const int64_t* queries,
                             void* out, void* scratch);

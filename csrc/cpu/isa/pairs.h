@@ -60,9 +60,10 @@ FASTBERT_INLINE Vec pair_words(Vec even, Vec odd) {
   }
 }
 
-// Loads `rows` rows (at most kLanes) of `depth` elements (at most kLine), starting at `p`. Rows are
-// `row` elements apart, and the elements of a row are `column` elements apart. Word i of words[j]
-// receives elements 2 j and 2 j + 1 of row i. Words without elements are 0.
+// Loads `rows` rows (at most kLanes) of `depth` elements (at most kLine), starting at `p`. `row` is
+// the stride in elements from one row to the next, and `column` is the stride from one element of a
+// row to the next. Word i of words[j] receives elements 2 j and 2 j + 1 of row i. Words without
+// elements are 0.
 template <class From>
 FASTBERT_INLINE void load_pairs(const typename From::Storage* p, int64_t row, int64_t column,
                                 int rows, int depth, Vec (&words)[kLanes]) {
@@ -106,8 +107,9 @@ static_assert(kPanel == 32, "a panel is two tiles wide");
 FASTBERT_INLINE int64_t steps_of(int64_t k) { return (k + kStep - 1) / kStep; }
 FASTBERT_INLINE int64_t whole_strips(int64_t rows) { return (rows + kStrip - 1) / kStrip * kStrip; }
 
-// Packs one panel of a right operand: up to 32 columns of k elements. Columns are `row` elements
-// apart, and the elements of a column are `column` elements apart.
+// Packs one panel of a right operand: up to 32 columns of k elements. A column of the operand is a
+// row of a matrix in memory. `row` is the stride in elements from one such row to the next, and
+// `column` is the stride from one element of a row to the next.
 template <class From>
 void pack_steps(const typename From::Storage* p, int64_t row, int64_t column, int64_t columns,
                 int64_t k, char* packed) {

@@ -3,8 +3,8 @@
 // Arithmetic uses the compilers' vector extensions, so one source serves every register width.
 // Intrinsics appear only where the extensions cannot express an operation. A level_*.cpp file
 // defines FASTBERT_LEVEL (the name of a namespace) and FASTBERT_LEVEL_BYTES (the size of a register
-// in bytes) before it includes this header. All functions are force-inlined into that namespace,
-// and no std header with code is included, because the linker could share such code between levels
+// in bytes) before it includes this header. All functions are always inlined, and no std header
+// with code is included, because the linker could otherwise share the code between levels
 // (kernels.h).
 
 #pragma once
@@ -154,7 +154,7 @@ FASTBERT_INLINE Vec dot_bf16(Vec a, Vec b, Vec c) {
 // and accurate, and the registers for two such sums still fit the register file.
 constexpr int kSums = 4;
 
-// Returns the lower (half = 0) or upper (half = 1) lanes in double precision.
+// Returns the lower (half = 0) or upper (half = 1) lanes of v in double precision.
 FASTBERT_INLINE DoubleVec widen(Vec v, int half) {
   FloatHalf narrow;
   __builtin_memcpy(&narrow, (const char*)&v + half * sizeof(narrow), sizeof(narrow));

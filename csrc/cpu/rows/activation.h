@@ -1,5 +1,5 @@
 // GELU (Hendrycks and Gimpel 2016), ReLU and SiLU, and their derivatives, for one register. `both`
-// returns the value and sets the slope at the same point.
+// returns the value of the function, and sets `slope` to the derivative at the same point.
 //
 // gelu(x) = x Phi(x) with the normal distribution function Phi. The upper tail of the distribution
 // is computed directly: Q(a) = 1 - Phi(a) = exp(-a^2 / 2) R(a) for a = |x|. Phi therefore keeps its

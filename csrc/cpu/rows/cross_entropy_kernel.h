@@ -1,9 +1,9 @@
 // Softmax over a vocabulary in parts: the running maximum and sum of exponentials of each row
-// (Milakov and Gimelshein 2018), and the gradient of the logits after the last part.
+// (Milakov and Gimelshein 2018) and, after the last part, the gradient of the logits.
 //
 // The forward stores both the maximum and the sum instead of their log-sum-exp. The rounding error
-// of the log-sum-exp would be as large as that of a logit. For logits near 1e4, this error changes
-// a probability by a factor of 1 + 5e-4.
+// of the log-sum-exp would be as large as the rounding error of a logit. For logits near 1e4, this
+// error changes a probability by a factor of 1 + 5e-4.
 
 #pragma once
 

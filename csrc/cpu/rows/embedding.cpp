@@ -77,7 +77,7 @@ struct Operands {
 
 // Computes the gradient of one table. The tokens are sorted by table row; tokens with the same
 // table row keep their order. The gradients of tokens with the same table row are summed. All other
-// rows of the result, and the row `skipped`, are 0. Each task writes adjacent rows of the table.
+// rows of the result, and row number `skipped`, are 0. Each task writes adjacent rows of the table.
 at::Tensor table_gradient(const Kernels& k, const at::Tensor& dsum, const at::Tensor& index,
                           const at::Tensor& table, int64_t skipped) {
   const int64_t rows = table.size(0), columns = table.size(1), tokens = index.numel();

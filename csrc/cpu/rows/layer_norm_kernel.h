@@ -22,8 +22,8 @@ constexpr int kBlockRows = 4;
 constexpr int kGroupRows = 16;
 
 // The largest number of parameters with gradients. The scratch memory of one thread begins with the
-// fp32 values and the dropout mask of each row of a block. The fp32 sums of a group follow, for
-// each of these parameters.
+// fp32 values and the dropout mask of each row of a block. The fp32 sums of a group of rows follow,
+// for each of these parameters.
 constexpr int kParameters = 3;
 
 FASTBERT_INLINE int64_t scratch_row(int64_t columns) { return (columns + 15) / 16 * 16; }
@@ -298,9 +298,9 @@ FASTBERT_INLINE void for_each_group(int64_t begin, int64_t end, int64_t length, 
   }
 }
 
-// Computes the backward of the rows [begin, end). `length` is the number of sums, which is one to
-// three times the number of columns. With dropout but without x_bias, the sums of dx are computed
-// and not used.
+// Computes the backward of the rows [begin, end). `length` is the number of sums of parameter
+// gradients, which is one to three times the number of columns. With dropout but without x_bias,
+// the sums of dx are computed and not used.
 template <class Row>
 void layer_norm_backward_rows(const typename Row::P& params, int64_t length, int64_t begin,
                               int64_t end, float* scratch, double* partial) {
@@ -316,8 +316,9 @@ void layer_norm_backward_rows(const typename Row::P& params, int64_t length, int
       });
 }
 
-// Calls body(format, x_format, summands) with objects whose types stand for the formats and the
-// operands in the params struct. If x is narrower than the residual, summands is Summands::any.
+// The type of `summands` below: with_row_types calls body(format, x_format, summands) with objects
+// whose types stand for the formats and the operands in the params struct. If x is narrower than
+// the residual, `summands` stands for Summands::any.
 template <Summands kSummands>
 struct SummandsConstant {
   static constexpr Summands value = kSummands;

@@ -10,8 +10,8 @@ struct Moments {
   float mean, correction, rstd;  // mean + correction has about twice the precision of fp32.
 };
 
-// Computes the moments in double precision. This is necessary for rows with elements near 1e30,
-// whose squared deviations overflow in fp32.
+// Computes the moments of a row in double precision. This is necessary for rows with elements near
+// 1e30, whose squared deviations overflow in fp32.
 inline __attribute__((noinline)) Moments wide_moments(const float* sum, int64_t columns,
                                                       float eps) {
   double total = 0.0, squares = 0.0;

@@ -21,7 +21,7 @@ FASTBERT_INLINE void turn_head(const typename Format::Storage* x, const float* c
 
 template <class Format>
 void rotary_rows(const Rotary& params, int64_t begin, int64_t end) {
-  const Rotary p = params;  // A store to y cannot alias a local copy.
+  const Rotary p = params;  // RowSum (layer_norm_kernel.h) explains this copy.
   using Storage = typename Format::Storage;
   const int64_t head_dim = 2 * p.half;
   for (int64_t row = begin; row < end; ++row) {

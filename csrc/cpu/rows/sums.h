@@ -1,4 +1,4 @@
-// Sums and roundings of rows between two operators. These loops are bound by memory at every
+// Functions that add or round rows between two operators. These loops are bound by memory at every
 // instruction-set level, so they are compiled once.
 
 #pragma once
