@@ -24,7 +24,7 @@ from fastbert.training.options import check, is_count, is_number
 
 # These keys of config.json say whether a question may have no answer, and store the options of
 # `AnswerOptions`. The example run_qa.py of transformers has options with the same names. The models
-# of transformers ignore these keys.
+# of transformers do not read these keys.
 UNANSWERED = "version_2_with_negative"
 KEYS = {
     "stride": "doc_stride",
@@ -77,7 +77,7 @@ class AnswerOptions(FinetuneOptions):
         check_answering(self.stride, self.longest_answer, self.no_answer_threshold)
 
     def task(self) -> AnswerQuestions:
-        """Return the task."""
+        """Return the extraction of answers with these options."""
         return AnswerQuestions(
             self.stride, self.longest_answer, no_answer_threshold=self.no_answer_threshold
         )
@@ -87,7 +87,7 @@ class _Span(NamedTuple):
     """The best answer in a window.
 
     Attributes:
-        score: Sum of the logits of its start and its end.
+        score: Sum of the two logits of the answer: of its start and of its end.
         first: Index of its first token.
         last: Index of its last token.
         none: Score of no answer in this window: the sum of the two logits of ``[CLS]``.
@@ -224,7 +224,7 @@ class AnswerQuestions(Task):
         return {**self._collate(features), **positions}
 
     def rows(self, output: Any, lengths: list[int]) -> list[Tensor]:
-        """Return the logits of start and end of each sequence, of shape ``(length, 2)``."""
+        """Return, for each sequence, the logits of start and end, of shape ``(length, 2)``."""
         both = torch.stack((output.start_logits, output.end_logits), dim=-1)
         return [row[:length] for row, length in zip(both, lengths, strict=True)]
 

@@ -64,9 +64,9 @@ def _best_threshold(
     script of SQuAD gives 0 in this case, because its differences are probabilities.
 
     Args:
-        answered: Score of each question if the candidate is given as the answer.
-        differences: The difference of each question. The candidate is given if the difference is at
-            most the threshold.
+        answered: Score of each question if the candidate is given as the answer, in [0, 1].
+        differences: The score of no answer minus the score of the candidate, for each question. The
+            candidate is given if this difference is at most the threshold.
         empty: Whether a question has no answer, so that its score is 1 if no answer is given.
     """
     order = sorted(range(len(differences)), key=differences.__getitem__)

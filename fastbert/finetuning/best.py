@@ -55,7 +55,7 @@ class BestEvaluation:
         self.weights: dict[str, Tensor] | None = None
 
     def offer(self, evaluation: Evaluation) -> bool:
-        """Compare an evaluation with the best evaluation, and return whether it is better.
+        """Store an evaluation if it is better than the best so far, and return whether it is.
 
         Args:
             evaluation: An evaluation of the model with its current weights.
@@ -110,7 +110,7 @@ class BestEvaluation:
                 self.weights = weights
 
     def model(self) -> Any:
-        """Return a new model with the best weights, or the model itself without stored weights."""
+        """Return a new model with the best weights, or the run's own model if none are stored."""
         if self.weights is None:
             return self._model
         # The new model draws random weights. These draws must not change the random numbers of

@@ -115,7 +115,7 @@ def parse_class_weights(text: str | None) -> Given | None:
         None, ``"balanced"`` or the weights by name.
 
     Raises:
-        ValueError: If the text has another form, or names a label twice.
+        ValueError: If the text has another form, names a label twice, or has the weight 0.
 
     Examples:
         >>> from fastbert.finetuning.class_weights import parse_class_weights

@@ -77,7 +77,7 @@ class ClassifyOptions(FinetuneOptions):
             Labels(self.labels)
 
     def task(self) -> Classify:
-        """Return the task."""
+        """Return the classification or regression with these options."""
         fields = (self.text_field, *((self.pair_field,) if self.pair_field is not None else ()))
         labels = Labels(self.labels, by_index=True) if self.labels else None
         weights = ClassWeights(self.class_weights)
@@ -232,7 +232,7 @@ class Classify(Task):
         return self.weights.output(model, batch)
 
     def labels_in(self, features: Sequence[Feature]) -> float:
-        """Return the number of sequences, or with class weights the sum of the labels' weights."""
+        """Return the number of sequences or, with class weights, the sum of the labels' weights."""
         if self.weights.values is None:
             return len(features)
         return self.weights.total(feature["labels"] for feature in features)

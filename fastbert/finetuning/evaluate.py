@@ -62,8 +62,8 @@ def compute(
         task: The task.
         features: The sequences.
         bf16: Whether autocast to bf16 is used.
-        accelerator: The processes that share the batches, all of which call this function. None
-            means that this process computes all batches.
+        accelerator: The processes that share the batches; each of them must call this function.
+            None means that this process computes all batches.
 
     Returns:
         The outputs in the order of the sequences, in every process. The outputs are bitwise equal

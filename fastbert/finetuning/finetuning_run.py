@@ -53,8 +53,8 @@ class FinetuningRun(Run):
 
         Args:
             options: Options of the run.
-            task: The task.
-            parts: The parts of the data.
+            task: The task on which the model is trained and evaluated.
+            parts: The parts of the data, by name.
             source: The pre-trained model.
             tokenizer: The tokenizer of the model.
             data: SHA-256 of the examples.
@@ -99,7 +99,7 @@ class FinetuningRun(Run):
         return divmod(self.step, self.steps_per_epoch)
 
     def batches(self) -> Iterator[list[Feature]]:
-        """Yield the sequences of each batch, for all processes together, from the current step."""
+        """Yield the sequences of each batch of all processes together, from the current step on."""
         size = self.options.batch_size
         while self.step < self.total:
             epoch, batch = self.epoch()
@@ -192,7 +192,7 @@ class FinetuningRun(Run):
         return row
 
     def judge(self, name: str) -> Judgement:
-        """Return the figures of the model on a part, with the loss."""
+        """Return the figures of the model on the part called `name`, with the loss."""
         part = self.parts[name]
         bf16 = self.options.precision == "bf16"
         outputs = evaluate.compute(
@@ -231,7 +231,7 @@ class FinetuningRun(Run):
             )
 
     def stops_early(self) -> bool:
-        """Return whether the run stops because its last evaluations were not better."""
+        """Return whether the run stops because the last `patience` evaluations were not better."""
         patience = self.options.patience
         return patience is not None and self.best.misses >= patience
 

@@ -155,7 +155,7 @@ def entities(tags: Sequence[str]) -> list[Entity]:
         tags: The tags of the words.
 
     Returns:
-        The type, the first word and the last word of each entity, in order.
+        The type of each entity, and the indices of its first word and its last word, in order.
 
     Examples:
         >>> from fastbert.finetuning.metrics import entities

@@ -47,7 +47,7 @@ class FinetuneOptions:
         clip_norm: Largest L2 norm of the gradient.
         max_length: Largest number of tokens of a sequence; None is the default of the task.
         freeze: Whether the embeddings and the layers of the encoder are frozen, so that only the
-            head, with the pooler if it has one, is trained.
+            head is trained, and the pooler if the model has one.
         precision: ``"fp32"``, or ``"bf16"`` for autocast with fp32 weights.
         seed: Seed of the held-out part, the weights of a new head, the batches and dropout.
         backend: The backend that the model asks for: ``"reference"``, ``"triton"``, ``"cuda"`` or

@@ -20,13 +20,13 @@ from fastbert.picture import fonts_for, literal, picture, width_of
 MOST_ROWS = 30
 # Largest number of characters of a name; the middle of a longer name is left out.
 LONGEST_NAME = 32
-# Sizes in inches: the smallest cell, and the smallest and the largest side of a matrix with
-# horizontal names.
+# Sizes in inches: the smallest cell, the smallest side of a matrix, and the largest side to which a
+# matrix is enlarged so that horizontal names fit below it.
 CELL, SMALLEST, LARGEST = 0.45, 2.5, 6.0
 
 
 def plot_confusion(matrices: Mapping[str, Confusion], path: Path) -> None:
-    """Draw the confusion matrix of each part, with the share of each row as the colour.
+    """Draw the confusion matrix of each part; the colour of a cell is its share of the row.
 
     With more than 30 labels, the matrix has the 29 labels that are confused most often, and a row
     and a column for all others together. Names are drawn literally, and the middle of a long name

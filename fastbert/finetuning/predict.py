@@ -126,9 +126,9 @@ def predict(
 
     Raises:
         FileNotFoundError: If the model or the data do not exist.
-        ValueError: If the model has no head for one of these tasks, if `output` is the file of the
-            data, if another run is writing to `output`, or if the data are not usable. For data,
-            the message names the file and the line.
+        ValueError: If an option is not allowed, if the model has no head for one of these tasks, if
+            `output` is the file of the data, if another run is writing to `output`, or if the data
+            are not usable. For data, the message names the file and the line.
     """
     output, data = Path(output), Path(data)
     if output.suffix.lower() not in (".jsonl", ".json"):

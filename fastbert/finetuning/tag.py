@@ -67,7 +67,7 @@ class TagOptions(FinetuneOptions):
             Labels(self.labels)
 
     def task(self) -> Tag:
-        """Return the task."""
+        """Return the classification of words with these options."""
         labels = Labels(self.labels, by_index=True) if self.labels else None
         return Tag(self.words_field, self.tags_field, labels, ClassWeights(self.class_weights))
 
@@ -265,7 +265,7 @@ class Tag(Task):
         return self.weights.output(model, batch)
 
     def labels_in(self, features: Sequence[Feature]) -> float:
-        """Return the number of words, or with class weights the sum of the tags' weights."""
+        """Return the number of words or, with class weights, the sum of the tags' weights."""
         if self.weights.values is None:
             return sum(len(feature["places"]) for feature in features)
         labels = (feature["labels"][place] for feature in features for place in feature["places"])

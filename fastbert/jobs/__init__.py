@@ -1,1 +1,1 @@
-"""The jobs of the commands encode, classify, prepare and fill-mask; all but the last can resume."""
+"""The jobs of the commands encode, classify, prepare and fill-mask; fill-mask cannot resume."""

@@ -33,7 +33,7 @@ Line = TypeVar("Line")
 
 
 class Digested(Protocol):
-    """The input of a job, if it has a digest, as `Texts` has."""
+    """An input of a job that has a digest, such as `Texts`."""
 
     @property
     def digest(self) -> str:

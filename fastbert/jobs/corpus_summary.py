@@ -63,7 +63,7 @@ def _classes(records: Sequence[PieceRecord], part: str) -> dict[str, int]:
 
 
 def read_summary(path: Path) -> dict[str, Any]:
-    """Read ``summary.json``.
+    """Read ``summary.json``, and check its numbers.
 
     Raises:
         OSError: If the file cannot be read.

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 ROWS = "rows.npy"
 STATE = "state.json"
-# OUT is first written under this name and then renamed, unless rows.npy itself becomes OUT.
+# OUT is first written to a file with this name and the suffix of OUT, and then renamed, unless
+# rows.npy itself becomes OUT.
 WHOLE = "whole"
 # Every file in the folder of an unfinished run has a name that begins with one of these texts.
 OURS = (ROWS, STATE, f".{Path(STATE).stem}.", WHOLE)

@@ -339,7 +339,7 @@ def _refuse_other(output: Path, earlier: dict[str, Any], given: dict[str, Any]) 
 
 
 def _refuse_foreign(output: Path) -> None:
-    """Raise ValueError if `output` is a file, or has files that are not of a preparation."""
+    """Raise ValueError if `output` is a file, or a folder that has files but no preparation."""
     if output.exists() and not output.is_dir():
         raise ValueError(f"OUT: {output} is a file, allowed: a folder, or an unused name")
     if output.is_dir() and not any((output / name).exists() for name in (RUN, MANIFEST)):

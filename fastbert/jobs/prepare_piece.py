@@ -37,7 +37,7 @@ class PieceRecord:
     """The result of one piece.
 
     Attributes:
-        key: Digest of the parts of files that were read.
+        key: Digest of the file parts that were read and of the files' modification times.
         shard: Fields of a `ShardRecord`.
         read: Number of documents that were read, including documents without a passage.
         dropped: Number of lines that were left out, by reason, and of removed tags and parts of
@@ -97,7 +97,7 @@ def prepare_piece(
         piece: The piece.
         folder: Folder of the shards.
         name: Stem of the files of the shard.
-        key: Digest of the piece, for the record.
+        key: The attribute `key` of the record.
         tokenizer: The tokenizer.
         stopped: Function that returns whether the run has been stopped.
 

@@ -136,7 +136,7 @@ class Texts:
         self.count, self.digest = count, digest.hexdigest()
 
     def _checked(self, place: str, field: str, value: Any) -> bytes:
-        """Return the length of a text and the text in UTF-8, so that a digest separates texts."""
+        """Check a text, and return its length and its UTF-8 bytes as the input of a digest."""
         if not isinstance(value, str):
             wanted = "an object with a string field" if self._is_jsonl else "a string in the column"
             raise ValueError(f"INPUT: {place}: expected {wanted} {field}")

@@ -316,9 +316,9 @@ void layer_norm_backward_rows(const typename Row::P& params, int64_t length, int
       });
 }
 
-// The type of `summands` below: with_row_types calls body(format, x_format, summands) with objects
-// whose types stand for the formats and the operands in the params struct. If x is narrower than
-// the residual, `summands` stands for Summands::any.
+// A type that stands for a value of Summands. with_row_types calls body(format, x_format, summands)
+// with objects whose types stand for the formats and the operands in the params struct. If x is
+// narrower than the residual, the value is Summands::any.
 template <Summands kSummands>
 struct SummandsConstant {
   static constexpr Summands value = kSummands;
