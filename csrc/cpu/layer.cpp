@@ -1,6 +1,6 @@
 // One layer of an encoder in training. The file has a forward, which also returns the tensors that
-// the backward reads, and a backward. Each of them is one parallel region, because the worker
-// threads would go to sleep if Python ran between two operators.
+// the backward reads, and a backward. A call of the forward or of the backward is one parallel
+// region, because the worker threads would go to sleep if Python ran between two operators.
 //
 // The rows between layers, the parameters and the parameters' gradients are fp32. Under autocast,
 // products and attention compute in another dtype, as separate operators do. Products round their
@@ -31,19 +31,19 @@ enum Kept : size_t {
   kProjected,  // projection of kAttended, if a norm is after attention
   kFirstMean,
   kFirstScale,
-  kMiddle,  // input of the feed-forward or, if a norm is before it, of this norm
+  kMiddle,  // input of the feed-forward, or of the norm before the feed-forward if there is one
   kInner,   // result of the feed-forward's first product, before the activation
   kOuter,   // result of the feed-forward's second product, if a norm is after the feed-forward
   kSecondMean,
   kSecondScale,
-  kQueries,  // queries, if a call chose them
+  kQueries,  // queries, if the call chose the rows that are queries
   kRead,     // the chosen rows of the layer's input
   kFirst,    // input of attention, if a norm is before attention
   kSecond,   // input of the feed-forward, if a norm is before the feed-forward
   kCount,
 };
 
-// The settings of a layer in training, and the division of its rows into sequences.
+// The settings of a layer in training, and the division of the rows into sequences.
 struct LayerSettings {
   const OptionalTensor &chosen, &cu_seqlens_q, &cu_seqlens_k;
   at::TensorList seeds, rotation;  // rotation: cosines and sines, or empty
@@ -294,7 +294,7 @@ at::Tensor gradient_of_rows(const at::Tensor& dy, const Linear& l, const Optiona
 }
 
 // Writes dyᵀ x to the gradients of the weights, and the sum of the rows of dy to the gradients of
-// the biases. If `sums` is not None, it holds this sum.
+// the biases. `sums` is None, or already holds this sum.
 void write_gradients(const Linear& gradients, const at::Tensor& dy, const at::Tensor& x,
                      const OptionalTensor& sums, const LayerSettings& s) {
   int64_t column = 0;
@@ -522,8 +522,8 @@ void forward_pre_norm(const at::Tensor& hidden, const LayerParameters& p, const 
 at::Tensor backward_pre_norm(const at::Tensor& dy_in, const at::Tensor& hidden,
                              const LayerParameters& p, at::TensorList kept, Gradients& g,
                              const LayerSettings& s) {
-  // Computes the backward of a norm from `dy`, the gradient of its result. Returns the sum of the
-  // gradient of the norm's input x and `dresidual`, which is the gradient of the residual
+  // Computes the backward of a norm from `dy`, the gradient of the norm's result. Returns the sum
+  // of the gradient of the norm's input x and `dresidual`, which is the gradient of the residual
   // connection around the norm. dy is rounded to the dtype of products, because products read the
   // result of the norm.
   const auto norm_backward = [&](const at::Tensor& dy, const at::Tensor& x, Kept mean, Kept rstd,

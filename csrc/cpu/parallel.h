@@ -79,7 +79,7 @@ Loop loop_of(const Body& body) {
 }
 
 // Calls body(begin, end) for ranges that cover [0, count). The number of ranges is at most count /
-// `asleep`, rounded up. In a team, it may be kAwake times as large.
+// `asleep`, rounded up. In a team, the number may be kAwake times as large.
 template <class Body>
 void parallel_for(int64_t count, int64_t asleep, const Body& body) {
   if (count <= 0) return;

@@ -72,7 +72,7 @@ class AnswerOptions(FinetuneOptions):
     no_answer_threshold: float = NO_ANSWER_THRESHOLD
 
     def __post_init__(self) -> None:
-        """Check the options."""
+        """Raise ValueError if an option is not allowed."""
         super().__post_init__()
         check_answering(self.stride, self.longest_answer, self.no_answer_threshold)
 
@@ -87,9 +87,9 @@ class _Span(NamedTuple):
     """The best answer in a window.
 
     Attributes:
-        score: Sum of the two logits of the answer: of its start and of its end.
-        first: Index of its first token.
-        last: Index of its last token.
+        score: Sum of the logit of the answer's start and the logit of the answer's end.
+        first: Index of the answer's first token.
+        last: Index of the answer's last token.
         none: Score of no answer in this window: the sum of the two logits of ``[CLS]``.
     """
 
@@ -103,7 +103,7 @@ class _Candidate(NamedTuple):
     """The best non-empty answer to a question, over all windows of the question's context.
 
     Attributes:
-        text: The answer.
+        text: The text of the answer.
         score: Score of the answer; see `_Span`.
         none: The smallest score of no answer over all windows.
     """
@@ -138,7 +138,7 @@ class AnswerQuestions(Task):
         no_answer_threshold: float = NO_ANSWER_THRESHOLD,
         unanswered: bool = False,
     ) -> None:
-        """Store the options."""
+        """Store the options, which `AnswerOptions` describes."""
         self.stride, self.longest_answer, self.unanswered = stride, longest_answer, unanswered
         self.no_answer_threshold = no_answer_threshold
         self._collate = PackedCollatorForSequenceClassification()

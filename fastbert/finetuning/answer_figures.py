@@ -61,7 +61,7 @@ def _best_threshold(
     """Return the best mean score, and the smallest difference that reaches it as the threshold.
 
     If it is best to give no answer at all, the threshold is just below the smallest difference. The
-    script of SQuAD gives 0 in this case, because its differences are probabilities.
+    script of SQuAD gives 0 in this case, because the differences in the script are probabilities.
 
     Args:
         answered: Score of each question if the candidate is given as the answer, in [0, 1].

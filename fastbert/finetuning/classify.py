@@ -59,7 +59,7 @@ class ClassifyOptions(FinetuneOptions):
     class_weights: Given | None = None
 
     def __post_init__(self) -> None:
-        """Check the options."""
+        """Raise ValueError if an option is not allowed."""
         super().__post_init__()
         check_class_weights(self.class_weights)
         for name, value in (("regression", self.regression), ("multi_label", self.multi_label)):
@@ -224,7 +224,7 @@ class Classify(Task):
         return self.labels.index(label, example.place)  # type: ignore[arg-type]
 
     def collate(self, features: Sequence[Feature]) -> Batch:
-        """Build a packed batch."""
+        """Build a packed batch from sequences."""
         return self._collate(features)
 
     def output(self, model: Any, batch: Batch) -> Any:

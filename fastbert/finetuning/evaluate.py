@@ -58,9 +58,9 @@ def compute(
     The model is in evaluation mode during the call and returns to its earlier mode.
 
     Args:
-        model: The model.
-        task: The task.
-        features: The sequences.
+        model: A model of the class ``task.kind``.
+        task: The task, which builds the batches and divides their outputs.
+        features: The sequences for which outputs are computed.
         bf16: Whether autocast to bf16 is used.
         accelerator: The processes that share the batches; each of them must call this function.
             None means that this process computes all batches.

@@ -101,7 +101,7 @@ class Source:
         Otherwise, the head is new, and the seed of torch decides its weights.
 
         Args:
-            task: The task.
+            task: The task for which the model is built.
             backend: Backend that the model asks for; None lets each operation choose.
             whole: Whether the model is already fine-tuned: the checkpoint must have all weights,
                 and its configuration replaces the settings of the task.

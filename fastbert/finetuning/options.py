@@ -98,7 +98,7 @@ class FinetuneOptions:
     keep_checkpoints: int = 2
 
     def __post_init__(self) -> None:
-        """Check the options."""
+        """Raise ValueError if an option is not allowed."""
         for name in ("epochs", "batch_size", "log_every", "keep_checkpoints"):
             value = getattr(self, name)
             check(name, value, "an integer >= 1", is_count(value))

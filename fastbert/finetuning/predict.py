@@ -109,8 +109,8 @@ def predict(
         words_field: As in `TagOptions`.
         id_field: Column or field of a .csv, .tsv, .jsonl or .parquet file whose value is the
             ``id`` of a prediction; None writes no ids. Questions always have ids.
-        threshold: A label of a multi-label classification is predicted if its score is larger; None
-            means 0.5. For other models, only None is allowed.
+        threshold: A label of a multi-label classification is predicted if its score is larger than
+            this number; None means 0.5. For other models, only None is allowed.
         stride: As in `AnswerOptions`; None takes the value of the training, from ``config.json``.
         longest_answer: As in `AnswerOptions`; None takes the value of the training.
         no_answer_threshold: As in `AnswerOptions`; None takes the value of the training. A number

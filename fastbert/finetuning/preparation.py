@@ -21,7 +21,7 @@ class Part:
     """A part of the data.
 
     Attributes:
-        examples: The examples.
+        examples: The examples of the part.
         features: Sequences of the examples; the entry ``"example"`` is the index of the example.
     """
 
@@ -72,8 +72,8 @@ def encode(task: Task, examples: Sequence[Example], tokenizer: ModelTokenizer) -
     """Encode examples as sequences.
 
     Args:
-        task: The task.
-        examples: The examples.
+        task: The task, which encodes each example.
+        examples: The examples, as the method `read` of the task returns them.
         tokenizer: The tokenizer of the model.
 
     Returns:

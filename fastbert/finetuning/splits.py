@@ -107,7 +107,7 @@ def hold_out(
     """Divide the training part into examples to train on and examples for validation.
 
     Args:
-        items: The examples.
+        items: The examples of the training part.
         fraction: Fraction of the groups that is held out, in [0, 1). A fraction above 0 holds out
             at least one group.
         seed: Seed of the random choice of groups.

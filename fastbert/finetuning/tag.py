@@ -56,7 +56,7 @@ class TagOptions(FinetuneOptions):
     class_weights: Given | None = None
 
     def __post_init__(self) -> None:
-        """Check the options."""
+        """Raise ValueError if an option is not allowed."""
         super().__post_init__()
         check_class_weights(self.class_weights)
         fields = (self.words_field, self.tags_field)
@@ -76,8 +76,8 @@ class Sentence(NamedTuple):
     """A sentence with the tag of each word.
 
     Attributes:
-        place: The file and the line.
-        words: The words.
+        place: The file and the line of the sentence, for messages.
+        words: The words of the sentence.
         tags: The tags, names or indices; empty if they are unknown.
     """
 
@@ -90,7 +90,7 @@ class PlainSentence(NamedTuple):
     """A sentence that `split_words` divided into words; see also `Sentence`.
 
     Attributes:
-        text: The sentence.
+        text: The sentence as one text.
         starts: Index of the first character of each word.
     """
 
@@ -230,12 +230,12 @@ class Tag(Task):
         return self.weights.learn(self._names(), indices)
 
     def _indices(self, example: Sentence) -> list[int]:
-        """Return the index of each tag."""
+        """Return the index of the tag of each word of an example."""
         assert self.labels is not None
         return [self.labels.index(tag, example.place) for tag in example.tags]
 
     def settings(self) -> dict[str, Any]:
-        """Return the number and the names of the tags."""
+        """Return the keys of ``config.json`` with the number and the names of the tags."""
         return label_settings(self._names())
 
     def _names(self) -> list[str]:
@@ -257,7 +257,7 @@ class Tag(Task):
         return features
 
     def collate(self, features: Sequence[Feature]) -> Batch:
-        """Build a packed batch."""
+        """Build a packed batch from sequences."""
         return self._collate(features)
 
     def output(self, model: Any, batch: Batch) -> Any:
@@ -278,7 +278,7 @@ class Tag(Task):
     def _predicted(
         self, examples: Sequence[Sentence], features: Sequence[Feature], rows: Sequence[Tensor]
     ) -> list[list[int]]:
-        """Return the index of the tag of each word."""
+        """Return the index of the predicted tag of each word, for each example."""
         predicted: list[list[int]] = [[] for _ in examples]
         for feature, row in zip(features, rows, strict=True):
             predicted[feature["example"]] += row[feature["places"]].argmax(-1).tolist()
@@ -318,7 +318,7 @@ class Tag(Task):
         return answers
 
     def describe(self, figures: Figures) -> str:
-        """Format F1 and accuracy."""
+        """Format the accuracy of words, and the F1 of entities or of the tags."""
         accuracy = f"accuracy of words {figures['accuracy']:.1%}"
         if "entities" not in figures:
             return f"{accuracy}, macro F1 {figures['macro_f1']:.1%}"

@@ -53,7 +53,7 @@ class Task(ABC):
 
     Attributes:
         name: Name of the subcommand of ``fastbert finetune``.
-        formats: The suffixes of its data files.
+        formats: The suffixes of the data files of the task.
         folders: Whether a part may be a folder.
         kind: The class of the task's model, such as `BertForSequenceClassification`.
         head: Prefixes of the names of the weights that belong to the head.
@@ -126,7 +126,7 @@ class Task(ABC):
 
     @abstractmethod
     def collate(self, features: Sequence[Feature]) -> Batch:
-        """Build a packed batch."""
+        """Build a packed batch from sequences."""
 
     def output(self, model: Any, batch: Batch) -> Any:
         """Call a model with a batch; the loss of its output is None without labels."""
@@ -159,8 +159,8 @@ class Task(ABC):
         """Compare the results of a model with the labels.
 
         Args:
-            examples: The examples.
-            features: Sequences of the examples.
+            examples: The examples of the part.
+            features: The sequences of these examples.
             rows: The logits of each sequence as `rows` returns them, in fp32 on the CPU.
 
         Returns:
@@ -179,7 +179,7 @@ class Task(ABC):
 
 
 def label_settings(names: Sequence[str]) -> dict[str, Any]:
-    """Return the keys of ``config.json`` that name labels."""
+    """Return the keys of ``config.json`` with the number and the names of the labels."""
     return {
         "num_labels": len(names),
         "id2label": {str(index): name for index, name in enumerate(names)},

@@ -149,7 +149,7 @@ def classify_text(
 
     Args:
         model: Folder or hub id of a checkpoint.
-        text: The text.
+        text: The text to classify.
         max_length: As in `Classifier`.
         backend: As in `Classifier`.
 
@@ -180,7 +180,7 @@ def run(
     """Write the label and the scores of each line to a file.
 
     Args:
-        classifier: The model.
+        classifier: The model that computes the scores.
         texts: The lines of INPUT, with one text or two.
         target: Path of OUT, the file that the job writes. The format is JSON lines for the suffix
             .jsonl, and parquet for any other suffix. The file appears once it is complete.

@@ -27,7 +27,7 @@ def summarise(manifest: Manifest, records: Sequence[PieceRecord]) -> dict[str, A
     """Return the content of ``summary.json``.
 
     Args:
-        manifest: The manifest.
+        manifest: The manifest of the corpus.
         records: The `PieceRecord` of each piece.
 
     Returns:

@@ -94,11 +94,11 @@ def prepare_piece(
     """Write the shard of a piece, and then its record ``name.json``.
 
     Args:
-        piece: The piece.
+        piece: The piece of text.
         folder: Folder of the shards.
         name: Stem of the files of the shard.
         key: The attribute `key` of the record.
-        tokenizer: The tokenizer.
+        tokenizer: The tokenizer that encodes the sentences.
         stopped: Function that returns whether the run has been stopped.
 
     Returns:

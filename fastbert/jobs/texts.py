@@ -272,7 +272,7 @@ def write_parquet(path: Path, schema: Any, batches: Iterable[Any]) -> None:
     Args:
         path: Path of the file.
         schema: The pyarrow schema of the record batches.
-        batches: The record batches.
+        batches: The record batches, which all have this schema.
 
     Raises:
         ImportError: If pyarrow is not installed.

@@ -38,7 +38,7 @@ struct BackwardMemory {
   float *dq, *maximum, *sum, *delta, *maxima;
   float *scores, *dweights;
   // `stride` is the number of elements between rows of `scores`, and also of `dweights`.
-  // `kept_keys` is the number of their columns if the second pass reads the logits of the first
+  // `kept_keys` is the number of columns of both if the second pass reads the logits of the first
   // pass, and 0 if the second pass computes the logits again.
   int64_t stride, kept_keys;
 

@@ -48,9 +48,9 @@ struct AttentionProblem {
   // Returns the approximate number of (query, key) pairs that are inside the window, for one head
   // of the sequence.
   int64_t pairs(int64_t sequence) const;
-  // `read` returns the operand for a tensor that the kernels read; if the last dimension of the
-  // tensor is not contiguous, it is copied first. `write` returns the operand for a tensor that the
-  // kernels write; error messages call the tensor `name`.
+  // `read` returns the operand for a tensor that the kernels read; a tensor whose last dimension is
+  // not contiguous is copied first. `write` returns the operand for a tensor that the kernels
+  // write; error messages call the tensor `name`.
   ConstRows read(const at::Tensor& x);
   Rows write(const char* name, const at::Tensor& x) const;
   // Returns an empty fp32 tensor with one element for each query, such as the log-sum-exp.

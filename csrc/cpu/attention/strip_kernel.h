@@ -85,8 +85,9 @@ constexpr float kLog2E = 1.44269504f;
 FASTBERT_INLINE Vec larger(Vec a, Vec b) { return greatest(b, a); }
 
 // Returns the rows of k or v (`from`) for the keys [key, key + keys) of the head, and sets `stride`
-// to the number of elements between them. If no query attends to some of these keys, their rows may
-// contain NaN. The function then returns a copy in `kept`, in which such rows are zeros.
+// to the number of elements between two rows. If no query attends to some of these keys, the rows
+// of such keys may contain NaN. The function then returns a copy in `kept`, in which such rows are
+// zeros.
 inline const uint16_t* rows_of_keys(const Attention& a, const Head& h, const ConstRows& from,
                                     int64_t key, int64_t keys, uint16_t* kept, int64_t& stride) {
   const uint16_t* rows = first_row<BF16>(a, h, from, h.k_start) + key * from.row;

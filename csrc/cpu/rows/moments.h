@@ -1,4 +1,4 @@
-// The mean of a row in fp32 and the reciprocal of its standard deviation.
+// The mean of a row in fp32, and the reciprocal of the standard deviation of the row.
 
 #pragma once
 
