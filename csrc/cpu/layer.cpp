@@ -556,8 +556,8 @@ at::Tensor backward_pre_norm(const at::Tensor& dy_in, const at::Tensor& hidden,
 }
 
 // The shape and the dtype of a tensor that the forward stores for the backward. kept_forms returns
-// them for all such tensors, indexed by Kept. A tensor that the layer does not need has the shape
-// (0,).
+// the forms of all such tensors, indexed by Kept. A tensor that the layer does not need has the
+// shape (0,).
 struct KeptForm {
   std::vector<int64_t> shape;
   at::ScalarType dtype;

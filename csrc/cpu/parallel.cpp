@@ -116,8 +116,8 @@ class Team {
   std::exception_ptr failure_;
 };
 
-// The team whose leader is this thread. It is null if there is no such team, and while the thread
-// runs a loop of the team.
+// The team whose leader is this thread. The pointer is null if there is no such team, and while the
+// thread runs a loop of the team.
 thread_local Team* led = nullptr;
 
 }  // namespace

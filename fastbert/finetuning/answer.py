@@ -192,7 +192,7 @@ class AnswerQuestions(Task):
         return example.context
 
     def settings(self) -> dict[str, Any]:
-        """Return the keys of ``config.json``: two labels (start and end), and `AnswerOptions`."""
+        """Return the entries of ``config.json``: two labels (start and end), and the options."""
         options = {key: getattr(self, name) for name, key in KEYS.items()}
         return {"num_labels": 2, UNANSWERED: self.unanswered, **options}
 

@@ -24,11 +24,11 @@ def answer_figures(
             answer.
 
     Returns:
-        ``exact_match`` (called ``exact`` in the script) and ``f1`` of all questions. If a question
-        has no answer, there are more figures. ``NoAns_exact`` and ``NoAns_f1`` are for the
-        ``NoAns_total`` questions without an answer. ``HasAns_exact`` and ``HasAns_f1`` are for the
-        ``HasAns_total`` other questions, if there are any. ``best_exact`` and ``best_f1`` are the
-        largest figures that any threshold reaches, and ``best_exact_thresh`` and
+        ``exact_match`` (called ``exact`` in the script) and ``f1`` of all questions. If at least
+        one question has no answer, there are more figures. ``NoAns_exact`` and ``NoAns_f1`` are for
+        the ``NoAns_total`` questions without an answer. ``HasAns_exact`` and ``HasAns_f1`` are for
+        the ``HasAns_total`` other questions, if there are any. ``best_exact`` and ``best_f1`` are
+        the largest figures that any threshold reaches, and ``best_exact_thresh`` and
         ``best_f1_thresh`` are these thresholds. With a threshold, the answer to a question is the
         candidate if the difference is at most the threshold, and empty otherwise.
     """

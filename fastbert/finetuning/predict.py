@@ -46,7 +46,7 @@ class Prediction:
 
     Attributes:
         output: The file of the predictions.
-        task: Name of the task.
+        task: Name of the task, as in `Task`.
         examples: Number of examples.
         sequences: Number of sequences of tokens, into which long examples are divided.
         resumed: Number of these sequences that an earlier run had computed.

@@ -235,7 +235,7 @@ class Tag(Task):
         return [self.labels.index(tag, example.place) for tag in example.tags]
 
     def settings(self) -> dict[str, Any]:
-        """Return the keys of ``config.json`` with the number and the names of the tags."""
+        """Return the entries of ``config.json`` with the number and the names of the tags."""
         return label_settings(self._names())
 
     def _names(self) -> list[str]:

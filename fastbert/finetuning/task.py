@@ -114,7 +114,7 @@ class Task(ABC):
 
     @abstractmethod
     def settings(self) -> dict[str, Any]:
-        """Return the keys of ``config.json`` that the task decides."""
+        """Return the entries of ``config.json`` that the task decides."""
 
     @abstractmethod
     def features(self, example: Example, tokenizer: ModelTokenizer) -> list[Feature]:
@@ -179,7 +179,7 @@ class Task(ABC):
 
 
 def label_settings(names: Sequence[str]) -> dict[str, Any]:
-    """Return the keys of ``config.json`` with the number and the names of the labels."""
+    """Return the entries of ``config.json`` with the number and the names of the labels."""
     return {
         "num_labels": len(names),
         "id2label": {str(index): name for index, name in enumerate(names)},

@@ -101,8 +101,8 @@ def label_names(config: BertConfig) -> list[str]:
     return names
 
 
-# A cross-encoder may name one of these classes of torch.nn; the values are the names of the score
-# functions.
+# The keys are the classes of torch.nn that a cross-encoder may name as its activation. The values
+# are the names of the score functions.
 FUNCTIONS = {"Sigmoid": "sigmoid", "Identity": "none"}
 
 

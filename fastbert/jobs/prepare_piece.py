@@ -34,7 +34,7 @@ EDGES = sorted({round(2 ** (power / 2)) for power in range(64)})
 
 @dataclass(frozen=True)
 class PieceRecord:
-    """The result of one piece.
+    """The result of the preparation of one piece.
 
     Attributes:
         key: Digest of the file parts that were read and of the files' modification times.

@@ -14,8 +14,8 @@
 
 namespace fastbert::cpu::FASTBERT_LEVEL {
 
-// The largest number of rows in a tile of sums. The sums take two registers for each row, and so
-// most of the processor's 16 registers (32 registers with AVX-512).
+// The largest number of rows in a tile of sums. The sums take two registers for each row. They take
+// most of the registers of the processor, which has 16, or 32 with AVX-512.
 constexpr int kProductRows = kBytes == 64 ? 12 : 6;
 
 FASTBERT_INLINE int64_t whole_panels(int64_t n) { return (n + kPanel - 1) / kPanel * kPanel; }

@@ -15,8 +15,8 @@
 // streaming loads keeps them from evicting the first operand, which makes products 1.5 x as fast on
 // a Xeon with AMX. The data of the next pass are meanwhile prefetched from beyond these caches. If
 // the left operand is a weight, a strip of its rows stays in the first-level cache, and panels of x
-// are streamed. Otherwise, a panel of the weight stays, and rows of x are streamed. With 16 rows or
-// fewer, a step updates 1 x 4 tiles of sums from two panels.
+// are streamed. Otherwise, a panel of the weight stays, and rows of x are streamed; with 16 rows of
+// x or fewer, a step updates 1 x 4 tiles of sums from two panels.
 //
 // k is never divided: sums stay in tiles from the first step to the last step. An element of the
 // result is the sum of its steps in order, for every number of rows, every number of threads and
@@ -200,7 +200,7 @@ FASTBERT_INLINE void finish_pending(const TileTask& t) {
   for (int i = 0; i < t.pending.count; ++i) t.pending.piece(t.g, t.pending.tile, i);
 }
 
-// Multiplies all strips of a task by one panel before the next panel.
+// Multiplies each panel by all strips of rows of the task, one panel after another.
 FASTBERT_INLINE void multiply_blocks(TileTask& t) {
   constexpr auto kPassing = Passing::left;
   const int64_t panels = panels_of(t.columns), strips = (t.rows + kStrip - 1) / kStrip;
@@ -228,9 +228,9 @@ FASTBERT_INLINE void multiply_blocks(TileTask& t) {
   finish_pending(t);
 }
 
-// Multiplies all panels of x by one strip of W while the next strip is prefetched. A single panel
-// is not streamed (Passing::none): the panel and W share the first-level cache, and no hint made
-// this case faster.
+// Multiplies each strip of W by all panels of x, while the next strip is prefetched. A single panel
+// is not streamed (Passing::none): the panel and W share the first-level cache, and a hint for
+// either of them was not faster.
 template <Passing kPassing>
 FASTBERT_INLINE void multiply_turned(TileTask& t) {
   const int64_t panels = panels_of(t.columns), strips = (t.rows + kStrip - 1) / kStrip;

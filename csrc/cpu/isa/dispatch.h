@@ -2,7 +2,7 @@
 //
 // FASTBERT_CPU_ISA may name a level (baseline, avx2, avx512, avx512_bf16, amx). If this variable is
 // not set or is empty, the highest level that the processor and the operating system support is
-// chosen. A level that is slower on this processor than a lower level is left out. An unknown or
+// chosen, except levels that are slower on this processor than a lower level. An unknown or
 // unsupported name is an error.
 
 #pragma once

@@ -197,9 +197,9 @@ struct ActivationForward {
 };
 
 // The backward of ActivationForward. `dh` receives the gradient of h. If `a` is not null, y is
-// computed again and written to `a`. dh and `a` are contiguous. The partial sums of the kernel call
-// may be null. Otherwise, they are as long as a row of h, and the sum of dh over a chunk of rows is
-// added to them.
+// computed again and written to `a`. dh and `a` are contiguous. The argument `partial` of the
+// kernel may be null. Otherwise, it has one sum for each column of h, and the kernel adds the rows
+// of dh to these sums.
 struct ActivationBackward {
   Format format;
   Activation activation;

@@ -163,7 +163,7 @@ FASTBERT_INLINE DoubleVec widen(Vec v, int half) {
 
 // Returns the mean of a row of `columns` elements from its partial sums. The lanes are added and
 // divided in double precision. All elements of a row share the error of the row's mean or variance,
-// so that error must be small compared with the errors of the elements.
+// so this error must be small compared with the errors of the elements.
 FASTBERT_INLINE double mean_of(const Vec (&sums)[kSums], int64_t columns) {
   const Vec sum = (sums[0] + sums[1]) + (sums[2] + sums[3]);
   const DoubleVec wide = widen(sum, 0) + widen(sum, 1);
