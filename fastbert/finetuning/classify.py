@@ -198,7 +198,7 @@ class Classify(Task):
         return self.weights.learn(self.labels.names, map(self._target, examples))
 
     def settings(self) -> dict[str, Any]:
-        """Return the entries of ``config.json`` for the labels, and ``problem_type`` for the loss."""
+        """Return the entries of ``config.json`` for the labels, and the ``problem_type``."""
         if self.regression:
             return {**label_settings(["LABEL_0"]), "problem_type": "regression"}
         assert self.labels is not None

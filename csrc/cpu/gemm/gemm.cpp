@@ -68,7 +68,7 @@ int threads_for(double work) {
 
 double work_of(const Gemm& g) { return (double)g.m * (double)g.n * (double)g.k; }
 
-// A group of tasks. Each task needs the results of all tasks of the previous phase.
+// A group of tasks. Each of these tasks needs the results of all tasks of the previous phase.
 struct Phase {
   int64_t count;
   std::function<void(int64_t task)> body;

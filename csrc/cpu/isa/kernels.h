@@ -162,9 +162,9 @@ struct SegmentSums {
 };
 
 // One part of a cross entropy: contiguous `logits`, without their bias, of the classes [first,
-// first + columns). Each row has a label and three statistics, which the parts update in turn:
-// `highest`, the running maximum; `total`, the sum of exp(logit - highest); and `own`, the logit of
-// the label.
+// first + columns). Each row has a label and three statistics, which each part updates after the
+// part before it: `highest`, the running maximum; `total`, the sum of exp(logit - highest); and
+// `own`, the logit of the label.
 struct CrossEntropyForward {
   int64_t first, columns;
   const float *logits, *bias;

@@ -34,8 +34,8 @@ FASTBERT_INLINE Vec interleave_high(Vec a, Vec b) {
 #endif
 
 // Transposes a square block in place. One round interleaves rows i and i + kLanes / 2, which gives
-// rows 2 i and 2 i + 1. This rotates the bits of the combined index (row, lane) by one position,
-// and log2(kLanes) rotations exchange row and lane.
+// rows 2 i and 2 i + 1. The round rotates the bits of the combined index (row, lane) by one
+// position, and log2(kLanes) rotations exchange row and lane.
 FASTBERT_INLINE void transpose(Vec (&block)[kLanes]) {
 #pragma GCC unroll 4
   for (int step = 1; step < kLanes; step *= 2) {

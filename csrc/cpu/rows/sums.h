@@ -1,5 +1,5 @@
-// Functions that add or round rows between two operators. These loops are bound by memory at every
-// instruction-set level, so they are compiled once.
+// Functions that add or round rows between two operators. The loops of these functions are bound by
+// memory at every instruction-set level, so the functions are compiled once.
 
 #pragma once
 
