@@ -22,8 +22,8 @@ class Activation(NamedTuple):
         slope: The derivative of `function`.
         hidden_act: Values of the key ``hidden_act`` in a ``config.json`` that select the
             activation.
-        approximate: Argument `approximate` of ``ops.linear_gelu`` that selects the activation; ""
-            if the activation is gated.
+        approximate: Value of the argument `approximate` of ``ops.linear_gelu`` that selects the
+            activation; "" if the activation is gated.
         gated: Whether `function` is applied to the first half of the columns and the result is
             multiplied by the second half (Shazeer 2020).
     """

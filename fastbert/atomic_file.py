@@ -12,9 +12,9 @@ from pathlib import Path
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     """Let ``write`` make a temporary file, and then rename the temporary file to ``path``.
 
-    The temporary file is in the folder of ``path`` and has its suffix, by which numpy and
-    matplotlib choose a format. If an OSError names no file, such as the error of a full disk,
-    ``path`` is added to the error.
+    The temporary file is in the folder of ``path`` and has the suffix of ``path``, by which numpy
+    and matplotlib choose the file format. If an OSError names no file, such as the error of a full
+    disk, ``path`` is added to the error.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.stem}.{secrets.token_hex(4)}{path.suffix}")

@@ -59,8 +59,8 @@ class Architecture:
         type_table: Whether token types have an embedding table.
         first_position: Position of the first token if padding has no positions (RoBERTa). None
             means that the position of a token is its index in the row.
-        distance_buckets: Number of buckets of a learned attention bias by distance, which all
-            layers share (MPNet); 0 means no bias.
+        distance_buckets: Number of buckets of distances between tokens. Each bucket has a learned
+            attention bias, which all layers share (MPNet); 0 means no bias.
         rotary_bases: Base of the rotary embedding of each layer; empty without rotary embeddings.
         windows: Largest distance, in tokens, between a query and its keys in each layer; -1 allows
             any distance. Empty if no layer has a limit.

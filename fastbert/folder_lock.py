@@ -21,7 +21,7 @@ def lock(folder: Path, argument: str, patience: float = 0.0) -> int:
 
     Args:
         folder: The folder, which is created if it does not exist.
-        argument: Name of the argument in the message of the error.
+        argument: Name of the caller's argument for the folder; the error message begins with it.
         patience: Time to wait for the lock, in seconds.
 
     Raises:

@@ -34,7 +34,7 @@ class Gpu:
 
     Args:
         name: Name of the GPU.
-        arch: Architecture for which its code is compiled, such as 90 for sm_90.
+        arch: Architecture for which code for the GPU is compiled, such as 90 for sm_90.
         multiprocessors: Number of multiprocessors.
         clock: Clock in Hz.
         tensor: Dense FLOP per clock and multiprocessor with 16-bit operands and fp32 sums, by the

@@ -89,7 +89,8 @@ def _check_text(content: Any) -> None:
 
 def _check_depth(text: str) -> None:
     """Raise ValueError if arrays and objects are nested in more than ``MAX_DEPTH`` levels."""
-    # After the removal of escapes, the parts at even indices of the split are outside of strings.
+    # Escaped quotation marks are removed before the split at quotation marks. The parts at even
+    # indices are then outside of strings.
     parts = text.replace(r"\\", "").replace(r"\"", "").split('"')
     nested = re.sub(r"[^][{}]+", "", "".join(parts[::2])).replace("{", "[").replace("}", "]")
     for _ in range(MAX_DEPTH):

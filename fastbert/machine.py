@@ -49,7 +49,7 @@ class Machine:
     driver: str | None = None
 
     def lines(self) -> list[str]:
-        """Return the header as text: machine, versions, date."""
+        """Return the header as two lines of text: the machine, and the versions with the date."""
         versions = ", ".join(f"{name} {v}" for name, v in self.versions.items() if v)
         driver = f" (driver {self.driver})" if self.driver else ""
         return [

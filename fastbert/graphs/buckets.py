@@ -47,14 +47,15 @@ class Buckets(NamedTuple):
     max_seqlen: int
 
     def find_padded(self, batch: int, length: int) -> PaddedBucket | None:
-        """Return the smallest bucket that holds a padded batch with all positions of its padding.
+        """Return the smallest bucket that holds all positions of a padded batch.
 
         Args:
             batch: Number of sequences.
             length: Number of positions of each sequence, padding included.
 
         Returns:
-            The bucket, or None if the batch exceeds a limit or has no position.
+            The bucket; or None if the batch has no position or exceeds a limit, or if the bucket
+            would have more than `max_tokens` positions.
 
         Examples:
             >>> from fastbert.graphs.buckets import Buckets
@@ -71,11 +72,11 @@ class Buckets(NamedTuple):
     def find(self, tokens: int, batch: int, max_seqlen: int) -> Bucket | None:
         """Return the smallest bucket that holds a batch.
 
-        The numbers of tokens are the powers of two and the numbers halfway between them: 16, 24,
-        32, 48, …. Therefore a batch of 16 tokens or more leaves less than a third of the rows
-        unused. The number of sequences and the longest length are powers of two, because sequences
-        without tokens take almost no time. A number that would exceed a limit of this object is the
-        limit instead.
+        The numbers of tokens of the buckets are the powers of two and the numbers halfway between
+        them: 16, 24, 32, 48, …. Therefore a batch of 16 tokens or more leaves less than a third of
+        the rows unused. The number of sequences and the longest length are powers of two, because
+        sequences without tokens take almost no time. A number that would exceed a limit of this
+        object is the limit instead, and the longest length is at most the number of tokens.
 
         Args:
             tokens: Number of tokens of the batch.

@@ -30,8 +30,8 @@ class Autocast(NamedTuple):
     def uncached(self) -> torch.autocast:
         """Return a context manager with this autocast state and no cache of converted weights.
 
-        The cache is freed at the end of the caller's autocast block, but a graph that was recorded
-        with the cache would still read the cache's memory.
+        Autocast's cache is freed at the end of the caller's autocast block, but a graph that was
+        recorded with the cache would still read the cache's memory.
         """
         return torch.autocast(
             self.device_type, self.dtype, enabled=self.enabled, cache_enabled=False

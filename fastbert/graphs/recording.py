@@ -24,7 +24,8 @@ class Recording(NamedTuple):
 class Recorder(Protocol):
     """An object that records functions which read and write the same memory in every call.
 
-    A turn is a with block of `turn`. One turn runs on the device at a time.
+    A turn is the block of a statement ``with recorder.turn():``. The device runs one turn at a
+    time.
     """
 
     def run(self, function: Callable[[], Result]) -> Result:
@@ -35,7 +36,7 @@ class Recorder(Protocol):
         ...
 
     def record(self, function: Callable[[], Results]) -> Recording:
-        """Record a function without computing it; `run` must have called it before."""
+        """Record a function that `run` has called before; the recording computes no result."""
         ...
 
     def turn(self) -> AbstractContextManager[None]:

@@ -91,8 +91,8 @@ class StaticPadded:
 
         Returns:
             All positions of the padded batch as rows: first the tokens, then the padding, which
-            belongs to no sequence. Also the row of each position in the padded batch, int64 of
-            shape ``(B · L,)``.
+            belongs to no sequence. Also, for each position of the padded batch, the index of its
+            row, int64 of shape ``(B · L,)``.
         """
         indices, rows, cu_seqlens = tokens_first(self.exists)
         batch, length = self.bucket
@@ -113,7 +113,7 @@ def _ends(layout: BatchLayout, device: torch.device) -> Tensor:
 
 
 def is_far(mask: Tensor) -> bool:
-    """Return whether `mask` is on another device, for which the CPU would have to wait."""
+    """Return whether `mask` is on another device than the CPU, so that reading it would wait."""
     return mask.device.type != "cpu"
 
 
@@ -126,7 +126,8 @@ def far_bucket(buckets: Buckets, ids: Tensor | None, mask: Tensor | None) -> Pad
         mask: Mask of the padded batch, or None.
 
     Returns:
-        The bucket; or None if the CPU may read the mask, or if the batch has no padded bucket.
+        The bucket; or None if `ids` or `mask` is None, if the mask is on the CPU or is not a matrix
+        of the shape of `ids`, or if the batch has no padded bucket.
     """
     if ids is None or mask is None or not is_far(mask):
         return None

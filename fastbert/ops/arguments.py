@@ -43,7 +43,7 @@ def require_integer(name: str, tensor: Tensor) -> None:
 
 
 def require_same_device(first: str, device: torch.device, **tensors: Tensor | None) -> None:
-    """Raise ValueError unless `tensors` are on `device`, which is that of the argument `first`."""
+    """Raise ValueError unless `tensors` are on `device`, the device of the argument `first`."""
     for name, tensor in tensors.items():
         if tensor is not None and tensor.device != device:
             raise ValueError(f"{name}: got device {tensor.device}, allowed: {device}, as {first}")
@@ -55,9 +55,9 @@ def check_cu_seqlens(
     """Check the cumulative lengths of packed sequences.
 
     Args:
-        name: Name of the argument `cu_seqlens`.
+        name: Name of the caller's argument for `cu_seqlens`, for messages.
         cu_seqlens: Cumulative lengths, which must be int32 of shape ``(B + 1,)`` on `device`.
-        first: Name of the argument whose device is `device`, for messages.
+        first: Name of the caller's argument whose device is `device`, for messages.
         device: Device of the tensors of the call.
         rows: Number of rows of the packed tensor, or None. With `rows`, the values of `cu_seqlens`
             are checked too, but only on the CPU and outside torch.compile, because a read from a

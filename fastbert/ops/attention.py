@@ -268,7 +268,8 @@ def attention_weights(
         heads: Indices of the heads whose weights are returned; None means all heads in order.
         rows: Positions, inside the sequences, of the queries whose weights are returned; None means
             all queries in order.
-        backend: As in `attention`.
+        backend: ``"reference"``, ``"triton"`` or ``"cpu"``; None lets
+            ``fastbert.ops.backend.resolve`` choose.
 
     Returns:
         Tensor of shape ``(B, len(heads), len(rows), Lk)`` in the dtype of `q`, or in autocast's
@@ -574,7 +575,7 @@ def _spread(
     chosen_heads: list[int] | None,
     chosen_rows: list[int] | None,
 ) -> Tensor:
-    """Return the gradient of the scores of all heads and rows, given that of the chosen ones.
+    """Return the gradient of the scores of all heads and rows from that of the chosen scores.
 
     The gradient is 0 for heads and rows that were not chosen.
     """

@@ -96,7 +96,10 @@ def backend_for(
 def named_options(
     bias: bool, left: int, right: int, scale: float, weights: bool
 ) -> tuple[str, ...]:
-    """Return the field `options` of a `Request`: the used options that some backend refuses."""
+    """Return the names of the options in use that some backends refuse, for a `Request`.
+
+    The name "scale" stands for a scale of 0 or less.
+    """
     given = {
         "bias": bias, "window": left >= 0 or right >= 0, "scale": scale <= 0.0, "weights": weights,
     }  # fmt: skip

@@ -34,7 +34,8 @@ def padded(
 ) -> tuple[list[Tensor], Callable[[Tensor], Tensor]]:
     """Return packed tensors (T, H, D) as padded tensors (B, H, L, D).
 
-    Also return a function that packs a tensor (B, H, L, D) into the rows of the first tensor.
+    Also return a function that packs a tensor (B, H, L, D) again, with the number of rows of the
+    first of the `tensors`.
     """
     assert cu_seqlens is not None
     rows = [reference.pad_rows(x, cu_seqlens, max_seqlen) for x in tensors]

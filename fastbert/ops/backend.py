@@ -332,7 +332,8 @@ def resolve(op: str, requested: str | None, request: Request) -> Choice:
         and why they refused it, and on a GPU the times of the backends.
 
     Raises:
-        ValueError: If `requested` is unknown or cannot serve the call, or if no backend can.
+        ValueError: If the backend that `requested` or FASTBERT_BACKEND names is unknown or cannot
+            serve the call, or if no backend can.
     """
     if torch.compiler.is_compiling():
         return _resolve(op, requested, request)

@@ -109,7 +109,9 @@ def layer_norm_forward(x, weight, bias, residual, x_bias, seed, dropout_p, eps):
 
 
 def layer_norm_backward(dy, x, weight, mean, rstd, residual, x_bias, seed, has_bias, dropout_p):
-    """Compute the gradients of residual + dropout(x + x_bias), x, weight, bias and x_bias.
+    """Compute the gradients of the sum residual + dropout(x + x_bias) and of all its parameters.
+
+    The results are the gradients of the sum, of x, weight, bias and x_bias, in this order.
 
     Without dropout, the gradient of x equals the gradient of the sum, and the result for x is
     empty. The gradients of an absent bias and an absent x_bias are empty too.

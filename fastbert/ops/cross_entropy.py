@@ -88,9 +88,9 @@ def linear_cross_entropy(
 
 # The operator returns the loss, `statistics` and `order`. `statistics`, fp32 (2, T), has two
 # numbers for each row of logits: the maximum, and the sum of exponentials. The rows are in the
-# order of `order`. `order`, int32 (T + 1,), has the indices of the rows with a label, then the
-# indices of the rows without a label, and last the number of rows with a label. With the backend
-# "reference", both tensors are empty.
+# order of `order`. `order`, int32 (T + 1,), has the indices of the labelled rows, whose label is
+# not `ignore_index`, then the indices of the other rows, and last the number of labelled rows. With
+# the backend "reference", both tensors are empty.
 
 
 def _forward(
@@ -176,7 +176,7 @@ once_differentiable("linear_cross_entropy_backward")
 
 
 def _chunks(labels: Tensor, ignore_index: int) -> tuple[Tensor, ...]:
-    """Return the indices of the labelled rows in parts of ``CHUNK_ROWS``."""
+    """Return the indices of the rows whose label is not `ignore_index`, ``CHUNK_ROWS`` a part."""
     return (labels != ignore_index).nonzero().flatten().split(CHUNK_ROWS)
 
 
@@ -185,7 +185,7 @@ def _logits(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _labelled(labels: Tensor, ignore_index: int) -> Tensor:
-    """Return the divisor of the mean: the number of labelled rows, at least 1."""
+    """Return the divisor of the mean loss: the number of labelled rows, or 1 if there are none."""
     return (labels != ignore_index).sum().clamp(min=1)
 
 
@@ -222,15 +222,15 @@ def _reference_backward(
     dlosses = dloss / _labelled(labels, ignore_index) if reduction == "mean" else dloss
     dlosses = dlosses.expand(labels.shape)
     dhidden = torch.zeros_like(hidden, memory_format=torch.contiguous_format)
-    # The sums over the chunks are in the dtype of the loss.
+    # dweight and dbias are sums over the chunks, computed in the dtype of the loss.
     dtype = _loss_dtype(hidden)
     dweight = torch.zeros_like(weight, dtype=dtype, memory_format=torch.contiguous_format)
     dbias = hidden.new_zeros(0 if bias is None else bias.shape[0], dtype=dtype)
     for rows in _chunks(labels, ignore_index):
         scale = dlosses[rows, None]
         # With the probability p of the label and the gradient g of the row's loss, the gradient of
-        # the label's logit is (p - 1) g. If p is small, the form p g - g has one rounding instead
-        # of two.
+        # the label's logit is (p - 1) g. It is computed as p g - g. If p is small, the rounding of
+        # p g hardly changes the difference, whereas (p - 1) g would be rounded twice.
         dlogits = torch.log_softmax(_logits(hidden[rows], weight, bias), dim=-1).exp_() * scale
         dlogits.scatter_add_(1, labels[rows, None].long(), -scale)
         dhidden[rows] = dlogits.to(hidden.dtype) @ weight

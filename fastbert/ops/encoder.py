@@ -168,7 +168,8 @@ def choose(
 
     Args:
         request: Properties of the call.
-        requested: The requested backend by operation.
+        requested: The requested backend of each operation; an operation that is missing or has the
+            value None chooses its backend.
         operations: The operations of a layer.
 
     Returns:

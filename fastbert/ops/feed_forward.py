@@ -265,7 +265,8 @@ differentiable("linear_gelu", _gradient, _setup_context)
 once_differentiable("linear_gelu_backward")
 
 
-# The operator of feed_forward maps x (M, K) to y (M, O) and to h, as in linear_gelu.
+# The operator of feed_forward maps x (M, K) to y (M, O) and to the pre-activation h of the first
+# product, which is empty if `save` is False.
 
 
 def _feed_forward_forward(
@@ -396,10 +397,10 @@ def _layer_backward(
 LAYERS["feed_forward"] = Layer(_layer_forward, _layer_backward)
 
 
-# The functions below are the backends of both operations. A forward computes the first product and
-# its activation. A backward takes dy and the weight of the second product, which is None for
-# linear_gelu. It returns the gradients of h and of the bias, and a = activation(h), from which the
-# gradient of the second weight is computed. Only feed_forward uses a.
+# The functions below are the backends of linear_gelu and of feed_forward. A forward computes the
+# first product and its activation. A backward takes dy and the weight of the second product, which
+# is None for linear_gelu. It returns the gradients of h and of the bias, and a = activation(h),
+# from which feed_forward computes the gradient of the second weight.
 
 
 def _triton_forward(

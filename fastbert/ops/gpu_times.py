@@ -91,7 +91,7 @@ def nearest(
 ) -> Point | None:
     """Return the point that is nearest to a call, or None if no point fits the call.
 
-    Predicted points are used only without measured points, because a prediction decides nothing.
+    Predicted points are used only if no measured point fits the operation, the dtype and the GPU.
     Code for a compute capability also runs on later GPUs of the same major number, so the point is
     taken from the newest architecture whose code runs on the GPU. Among the shapes of this
     architecture, the point with the nearest width is chosen, and then the point with the nearest

@@ -93,7 +93,7 @@ def int8_linear(
     choice = backends.resolve("int8_linear", backend, backends.Request(device, x.dtype))
     arguments = (rows, *weight[:3], outputs, bias, residual, activation, dtype)
     if choice.backend == "cpu" and not torch.compiler.is_compiling():
-        # The direct call skips the dispatcher; the result is the same.
+        # This direct call skips the operator that torch.compile needs; the result is the same.
         y = _cpu_forward(*arguments)
     else:
         y = _int8_linear(*arguments, choice.backend)
