@@ -125,7 +125,8 @@ def architectures() -> str:
 
     The architectures are those of the variable TORCH_CUDA_ARCH_LIST, or the default. The variable
     may contain spaces, commas and the names of GPU generations that torch knows. This function sets
-    the variable to its result, because torch reads the variable again when it compiles.
+    the variable to its result, because torch reads the variable again when it compiles. An unknown
+    architecture, or a list without 9.0a on a machine with a Hopper GPU, ends the build.
     """
     old = tuple(map(int, torch.version.cuda.split(".")[:2])) < (12, 8)
     given = os.environ.get(ARCH_LIST) or (ARCHITECTURES_BEFORE_12_8 if old else ARCHITECTURES)
@@ -170,9 +171,9 @@ def sees_hopper() -> bool:
 def in_units(sources: list[str], folder: Path) -> list[str]:
     """Return the sources, in which two files in ``folder`` replace the small CPU sources.
 
-    Each of the two files includes half of the small sources. Compiling a small source takes three
-    seconds, and two of these seconds are spent on torch's headers. With two files, the headers are
-    read twice instead of once per source.
+    The small CPU sources are all but those named ``level_*`` or ``operators*``. Each of the two
+    files includes half of them. Compiling a small source takes three seconds, two of which are
+    spent on torch's headers. With two files, the headers are read twice instead of once per source.
     """
     apart = ("level_", "operators")
     cpu = [Path(source) for source in sources if "cpu" in Path(source).parts]
@@ -184,7 +185,7 @@ def in_units(sources: list[str], folder: Path) -> list[str]:
     for number in range(min(2, len(small))):
         unit = folder / f"unit_{number}.cpp"
         text = "".join(f'#include "{path.as_posix()}"\n' for path in included[number::2])
-        # A file that is written is compiled again, so a file with the same text is not written.
+        # ninja compiles a file again after it was written, so a file with the right text is kept.
         if not unit.exists() or unit.read_text(encoding="utf-8") != text:
             unit.write_text(text, encoding="utf-8")
         units.append(str(unit))
@@ -217,12 +218,12 @@ class Build(cpp_extension.BuildExtension):
 
 
 if __name__ == "__main__":
-    # torch compiles and setuptools links with this compiler, even if another compiler built this
-    # Python.
+    # torch compiles and setuptools links with the compiler in CXX, even if another compiler built
+    # this Python.
     found = [name for name in ("c++", "g++", "clang++") if shutil.which(name)]
     os.environ.setdefault("CXX", found[0] if found else "c++")
     cuda = cuda_toolkit()
     done = setup(ext_modules=[extension(cuda)], cmdclass={"build_ext": Build})
-    # This line comes after the output of every command, so that it is the last.
+    # This message is printed after all commands of `setup`, so that it is the last output.
     if isinstance(cuda, str) and done.have_run.get("build_ext") and missing_tool() is None:
         print(f"fastbert: built without the CUDA C++ kernels: {cuda}.", file=sys.stderr)

@@ -111,7 +111,7 @@ def _encoding(path: Path) -> str:
 
 
 def open_text(path: Path) -> TextIO:
-    r"""Open a file as text, with the ends of lines as ``\n``; see `read_text`."""
+    r"""Open a file that `read_text` can read as text, with every line end converted to ``\n``."""
     return io.TextIOWrapper(open_bytes(path), _encoding(path))
 
 
@@ -126,7 +126,8 @@ def lines_in_utf8(path: Path) -> Iterator[bytes]:
 
     Raises:
         OSError: If the file cannot be read.
-        ValueError: If the file is damaged, or not in its encoding. The message names the file.
+        ValueError: If the file is damaged, or if UTF-16 or UTF-32 cannot be decoded. The message
+            names the file.
         ImportError: If the file is a .zst file and pyarrow is not installed.
     """
     encoding = _encoding(path)

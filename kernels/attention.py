@@ -73,7 +73,7 @@ def _forward_kernel(
     HAS_DROPOUT: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     SCALING: tl.constexpr,
 ):  # fmt: skip
-    """Write out and the log-sum-exp lse for one block of queries."""
+    """Store the output and lse, the log-sum-exp of the logits, of one block of queries."""
     block, head, batch = program_item(q_blocks, heads)
     q_start, q_len = sequence_bounds(batch, cu_seqlens_q_ptr, q_length, IS_VARLEN)
     k_start, k_len = sequence_bounds(batch, cu_seqlens_k_ptr, k_length, IS_VARLEN)
@@ -109,13 +109,13 @@ def _forward_kernel(
     maximum = tl.full([BLOCK_M], -INFINITY, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     out = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    # Phase 0 is the masked tiles before the full tiles. Without a left limit of the window there
-    # are no such tiles, so phase 0 is not compiled.
+    # Phase 0 computes the masked tiles before the full tiles. Without a left limit of the window,
+    # there are no such tiles, so phase 0 is not compiled.
     for phase in tl.static_range(0 if HAS_LEFT else 1, 3):
         phase_start, phase_stop = phase_range(phase, start, full_start, full_stop, high)
         for first_key in range(phase_start, phase_stop, BLOCK_N):
             keys = first_key + tl.arange(0, BLOCK_N)
-            # [BLOCK_M, BLOCK_N], or a shape that broadcasts
+            # [BLOCK_M, BLOCK_N], or a shape that broadcasts to it
             allowed = allowed_pairs(
                 rows[:, None], keys[None, :], mask_ptr, offset, q_len, k_len,
                 window_left, window_right, stride_mask_row, stride_mask_key,

@@ -148,7 +148,8 @@ def _dkv_kernel(
             shift, inverse, delta = row_statistics(
                 shift_ptr, inverse_ptr, delta_ptr, rows, q_len, SCALING
             )
-            # Tiles are [BLOCK_N, BLOCK_M], so their products with dout and q need no transposition.
+            # The tiles of scores and weights are [BLOCK_N, BLOCK_M], so their products with dout
+            # and q need no transposition.
             allowed = allowed_pairs(
                 rows[None, :], keys[:, None], mask_ptr, offset, q_len, k_len,
                 window_left, window_right, stride_mask_row, stride_mask_key,
@@ -177,7 +178,7 @@ def _dkv_kernel(
                     dweights = tl.where(keep, dweights * dropout_scale, 0.0)
                 dscores = weights * (dweights - delta[None, :])
                 if phase != 1 or HAS_MASK:
-                    # A masked V may hold NaN, and 0 * NaN is NaN.
+                    # v may hold NaN at pairs that are not allowed, and 0 * NaN is NaN.
                     dscores = tl.where(allowed, dscores, 0.0)
                 dk = dot(narrow(dscores, q.dtype), q, dk)
 
@@ -272,7 +273,7 @@ def _dq_kernel(
         phase_start, phase_stop = phase_range(phase, start, full_start, full_stop, high)
         for first_key in range(phase_start, phase_stop, BLOCK_N):
             keys = first_key + tl.arange(0, BLOCK_N)
-            # [BLOCK_M, BLOCK_N], or a shape that broadcasts
+            # [BLOCK_M, BLOCK_N], or a shape that broadcasts to it
             allowed = allowed_pairs(
                 rows[:, None], keys[None, :], mask_ptr, offset, q_len, k_len,
                 window_left, window_right, stride_mask_row, stride_mask_key,
@@ -309,7 +310,7 @@ def _dq_kernel(
                 dweights = tl.where(keep, dweights * dropout_scale, 0.0)
             dscores = weights * (dweights - delta[:, None])
             if phase != 1 or HAS_MASK:
-                # A masked V may hold NaN, and 0 * NaN is NaN.
+                # v may hold NaN at pairs that are not allowed, and 0 * NaN is NaN.
                 dscores = tl.where(allowed, dscores, 0.0)
             dq = dot(narrow(dscores, k.dtype), k, dq)
 
@@ -346,7 +347,7 @@ def backward_launches(
         dk: Gradient of k to fill, in the shape of k, at any strides.
         dv: Gradient of v to fill, in the shape of v, at the strides of `dk`.
         statistics: Row statistics from `allocate_statistics`.
-        numbers: The numbers among the arguments of the call of attention.
+        numbers: The numerical arguments of the call of attention.
         dbias: Gradient of the bias to fill, as in `attention_backward`, or None.
         sums: Partial sums of dbias from `allocate_bias_sums`, or None.
     """

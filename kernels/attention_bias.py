@@ -73,7 +73,8 @@ def _bias_gradient_kernel(
     SCALING: tl.constexpr, SUMS_ROWS: tl.constexpr, SUMS_KEYS: tl.constexpr,
 ):  # fmt: skip
     """Write one tile of the gradient of the bias, or one partial sum of the tile."""
-    # A program sums a tile of the gradient over its share of the combinations that add to the tile.
+    # A combination is a sequence, a head, a query block and a key block. A program sums its share
+    # of the combinations that add to one tile of the gradient.
     row_tiles = q_blocks
     key_tiles = k_blocks
     if SUMS_ROWS:
@@ -146,7 +147,7 @@ def _bias_gradient_kernel(
             bias_pairs_ptr = pair_pointer(
                 bias_ptr, batch, head, stride_bias_batch, stride_bias_head, True
             )
-            # [BLOCK_M, BLOCK_N], or a shape that broadcasts
+            # [BLOCK_M, BLOCK_N], or a shape that broadcasts to it
             allowed = allowed_pairs(
                 rows[:, None], keys[None, :], mask_pairs_ptr, offset, q_len, k_len,
                 window_left, window_right, stride_mask_row, stride_mask_key,
@@ -176,7 +177,7 @@ def _bias_gradient_kernel(
             if HAS_DROPOUT:
                 keep = dropout_keep(seed, rows, head, batch, first_key, dropout_threshold, BLOCK_N)
                 dweights = tl.where(keep, dweights * dropout_scale, 0.0)
-            # A masked V may hold NaN, and 0 * NaN is NaN.
+            # v may hold NaN at pairs that are not allowed, and 0 * NaN is NaN.
             total += tl.where(allowed, weights * (dweights - delta[:, None]), 0.0)
 
     # The gradient is contiguous, of shape (B, H, Lq, Lk) with size 1 where the bias has size 1.
@@ -208,7 +209,10 @@ def _tiles(dbias: Tensor, numbers: Numbers, tile: Tile) -> int:
 
 
 def _combinations(bias: Tensor, dbias: Tensor, numbers: Numbers, tile: Tile) -> int:
-    """Return the number of combinations that add to a tile; `bias` is the expanded bias."""
+    """Return the number of combinations of sequence, head and blocks that add to a tile of `dbias`.
+
+    `bias` is the bias expanded to (B, H, Lq, Lk).
+    """
     blocks = ceil_div(numbers.max_q, tile.block_m) * ceil_div(numbers.max_k, tile.block_n)
     every = bias.shape[0] * bias.shape[1] * blocks
     return every // max(_tiles(dbias, numbers, tile), 1)
@@ -221,7 +225,7 @@ def allocate_bias_sums(q: Tensor, bias: Tensor, dbias: Tensor, numbers: Numbers)
         q: Queries, dense or packed.
         bias: Bias expanded to (B, H, Lq, Lk).
         dbias: Gradient of the bias, as in `bias_gradient_launches`.
-        numbers: The numbers among the arguments of the call of attention.
+        numbers: The numerical arguments of the call of attention.
 
     Returns:
         The partial sums, or None if one program computes each tile of the gradient.
@@ -247,7 +251,7 @@ def bias_gradient_launches(
 
     Args:
         problem: The sizes and the arguments of the call of attention.
-        numbers: The numbers among the arguments of the call of attention.
+        numbers: The numerical arguments of the call of attention.
         dbias: Gradient to fill, contiguous (B or 1, H or 1, Lq or 1, Lk or 1), in the dtype of the
             bias.
         sums: Partial sums from `allocate_bias_sums`, or None.

@@ -1,7 +1,8 @@
 """Functions that decide which queries may attend to which keys.
 
 Query i sees key j if and only if i + offset - left <= j <= i + offset + right. The offset of a
-sequence is its Lk - Lq, and left and right are the limits of the window.
+sequence is its Lk - Lq, and left and right are the limits of the window. Without HAS_LEFT or
+HAS_RIGHT, the window has no limit on that side.
 """
 
 from __future__ import annotations
@@ -46,7 +47,10 @@ def visible_range(
 
 @triton.jit
 def phase_range(phase: tl.constexpr, start, full_start, full_stop, high):
-    """Return the range of phase 0 (masked tiles), 1 (full tiles) or 2 (masked tiles again)."""
+    """Return the positions where the tiles of a phase begin and end.
+
+    The tiles of phase 0 are masked, those of phase 1 are full, and those of phase 2 are masked.
+    """
     if phase == 0:
         return start, full_start
     elif phase == 1:

@@ -153,7 +153,7 @@ def longest(cu_seqlens: Tensor) -> int:
 
 
 class Numbers(NamedTuple):
-    """The numbers among the arguments of one call of attention.
+    """The numerical arguments of one call of attention.
 
     Args:
         max_q: Upper bound of the lengths of the query sequences.

@@ -39,7 +39,7 @@ def head_pointer(ptr, batch, head, start, stride_batch, stride_head, stride_row)
 
 @triton.jit
 def pair_pointer(ptr, batch, head, stride_batch, stride_head, IS_GIVEN: tl.constexpr):
-    """Return the pointer to the elements of a mask or bias for `head`, or 0 if it is not given."""
+    """Return the pointer to a mask or bias at `batch` and `head`; 0 if there is no such tensor."""
     if IS_GIVEN:
         return head_pointer(ptr, batch, head, head * 0, stride_batch, stride_head, 0)
     else:

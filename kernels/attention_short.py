@@ -147,7 +147,7 @@ def _short_forward_kernel(
     HAS_DROPOUT: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     SCALING: tl.constexpr, IS_FULL: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """Write out and the log-sum-exp lse for the program's share of the work items."""
+    """Store the output and the log-sum-exp lse of the program's share of the work items."""
     IS_MASKED: tl.constexpr = HAS_MASK or HAS_LEFT or HAS_RIGHT or not IS_FULL
     if HAS_DROPOUT:
         seed = tl.load(seed_ptr)
@@ -222,7 +222,7 @@ def _short_forward_kernel(
             for chunk in tl.static_range(CHUNKS):
                 first_key = chunk * BLOCK_N + opaque_zero(first_row)
                 cols = first_key + tl.arange(0, BLOCK_N)
-                # [BLOCK_M, BLOCK_N], or a shape that broadcasts
+                # [BLOCK_M, BLOCK_N], or a shape that broadcasts to it
                 allowed = allowed_pairs(
                     rows[:, None], cols[None, :], mask_base, k_len - q_len, q_len, k_len,
                     window_left, window_right, stride_mask_row, stride_mask_key,
@@ -284,7 +284,7 @@ def _short_backward_kernel(
     HAS_DROPOUT: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     SCALING: tl.constexpr,
 ):  # fmt: skip
-    """Write dq, dk and dv of the program's share of the heads."""
+    """Store dq, dk and dv of the program's share of the heads of all sequences."""
     if IS_VARLEN:
         _zero_slack_of_heads(
             dq_ptr, heads, cu_seqlens_q_ptr, batches, q_rows,

@@ -153,7 +153,7 @@ def _statistics_kernel(
         phase_start, phase_stop = phase_range(phase, start, full_start, full_stop, high)
         for first_key in range(phase_start, phase_stop, BLOCK_N):
             keys = first_key + tl.arange(0, BLOCK_N)
-            # [BLOCK_M, BLOCK_N], or a shape that broadcasts
+            # [BLOCK_M, BLOCK_N], or a shape that broadcasts to it
             allowed = allowed_pairs(
                 rows[:, None], keys[None, :], mask_ptr, offset, q_len, k_len,
                 window_left, window_right, stride_mask_row, stride_mask_key,

@@ -88,7 +88,7 @@ def _weights_kernel(
         # program's own sequence.
         for first_key in range(0, k_len if weights_pass == 0 else k_length, BLOCK_N):
             keys = first_key + tl.arange(0, BLOCK_N)
-            # [BLOCK_M, BLOCK_N], or a shape that broadcasts
+            # [BLOCK_M, BLOCK_N], or a shape that broadcasts to it
             allowed = allowed_pairs(
                 rows[:, None], keys[None, :], mask_ptr, offset, q_len, k_len,
                 window_left, window_right, stride_mask_row, stride_mask_key,

@@ -31,8 +31,8 @@ def exponential(x):
     ``tl.exp`` and ``tl.exp2`` compile to an instruction with an error of 2 ulp. In a sum over a
     row, these errors may add up, because they may have the same sign for all elements. Here, x is
     reduced by a multiple of ln 2. The polynomial of Cephes (Moshier 1989) approximates the
-    exponential of the rest, and the power of two is added to the exponent bits. The operations are
-    written as FMAs, so that every kernel gets the same bits. exp(-inf) is 0, and exp(NaN) is NaN.
+    exponential of the rest, which is then multiplied by a power of two. The operations are written
+    as FMAs, so that every kernel gets the same bits. exp(-inf) is 0, and exp(NaN) is NaN.
     """
     # Below this bound, the exponent would overflow into the sign bit.
     x = tl.where(x < -88.0, -88.0, x)
@@ -46,7 +46,8 @@ def exponential(x):
     p = tl.fma(p, rest, 1.6666665459e-1)
     p = tl.fma(p, rest, 5.0000001201e-1)
     p = tl.fma(p, rest * rest, rest) + 1.0
-    # The integer is in the lowest 9 bits of `shifted`; the shift moves these bits to the exponent.
+    # The exponent of the power of two is in the lowest 9 bits of `shifted`. The shift moves these
+    # bits to the exponent bits of an fp32 number.
     bits = (shifted.to(tl.int32, bitcast=True) << 23) + 0x3F800000
     return p * bits.to(tl.float32, bitcast=True)
 

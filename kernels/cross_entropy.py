@@ -1,7 +1,8 @@
 """Forward of the cross entropy of a vocabulary projection, over the labelled rows only.
 
-The host never reads the number of labelled rows. A first kernel writes a list of the indices of all
-rows, with the labelled rows first, and after the last index the number of labelled rows. Grids have
+A row is labelled if its label is not `ignore_index`; the other rows are called rows without a
+label. The host never reads the number of labelled rows. A first kernel writes a list of all
+row indices, with the labelled rows first, and at its end the number of labelled rows. Grids have
 the largest size that may be needed, and programs without a labelled row end at once. The call
 therefore needs no synchronisation, a CUDA graph can capture it, and no product is computed for a
 block of rows without a label. The products gather the rows of hidden through this list. The
@@ -81,7 +82,7 @@ def _partition_kernel(
     order_ptr,
     stride_labels, rows_total, ignore_index, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write order: labelled rows, other rows in reverse order, and the number of labelled rows."""
+    """Fill `order`: labelled rows, other rows in reverse order, and the number of labelled rows."""
     count = 0
     for first in range(0, rows_total, BLOCK):
         rows = first + tl.arange(0, BLOCK)
@@ -124,7 +125,7 @@ def _partials_kernel(
     row_blocks = tl.cdiv(count, BLOCK_M)
     if tl.program_id(0) >= row_blocks * splits:
         return
-    # Neighbouring programs share a part of the weight, so that they read it from L2.
+    # Programs with adjacent numbers read the same part of the weight, which stays in the L2 cache.
     split = tl.program_id(0) // row_blocks
     places = tl.program_id(0) % row_blocks * BLOCK_M + tl.arange(0, BLOCK_M)
     rows = labelled_rows(order_ptr, places, count)

@@ -102,8 +102,9 @@ def _dlogits_kernel(
     if IS_MEAN:
         dloss = tl.div_rn(dloss, count.to(tl.float32))
     exponentials = tl.exp2((logits - highest[:, None]) * LOG2E)
-    # The gradient of the label's logit is (p - 1) g, with its probability p and g = dloss. If p is
-    # small, the form p g - g has one rounding instead of two.
+    # The gradient of the label's logit is (p - 1) g, with its probability p and g = dloss. It is
+    # computed as p g - g. If p is small, the rounding of p g hardly changes the difference, whereas
+    # (p - 1) g would be rounded twice.
     own = tl.where(cols[None, :] == labels[:, None], dloss[:, None], 0.0)
     dlogits = exponentials * tl.div_rn(dloss, total)[:, None] - own
     # Rows from place `count` on are copies of the first row, which may hold NaN.
@@ -236,7 +237,7 @@ def _dhidden_kernel(
 
 
 class Chunk(NamedTuple):
-    """A chunk of `count` columns from column `first` on, which may be the first or last chunk."""
+    """A chunk of the vocabulary: `count` columns, of which the first is the column `first`."""
 
     first: int
     count: int
@@ -317,7 +318,8 @@ def _product_launch(
         "chunk_columns": chunk.count,
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
-        # The memory of dlogits ends after a whole block of block_m rows and of block_n columns.
+        # dlogits has whole blocks of block_m rows and block_n columns; a larger BLOCK_K could read
+        # beyond its end.
         "BLOCK_K": min(block_k, tile.block_m, tile.block_n),
         "GROUP_M": GROUP_M,
         **own,

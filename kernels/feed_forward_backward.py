@@ -31,7 +31,7 @@ from fastbert.kernels.tiles import (
 
 @triton.jit
 def _store_partial(partials_ptr, partial, dh, cols, columns, total_columns):
-    """Store the sum of each column of a tile in row `partial` of fp32 [partials, total_columns]."""
+    """Store the column sums of dh in row `partial` of the fp32 matrix [partials, total_columns]."""
     pointers = partials_ptr + partial.to(tl.int64) * total_columns + cols
     tl.store(pointers, tl.sum(dh, axis=0), mask=cols < columns)
 
@@ -42,10 +42,10 @@ def _store_gradient(
     stride_h_row, stride_h_col, rows_total, columns,
     FUNCTION: tl.constexpr, GATED: tl.constexpr, SUMS_ROWS: tl.constexpr, STORES_A: tl.constexpr,
 ):  # fmt: skip
-    """Store dh for a tile of da, with SUMS_ROWS the sums of its columns, and with STORES_A also a.
+    """Store the gradient dh of the pre-activation h for a tile of da.
 
-    a = act(h) has `columns` columns; h and dh have twice as many if GATED. da must be 0 beyond the
-    last row.
+    With SUMS_ROWS, the column sums of dh are stored too, and with STORES_A, a = act(h). a has
+    `columns` columns; h and dh have twice as many if GATED. da must be 0 beyond the last row.
     """
     cols = first_col + tl.arange(0, da.shape[1])
     inside = (rows < rows_total)[:, None] & (cols < columns)[None, :]

@@ -68,7 +68,7 @@ def dense(*vectors: Tensor | None) -> list[Tensor | None]:
 
 
 def device_of(x: Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Make the device of `x` current in a with block, because Triton uses the current device."""
+    """Return a context manager that makes the device of `x` current, on which Triton launches."""
     return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
 
 

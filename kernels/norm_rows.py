@@ -18,7 +18,10 @@ def row_offsets(
     first_row, stride_row, stride_col, rows_total, columns,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Return the rows, columns, offsets and the mask `inside` of a tile [BLOCK_M, BLOCK_N]."""
+    """Return the rows, columns, offsets and mask `inside` of the tile that begins at `first_row`.
+
+    The offsets and `inside`, which is true inside the matrix, are [BLOCK_M, BLOCK_N].
+    """
     rows = first_row + tl.arange(0, BLOCK_M)
     cols = tl.arange(0, BLOCK_N)
     offsets = rows.to(tl.int64)[:, None] * stride_row + cols.to(tl.int64)[None, :] * stride_col

@@ -58,7 +58,7 @@ def dropout_keep(seed, rows, c2, c3, first_column, threshold, COLUMNS: tl.conste
     keep_1 = (word_1 >> 8).to(tl.int32) >= threshold
     keep_2 = (word_2 >> 8).to(tl.int32) >= threshold
     keep_3 = (word_3 >> 8).to(tl.int32) >= threshold
-    # keep is [rows, COLUMNS / 4, 2, 2]. The last axis is bit 0 of n, and the axis before it is bit
-    # 1.
+    # keep is [rows, COLUMNS / 4, 2, 2]. The last axis is bit 0 of the column number n, and the axis
+    # before the last is bit 1.
     keep = tl.join(tl.join(keep_0, keep_2), tl.join(keep_1, keep_3))
     return keep.reshape(rows.shape[0], COLUMNS)

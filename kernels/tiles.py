@@ -454,7 +454,7 @@ def sum_partials_tile() -> Tile:
 
 
 def elementwise_tile() -> Tile:
-    """Return the tile of an elementwise kernel; block_m rows make one partial sum."""
+    """Return the tile of an elementwise kernel, which adds block_m rows to one partial sum."""
     return Tile(64, 512, 4, 1) if IS_INTERPRETED else Tile(64, 64, 8, 1)
 
 

@@ -1,4 +1,4 @@
-"""Recordings: functions that can run again in the same memory, as CUDA graphs do."""
+"""Recordings of functions, such as CUDA graphs, which can run again in the same memory."""
 
 from __future__ import annotations
 

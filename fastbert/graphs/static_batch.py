@@ -1,4 +1,4 @@
-"""The input tensors of a bucket, whose addresses never change, so that a graph can read them.
+"""Input tensors in the shape of a bucket; graphs can read them, as their addresses never change.
 
 If a mask is on the GPU, the CPU would have to wait for the mask before it could remove the padding.
 `StaticPadded` therefore removes the padding in a recorded function. The function orders all

@@ -97,8 +97,10 @@ class Implementation:
     """The implementation of an operation by one backend: an entry of `TABLES`.
 
     Args:
-        forward: Function that takes the arguments of the operator, without the backend.
-        backward: Function that takes the arguments of the backward operator, without the backend.
+        forward: Function that takes the arguments of the operator, without the backend. Only the
+            functions of attention and of the feed-forward take other arguments (see their modules).
+        backward: Function that takes the arguments of the backward operator, without the backend,
+            with the same exceptions.
         dtypes: Allowed dtypes of the inputs.
         refuses: Function that returns the reason why a request cannot be served, or None.
         is_partial: Whether the backend serves only some calls. If a model requests a partial

@@ -37,7 +37,8 @@ def choose_parts(
         request: Properties of the call of attention in the layer, with the columns, the rows and
             the activation of the products of the layer.
         norm_dtype: Dtype of the rows that the layer norms read.
-        requested: The requested backend by operation.
+        requested: The requested backend of each operation; an operation that is missing or has the
+            value None chooses its backend.
 
     Raises:
         ValueError: If a requested backend cannot serve its operation.
@@ -53,7 +54,7 @@ def choose_parts(
 
 @functools.cache
 def launchers(parts: Parts) -> Launchers:
-    """Return the functions that launch the kernels of attention, feed-forward and layer norm."""
+    """Return functions that launch attention, feed-forward and layer norm on the given backends."""
     from fastbert.kernels import layer_parts
 
     chosen = layer_parts.TRITON

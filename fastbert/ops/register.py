@@ -34,11 +34,11 @@ class Operator:
     """An operator of torch.library that is called by position, with or without the dispatcher.
 
     The dispatcher is needed if something observes it: ``torch.compile``, a dispatch mode, a
-    transform of ``torch.func``, forward-mode AD, ``torch.jit.trace``, a profiler, or a subclass of
-    tensors. If a gradient is wanted, the dispatcher is also needed for an operator that takes lists
-    of tensors or has no gradient. Otherwise the implementation is called, through an autograd
-    function if a gradient is wanted. With and without the dispatcher, the same code runs and
-    returns the same bits.
+    transform of ``torch.func``, forward-mode AD, ``torch.jit.trace``, a profiler, or an argument
+    whose class is a subclass of ``Tensor``. If a gradient is wanted, the dispatcher is also needed
+    for an operator that takes lists of tensors or has no gradient. Otherwise the implementation is
+    called, through an autograd function if a gradient is wanted. With and without the dispatcher,
+    the same code runs and returns the same bits.
 
     Args:
         overload: The operator ``torch.ops.fastbert.<name>.default``.

@@ -1,4 +1,4 @@
-"""Dropout by a counter-based generator: the mask depends only on the seed and the coordinates."""
+"""Dropout by a counter-based generator: seed, probability and coordinates determine the mask."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def philox(seed: Tensor, c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor) -> list
 def dropout_keep(seed: Tensor, p: float, shape: tuple[int, ...]) -> Tensor:
     """Return a bool mask of `shape`, (rows, columns) or (B, H, Lq, Lk), True at kept elements.
 
-    Element (c3, c2, c1, j) uses word ``j % 4`` of the counter (j // 4, c1, c2, c3), where c2 and c3
-    are 0 for two dimensions. Whether an element is kept therefore depends only on the seed, on `p`
-    and on the coordinates of the element, not on the layout, the tile or the batch.
+    Element (c3, c2, c1, j) uses word ``j % 4`` of `philox` for the counter (j // 4, c1, c2, c3),
+    where c2 and c3 are 0 for two dimensions. Whether an element is kept therefore depends only on
+    the seed, on `p` and on the coordinates of the element, not on the layout or the tile.
     """
     full = (1,) * (4 - len(shape)) + tuple(shape)
     sizes = (*full[:3], -(-full[3] // 4))

@@ -60,7 +60,9 @@ def encoder(
     count = 8 + 2 * (projections + inner_projections)
     for layer in range(len(parameters) // count):
         own = list(parameters[count * layer : count * (layer + 1)])
-        sizes = (projections, 1, 1, inner_projections, 1, 1)  # qkv, wo, norm1, w1, w2, norm2
+        # The numbers of weights of the parts of a layer, in the order of `parameters`: q, k and v;
+        # the projection after attention and its norm; both products of the feed-forward; last norm.
+        sizes = (projections, 1, 1, inner_projections, 1, 1)
         places = [2 * sum(sizes[:i]) for i in range(len(sizes))]
         pairs: list[Any] = [
             (joined(own, at, size), joined(own, at + size, size))

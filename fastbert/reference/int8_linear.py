@@ -35,7 +35,7 @@ class Int8Weight(NamedTuple):
 def pack(values: Tensor, scale: Tensor, lanes: int, group: int) -> Int8Weight:
     """Return values int8 (N, K) and scale fp32 (N,) as an `Int8Weight`.
 
-    `lanes` and `group` are the sizes of its layout, as in `Int8Weight`.
+    `lanes` and `group` are the last two sizes of ``Int8Weight.packed``.
     """
     outputs, inputs = values.shape
     panels = -(-outputs // (lanes * PANELS)) * PANELS
@@ -57,7 +57,7 @@ def unpack(weight: Int8Weight) -> tuple[Tensor, Tensor]:
 
 
 def int8_rows(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Quantise x (M, K) to integers of 8 bits for each row, with x ≈ (q − zero) · scale.
+    """Quantise each row of x (M, K) to 8-bit integers q, so that x ≈ (q − zero) · scale.
 
     Let [low, high] be the smallest interval that contains a row and 0. Then
     scale = (high − low) / 255, zero = rint(−low / scale) and q = clip(rint(x / scale) + zero). If
