@@ -66,7 +66,7 @@ def locked(folder: Path, argument: str, patience: float = 0.0) -> Iterator[None]
     """Lock a folder during the block; see `lock`.
 
     If the folder did not exist before the block and is empty after the block, the folder is
-    deleted, and so are the parent folders that were created with it.
+    deleted, and so are the parent folders that were created with the folder.
     """
     new = [path for path in (folder, *folder.parents) if not path.exists()]
     handle = lock(folder, argument, patience)

@@ -11,7 +11,7 @@ Each field of `Gpu` comes from one of these documents of NVIDIA.
   idle, which is 8 % more.
 - FP32, integer and special functions: the table "Throughput of Native Arithmetic Instructions" in
   the CUDA C++ Programming Guide, which counts results per clock and multiprocessor. Compute
-  capability 8.0 has 64 FP32 results, and 8.9, 9.0 and 10.0 have 128. All of them have 64 integer
+  capability 8.0 has 64 FP32 results, and 8.9, 9.0 and 10.0 have 128. All four have 64 integer
   results, 16 results of special functions and 32 shuffles.
 - Shared memory serves 32 banks of 4 bytes per clock (same guide), and each of the four schedulers
   of a multiprocessor issues one instruction of a warp per clock (same guide, "Multiprocessor
@@ -81,6 +81,6 @@ H100 = Gpu("H100", 90, 132, 1.83e9, 4096, 3.35e12)
 H200 = Gpu("H200", 90, 132, 1.83e9, 4096, 4.8e12)
 B200 = Gpu("B200", 100, 148, 1.856e9, 8192, 8.0e12)
 GPUS = (A100, L4, RTX_4090, H100, H200, B200)
-# The keys are the device names that CUDA reports. Other devices, such as "NVIDIA H100 PCIe" or
-# "NVIDIA GH200 480GB", have other rates.
+# Maps the device names that CUDA reports to GPUs. Devices with similar names, such as "NVIDIA H100
+# PCIe" or "NVIDIA GH200 480GB", have other rates.
 BY_CUDA_NAME = {"NVIDIA H200": H200, "NVIDIA H100 80GB HBM3": H100}

@@ -103,10 +103,10 @@ def _check_depth(text: str) -> None:
 
 
 def jsonable(value: Any) -> Any:
-    """Return ``value`` with JSON's types only, so that dataclasses become dicts and tuples lists.
+    """Convert ``value`` to JSON's types: dataclasses become dicts, and tuples become lists.
 
-    NaN and infinity become None. Keys, and objects without a JSON type such as paths, become
-    strings.
+    NaN and infinity become None. Keys of dicts become strings, and so do objects of other types,
+    such as paths.
     """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return jsonable({f.name: getattr(value, f.name) for f in dataclasses.fields(value)})

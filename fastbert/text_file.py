@@ -82,7 +82,10 @@ def open_bytes(path: Path) -> BinaryIO:
 
 @contextmanager
 def damage_named(path: Path) -> Iterator[None]:
-    """Turn the errors of a damaged compressed file into a ValueError that names the file."""
+    """Turn an error that a damaged compressed file causes in the block into a ValueError.
+
+    The message names the file. Errors of the file system are raised unchanged.
+    """
     try:
         yield
     except (EOFError, lzma.LZMAError, zlib.error, OSError) as error:

@@ -53,7 +53,7 @@ from fastbert.kernels.philox import dropout_keep
 def _dkv_kernel(
     # (B, H, L, D), or packed (T, H, D); fp32, fp16 or bf16
     q_ptr, k_ptr, v_ptr, dout_ptr,
-    # (B, H, Lq), or packed (H, Tq); fp32
+    # (B, H, Lq), or packed (H, Tq); fp32; inverse is None if SCALING is 0
     shift_ptr, inverse_ptr, delta_ptr,
     # (B, H, Lk, D), or packed (Tk, H, D), both at the same strides
     dk_ptr, dv_ptr,
@@ -202,7 +202,7 @@ def _dkv_kernel(
 def _dq_kernel(
     # (B, H, L, D), or packed (T, H, D); fp32, fp16 or bf16
     q_ptr, k_ptr, v_ptr, dout_ptr,
-    # (B, H, Lq), or packed (H, Tq); fp32
+    # (B, H, Lq), or packed (H, Tq); fp32; inverse is None if SCALING is 0
     shift_ptr, inverse_ptr, delta_ptr,
     # (B, H, Lq, D), or packed (Tq, H, D)
     dq_ptr,

@@ -410,7 +410,7 @@ def linear_cross_entropy_backward(
         bias: As in the forward.
         labels: As in the forward.
         statistics: Statistics that the forward returned.
-        order: List of rows that the forward returned.
+        order: The list of row indices, `order`, that the forward returned.
         reduction: As in the forward.
 
     Returns:

@@ -1,9 +1,9 @@
 """Inference of all layers of a BERT encoder: kernel launches for one layer after another.
 
 A layer takes four kernels and three library GEMMs if its feed-forward takes the fused path
-(tiles.gemm_path). It computes the same bits as the separate modules. If all kernels are Triton
-kernels, all layers write the results of these kernels to the same memory. The library GEMMs and the
-CUDA C++ kernels allocate their own results.
+(tiles.gemm_path). The results have the same bits as the results of the separate modules. If all
+kernels are Triton kernels, all layers write the results of these kernels to the same memory. The
+library GEMMs and the CUDA C++ kernels allocate their own results.
 """
 
 from __future__ import annotations

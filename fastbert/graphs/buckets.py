@@ -22,7 +22,7 @@ class Bucket(NamedTuple):
 
 
 class PaddedBucket(NamedTuple):
-    """The shape of the padded input of one graph, which removes the padding itself.
+    """The shape of the padded input of a graph that removes the padding itself.
 
     Attributes:
         batch: Number of sequences.

@@ -113,7 +113,7 @@ def _ends(layout: BatchLayout, device: torch.device) -> Tensor:
 
 
 def is_far(mask: Tensor) -> bool:
-    """Return whether `mask` is on another device than the CPU, so that reading it would wait."""
+    """Return whether `mask` is not on the CPU, so that the CPU would have to wait to read it."""
     return mask.device.type != "cpu"
 
 
@@ -141,7 +141,7 @@ def moved(
 ) -> EncoderInput:
     """Move the tokens of a batch to `device`.
 
-    Tokens whose padding was removed on the CPU are on the CPU.
+    The tokens are on the CPU if their padding was removed there.
 
     Args:
         tokens: The tokens, with ids.

@@ -189,7 +189,8 @@ def attention_qkvpacked(
     Args:
         qkv: Tensor of shape ``(B, L, 3, H, D)``, or packed ``(T, 3, H, D)`` with `cu_seqlens`.
         cu_seqlens: Cumulative lengths of the packed sequences, int32 of shape ``(B + 1,)``.
-        max_seqlen: Length of the longest packed sequence, as in `attention_varlen`.
+        max_seqlen: Upper bound of the lengths of the packed sequences, or None, as `max_seqlen_q`
+            in `attention_varlen`.
         mask: As in `attention`; as in `attention_varlen` if `cu_seqlens` is given.
         bias: Floating tensor that is added to ``q kᵀ scale``; shape and indices as for `mask`.
         dropout_p: As in `attention`.

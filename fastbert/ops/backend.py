@@ -81,7 +81,7 @@ class Request(NamedTuple):
 
 
 def serves_all(request: Request) -> str | None:
-    """Return None; this is the default of `Implementation.refuses`, which refuses no request."""
+    """Return None for every request; the default of `Implementation.refuses`."""
     return None
 
 
@@ -131,7 +131,7 @@ def _load_extension() -> tuple[Any, str]:
             f"the extension fastbert._C was built for torch {built}, this is torch "
             f"{torch.__version__}: reinstall fastbert with --no-build-isolation"
         )
-    # The command `python -m benchmarks.cpu tiles` writes this file on a processor with AMX.
+    # `python -m benchmarks.cpu tiles` writes tile_schedule.json on a processor with AMX.
     recorded = json.loads(Path(__file__).with_name("tile_schedule.json").read_text("utf-8"))
     extension.set_tile_schedule(recorded["schedule"])
     return extension, "built"
@@ -216,8 +216,8 @@ def compiler_environment(cache: Path | None = None) -> dict[str, str]:
     Args:
         cache: Folder of Triton's cache; None leaves the setting of this process.
     """
-    # Triton 3.10 has another default of TRITON_DEFAULT_FP_FUSION, which would change the last bits
-    # of results.
+    # TRITON_DEFAULT_FP_FUSION is set here, because Triton 3.10 has another default than Triton 3.9,
+    # and this setting changes the last bits of results.
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_DEFAULT_FP_FUSION": "1"}
     return environment if cache is None else {**environment, "TRITON_CACHE_DIR": str(cache)}
 

@@ -109,12 +109,11 @@ def layer_norm_forward(x, weight, bias, residual, x_bias, seed, dropout_p, eps):
 
 
 def layer_norm_backward(dy, x, weight, mean, rstd, residual, x_bias, seed, has_bias, dropout_p):
-    """Compute the gradients of the sum residual + dropout(x + x_bias) and of all its parameters.
+    """Compute the gradients of the sum residual + dropout(x + x_bias), of x and of the parameters.
 
-    The results are the gradients of the sum, of x, weight, bias and x_bias, in this order.
-
-    Without dropout, the gradient of x equals the gradient of the sum, and the result for x is
-    empty. The gradients of an absent bias and an absent x_bias are empty too.
+    The results are the gradients of the sum, of x, weight, bias and x_bias, in this order. Without
+    dropout, the gradient of x equals the gradient of the sum, and the result for x is empty. The
+    gradients of an absent bias and an absent x_bias are empty too.
     """
     total = normalised_sum(x, residual, x_bias, seed, dropout_p)
     dy, rstd = dy.to(total.dtype), rstd[:, None]

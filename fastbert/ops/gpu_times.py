@@ -123,7 +123,7 @@ def nearest(
 
 
 def is_code_for(point: Point, capability: tuple[int, int]) -> bool:
-    """Tell whether code for the architecture of a point runs on a GPU."""
+    """Tell whether code for the architecture of `point` runs on a GPU with this `capability`."""
     major, minor = capability
     return point.arch // 10 == major and point.arch % 10 <= minor
 

@@ -65,7 +65,7 @@ def int8_linear(
             `backend` cannot serve the call. The message names the argument, its value and what is
             allowed.
         TypeError: If the dtype of `x` is not floating.
-        RuntimeError: If `x` requires a gradient.
+        RuntimeError: If `x` requires a gradient and the gradient mode of torch is on.
 
     Note:
         The scheme is that of Jacob et al. 2018.

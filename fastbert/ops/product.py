@@ -32,8 +32,8 @@ def check_parameters(
 
     Args:
         columns: Number of columns of `x`.
-        x: Input of the linear layer. The parameters must be on its device and, without autocast,
-            must have its dtype.
+        x: Input of the linear layer. The parameters must be on the device of `x` and, without
+            autocast, must have the dtype of `x`.
         dtype: Autocast's dtype, or None without autocast. Under autocast, the parameters may have
             any of the dtypes LOW_PRECISION.
         weight_name: Name of the argument `weight`, for messages.

@@ -167,8 +167,8 @@ def differentiable(
         name: Name of the operator.
         backward: Function that takes the context and the gradients of the results, and returns the
             gradients of the arguments by name. An argument that is left out has no gradient.
-            `ctx.needs` has a field for each argument, which is True if autograd wants its gradient;
-            a gradient that is not wanted may be any tensor. The gradient of a result that nothing
+            In `ctx.needs`, the field of an argument is True if autograd wants the argument's
+            gradient; an unwanted gradient may be any tensor. The gradient of a result that nothing
             differentiates, such as a statistic, is None instead of a tensor of zeros. If the
             gradients of all results are None, as after an ``autograd.Function`` that returns None,
             `backward` is not called, and no argument has a gradient.
