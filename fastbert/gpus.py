@@ -81,6 +81,6 @@ H100 = Gpu("H100", 90, 132, 1.83e9, 4096, 3.35e12)
 H200 = Gpu("H200", 90, 132, 1.83e9, 4096, 4.8e12)
 B200 = Gpu("B200", 100, 148, 1.856e9, 8192, 8.0e12)
 GPUS = (A100, L4, RTX_4090, H100, H200, B200)
-# Maps the device names that CUDA reports to GPUs. Devices with similar names, such as "NVIDIA H100
+# The GPU for each device name that CUDA reports. Devices with similar names, such as "NVIDIA H100
 # PCIe" or "NVIDIA GH200 480GB", have other rates.
 BY_CUDA_NAME = {"NVIDIA H200": H200, "NVIDIA H100 80GB HBM3": H100}

@@ -82,7 +82,7 @@ def open_bytes(path: Path) -> BinaryIO:
 
 @contextmanager
 def damage_named(path: Path) -> Iterator[None]:
-    """Turn an error that a damaged compressed file causes in the block into a ValueError.
+    """Raise ValueError if a damaged compressed file causes an error in the with block.
 
     The message names the file. Errors of the file system are raised unchanged.
     """
@@ -114,7 +114,7 @@ def _encoding(path: Path) -> str:
 
 
 def open_text(path: Path) -> TextIO:
-    r"""Open a file that `read_text` can read as text, with every line end converted to ``\n``."""
+    r"""Open a file as text, in which every line end becomes ``\n``; `read_text` names the files."""
     return io.TextIOWrapper(open_bytes(path), _encoding(path))
 
 

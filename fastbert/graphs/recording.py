@@ -1,4 +1,4 @@
-"""Recordings of functions, such as CUDA graphs, which can run again in the same memory."""
+"""Recordings of functions; a recording, such as a CUDA graph, runs again in the same memory."""
 
 from __future__ import annotations
 

@@ -176,7 +176,7 @@ once_differentiable("linear_cross_entropy_backward")
 
 
 def _chunks(labels: Tensor, ignore_index: int) -> tuple[Tensor, ...]:
-    """Return the indices of the rows whose label is not `ignore_index`, ``CHUNK_ROWS`` a part."""
+    """Return the indices of the labelled rows, divided into parts of at most ``CHUNK_ROWS``."""
     return (labels != ignore_index).nonzero().flatten().split(CHUNK_ROWS)
 
 

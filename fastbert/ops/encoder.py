@@ -23,7 +23,7 @@ from fastbert.ops.register import differentiable, operator
 
 # The number of tensors for each layer in the argument `scales` of `encoder`.
 SCALES = 8
-# The backends that can run all layers in one call, and the backends that can with int8 weights.
+# The backends that can run all layers in one call. With int8 weights, only INT8_BACKENDS can do so.
 BACKENDS, INT8_BACKENDS = ("cpu", "triton"), ("cpu",)
 ONE_CALL = "all layers in one call"
 OPERATIONS = ("linear", "attention", "feed_forward", "layer_norm")

@@ -54,7 +54,7 @@ def choose_parts(
 
 @functools.cache
 def launchers(parts: Parts) -> Launchers:
-    """Return functions that launch attention, feed-forward and layer norm on the given backends."""
+    """Return functions that launch attention, feed-forward and layer norm on backends `parts`."""
     from fastbert.kernels import layer_parts
 
     chosen = layer_parts.TRITON
