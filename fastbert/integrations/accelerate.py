@@ -55,8 +55,8 @@ OUTPUTS = {
     "DistilBertModel": "BaseModelOutput",
     "ModernBertModel": "BaseModelOutput",
 }
-# The tuple of these encoders contains None for the pooler's output if there is no pooler. The tuple
-# of every other encoder leaves out the fields that are None.
+# Encoders whose output with return_dict=False contains None for the pooler's output if there is no
+# pooler. The output tuple of every other encoder leaves out the fields that are None.
 TUPLES_WITH_POOLED = ("MPNetModel",)
 # Arguments of the encoders of transformers that no encoder of fastbert supports.
 REFUSED = (
@@ -454,7 +454,10 @@ def _flag(hf_model: Any, given: dict[str, Any], name: str) -> Any:
 def _arguments(
     bound: BoundEncoder, given: dict[str, Any]
 ) -> tuple[dict[str, Any], tuple[int, int] | None]:
-    """Return the arguments of `enter`, and the shape ``(B, L)`` if the input is packed, or None."""
+    """Return the arguments of `enter`, and the shape ``(B, L)`` of packed input.
+
+    For padded input, the second result is None.
+    """
     choices = bound.model.config.architecture
     names = ["input_ids", "attention_mask", "position_ids", "inputs_embeds"]
     names += ["token_type_ids"] if choices.type_table else []

@@ -79,7 +79,8 @@ def attention(
             has no effect with a mask, because the mask of transformers then already excludes the
             later keys. It has no effect for a single query either, because that query is the last
             position and attends to all keys.
-        position_ids: Positions of shape ``(B, L)``.
+        position_ids: Positions of shape ``(B, Lq)`` or ``(1, Lq)``, which have an effect only if
+            `attention_mask` and `cu_seq_lens_q` are None.
         cu_seq_lens_q: Cumulative lengths of the queries' sequences, int32 of shape ``(N + 1,)``.
         cu_seq_lens_k: Cumulative lengths of the keys' sequences; `cu_seq_lens_q` by default.
         max_length_q: Number of queries in the longest sequence.

@@ -42,7 +42,7 @@ class Reached(NamedTuple):
     Attributes:
         path: The path from the first object, such as ``._client`` or ``._replicas[0].model``.
         place: The path without the indices and keys of containers.
-        value: The object.
+        value: The object itself.
         depth: Number of attributes in the path.
     """
 

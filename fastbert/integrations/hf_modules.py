@@ -137,7 +137,7 @@ def containers_of(hf_model: nn.Module, model: BertModel, leaves: list[Leaf]) -> 
     """Yield the modules of the HF model that fastbert replaces and does not call.
 
     Four kinds of modules are left out: the modules whose parameters `leaves` share, the modules
-    inside these, the pooler, which fastbert calls, and modules that a subclass added.
+    inside these modules, the pooler (fastbert calls it), and modules that a subclass added.
     """
     family = families.family_of(model.config.model_type)
     paths = [path for group in family.modules.values() for path in group]

@@ -36,9 +36,10 @@ Results = dict[str, Tensor]
 def probe(hf_model: nn.Module, accelerate: Callable[[nn.Module], Any]) -> str | None:
     """Compare hidden states and gradients of the HF model's stock code with fastbert.
 
-    Both run one small model with random weights and no dropout, which otherwise has the HF model's
-    config. The batch is padded, and both run on the CPU in fp32. The error of each is measured
-    against stock code in float64. The states of torch's random generators do not change.
+    The stock code and fastbert run the same small model on one padded batch, on the CPU in fp32.
+    The model has random weights, no dropout, and otherwise the config of the HF model. Both errors
+    are measured against stock code in float64. The states of torch's random generators do not
+    change.
 
     Args:
         hf_model: An encoder of transformers. Only its class and its config are used.

@@ -35,7 +35,7 @@ PARTS = (
 # Variants of LoRA that compute each row independently. Activated LoRA is not in the list, because
 # it depends on positions.
 VARIANTS = ("DoraLinearVariant",)
-# Hooks that compute the weight before the layer runs, and do not look at the input.
+# Python modules whose hooks compute the weight before the layer runs and do not read the input.
 WEIGHT_HOOKS = (
     "torch.nn.utils.prune",
     "torch.nn.utils.weight_norm",
@@ -47,7 +47,7 @@ def is_row_wise(module: nn.Module) -> bool:
     """Return whether a module that replaces a linear layer computes each row independently.
 
     Args:
-        module: The module.
+        module: The module that replaces a linear layer, or the linear layer itself.
 
     Returns:
         True for LoRA, DoRA, AdaLoRA and IA3 of PEFT around an ``nn.Linear``, for the int8 layer of

@@ -3,7 +3,7 @@
 Code that equals its file may still compute something new after a release of transformers. The table
 ``stock_digests.json`` therefore holds the digests of the files and of the functions that the ten
 families reach, for versions whose outputs and gradients were compared with fastbert's. A function
-with another digest is unknown, and needs a probe.
+with another digest is unknown, and needs the comparison of `fastbert.integrations.probe`.
 
 ``python -m fastbert.integrations.stock_digests`` adds the installed version to the table. Run the
 tests of the families with that version first.
@@ -169,7 +169,7 @@ def main() -> None:
 
 @functools.cache
 def _kinds() -> frozenset[type]:
-    """Return the classes of the modules in the ten families' default models, and activations."""
+    """Return the classes of the modules in the families' default models, and other activations."""
     kinds = set()
     for name, module in MODULES.items():
         home = importlib.import_module(f"transformers.models.{module}.modeling_{module}")

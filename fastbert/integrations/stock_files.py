@@ -14,9 +14,12 @@ MISSING = object()
 
 
 class Placed(NamedTuple):
-    """A code object of a file, the code object that contains it, and the name of the outermost one.
+    """A code object of a file, with its surroundings.
 
-    The outermost code object is the function or class at the top of the file.
+    Attributes:
+        code: The code object.
+        parent: The code object that contains `code`.
+        outermost: Name of the function or class at the top level of the file that contains `code`.
     """
 
     code: CodeType
@@ -26,7 +29,10 @@ class Placed(NamedTuple):
 
 @functools.cache
 def file_of(name: str) -> tuple[dict[tuple[str, int], list[Placed]], CodeType] | None:
-    """Return the code objects of a module's file by name and first line, and the module's code."""
+    """Return the code objects of a module's file by name and first line, and the file's own code.
+
+    The result is None if the loader of the module gives no code.
+    """
     spec = getattr(sys.modules.get(name), "__spec__", None)
     try:
         whole = spec.loader.get_code(name)  # type: ignore[union-attr]
@@ -48,7 +54,7 @@ def file_of(name: str) -> tuple[dict[tuple[str, int], list[Placed]], CodeType] |
 
 @functools.cache
 def defined_in(module: str) -> frozenset[str]:
-    """Return the names of the functions and classes at the top of a module's file."""
+    """Return the names of the functions and classes at the top level of a module's file."""
     file = file_of(module)
     codes = file[1].co_consts if file is not None else ()
     return frozenset(code.co_name for code in codes if isinstance(code, CodeType))
@@ -74,7 +80,7 @@ def body_of(kind: type) -> CodeType | None:
 
 @functools.cache
 def constants_of(body: CodeType) -> dict[str, Any]:
-    """Return the constants that a class statement stores under names."""
+    """Return the constants that the body of a class statement assigns to names, by name."""
     constants = {}
     for before, step in itertools.pairwise(dis.get_instructions(body)):
         constant = before.opname in ("LOAD_CONST", "LOAD_SMALL_INT")

@@ -1,4 +1,4 @@
-"""The functions that stock code reaches, compared with the files that they come from."""
+"""Compare the functions that the code of transformers reaches with the files that define them."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ _records: dict[tuple[int, int], Record] = {}
 
 
 def forget() -> None:
-    """Forget the records of all functions."""
+    """Delete the records of all functions, so that the functions are compared again."""
     _records.clear()
 
 
@@ -243,7 +243,7 @@ def _named_function_problem(title: str, name: str, value: FunctionType, module: 
 
 
 def _follow_table(record: Record, table: Any) -> None:
-    """Compare the entries of a table of attention functions or masks."""
+    """Compare the entries of a table of attention functions or masks with `ENTRIES`."""
     title = type(table).__name__
     _follow_lookups(record, table)
     for key, expected in ENTRIES[title].items():
@@ -263,7 +263,7 @@ def _follow_table(record: Record, table: Any) -> None:
 
 
 def _follow_lookups(record: Record, table: Any) -> None:
-    """Compare the methods that look up an entry of a table."""
+    """Compare the methods that look up an entry of a table with the methods in its file."""
     title = type(table).__name__
     for name in LOOKUPS:
         record.entries.append(Entry(vars(table), name, vars(table).get(name, MISSING)))

@@ -37,7 +37,7 @@ def encoder(
     """Build a BertModel of transformers, in eval mode.
 
     Args:
-        config: The sizes of the model.
+        config: Sizes and settings of the model.
         weights: The state dict. Its names must be exactly the names of the model's parameters.
         path: The attention implementation, ``"eager"`` or ``"sdpa"``.
         dtype: The dtype of the parameters.
@@ -59,7 +59,7 @@ def untrained_pretraining_model(config: BertConfig, path: str) -> nn.Module:
     """Build a BertForPreTraining of transformers with random weights.
 
     Args:
-        config: The sizes of the model.
+        config: Sizes and settings of the model.
         path: The attention implementation, as in `encoder`.
 
     Returns:

@@ -179,7 +179,7 @@ def facts(hf_model: nn.Module) -> Facts:
     """Return the objects outside the modules of `hf_model` on which its comparison depends.
 
     Args:
-        hf_model: An encoder.
+        hf_model: An encoder of transformers.
     """
     twin = twin_of(hf_model)
     return Facts(*stock_code.facts(twin.kinds)) if isinstance(twin, Twin) else Facts([], [], [])
@@ -197,7 +197,7 @@ class _Comparison:
         self.fields: dict[tuple[int, type], str | None] = {}
 
     def run(self) -> None:
-        """Compare all properties, and raise _Differs at the first reason."""
+        """Compare all properties; raise _Differs if the HF model must run its own code."""
         twin = twin_of(self.hf_model)
         if isinstance(twin, str):
             raise _Differs(twin)

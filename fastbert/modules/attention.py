@@ -22,7 +22,7 @@ from fastbert.modules.quantized_linear import QuantizedLinear
 from fastbert.ops.attention_context import attention_context
 from fastbert.ops.product import needs_gradient
 
-# The classes of linear layers that can return their input too, for a residual connection.
+# Classes of linear layers whose `forward` can also return the input, for a residual connection.
 OURS = (Linear, QuantizedLinear)
 
 
@@ -33,7 +33,7 @@ class BertSelfAttention(OperationModule):
     layers ``query``, ``key`` and ``value``.
 
     Args:
-        config: The configuration.
+        config: Configuration of the model.
         backend: Requested backend; see ``OperationModule``. None lets each operation choose.
         number: Number of the layer, from 0.
 
@@ -156,7 +156,7 @@ class BertSelfOutput(nn.Module):
     hooks, ``dense`` is called as a module and adds its own bias.
 
     Args:
-        config: The configuration.
+        config: Configuration of the model.
         backend: Requested backend; see ``OperationModule``. None lets each operation choose.
     """
 
@@ -196,7 +196,7 @@ class BertAttention(nn.Module):
     """Self-attention and its output projection, ``(T, H) → (T, H)``.
 
     Args:
-        config: The configuration.
+        config: Configuration of the model.
         backend: Requested backend; see ``OperationModule``. None lets each operation choose.
         number: Number of the layer, from 0.
     """

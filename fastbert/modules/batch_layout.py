@@ -44,8 +44,8 @@ class BatchLayout:
             layout has padding; otherwise None.
         shape: Shape ``(R, C)`` of packed rows that the caller holds as ``(R, C, ...)``, with
             ``R * C = T``. None if the caller's shape is ``(T, ...)``.
-        whole: Whether the layers call their modules with hidden states of the padded shape
-            ``(B, L, H)`` instead of rows ``(T, H)``.
+        whole: Whether the layers call their modules with hidden states of the caller's shape, such
+            as ``(B, L, H)``, instead of rows ``(T, H)``.
     """
 
     batch: int
@@ -76,7 +76,8 @@ class BatchLayout:
     def seen(self, rows: Tensor) -> Tensor:
         """View ``(T, ...)`` rows in the shape in which the layers call their modules.
 
-        The shape is ``(B, L, ...)`` if `whole` is set, and ``(T, ...)`` otherwise.
+        The shape is ``(T, ...)`` unless `whole` is set. With `whole`, the shape is ``(B, L, ...)``,
+        or in a packed layout the caller's shape.
         """
         if not self.whole or (self.packed and self.shape is None):
             return rows
@@ -126,7 +127,7 @@ class BatchLayout:
         return flat.index_fill(0, self.indices, True).view(self.batch, self.length)
 
     def near(self, window: int) -> Tensor | None:
-        """Return a mask of the queries and keys that are at most `window` apart.
+        """Return a mask that is True where a query and a key are at most `window` tokens apart.
 
         The distances are measured in the padded batch. The mask is bool of shape
         ``(batch, 1, max_seqlen, max_seqlen)``. The result is None if the distances between rows are
@@ -191,7 +192,11 @@ class BatchLayout:
         return weights * (exists[:, None, :, None] & exists[:, None, None, :])
 
     def weights_of_rows(self, weights: Tensor) -> Tensor:
-        """Invert `weights`: ``(B, heads, L, L)`` to ``(B, heads, max_seqlen, max_seqlen)``."""
+        """Convert attention weights from the caller's layout to the layout of the rows.
+
+        This is the inverse of the method `weights`: the argument has the shape
+        ``(B, heads, L, L)``, and the result ``(B, heads, max_seqlen, max_seqlen)``.
+        """
         if self.cu_seqlens is None or self.packed:
             return weights
         exists = self.exists()

@@ -71,7 +71,7 @@ class BertModel(BertPreTrainedModel):
     """BERT without a head, with the state-dict names and outputs of transformers' ``BertModel``.
 
     Args:
-        config: The configuration.
+        config: Configuration of the model.
         add_pooling_layer: Whether the model has a pooler. The argument has no effect for an
             architecture without a pooler.
         backend: Requested backend, ``"reference"``, ``"triton"``, ``"cuda"`` or ``"cpu"``. An
@@ -310,7 +310,7 @@ class BertModel(BertPreTrainedModel):
         )
 
     def pool(self, encoded: Encoded) -> Tensor:
-        """Pool the first token of each sequence.
+        """Apply the pooler to the first token of each sequence.
 
         Args:
             encoded: The result of `encode`.

@@ -73,13 +73,13 @@ def ends_of(layout: BatchLayout) -> Tensor:
 
 
 def run_layer(layer: BertLayer, hidden: Tensor, layout: BatchLayout, chosen: ChosenRows) -> Tensor:
-    """Run a layer, and return its chosen rows ``(N, H)``.
+    """Compute the output of a layer for the chosen rows only, of shape ``(N, H)``.
 
     Args:
-        layer: A layer that can compute only chosen rows; see ``fastbert.modules.plan``.
+        layer: A layer for which ``layer_modules.may_choose_rows`` returns True.
         hidden: All rows before the layer, of shape ``(T, H)``.
         layout: Division of the rows into sequences.
-        chosen: The chosen rows.
+        chosen: The rows of the output, as `choose_rows` returns them.
     """
     attention = layer.attention.self
     projection, size = attention.qkv, hidden.shape[1]

@@ -6,7 +6,7 @@ from typing import Any
 
 
 def class_name(value: Any) -> str:
-    """Return the class of a value and its library, such as ``BertModel of transformers``.
+    """Return the name of a value's class with its library, as in ``BertModel of transformers``.
 
     fastbert and transformers have classes of the same names, so a message needs the library besides
     the name. If `value` is itself a class, the result begins with ``the class``, as in ``the class

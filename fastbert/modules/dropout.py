@@ -1,4 +1,4 @@
-"""The dropouts of an encoder: their probabilities, and the seeds, which one kernel draws."""
+"""The probabilities of the dropouts of an encoder, and their seeds, all drawn by one kernel."""
 
 from __future__ import annotations
 
@@ -71,9 +71,9 @@ def draw_seeds(config: BertConfig, training: bool, device: torch.device) -> Seed
     """Draw the seeds of one call of the encoder from torch's random generator for `device`.
 
     Args:
-        config: The configuration.
+        config: Configuration of the model.
         training: Whether the model is in training mode. Without training, no seed is drawn.
-        device: The device.
+        device: Device of the seeds, which is that of the rows.
 
     Returns:
         The seeds of the embeddings and of each layer, in the order of the layers. All seeds are

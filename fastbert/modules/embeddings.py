@@ -27,7 +27,7 @@ class BertEmbeddings(OperationModule):
     hooks is called as a module.
 
     Args:
-        config: The configuration.
+        config: Configuration of the model.
         backend: Requested backend; see ``OperationModule``. None lets each operation choose.
     """
 
@@ -108,7 +108,7 @@ class BertEmbeddings(OperationModule):
 def _look_up(
     index: Tensor | None, table: nn.Embedding | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return `index` and the weight of `table`, or two None without a table."""
+    """Return `index` and the weight of `table`, or ``(None, None)`` if `table` is None."""
     if table is None:
         return None, None
     weight = table.weight
@@ -118,7 +118,7 @@ def _look_up(
 
 
 class _FixedRow(torch.autograd.Function):
-    """A table whose gradient is 0 in one row, as in ``nn.Embedding`` for the padding index."""
+    """Returns a table, and sets one row of its gradient to 0, as ``padding_idx`` does in torch."""
 
     @staticmethod
     def forward(ctx: Any, table: Tensor, row: int) -> Tensor:
@@ -128,7 +128,7 @@ class _FixedRow(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        """Set the gradient of the row to 0."""
+        """Return the gradient of the table, with 0 in the row ``ctx.row``."""
         gradient = gradient.clone()
         gradient[ctx.row] = 0.0
         return gradient, None

@@ -32,7 +32,7 @@ class BertEncoder(nn.Module):
     layer. The backward pass computes the other activations again, with the same dropout masks.
 
     Args:
-        config: The configuration.
+        config: Configuration of the model.
         backend: Requested backend; see ``OperationModule``. None lets each operation choose.
 
     Attributes:
@@ -87,8 +87,8 @@ class BertEncoder(nn.Module):
                 states and no attention weights are returned.
 
         Returns:
-            The rows after the last layer, or only its chosen rows; a list of hidden states; and a
-            list of attention weights. Both lists are in the caller's layout. The N + 1 hidden
+            The rows after the last layer, or the rows in `chosen` only; a list of hidden states;
+            and a list of attention weights. Both lists are in the caller's layout. The N + 1 hidden
             states are the input of the first layer and the output of each of the N layers. The last
             state includes the final norm, if the encoder has one. A state that was not chosen is
             None, and so are the attention weights of a layer that was not chosen. The list of

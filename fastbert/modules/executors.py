@@ -140,7 +140,7 @@ class CpuInference(Executor):
     """Runs all layers in one C++ call, without gradients."""
 
     def refuses(self, call: Call) -> str | None:
-        """Refuse windows if a sequence has padding between its tokens."""
+        """Refuse attention windows if a sequence has padding between its tokens."""
         if self.settings.windows and call.layout.places is not None:
             return "a window over padding in a sequence"
         return None
@@ -185,7 +185,7 @@ class GpuInference(CpuInference):
     """Runs all layers in one Python function that launches the kernels, without gradients."""
 
     def refuses(self, call: Call) -> str | None:
-        """Refuse a bias of packed sequences, and all calls that `CpuInference` refuses."""
+        """Refuse a bias together with ``cu_seqlens``, and all calls that `CpuInference` refuses."""
         if call.layout.cu_seqlens is not None and call.layout.bias is not None:
             return "a bias by distance"
         return super().refuses(call)
@@ -218,7 +218,7 @@ class _Training(Executor):
         return hidden
 
     def _layer(self, call: Call) -> Callable[[int, Tensor], Tensor]:
-        """Return the function that runs one layer; it takes the layer's number from 0 and rows."""
+        """Return a function of a layer's number, from 0, and of rows, which runs that layer."""
         raise NotImplementedError
 
 
@@ -226,7 +226,10 @@ class CpuTraining(_Training):
     """Runs each layer as one autograd function in C++."""
 
     def refuses(self, call: Call) -> str | None:
-        """Refuse masks, biases and padding between tokens, and call `_Training.refuses`."""
+        """Refuse masks, biases, and all calls that `_Training` refuses.
+
+        A layout with `tokens` or `places` is refused too; see `BatchLayout`.
+        """
         layout = call.layout
         if layout.mask is not None or layout.bias is not None or layout.tokens is not None:
             return "attention has a mask or a bias"
@@ -275,7 +278,7 @@ class GpuTraining(_Training):
     """Runs each layer as one autograd function that launches GPU kernels."""
 
     def refuses(self, call: Call) -> str | None:
-        """Refuse chosen rows and a trained bias, and apply the checks of all training executors."""
+        """Refuse chosen rows, a bias with a gradient, and all calls that `_Training` refuses."""
         if call.chosen is not None:
             return "the last layer computes chosen rows only"
         if call.layout.bias is not None and call.layout.bias.requires_grad:

@@ -19,10 +19,10 @@ class BertIntermediate(nn.Module):
     """The parameters of the feed-forward's first projection, which `BertOutput` computes.
 
     The weight has the shape ``(F, H)`` and the bias ``(F,)``, with F the intermediate size. If the
-    feed-forward is gated, both have 2F rows.
+    feed-forward is gated, the first dimension of both is 2F.
 
     Args:
-        config: The configuration.
+        config: Configuration of the model.
     """
 
     def __init__(self, config: BertConfig) -> None:
@@ -41,7 +41,7 @@ class BertOutput(OperationModule):
     modules, and the second linear layer adds its own bias.
 
     Args:
-        config: The configuration.
+        config: Configuration of the model.
         backend: Requested backend; see ``OperationModule``. None lets each operation choose.
     """
 
@@ -69,7 +69,7 @@ class BertOutput(OperationModule):
 
         Args:
             hidden: Rows of shape ``(T, H)``.
-            intermediate: The first projection.
+            intermediate: Module with the parameters of the first projection.
             seeds: Dropout seeds of the layer.
 
         Returns:

@@ -55,7 +55,7 @@ class LMPredictionHead(OperationModule):
     word embeddings and ``decoder.bias`` to ``bias``.
 
     Args:
-        config: The configuration.
+        config: Configuration of the model.
         backend: Requested backend; see ``OperationModule``. None lets each operation choose.
     """
 
@@ -109,7 +109,7 @@ class LMPredictionHead(OperationModule):
 
 
 class OnlyMLMHead(nn.Module):
-    """The masked-LM head stored under the name ``predictions``."""
+    """A module whose submodule ``predictions`` is the masked-LM head, as in transformers."""
 
     def __init__(self, config: BertConfig, backend: str | None = None) -> None:
         """Create the head."""

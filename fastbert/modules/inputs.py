@@ -14,8 +14,8 @@ from fastbert.modules.positions import frequencies, rotation
 from fastbert.ops.arguments import check_cu_seqlens, require_shape
 from fastbert.ops.varlen import any_outside, longest, sequence_positions, unpad_indices
 
-# A value of an additive mask hides the key if it is at most this number. The usual values are all
-# covered: -1e4, ``finfo.min`` of every dtype, and -inf.
+# An additive mask hides a key where the value of the mask is at most this number. The usual values
+# -1e4, ``finfo.min`` of every dtype, and -inf are all at most this number.
 HIDDEN = -1e4
 # The exclusive upper bound of the positions of a model without a position table. Rotary embeddings
 # are computed, so they set no smaller limit.
@@ -60,7 +60,7 @@ def enter(
     """Check the arguments of ``BertModel.forward`` and convert the tokens to rows.
 
     Args:
-        config: The configuration.
+        config: Configuration of the model.
         input_ids: As in ``BertModel.forward``.
         attention_mask: As in ``BertModel.forward``.
         token_type_ids: As in ``BertModel.forward``.
@@ -136,7 +136,7 @@ def check_range(name: str, index: Tensor, size: int, ignored: int | None = None)
 
     Args:
         name: Name of the caller's argument with the indices, for messages.
-        index: The indices.
+        index: Tensor of indices, of any shape.
         size: Upper bound of the indices, exclusive.
         ignored: A value outside the range that is allowed as well, or None.
 
@@ -250,7 +250,7 @@ def _check_length(name: str, config: BertConfig, layout: BatchLayout) -> None:
 
 
 def _with_places(layout: BatchLayout) -> BatchLayout:
-    """Set `places` of a layout if a sequence has padding between its tokens."""
+    """Return the layout, with `places` set if a sequence has padding between its tokens."""
     if layout.indices is None or layout.cu_seqlens is None:
         return layout
     sequence, position = sequence_positions(layout.cu_seqlens, layout.indices.shape[0])

@@ -25,7 +25,7 @@ class JoinedLinear(Joined, OperationModule):
     reads the parts' parameters without concatenating them.
 
     Args:
-        parts: The linear layers.
+        parts: The linear layers, in the order of their outputs.
         backend: Requested backend; see ``OperationModule``. None lets the operation choose.
     """
 
@@ -44,7 +44,8 @@ class JoinedLinear(Joined, OperationModule):
             return_residual: Whether `x` is returned too, as in ``Linear``.
 
         Returns:
-            Tensor of shape ``(..., N)``, and `x` with `return_residual`.
+            Tensor of shape ``(..., N)``, where N is the number of outputs of all parts. If
+            `return_residual` is True, a pair of this tensor and `x`.
         """
         if deviation(self, nn.Linear) is not None:
             y = torch.cat([part(x) for part in self.parts], -1)

@@ -17,7 +17,7 @@ class BertLayer(nn.Module):
     """A layer: attention and feed-forward, each with a residual connection and a layer norm.
 
     Args:
-        config: The configuration.
+        config: Configuration of the model.
         backend: Requested backend; see ``OperationModule``. None lets each operation choose.
         number: Number of the layer, from 0.
     """
@@ -60,7 +60,7 @@ class PreNormLayer(BertLayer):
     because the embeddings end in a layer norm.
 
     Args:
-        config: The configuration.
+        config: Configuration of the model.
         backend: Requested backend; see ``OperationModule``. None lets each operation choose.
         number: Number of the layer, from 0.
     """

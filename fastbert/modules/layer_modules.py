@@ -44,8 +44,8 @@ def _paths(*kinds: type[nn.Module]) -> tuple[str, ...]:
 
 
 NORMS, LINEARS, LEAVES = _paths(LayerNorm), _paths(nn.Linear), _paths(LayerNorm, nn.Linear)
-# The paths of the modules that ask for a backend: in a layer with floating weights, and in a layer
-# with int8 weights.
+# The paths of the modules that ask for a backend. `ASKING` is for a layer with floating weights,
+# and `INT8_ASKING` for a layer with int8 weights.
 ASKING, INT8_ASKING = _paths(OperationModule), _paths(OperationModule, nn.Linear)
 DROPPING = (ATTENTION, OUTPUT, *NORMS)
 # A layer that computes only chosen rows calls these modules and does not read their parameters, so
@@ -61,7 +61,7 @@ class Walked(NamedTuple):
     Attributes:
         modules: Maps paths to the modules that have the expected class; the layer itself is always
             included.
-        problems: Maps paths to the deviations of the other modules, in the order of the table. The
+        problems: Maps paths to the deviations of the other modules, in the order of `MODULES`. The
             modules inside a module that deviates are in neither dictionary.
     """
 

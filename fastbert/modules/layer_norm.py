@@ -51,7 +51,7 @@ class LayerNorm(OperationModule):
         x_bias: Tensor | None = None,
         dropout_seed: Tensor | None = None,
     ) -> Tensor:
-        """Normalise the sum.
+        """Compute ``LN(residual + dropout(x + x_bias))``.
 
         Args:
             x: Input of shape ``(..., N)``.
@@ -80,7 +80,7 @@ class LayerNorm(OperationModule):
 
 
 def _modernise(module: nn.Module, state: dict[str, Tensor], prefix: str, *_: Any) -> None:
-    """Rename ``gamma`` and ``beta`` in a state dict; this is a load hook."""
+    """Rename ``gamma`` to ``weight`` and ``beta`` to ``bias`` in a state dict; a load hook."""
     for name in [name for name in state if name.startswith(prefix)]:
         if modernise(name) != name:
             state[modernise(name)] = state.pop(name)

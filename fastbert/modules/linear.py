@@ -1,4 +1,4 @@
-"""A linear layer whose backward pass needs only matrix products and a sum for the bias."""
+"""A linear layer that ``fastbert.ops.linear`` computes and that can also return its input."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ class Linear(nn.Linear, OperationModule):
                 layer; see ``ops.linear``.
 
         Returns:
-            Tensor of shape ``(..., N)``, and `x` with `return_residual`.
+            Tensor of shape ``(..., N)``. If `return_residual` is True, a pair of this tensor and
+            `x`.
         """
         return ops.linear(
             x, self.weight, self.bias, return_residual=return_residual, backend=self.backend

@@ -1,4 +1,4 @@
-"""Modules whose forward is one operation of ``fastbert.ops``, with a backend."""
+"""The base class of modules that call an operation of ``fastbert.ops`` with a backend."""
 
 from __future__ import annotations
 

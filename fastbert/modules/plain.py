@@ -15,14 +15,14 @@ class Joined(nn.Module):
     """A module that computes several linear layers and puts their outputs side by side.
 
     Attributes:
-        parts: The linear layers.
+        parts: The linear layers, in the order of their outputs.
     """
 
     parts: nn.ModuleList
 
 
 def deviation(module: nn.Module, kind: type[nn.Module]) -> str | None:
-    """Return the difference between a module and a plain instance of `kind`, or None.
+    """Return how a module differs from a plain instance of `kind`, or None if it is plain.
 
     The parameters of a plain module may be used without calling the module. A module of another
     class, such as an adapter, a quantised layer, a parametrization or a shard, must be called. A
@@ -30,10 +30,10 @@ def deviation(module: nn.Module, kind: type[nn.Module]) -> str | None:
 
     Args:
         module: The module. If it is a `Joined`, its parts are compared with ``nn.Linear`` instead.
-        kind: The expected class.
+        kind: The class that a plain module must have.
 
     Returns:
-        The difference in words, or None.
+        The difference in words, or None if there is no difference.
     """
     if isinstance(module, Joined):
         return next(filter(None, (deviation(part, nn.Linear) for part in module.parts)), None)

@@ -115,14 +115,14 @@ def one_by_one(reason: str, chooses: bool = False) -> Plan:
 
 
 def plan(layers: Sequence[nn.Module], mode: Mode) -> Plan:
-    """Plan the layers of an encoder.
+    """Return the plan of the layers of an encoder, with an executor if one can run the layers.
 
     Args:
         layers: The layers in the order in which they run.
         mode: The properties of the call.
 
     Returns:
-        The plan. It is valid for the present state of the modules and for `mode`.
+        The plan, which is valid for the present state of the modules and for `mode`.
 
     Raises:
         ValueError: If a backend that a module asks for cannot serve its operation.

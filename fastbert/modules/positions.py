@@ -103,7 +103,7 @@ class DistanceBias(nn.Embedding):
         return bias.movedim(-1, -3)
 
     def buckets(self, distance: Tensor) -> Tensor:
-        """Return the bucket of each distance, which is the key's position minus the query's."""
+        """Return the bucket of each distance; a distance is key position minus query position."""
         half = self.num_embeddings // 2
         exact = half // 2
         far = distance.abs()

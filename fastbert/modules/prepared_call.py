@@ -47,7 +47,7 @@ class PreparedResult(NamedTuple):
 
 
 class PreparedCall(NotCopied):
-    """The prepared call of a `BertModel`, made at the first call and after changes of the facts."""
+    """The prepared call of a `BertModel`, which is prepared again after a fact has changed."""
 
     # The attribute of the model that holds this object.
     HOLDER = "_prepared"

@@ -23,7 +23,7 @@ class BertPreTrainedModel(nn.Module):
     """The base of all models.
 
     Args:
-        config: The configuration.
+        config: Configuration of the model.
         backend: Requested backend, ``"reference"``, ``"triton"``, ``"cuda"`` or ``"cpu"``. An
             operation without a full implementation by this backend chooses by device and dtype.
             None lets every operation choose.
@@ -86,7 +86,7 @@ class BertPreTrainedModel(nn.Module):
         parts.
 
         Args:
-            path_or_hub_id: Folder or hub id.
+            path_or_hub_id: Folder or hub id of the checkpoint.
             backend: Requested backend, as in the constructor.
             dtype: Dtype of the parameters; None means the dtype of the checkpoint.
             **config_overrides: Fields of the configuration that replace the values in
@@ -255,7 +255,7 @@ class BertPreTrainedModel(nn.Module):
             default: Value if ``config.json`` does not have the key.
 
         Returns:
-            The value.
+            The value of the argument or of the key, or `default` if both are absent.
         """
         return bool(self.config.extra.get(name, default)) if given is None else given
 

@@ -48,7 +48,7 @@ class QuantizedLinear(OperationModule):
         The bias is shared with `linear`.
 
         Args:
-            linear: The linear layer.
+            linear: The layer whose weight is quantised; it is not changed.
 
         Returns:
             The quantised layer.
@@ -95,7 +95,8 @@ class QuantizedLinear(OperationModule):
             activation: ``"none"``, ``"gelu"``, ``"gelu_tanh"`` or ``"relu"``.
 
         Returns:
-            Tensor of shape ``(..., N)``, and `x` with `return_residual`.
+            Tensor of shape ``(..., N)``. If `return_residual` is True, a pair of this tensor and
+            `x`.
 
         Raises:
             RuntimeError: If the module is in training mode.
@@ -109,7 +110,7 @@ class QuantizedLinear(OperationModule):
         return (y, x) if return_residual else y
 
     def weight_now(self, layout: tuple[int, int]) -> Int8Weight:
-        """Return W in the memory layout `layout`; it is packed again if its layout differs."""
+        """Return W in the memory layout `layout`; W is packed again if it has another layout."""
         if self._layout != layout:
             # A buffer that is made in inference mode could not be changed outside inference mode.
             with torch.inference_mode(False):

@@ -1,4 +1,4 @@
-"""A record of all Python objects on which a prepared call of a module depends.
+"""A record of all Python objects on which a module's prepared call, or its plan, depends.
 
 A module computes with the attributes, parameters and hooks that it has at the time of the call.
 Users may change all of them: they register hooks, replace parameters and submodules, move the model
