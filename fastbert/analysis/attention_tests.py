@@ -323,7 +323,7 @@ def adversarial_loss(base: Observed, scope: str, strength: float) -> fitting.Los
     Args:
         base: Predictions and weights of the base model on the texts of the training.
         scope: The weights that must differ, ``"read"`` or ``"every"``.
-        strength: The factor λ.
+        strength: The factor λ by which the divergence of the weights is multiplied.
 
     Returns:
         The loss function, for the argument `loss` of `fitting.fit`.

@@ -27,7 +27,7 @@ FEWEST = 3
 
 @dataclass(frozen=True)
 class Attribution:
-    """The values of one method.
+    """The values that one method gives to the tokens and words of a text.
 
     Attributes:
         pieces: A value for each token, special tokens included. Leave-one-out has None for special
@@ -46,7 +46,7 @@ class Explanation:
 
     Attributes:
         text: The text, or the first text of a pair.
-        label: The explained label.
+        label: Name of the label that is explained.
         scores: The softmax of the logits, by label. For a model with one label, the score is the
             logit itself.
         logit: The logit of the label, which all methods except attention and rollout explain.
@@ -57,7 +57,7 @@ class Explanation:
         steps: Number of steps of integrated gradients.
         baseline: The logit of the baseline of integrated gradients.
         completeness_error: Sum of integrated gradients over all tokens, minus the difference of
-            `logit` and `baseline`. It tends to 0 with more steps.
+            `logit` and `baseline`. This error tends to 0 with more steps.
         special: Share of the attention, and of rollout, on special tokens.
         spearman: Spearman's correlation of the words' absolute values, for each pair of methods.
         kendall: Kendall's τ-b of the words' absolute values, for each pair of methods.
@@ -95,7 +95,7 @@ def explain(
 
     Args:
         model: Folder or hub id of a classifier, or a loaded `Subject`.
-        text: The text.
+        text: The text, or the first text of a pair.
         pair: The second text of a pair, or None.
         target: Name of the label to explain; None explains the predicted label.
         steps: Number of steps of integrated gradients.
@@ -209,8 +209,8 @@ def integrated_gradients(
     model has no padding token. Special tokens keep their embeddings.
 
     Args:
-        subject: The model.
-        pieces: The tokens.
+        subject: The classifier.
+        pieces: The tokens of the text.
         index: Index of the label whose logit is explained.
         steps: Number of interpolation steps from the baseline to the text.
 

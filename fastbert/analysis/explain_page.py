@@ -12,7 +12,7 @@ from fastbert.analysis.explain import METHODS, Explanation
 
 
 def number(value: float | None, digits: int = 4) -> str:
-    """Format a value; a missing value is a dash, and NaN is "undefined"."""
+    """Format a value with `digits` decimals; None becomes a dash, and NaN "undefined"."""
     if value is None:
         return "–"
     return "undefined" if value != value else f"{value:.{digits}f}"
@@ -22,7 +22,7 @@ def write_page(explanation: Explanation, output: str | os.PathLike[str]) -> None
     """Write an explanation as an HTML page of one file, which loads no other file.
 
     Args:
-        explanation: The explanation.
+        explanation: The result of `explain`.
         output: A .html file, which appears complete or not at all.
 
     Raises:
@@ -38,7 +38,7 @@ def html(explanation: Explanation) -> str:
     """Return the HTML page of an explanation as text.
 
     Args:
-        explanation: The explanation.
+        explanation: The result of `explain`.
 
     Returns:
         The HTML text.

@@ -76,13 +76,13 @@ def encode(
     """Encode texts with the tokenizer of a model folder.
 
     Args:
-        folder: The model folder.
+        folder: Folder of the model, which contains the tokenizer.
         texts: N texts; a text of more than `max_length` tokens is cut.
         labels: N labels, numbered from 0.
         max_length: Largest number of tokens of a text, special tokens included.
 
     Returns:
-        The examples.
+        The texts as one padded batch, with their labels.
 
     Raises:
         FileNotFoundError: If the folder has no tokenizer.
@@ -144,8 +144,8 @@ def fit(
     """Train a model, and leave it in eval mode.
 
     Args:
-        model: The model.
-        examples: The texts and labels.
+        model: The model, which is trained in place.
+        examples: The texts and labels of the training.
         options: Number of epochs, batch size and learning rate.
         seed: Seed of the order of the texts and of the dropout.
         name: Name of the run for `progress`.
@@ -280,7 +280,7 @@ def divergence(a: Tensor, b: Tensor, mask: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Distance:
-    """The distance of a model from the base model, on average over texts.
+    """The accuracy of a model and its distances from the base model, averaged over texts.
 
     Attributes:
         name: Name of the model.
@@ -305,10 +305,10 @@ def distance(name: str, model: Observed, base: Observed, examples: Examples) -> 
         name: Name of the model.
         model: Predictions and weights of the model.
         base: Predictions and weights of the base model.
-        examples: The texts.
+        examples: The texts that both models have read, with labels.
 
     Returns:
-        The distances.
+        The accuracy of the model, and its distances from the base model.
     """
     tvd = total_variation(model.probabilities, base.probabilities)
     return Distance(

@@ -35,7 +35,7 @@ class Tree(NamedTuple):
     """A sentence with its dependency tree.
 
     Attributes:
-        words: The words.
+        words: The words of the sentence.
         heads: Index of the head of each word; -1 for the root.
     """
 

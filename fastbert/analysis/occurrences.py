@@ -23,7 +23,7 @@ class ContextEncoder:
     Attributes:
         states: Number of states: the embedding output and the output of each layer.
         limit: Number of positions of the model, in tokens.
-        folder: The model folder.
+        folder: The folder of the model.
     """
 
     def __init__(self, model: str | os.PathLike[str]) -> None:
@@ -85,7 +85,7 @@ class ContextEncoder:
             number: 0 is the embedding output, and N the output of layer N.
 
         Returns:
-            The index.
+            The index of the state.
 
         Raises:
             ValueError: If there is no such state.

@@ -70,7 +70,7 @@ def document(title: str, body: Iterable[str], script: str = "") -> str:
 
 
 def table(caption: str, header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a table whose first column has the headings of the rows.
+    """Return a table as HTML; the first column has the headings of the rows.
 
     Args:
         caption: The caption, as plain text.
@@ -100,7 +100,7 @@ def _cell(text: str) -> str:
 
 
 def heat(words: Sequence[str], values: Sequence[float], second: int | None = None) -> str:
-    """Return words whose backgrounds show values, as a share of the largest absolute value.
+    """Return the words as HTML; a deeper background means a larger absolute value.
 
     Args:
         words: N words, as plain text.
@@ -126,7 +126,7 @@ def check_output(output: Path) -> None:
     """Check that a path may be the path of a page.
 
     Args:
-        output: The path.
+        output: The path of the page.
 
     Raises:
         ValueError: If the suffix is not .html, or if the path is a folder.

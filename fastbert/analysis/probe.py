@@ -1,4 +1,4 @@
-"""The structural probe: is the distance in the syntax tree a distance of word vectors?"""
+"""The structural probe: a learned distance of word vectors that predicts distances in trees."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def fit_probe(
         seed: Seed of the matrix B and of the order of the batches.
 
     Returns:
-        The probe.
+        The trained probe, in eval mode.
 
     Raises:
         ValueError: If there is no sentence, or if `vectors` and `distances` differ in the number

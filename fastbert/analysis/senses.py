@@ -1,4 +1,4 @@
-"""Senses of words: does the vector of a word in its context say which sense the word has?"""
+"""Predict the sense of a word from the vector of the word in its context."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Usage(NamedTuple):
     """A word in a text.
 
     Attributes:
-        word: The word.
-        sense: The name of its sense.
+        word: The word, in upper or lower case.
+        sense: Name of the sense that the word has in the text.
         text: A text that contains the word.
     """
 
@@ -41,8 +41,8 @@ class SenseAccuracy:
     Attributes:
         layers: Accuracy by layer; 0 is the embedding output.
         by_word: Accuracy by word and layer.
-        most_frequent: Accuracy of the prediction that each word has its most frequent sense in the
-            other sentences, which are not held out.
+        most_frequent: Accuracy of a prediction without vectors: each word gets the sense that is
+            most frequent in the sentences that are not held out.
         sentences: Number of sentences.
         senses: Number of senses of each word.
         folds: Number of parts of the cross-validation.
@@ -106,7 +106,7 @@ def folds_of(usages: Sequence[Usage], folds: int) -> list[int]:
     """Divide usages into folds, so that each sense is distributed evenly over the folds.
 
     Args:
-        usages: The usages.
+        usages: Labelled usages of words.
         folds: Number of folds.
 
     Returns:
@@ -183,7 +183,7 @@ def usage_vectors(encoder: ContextEncoder, usages: Sequence[Usage]) -> Tensor:
     """Compute the vector of the first occurrence of each usage's word in its text.
 
     Args:
-        encoder: The encoder.
+        encoder: The encoder that computes the vectors.
         usages: N usages.
 
     Returns:

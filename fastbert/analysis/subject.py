@@ -47,7 +47,7 @@ class Pieces:
         return [i for i, word in enumerate(self.word_of) if word is not None]
 
     def of_word(self, word: int) -> list[int]:
-        """Return the positions of the tokens of a word."""
+        """Return the positions of the tokens of the word with the index `word` in `words`."""
         return [i for i, index in enumerate(self.word_of) if index == word]
 
 
@@ -56,7 +56,7 @@ def split(tokenizer: Any, text: str, pair: str | None = None) -> Pieces:
 
     Args:
         tokenizer: A tokenizer of `fastbert.data.load_tokenizer`.
-        text: The text.
+        text: The text, or the first text of a pair.
         pair: The second text of a pair, or None.
 
     Returns:
@@ -111,7 +111,7 @@ class Subject:
         model: The classifier. `load` gives a `BertForSequenceClassification` for BERT, and an
             accelerated model of transformers for other families.
         labels: Names of the labels.
-        tokenizer: The tokenizer.
+        tokenizer: The tokenizer of the model.
         limit: Number of positions of the model, in tokens.
     """
 
@@ -125,7 +125,7 @@ class Subject:
             tokenizer: A tokenizer of `fastbert.data.load_tokenizer`.
             labels: Names of the labels.
             limit: Largest number of tokens of a text.
-            name: Name for error messages.
+            name: Name of the model in error messages; if empty, the name of its class.
         """
         self.model, self.tokenizer = model.float().eval(), tokenizer
         self.labels, self.limit, self.name = list(labels), limit, name or type(model).__name__
@@ -163,7 +163,7 @@ class Subject:
         """Encode a text or a pair of texts, and assign each token to its word.
 
         Args:
-            text: The text.
+            text: The text, or the first text of a pair.
             pair: The second text of a pair, or None.
 
         Returns:
@@ -225,7 +225,7 @@ class Subject:
         """Compute the attention weights of each layer.
 
         Args:
-            ids: Ids of a text.
+            ids: Ids of the L tokens of a text, special tokens included.
             types: Token types; if empty, all token types are 0.
 
         Returns:
@@ -270,7 +270,7 @@ class Subject:
             logits: Logits of shape ``(labels,)``.
 
         Returns:
-            The index.
+            The index of the label in `labels`.
 
         Raises:
             ValueError: If there is no such label.
@@ -293,7 +293,7 @@ def padded(sequences: Sequence[Sequence[int]], pad: int) -> tuple[Tensor, Tensor
         pad: Id of the padding.
 
     Returns:
-        Ids and mask, int64 of shape ``(B, L)``.
+        Ids and mask, int64 of shape ``(B, L)``; the mask is 1 at tokens and 0 at padding.
     """
     longest = max(map(len, sequences))
     ids = torch.full((len(sequences), longest), pad)

@@ -82,7 +82,7 @@ def on_tokens(weights: Tensor, examples: Examples) -> Tensor:
 
     Args:
         weights: Weights of shape ``(N, L)``.
-        examples: The texts.
+        examples: The N texts to which the weights belong.
 
     Returns:
         Tensor of shape ``(N, L)``.

@@ -26,8 +26,8 @@ class Occurrence:
     """An occurrence of a word.
 
     Attributes:
-        place: Name of the file.
-        text: The sentence.
+        place: Name of the file that contains the sentence.
+        text: The sentence that contains the word.
         x: First coordinate of the word's vector.
         y: Second coordinate of the word's vector.
     """
@@ -43,10 +43,10 @@ class WordMap:
     """The result of `word_map`.
 
     Attributes:
-        word: The word.
+        word: The word whose occurrences are in the map.
         layer: Number of the state: 0 is the embedding output, and N the output of layer N.
         occurrences: The occurrences in the order of the texts.
-        explained: Share of the variance in each of the two dimensions.
+        explained: Share of the vectors' variance in each of the two dimensions of the map.
         found: Number of sentences with the word that fit the model's positions. At most ``MOST`` of
             these sentences are in `occurrences`.
         too_long: Number of sentences with more tokens than the model has positions, among the
@@ -167,7 +167,7 @@ def write_map(result: WordMap, output: str | os.PathLike[str]) -> None:
     The arrow keys move the focus. A table lists all sentences of the map.
 
     Args:
-        result: The map.
+        result: The result of `word_map`.
         output: A .html file, which appears complete or not at all.
 
     Raises:
@@ -203,7 +203,7 @@ def html(result: WordMap) -> str:
     """Return the HTML page of a map as text.
 
     Args:
-        result: The map.
+        result: The result of `word_map`.
 
     Returns:
         The HTML text.

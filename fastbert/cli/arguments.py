@@ -68,7 +68,7 @@ def name_as_typed(message: str, names: Mapping[str, str]) -> str:
     except in a path, a quotation or a longer name.
 
     Args:
-        message: The message.
+        message: The message of an error.
         names: The result of `typed_names`.
 
     Returns:

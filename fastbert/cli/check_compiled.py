@@ -1,4 +1,4 @@
-"""``fastbert check --aot``: compile every shipped Triton launch ahead of time, and check it."""
+"""``fastbert check --aot``: compile all shipped Triton launches ahead of time, and check the code."""
 
 from __future__ import annotations
 

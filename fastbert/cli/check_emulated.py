@@ -31,7 +31,7 @@ def check_emulated(
     approximate: float,
     as_json: bool,
 ) -> bool:
-    """Run the cases on the PTX machine and print the results.
+    """Run the cases that the arguments select on the PTX machine, and print the results.
 
     Returns:
         Whether the PTX machine has found no error in any run, and every tensor passes.

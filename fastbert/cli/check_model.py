@@ -24,9 +24,9 @@ def refuse_together(ctx: typer.Context, model: str | None, texts: Path | None) -
     """Raise ValueError if the user typed an option that MODEL excludes, or that needs TEXTS.
 
     Args:
-        ctx: The context of the command.
-        model: The argument MODEL.
-        texts: The argument TEXTS.
+        ctx: The click context of the command, which says what the user typed.
+        model: Value of the argument MODEL; None if it is absent.
+        texts: Value of the argument TEXTS; None if it is absent.
     """
     names = typed_names(ctx.command.params)
     given = [n for n in ctx.params if _is_typed(ctx, n)]
@@ -61,7 +61,7 @@ def check_model(
     """Check a model and print the results.
 
     Args:
-        model: Folder or hub id.
+        model: Folder or hub id of the model.
         texts: File of texts, or None for generated batches.
         fields: Name of the field with the text. For pairs, also the name of the field with the
             second text.

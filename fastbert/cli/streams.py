@@ -1,4 +1,4 @@
-"""Prepares the standard streams, so that no command fails because of their encoding or state."""
+"""Prepare the standard streams, so that no command fails because of their encoding or state."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ class Layer:
 
 @dataclass
 class Collected:
-    """What a model computes for one text.
+    """The attention and the prediction of a model for one text.
 
     Attributes:
         name: Name of the folder or hub id from which transformers loaded the model, or else of the
@@ -69,8 +69,8 @@ class Collected:
         prediction: The prediction of the head, or None if the model has no head that the page
             shows.
         note: Why there is no gradient although there is a prediction; empty otherwise.
-        biased: Whether the model adds a bias to the products of queries and keys, which depends on
-            the distance between a query and a key.
+        biased: Whether the model adds to the product of a query and a key a bias that depends on
+            their distance.
     """
 
     name: str

@@ -28,8 +28,8 @@ def page_of(
 
     Args:
         model: Folder or hub id of a checkpoint.
-        text: The text.
-        pair: The second text, or None.
+        text: The text, or the first text of a pair.
+        pair: The second text of a pair, or None.
         layers: Numbers of layers, separated by commas; None means all.
         output: The output whose gradient is shown, as in `view`.
         place: The position of the token whose output is shown, as in `view`.

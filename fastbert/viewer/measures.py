@@ -1,4 +1,4 @@
-"""Numbers that describe a head: where its weights go, how far, and how concentrated they are."""
+"""Numbers that describe the weights of an attention head, such as their entropy and distance."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def measure(weights: Tensor, tokens: Tokens) -> dict[str, list[float]]:
 
     Args:
         weights: Attention weights of shape ``(heads, L, L)``, 0 at padding.
-        tokens: The L tokens.
+        tokens: The L tokens to which the weights belong.
 
     Returns:
         For each name of `MEASURES`, one number per head.
@@ -81,7 +81,7 @@ def rollout(means: Tensor) -> Tensor:
     """Compute attention rollout, which multiplies the attention of all layers.
 
     Args:
-        means: The mean over the heads of each layer, of shape ``(layers, L, L)``.
+        means: Attention weights of each layer, averaged over its heads: ``(layers, L, L)``.
 
     Returns:
         Tensor of shape ``(layers, L, L)``: layer l is ``A_l A_{l-1} … A_0``, where ``A_l`` is

@@ -42,7 +42,7 @@ def build(collected: Collected, tokens: Tokens, title: str) -> str:
     """Write the page of a text.
 
     Args:
-        collected: What the model computes for the text.
+        collected: The result of `collect` for the text.
         tokens: The tokens of the text.
         title: Title of the page.
 
@@ -90,7 +90,7 @@ def fill(data: dict[str, Any], blocks: dict[str, str]) -> str:
 
     Args:
         data: The data, which must be serializable as JSON.
-        blocks: Base64 text by name.
+        blocks: Compressed arrays as base64 text, by the name of the array.
 
     Returns:
         The HTML document.

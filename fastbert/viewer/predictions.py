@@ -36,7 +36,7 @@ ANY = Output()
 
 @dataclass
 class Prediction:
-    """What a head predicts.
+    """The prediction of a head for one text.
 
     Attributes:
         kind: ``"mask"``, ``"class"``, ``"tokens"`` or ``"span"``.
@@ -62,7 +62,7 @@ def predict(outer: nn.Module, out: Any, tokens: Tokens, output: Output) -> Predi
     of the answer.
 
     Args:
-        outer: The model.
+        outer: The model with the head.
         out: The output of `outer` for a batch of one text.
         tokens: The tokens of the text.
         output: The output whose gradient is wanted.

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 LEVELS = (255, 191, 127, 95, 79, 63, 47, 31, 23, 15, 11)
 # One in SAMPLE heads of every layer is compressed to choose the number of levels.
 SAMPLE = 8
-# Largest share of the budget that the estimate may use.
+# Largest share of its budget that `finest` lets the estimated size of the layers take.
 RESERVE = 0.95
 # Queries and keys have this many levels on either side of 0.
 VECTOR_LEVELS = 63
@@ -74,7 +74,7 @@ def finest(layers: list[Floats], budget: int) -> int:
 
     Args:
         layers: The weights of each layer, of shape ``(heads, L, L)``.
-        budget: Number of characters of base64 text.
+        budget: Largest number of characters of base64 text for all layers.
 
     Returns:
         One of `LEVELS`.

@@ -33,7 +33,7 @@ class Page:
             path: Path of the file; its folder is created if it does not exist.
 
         Returns:
-            The path.
+            The path of the file.
 
         Raises:
             ValueError: If `path` is a folder.
@@ -84,7 +84,7 @@ def view(
             the same as before.
         tokenizer: A tokenizer of fastbert or a fast tokenizer of transformers. None means the
             tokenizer of `model`, which must be a ``SentenceTransformer`` or a pipeline.
-        text: The text.
+        text: The text, or the first text of a pair.
         pair: The second text of a pair, or None.
         layers: Numbers of the layers, from 0; a negative number counts from the end. None means
             all.

@@ -70,8 +70,8 @@ def tokenize(tokenizer: Any, text: str, pair: str | None = None) -> Tokens:
 
     Args:
         tokenizer: A tokenizer of fastbert, or a fast tokenizer of transformers.
-        text: The text.
-        pair: The second text, or None.
+        text: The text, or the first text of a pair.
+        pair: The second text of a pair, or None.
 
     Returns:
         The tokens, without padding and without truncation.
