@@ -165,7 +165,7 @@ def seed_variance(
 ) -> list[Distance]:
     """Test 2: train with other seeds, which decide the head, the order of texts and dropout.
 
-    The distances show how much attention weights differ between models of the same training.
+    The distances show how much the attention weights depend on the seed alone.
 
     Args:
         base: The fine-tuned model.

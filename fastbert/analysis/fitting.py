@@ -280,7 +280,7 @@ def divergence(a: Tensor, b: Tensor, mask: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Distance:
-    """The accuracy of a model and its distances from the base model, averaged over texts.
+    """The accuracy of a model and its distances from a base model, averaged over texts.
 
     Attributes:
         name: Name of the model.

@@ -34,7 +34,7 @@ class ContextEncoder:
 
         Raises:
             FileNotFoundError: If there is no checkpoint.
-            ValueError: If the checkpoint is damaged or of another family.
+            ValueError: If the checkpoint is damaged, or of a family that fastbert does not support.
         """
         self.folder = checkpoint.find(model)
         with warnings.catch_warnings():

@@ -1,4 +1,4 @@
-"""``fastbert check --aot``: compile all shipped Triton launches ahead of time, and check the code."""
+"""``fastbert check --aot``: compile all shipped Triton launches ahead of time, and check them."""
 
 from __future__ import annotations
 

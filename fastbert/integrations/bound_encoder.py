@@ -115,7 +115,7 @@ class CachedComparison(NamedTuple):
     """The result of a comparison of an HF model with the stock model.
 
     Attributes:
-        problem: The reason why the HF model must run its own code, or None.
+        problem: The reason why the HF model must run its own code, or None if fastbert can run it.
         facts: The facts on which the result depends.
     """
 
@@ -292,8 +292,9 @@ class BoundEncoder:
     def must_embed(self) -> bool:
         """Return whether the HF model's embedding must be called.
 
-        It must be called if a module of the embedding deviates. If the word table is frozen, it
-        must also be called for a hook of transformers that makes its output require gradients.
+        The embedding must be called if one of its modules deviates. It must also be called if the
+        word table is frozen and a hook of transformers makes the output of the embedding require
+        gradients.
         """
         if self.calls_embedding or not torch.is_grad_enabled():
             return self.calls_embedding

@@ -15,13 +15,13 @@ from fastbert.modules.positions import frequencies
 
 
 def buffer_problem(name: str, buffer: Tensor | None, twin: nn.Module, config: Any) -> str | None:
-    """Return how a buffer of the HF model differs from the buffer of stock code, or None.
+    """Return how a buffer of the HF model differs from stock code, or None if it does not.
 
     A buffer on the meta device has no values, so only its dtype and shape are compared.
 
     Args:
         name: Name of the buffer.
-        buffer: The HF model's buffer, or None.
+        buffer: The HF model's buffer `name`, or None if it is absent.
         twin: The module of the twin. Its buffer `name`, if any, has the right dtype and shape.
         config: The HF model's config.
     """

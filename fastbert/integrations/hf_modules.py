@@ -31,7 +31,7 @@ class Place(NamedTuple):
     name: str
 
     def get(self) -> nn.Module | None:
-        """Return the module that is at the place now, or None."""
+        """Return the module that is at the place now, or None if there is none."""
         return self.siblings.get(self.name)
 
     def put(self, module: nn.Module) -> None:

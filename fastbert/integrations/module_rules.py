@@ -32,7 +32,7 @@ def is_embedding(path: str) -> bool:
 def kind_problem(
     kind: type, expected: type, code: stock_code.Code, *, root: bool = False
 ) -> str | None:
-    """Return why the class `kind` must not stand in for the class `expected`, or None.
+    """Return why the class `kind` must not replace the class `expected`, or None if it may.
 
     A subclass of `expected` is allowed if it overrides nothing that the code of `expected` uses.
 
@@ -115,13 +115,13 @@ def _is_known_hook(path: str, hook: Any) -> bool:
 
 
 def parameter_problem(parameter: Any, expected: Any) -> str | None:
-    """Return why a parameter cannot stand for the twin's parameter, or None.
+    """Return why a parameter cannot replace the twin's parameter, or None if it can.
 
     Presence, type, dtype, layout and strides are checked, but not the shape.
 
     Args:
-        parameter: The HF model's parameter, or None.
-        expected: The twin's parameter, or None.
+        parameter: The HF model's parameter, or None if it is absent.
+        expected: The twin's parameter, or None if it is absent.
     """
     if parameter is None or expected is None:
         same = parameter is expected
@@ -140,8 +140,8 @@ def shape_problem(parameter: Any, expected: Any, is_table: bool) -> str | None:
     """Return how the shape of a parameter differs from the twin's, or None if it does not.
 
     Args:
-        parameter: The HF model's parameter, or None.
-        expected: The twin's parameter, or None.
+        parameter: The HF model's parameter, or None if it is absent.
+        expected: The twin's parameter, or None if it is absent.
         is_table: Whether the parameter is an embedding table, whose number of rows may differ.
     """
     if parameter is None or expected is None:

@@ -1,4 +1,4 @@
-"""Whether a module that replaces a linear layer computes each row of its input independently.
+"""Check whether a module in place of a linear layer computes each input row independently.
 
 A module that replaces a linear layer may depend on all rows of its input, as dynamic quantization
 does, or on the division of the rows into sequences, as a hook may do. fastbert therefore calls such

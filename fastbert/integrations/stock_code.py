@@ -79,7 +79,7 @@ class Code(NamedTuple):
     """The code that one class reaches.
 
     Attributes:
-        problem: A description of the first difference from the files, or None.
+        problem: A description of the first difference from the files, or None if there is none.
         names: The identifiers in all code that the class reaches.
         own: The identifiers in the methods of the class and of its base classes.
         records: The comparison results of all functions and classes that the class reaches.
@@ -121,7 +121,7 @@ def code_of(kind: type) -> Code:
 
 
 def problem_of(kind: type) -> str | None:
-    """Return why the code that the class `kind` reaches differs from its files, or None.
+    """Return how the code that `kind` reaches differs from its files, or None if it does not.
 
     Args:
         kind: A subclass of ``nn.Module``.
@@ -245,7 +245,7 @@ def _value_problem(body: CodeType, name: str, value: Any, title: str) -> str | N
 
 
 def _method_problem(base: type, body: CodeType, name: str, value: FunctionType) -> str | None:
-    """Return why a method differs from the method in the class statement, or None.
+    """Return why a method differs from the class statement, or None if it does not.
 
     A decorator's wrapper is allowed if the class statement names the decorator, or if it is the
     wrapper that ``GradientCheckpointingLayer`` puts around ``forward``.

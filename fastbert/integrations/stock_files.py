@@ -61,7 +61,7 @@ def defined_in(module: str) -> frozenset[str]:
 
 
 def placed(code: CodeType, module: str) -> Placed | None:
-    """Return the code object in the file of `module` that equals `code`, or None."""
+    """Return the code object in the file of `module` that equals `code`, or None if none does."""
     file = file_of(module)
     places = file[0].get((code.co_name, code.co_firstlineno), []) if file is not None else []
     return next((place for place in places if place.code == code), None)
@@ -69,7 +69,7 @@ def placed(code: CodeType, module: str) -> Placed | None:
 
 @functools.cache
 def body_of(kind: type) -> CodeType | None:
-    """Return the code object of the statement that defines the class `kind`, or None."""
+    """Return the code object of the class statement of `kind`, or None if its file has none."""
     file = file_of(kind.__module__)
     for (name, _), places in (file[0] if file is not None else {}).items():
         for place in places if name == kind.__name__ else ():

@@ -62,7 +62,7 @@ class Record:
 
     Attributes:
         subject: The function or the class.
-        problem: Why the code of the subject differs from its file, or None.
+        problem: Why the code of the subject differs from its file, or None if it does not.
         names: The identifiers in the code of the subject.
         entries: The dictionary entries that the code loads.
         reached: The records of the functions and classes that the code leads to.
@@ -151,7 +151,7 @@ def function_record(function: FunctionType, depth: int = FOLLOW) -> Record:
 
 
 def _default_problem(function: FunctionType, parent: CodeType, title: str) -> str | None:
-    """Return why the defaults of a function cannot be the defaults in its file, or None.
+    """Return why the defaults of a function cannot be those in its file, or None if they can.
 
     Compiled code stores defaults that are all constants as one tuple. Any other default is the
     value of a name, so it must be among the values of the names in `parent`.
@@ -208,7 +208,7 @@ def _follow_names(record: Record, function: FunctionType, module: str) -> None:
 
 
 def _loaded_problem(name: str, value: Any, module: str) -> str | None:
-    """Return why `value` cannot be what a file of stock code binds to `name`, or None."""
+    """Return why a file of stock code cannot bind `value` to `name`, or None if it can."""
     title = f"{module}.{name}"
     if isinstance(value, FunctionType):
         return _named_function_problem(title, name, value, module)
@@ -230,7 +230,7 @@ def _loaded_problem(name: str, value: Any, module: str) -> str | None:
 
 
 def _named_function_problem(title: str, name: str, value: FunctionType, module: str) -> str | None:
-    """Return why `value` cannot be what the file of `module` binds to `name`, or None."""
+    """Return why the file of `module` cannot bind `value` to `name`, or None if it can."""
     home = value.__globals__.get("__name__", "")
     defined = name in defined_in(module)
     allowed = module if defined else "transformers and torch"

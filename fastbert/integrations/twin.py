@@ -136,7 +136,7 @@ def compare(
 
 
 # The class and the names of its unknown functions → the reason why fastbert does not compute the
-# same result, or None.
+# same result, or None if it does.
 _probed: dict[tuple[Any, ...], str | None] = {}
 
 
@@ -289,7 +289,7 @@ class _Comparison:
         yield from honoured_problems(hf_model, twin)
 
     def config_problem(self, config: Any, code: stock_code.Code, kind: type) -> str | None:
-        """Return how a module's config differs from the HF model's config, or None.
+        """Return how a module's config differs from the HF model's, or None if it does not.
 
         Only the fields that the code of the module reads are compared.
         """

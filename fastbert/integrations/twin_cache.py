@@ -1,6 +1,7 @@
 """A cache of twins by class and config.
 
-The twin of an HF model, a model of transformers, is a fresh stock model on the meta device.
+An HF model is a model of transformers. Its twin is a fresh model of the same class and config on
+the meta device.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Twin(NamedTuple):
         model: The fresh model, on the meta device. It has one layer if `alike` is True.
         kinds: The classes of the modules in `model`.
         alike: Whether the one layer of the twin represents every layer of the HF model.
-        problem: Why `model` itself is not the stock model that fastbert implements, or None.
+        problem: Why `model` is not the stock model that fastbert implements, or None if it is.
     """
 
     model: nn.Module
@@ -85,7 +86,7 @@ def twin_of(hf_model: nn.Module) -> Twin | str:
 
 
 def stock_class(kind: type) -> Any:
-    """Return the class of transformers that `kind` is or inherits from, or None."""
+    """Return the encoder class of transformers that `kind` is or inherits from, or None if none."""
     for base in kind.__mro__:
         name = MODULES.get(base.__name__)
         # `accelerate` gives a model a class of fastbert that has the name and the module of the
@@ -108,7 +109,7 @@ def _build(stock: Any, config: Any, alike: bool, options: dict[str, bool]) -> Tw
 
 
 def _activation_problem(model: nn.Module, config: Any) -> str | None:
-    """Return why an activation of the twin is not the function its name denotes, or None."""
+    """Return why an activation of the twin is not the one its name denotes, or None if it is."""
     field = next(field for field in ACTIVATION_FIELDS if hasattr(config, field))
     name = getattr(config, field)
     expected = ACTIVATIONS.get(name) if isinstance(name, str) else None

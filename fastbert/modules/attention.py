@@ -79,7 +79,7 @@ class BertSelfAttention(OperationModule):
         Returns:
             The output of attention, of shape ``(T, H)``; `hidden` for the residual connection
             around this module (see ``ops.linear``); and the softmax weights before dropout in the
-            caller's layout, or None.
+            caller's layout, or None if `output_attentions` is False.
         """
         qkv, residual = self._project(hidden)
         uniform = layout.cu_seqlens is None
@@ -223,7 +223,8 @@ class BertAttention(nn.Module):
             seeds: Dropout seeds of the layer.
 
         Returns:
-            Rows of shape ``(T, H)``; the attention weights in the caller's layout, or None.
+            Rows of shape ``(T, H)``; the attention weights in the caller's layout, or None if
+            `output_attentions` is False.
         """
         attended, hidden, weights = self.self(hidden, layout, output_attentions, seeds.attention)
         return self.output(attended, hidden, seeds.attention_output), weights

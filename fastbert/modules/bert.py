@@ -121,7 +121,7 @@ class BertModel(BertPreTrainedModel):
         return_dict: bool | None = None,
         **options: Any,
     ) -> BaseModelOutputWithPooling | tuple[Any, ...]:
-        """Encode a batch.
+        """Compute the hidden states and the pooled output of a batch.
 
         The input is either padded or packed. Packed input has no batch dimension, and `cu_seqlens`
         divides it into sequences. A packed sequence never attends to another sequence.

@@ -19,8 +19,8 @@ class Dense(nn.Module):
     """The projection ``activation(W x + b)``, ``(B, in_features) → (B, out_features)``.
 
     Args:
-        in_features: Size of the input.
-        out_features: Size of the output.
+        in_features: Size of an input vector.
+        out_features: Size of an output vector.
         bias: Whether the projection has a bias.
         activation: Name of a class of ``torch.nn`` in `ACTIVATIONS`.
         residual: Whether the input is added to the result. If `in_features` and `out_features`

@@ -30,7 +30,7 @@ class Probabilities(NamedTuple):
 
     @classmethod
     def of(cls, config: BertConfig) -> Probabilities:
-        """Return the probabilities of a configuration."""
+        """Return the dropout probabilities that a configuration sets."""
         choices, hidden = config.architecture, config.hidden_dropout_prob
 
         def own(probability: float | None) -> float:

@@ -39,7 +39,8 @@ class Settings(NamedTuple):
         activation: Name of the activation.
         dtype: Dtype in which matrix products are computed.
         backend: Backend of the layers, ``"cpu"`` or ``"triton"``.
-        requested: Maps the name of an operation to the backend that its module asks for, or None.
+        requested: Maps the name of each operation to the backend that its modules ask for; None if
+            the operation chooses.
         scales: Scales and column sums of int8 weights of all layers; empty for other weights.
         dropouts: Dropout probabilities of each layer in training: for the attention weights, before
             both residual additions, and in a `PreNormLayer` also in its layer norms. Empty in
@@ -72,7 +73,7 @@ class Call(NamedTuple):
         after: Function that takes the number of a layer, counted from 1, and the rows after that
             layer. The function returns the input of the next layer.
         between: Whether `after` must be called after every layer, not only after the last layer.
-        seeds: Dropout seeds of each layer, or None.
+        seeds: Dropout seeds of each layer; None if there are none.
         chosen: The rows that the last layer computes; None computes all rows.
         recompute: Whether the backward pass computes the activations of a layer again, so that they
             need not be stored.

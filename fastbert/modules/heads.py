@@ -84,8 +84,8 @@ class LMPredictionHead(OperationModule):
             output_logits: Whether the logits are computed.
 
         Returns:
-            The mean loss over the labelled rows, which is 0 if no row has a label, or None without
-            labels; and the logits of shape ``(T, V)``, or None.
+            The mean loss over the labelled rows, which is 0 if no row has a label, or None if
+            `labels` is None; and the logits ``(T, V)``, or None if `output_logits` is False.
 
         Raises:
             ValueError: If a label is out of range.

@@ -138,7 +138,7 @@ def check_range(name: str, index: Tensor, size: int, ignored: int | None = None)
         name: Name of the caller's argument with the indices, for messages.
         index: Tensor of indices, of any shape.
         size: Upper bound of the indices, exclusive.
-        ignored: A value outside the range that is allowed as well, or None.
+        ignored: A value outside the range that is allowed as well; None if there is none.
 
     Raises:
         TypeError: If `index` is not int64 or int32.

@@ -45,7 +45,8 @@ class BertLayer(nn.Module):
             seeds: Dropout seeds of the layer.
 
         Returns:
-            Rows of shape ``(T, H)``; the attention weights in the caller's layout, or None.
+            Rows of shape ``(T, H)``; the attention weights in the caller's layout, or None if
+            `output_attentions` is False.
         """
         hidden, weights = self.attention(hidden, layout, output_attentions, seeds)
         return self.output(hidden, self.intermediate, seeds), weights

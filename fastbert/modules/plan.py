@@ -267,7 +267,7 @@ def _drops(modules: Modules) -> bool:
     return any(_dropouts(modules)) or (output.training and output.dropout_p > 0.0)
 
 
-# Properties that all layers share
+# The settings of the layers
 
 
 def _dropouts(modules: Modules) -> tuple[float, ...]:

@@ -83,7 +83,7 @@ class PlanCache(NotCopied):
         self._guarded: dict[Any, _Guarded] = {}
 
     def clear(self) -> None:
-        """Delete the plans, because they keep the parameters of the encoder alive."""
+        """Delete the plans, so that replaced parameters of the encoder can be freed."""
         self._guarded = {}
 
     def plan(self, encoder: Any, hidden: Tensor) -> Plan:

@@ -57,7 +57,7 @@ class PreparedCall(NotCopied):
         self._prepared: tuple[Snapshot, tuple[Any, ...] | None] | None = None
 
     def clear(self) -> None:
-        """Delete the prepared call, because it keeps the parameters of the model alive."""
+        """Delete the prepared call, so that replaced parameters of the model can be freed."""
         self._prepared = None
 
     def run(self, model: Any, ids: Any, mask: Any, token_types: Any) -> PreparedResult | None:
@@ -66,8 +66,8 @@ class PreparedCall(NotCopied):
         Args:
             model: The model that holds this object.
             ids: Token ids of shape ``(B, L)``.
-            mask: Mask of shape ``(B, L)``, 1 at tokens and 0 at padding, or None.
-            token_types: Token types of shape ``(B, L)``, or None.
+            mask: Mask of shape ``(B, L)``, 1 at tokens and 0 at padding; None if all are tokens.
+            token_types: Token types of shape ``(B, L)``; None means 0.
 
         Returns:
             The result, or None if the modules must run one by one. If an argument is not allowed,

@@ -247,7 +247,7 @@ class BertPreTrainedModel(nn.Module):
     def flag(self, name: str, given: bool | None, default: bool = False) -> bool:
         """Return `given`, or the value of the key `name` in ``config.json`` if `given` is None.
 
-        transformers has the same rule for these arguments.
+        transformers has the same rule for ``return_dict`` and for the ``output_...`` arguments.
 
         Args:
             name: Name of the argument of ``forward``, and of the key in ``config.json``.
@@ -272,7 +272,8 @@ class BertPreTrainedModel(nn.Module):
             setattr(self.get_submodule(module), attribute, self.get_parameter(target))
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        # A move from the meta device creates a new parameter for each name, which unties them.
+        # A move from the meta device creates a new parameter for each name, so the names are tied
+        # again.
         super()._apply(fn, recurse)
         self.tie_weights()
         return self

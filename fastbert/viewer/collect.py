@@ -189,8 +189,8 @@ def collect(
 
     Raises:
         TypeError: If `model` is not a model.
-        ValueError: If the model has no encoder that fastbert can compute, if the text has more
-            tokens than the model has positions or ids outside the model's vocabulary, or if a layer
+        ValueError: If the model has no encoder that fastbert can compute, if there are more tokens
+            than the model has positions, if an id is not in the model's vocabulary, or if a layer
             or an output does not exist.
     """
     with _opened(model) as (outer, encoder):

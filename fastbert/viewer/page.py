@@ -22,8 +22,8 @@ BUDGET = 14_700_000
 # leaves out the queries and keys of some layers.
 NEURON_BUDGET = 2_000_000
 THUMBNAIL = 48
-# Largest number of characters for gradient × attention of each head. If the heads need more
-# characters, the page has only the mean over the heads.
+# Largest number of characters for gradient × attention of all heads together. If the heads need
+# more characters, the page has only the mean over the heads of each layer.
 RELEVANCE_BUDGET = 2_000_000
 RELEVANCE_LEVELS = 31
 # The largest size of a file, as the messages of the page state it: BUDGET, rounded up.
@@ -143,7 +143,11 @@ def _entry(layer: Layer, tokens: Tokens) -> dict[str, Any]:
 
 
 def _with_neurons(layers: list[Layer]) -> list[int]:
-    """Choose layers whose queries and keys fit: all, or evenly spaced layers including the last."""
+    """Choose the layers whose queries and keys the page contains.
+
+    These are all layers if they fit into `NEURON_BUDGET`, otherwise evenly spaced layers that
+    include the last layer.
+    """
     each = layers[0].queries.numel() * 2
     # The code of an element of a Gaussian vector takes about 6.1 bits, and base64 adds a third.
     most = max(1, int(NEURON_BUDGET / (each * 6.1 / 8 * 4 / 3)))

@@ -81,7 +81,7 @@ def view(
     Args:
         model: A model of fastbert, a model of transformers with any head or with none, a
             ``SentenceTransformer`` or a pipeline; accelerated or not. After the call, the model is
-            the same as before.
+            unchanged.
         tokenizer: A tokenizer of fastbert or a fast tokenizer of transformers. None means the
             tokenizer of `model`, which must be a ``SentenceTransformer`` or a pipeline.
         text: The text, or the first text of a pair.

@@ -28,7 +28,7 @@ class Tokens:
         words: Number of the word of each token, counted over both texts; None for special tokens
             and padding.
         surfaces: The words as the text spells them, indexed by the number of the word.
-        mask_id: Id of the mask token, or None.
+        mask_id: Id of the mask token; None if the vocabulary has no mask token.
         separator_ids: Ids of the tokens between and after texts.
         piece: Function from an id to the token as the vocabulary writes it.
         texts: The text, or the two texts of a pair.
