@@ -32,8 +32,8 @@ class Attribution:
     Attributes:
         pieces: A value for each token, special tokens included. Leave-one-out has None for special
             tokens, because it removes no special tokens.
-        words: A value for each word: the sum over its tokens. For leave-one-out, the whole word is
-            removed.
+        words: A value for each word: the sum of the values of its tokens, or for leave-one-out the
+            fall of the logit when the whole word is removed.
     """
 
     pieces: list[float | None]

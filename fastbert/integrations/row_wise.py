@@ -3,7 +3,7 @@
 A module that replaces a linear layer may depend on all rows of its input, as dynamic quantization
 does, or on the division of the rows into sequences, as a hook may do. fastbert therefore calls such
 a module with an input of shape ``(B, L, H)`` that includes padding, as the model of transformers
-does. If `is_row_wise` is True, each output row depends only on its own input row, so fastbert
+does. If `is_row_wise` returns True, each output row depends only on its own input row, so fastbert
 leaves out the rows of padding.
 """
 

@@ -147,8 +147,7 @@ def facts(kinds: Iterable[type]) -> tuple[list[dict[str, Any]], list[type], list
 
     Returns:
         The dictionaries whose entries the code loads, the classes whose attributes the code uses,
-        and the functions that the code reaches. The ``__code__`` and the defaults of a function can
-        be replaced.
+        and the functions that the code reaches, whose ``__code__`` and defaults can be replaced.
     """
     records = {id(r): r for kind in kinds for r in code_of(kind).records}.values()
     dicts = {id(e.names): e.names for record in records for e in record.entries}
@@ -186,7 +185,7 @@ def _class_record(kind: type) -> Record:
 
 
 def _through_closures(records: list[Record]) -> Iterator[Record]:
-    """Yield the records, and the records of the functions in their closures."""
+    """Yield the records, and the records of functions in the closures of their subjects."""
     waiting, seen = list(records), set()
     while waiting:
         record = waiting.pop()

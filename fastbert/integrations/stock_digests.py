@@ -39,7 +39,7 @@ def unknown(kinds: Iterable[type]) -> list[str]:
     """Return the functions of transformers that the classes reach and that are not pinned.
 
     Args:
-        kinds: Classes of the modules of an encoder, whose code is that of its files.
+        kinds: Classes of the modules of an encoder. Their code must equal the code of their files.
 
     Returns:
         Names such as ``transformers.models.bert.modeling_bert.BertLayer.forward``, sorted.

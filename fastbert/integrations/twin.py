@@ -119,7 +119,7 @@ def compare(
     small model of the same class, once per class. If both agree, one warning names the function.
 
     Args:
-        hf_model: An encoder of transformers, such as a ``BertModel``; also an accelerated one.
+        hf_model: An encoder of transformers, such as a ``BertModel``, which may be accelerated.
         accelerate: A function that makes fastbert run the small model without a comparison. With
             None, a function that is not in the table is a reason to run the HF model's own code.
 
@@ -328,7 +328,7 @@ class _Comparison:
                 self.one_dtype(f"{path}.{name}", parameter)
 
     def one_device(self, name: str, tensor: Tensor) -> None:
-        """Raise _Differs if a tensor is on another device than the first tensor."""
+        """Raise _Differs if a tensor is on another device than the first compared tensor."""
         self.device = self.device or (name, tensor.device)
         first, device = self.device
         if tensor.device != device:
@@ -336,7 +336,7 @@ class _Comparison:
             raise _Differs(f"{name}: {text}")
 
     def one_dtype(self, name: str, tensor: Tensor) -> None:
-        """Raise _Differs if a parameter has another dtype than the first parameter."""
+        """Raise _Differs if a parameter has another dtype than the first compared parameter."""
         self.dtype = self.dtype or (name, tensor.dtype)
         first, dtype = self.dtype
         if tensor.dtype != dtype:

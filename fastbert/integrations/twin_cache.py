@@ -31,7 +31,7 @@ ACTIVATION_FIELDS = ("hidden_act", "activation", "hidden_activation")
 # All layers of these models are alike except for their numbers, so the twin of such a model has one
 # layer. ALBERT repeats groups of layers, and the layers of ModernBERT have two types of attention.
 ALIKE = frozenset(MODULES) - {"AlbertModel", "ModernBertModel"}
-# Largest number of twins in the cache, from which the least recently used twin is removed.
+# If the cache has more twins than this number, the least recently used twins are removed.
 KEPT = 16
 
 
@@ -89,8 +89,8 @@ def stock_class(kind: type) -> Any:
     """Return the encoder class of transformers that `kind` is or inherits from, or None if none."""
     for base in kind.__mro__:
         name = MODULES.get(base.__name__)
-        # `accelerate` gives a model a class of fastbert that has the name and the module of the
-        # model's own class.
+        # `accelerate` gives a model a class of fastbert with the name and the module of the model's
+        # own class. Such a class is skipped.
         if name is None or "fastbert_restores" in vars(base):
             continue
         if base.__module__ == f"transformers.models.{name}.modeling_{name}":

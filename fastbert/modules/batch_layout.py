@@ -33,8 +33,8 @@ class BatchLayout:
             unless the layout is unpadded.
         mask: 4-D bool mask, True where a query attends to a key, or None. Only a uniform layout can
             have a mask.
-        bias: 4-D floating bias of the attention logits, or None. The bias is the additive mask of
-            the caller in a uniform layout, the bias by distance of the encoder, or their sum.
+        bias: 4-D floating bias of the attention logits, or None. The bias is the caller's additive
+            mask (only in a uniform layout), the encoder's bias by distance, or their sum.
         rotations: Maps the base of a rotary embedding to the cosines and sines that rotate the
             queries and keys of the rows.
         places: Positions of the tokens in the padded batch, int64 of shape ``(batch, max_seqlen)``,

@@ -47,7 +47,7 @@ class ChosenRows(NamedTuple):
 
 
 def choose_rows(hidden: Tensor, layout: BatchLayout, reads: Reads) -> ChosenRows:
-    """Return the rows that a head reads.
+    """Return the rows that a head reads, and their division into sequences.
 
     Args:
         hidden: All rows, of shape ``(T, H)``, on the CPU.

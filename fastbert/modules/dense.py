@@ -70,7 +70,7 @@ class Dense(nn.Module):
         Memory is allocated only after the files have been checked.
 
         Args:
-            stored: Folder of the module and the settings in it.
+            stored: The path of the module's folder, with the settings that it contains.
 
         Returns:
             The module with its weights.

@@ -1,4 +1,4 @@
-"""Linear layers that share their input, computed as one product."""
+"""Several linear layers with the same input, computed as one matrix product."""
 
 from __future__ import annotations
 

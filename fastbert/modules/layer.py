@@ -1,4 +1,4 @@
-"""One layer of the encoder."""
+"""The layers of an encoder, with layer norms after attention and feed-forward or before them."""
 
 from __future__ import annotations
 

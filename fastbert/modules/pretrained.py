@@ -131,8 +131,8 @@ class BertPreTrainedModel(nn.Module):
 
         Both files replace the files of an earlier save together. Other files of the folder stay.
         If the process is killed at any moment, ``from_pretrained`` loads the complete old model or
-        the complete new model. A program other than fastbert may then miss a file, but it never
-        finds one old file and one new file.
+        the complete new model. Another program may then find that a file is
+        missing, but it never finds an old file beside a new file.
 
         Args:
             folder: Folder, which is created if it does not exist.
@@ -140,7 +140,8 @@ class BertPreTrainedModel(nn.Module):
         Raises:
             ValueError: If `folder` is a file, or if the model is quantised, because transformers
                 could not open it.
-            OSError: If a file cannot be written. The folder is then unchanged.
+            OSError: If a file cannot be written; the folder is then unchanged. Also if a written file
+                cannot be moved into the folder; ``from_pretrained`` then finishes the save.
         """
         if any(isinstance(part, QuantizedLinear) for part in self.modules()):
             raise ValueError(

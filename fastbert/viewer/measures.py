@@ -16,7 +16,7 @@ class Measure(NamedTuple):
     Attributes:
         name: Name of the measure in the data of the page.
         label: Name that the page shows to its reader.
-        unit: ``"nats"``, ``"tokens"`` or ``"share"``.
+        unit: Unit of the measure: ``"nats"``, ``"tokens"`` or ``"share"``.
     """
 
     name: str

@@ -42,7 +42,7 @@ class Prediction:
         kind: ``"mask"``, ``"class"``, ``"tokens"`` or ``"span"``.
         rows: A dictionary for each mask, text or token, with its ``place`` and its ``candidates``,
             the likeliest first. A candidate has a ``label``, the ``name`` and the ``probability``.
-            A span has two rows, for its first and its last token.
+            A span has two rows, for its first and its last token, and their ``place`` is None.
         target: The chosen logit, a scalar with a gradient if the model computes one; for a span,
             the sum of the logits of its first and its last token.
         chosen: The label, the place and the name of the chosen output.

@@ -69,8 +69,8 @@ def largest_error(levels: int) -> float:
 def finest(layers: list[Floats], budget: int) -> int:
     """Choose the largest number of levels with which all layers fit into a budget.
 
-    The choice compresses one in `SAMPLE` heads, and keeps a part of the budget in reserve for the
-    other heads.
+    The function compresses one in `SAMPLE` heads of each layer. It leaves a part of the budget
+    unused, because the other heads may take more characters.
 
     Args:
         layers: The weights of each layer, of shape ``(heads, L, L)``.
