@@ -140,8 +140,9 @@ class BertPreTrainedModel(nn.Module):
         Raises:
             ValueError: If `folder` is a file, or if the model is quantised, because transformers
                 could not open it.
-            OSError: If a file cannot be written; the folder is then unchanged. Also if a written file
-                cannot be moved into the folder; ``from_pretrained`` then finishes the save.
+            OSError: If a file cannot be written; the folder is then unchanged. The same error is
+                raised if a written file cannot be moved into the folder; the next call of
+                ``from_pretrained`` then finishes the save.
         """
         if any(isinstance(part, QuantizedLinear) for part in self.modules()):
             raise ValueError(
