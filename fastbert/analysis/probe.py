@@ -163,7 +163,8 @@ class ProbeScore:
 
     Attributes:
         spearman: Spearman's correlation of the distances from one word to all words of a sentence.
-            The mean is over the words of each length of sentence, then over the lengths 5 to 50.
+            The correlations are averaged over the words of all sentences of one length, and then
+            over the lengths from 5 to 50 words.
         uuas: Share of the tree's edges, without direction, in the minimum spanning tree of the
             distances.
     """

@@ -20,7 +20,7 @@ class TokenClassifier(nn.Module):
     Args:
         embeddings: The table of word embeddings ``(V, H)``, which is not trained.
         num_labels: Number of labels.
-        width: Width of the MLP.
+        width: Number of hidden units of the MLP.
         learned: Whether the model learns its own attention weights,
             ``softmax(v · tanh(W₁ eᵢ + b₁))`` with a trained vector v.
 

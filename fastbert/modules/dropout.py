@@ -15,11 +15,11 @@ class Probabilities(NamedTuple):
     """Probabilities of the dropouts of an encoder.
 
     Attributes:
-        embeddings: Dropout of the embeddings.
-        attention: Dropout of the attention weights.
-        attention_output: Dropout after the output projection of attention.
-        output: Dropout after the feed-forward.
-        inner: Dropout between the two projections of the feed-forward.
+        embeddings: Probability for the embeddings.
+        attention: Probability for the attention weights.
+        attention_output: Probability after the output projection of attention.
+        output: Probability after the feed-forward.
+        inner: Probability between the two projections of the feed-forward.
     """
 
     embeddings: float

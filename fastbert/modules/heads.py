@@ -140,7 +140,7 @@ class PreTrainingHeads(OnlyMLMHead):
 
 
 def classifier_dropout(config: BertConfig) -> nn.Dropout:
-    """Return the dropout before a classifier; ``hidden_dropout_prob`` is its default probability."""
+    """Return the dropout before a classifier; the default p is ``config.hidden_dropout_prob``."""
     own = config.classifier_dropout
     return nn.Dropout(config.hidden_dropout_prob if own is None else own)
 

@@ -199,7 +199,7 @@ def _index(name: str, index: Tensor | None, shape: tuple[int, ...], size: int) -
 
 
 def _default_types(layout: BatchLayout, given: Tensor) -> Tensor:
-    """Return token types of 0, int64 of shape ``(T,)``."""
+    """Return the token type 0 for every row, int64 of shape ``(T,)``."""
     rows = given.shape[0] if layout.packed else None
     if rows is None:
         rows = layout.batch * layout.length if layout.indices is None else layout.indices.shape[0]

@@ -22,7 +22,7 @@ def frequencies(base: float, head_dim: int, device: torch.device) -> Tensor:
     """Compute the frequencies ``base ** (-2 i / D)`` for each i from 0 to ``D / 2 - 1``.
 
     Args:
-        base: Base of the angles.
+        base: Base of the rotary frequencies, such as 10,000.
         head_dim: Size D of a head.
         device: Device of the result.
 
@@ -53,7 +53,7 @@ class Rotary(OperationModule):
     """The rotary embedding of the queries and keys of a layer.
 
     Args:
-        base: Base of the angles.
+        base: Base of the rotary frequencies, such as 10,000.
         backend: Requested backend; see ``OperationModule``. None lets the operation choose.
     """
 

@@ -62,7 +62,7 @@ def decode(codes: Codes, levels: int) -> Floats:
 
 
 def largest_error(levels: int) -> float:
-    """Return the largest error of a weight between 0 and 1, reached between the last two codes."""
+    """Return the largest error of a quantized weight, which occurs between the last two codes."""
     return 1 / levels - 1 / (4 * levels**2)
 
 
