@@ -1,4 +1,4 @@
-"""Options of the pytest-benchmark suites: ``--quick`` takes small shapes."""
+"""The option ``--quick`` of the pytest-benchmark suites, which selects small shapes."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ class Trainee:
 
 @torch.no_grad()
 def evaluate(model: nn.Module, batches: list[Batch]) -> dict[str, float]:
-    """Return loss in nats and accuracy of both tasks, from the logits of either model."""
+    """Return the loss in nats and the accuracy of MLM and of NSP, from the logits of a model."""
     model.eval()
     sums = dict.fromkeys(PANELS, 0.0)
     masked = pairs = 0

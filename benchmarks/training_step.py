@@ -37,7 +37,7 @@ HEADER = """| model | format | engine | ms per step | tokens/s | peak memory, Mi
 def contest(
     name: str, config: BertConfig, form: str, steps: int, threads: int
 ) -> list[dict[str, Any]]:
-    """Return a row for each implementation of a model in one format; the first is fastbert.
+    """Return a row for each implementation of a model in one format; the first row is fastbert's.
 
     Args:
         name: Name of the model.

@@ -4,11 +4,11 @@
     python tests/turns.py NAME [NAME ...]           # or: make turn NAMES='training emulate'
     python tests/turns.py --list
 
-A slice is all tests of one room, which is a part of the project, with the cases that `make test`
-leaves out. A gate is a Makefile target, or a part of one, that takes too long for every change. The
-number of commits (`git rev-list --count HEAD`) selects the slice and the gate, so that all of them
-run in rotation. If the time limit ends a run before anything has failed, the run does not count as
-failed, and its last line says so. The exit status is 1 if a test or a gate fails.
+A slice is all tests of one room, which is a part of the project. It includes the cases that
+`make test` leaves out. A gate is a Makefile target, or a part of one, that takes too long for every
+change. The number of commits (`git rev-list --count HEAD`) selects the slice and the gate, so that
+all of them run in rotation. If the time limit ends a run before anything has failed, the run does
+not count as failed, and its last line says so. The exit status is 1 if a test or a gate fails.
 """
 
 from __future__ import annotations

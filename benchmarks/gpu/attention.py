@@ -1,4 +1,4 @@
-"""The matches of attention: 16,384 tokens at every length, dense and packed, both directions."""
+"""Comparisons of attention: 16,384 tokens at every length, dense and packed, both directions."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ TOY = Scale(64, (16, 32), 64, (32,))
 
 
 def dense(scale: Scale, device: str) -> Iterator[Match]:
-    """Yield full batches at every length, then padding, dropout and fp16 at the first lengths."""
+    """Yield matches of full batches at every length, then some with padding, dropout or fp16."""
     for head_dim in scale.head_dims:
         for length in scale.lengths:
             yield from _dense(scale, device, length, head_dim, BF16)
@@ -66,7 +66,7 @@ def _dense(scale, device, length, head_dim, dtype, **options) -> Iterator[Match]
 
 
 def first(scale: Scale, device: str) -> Iterator[Match]:
-    """Yield full batches of the first two lengths, without CUDA C++ and most peers."""
+    """Yield matches of full batches of the first two lengths, without CUDA C++ and most peers."""
     return _first(scale, device, without="cuda")
 
 
@@ -87,7 +87,7 @@ def _first(scale: Scale, device: str, without: str) -> Iterator[Match]:
 
 
 def packed(scale: Scale, device: str) -> Iterator[Match]:
-    """Yield packed batches of spread lengths and of equal lengths, also timed as dense batches."""
+    """Yield matches of packed batches; those of equal lengths are also timed as dense batches."""
     for head_dim in scale.head_dims:
         heads = scale.hidden // head_dim
         for length in scale.lengths:

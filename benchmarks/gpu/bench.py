@@ -1,4 +1,4 @@
-"""Run one benchmark section: ceilings, matches, a JSON file and a plot.
+"""Run one benchmark section: measure ceilings, time matches, and write a JSON file and a plot.
 
     python -m benchmarks.gpu.bench bench-attention --out out/gpu [--toy] [--minutes 8]
 

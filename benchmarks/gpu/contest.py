@@ -84,7 +84,7 @@ class Setting(contest.Setting):
     # Receives each row as soon as its match has ended.
     keep: Callable[[GpuRow], None] = lambda row: None
     deadline: Deadline = field(default_factory=lambda: Deadline(float("inf")))
-    # The inputs of the last case; its backward match uses the inputs of its forward match.
+    # The inputs of the last case. The backward match of a case reuses those of its forward match.
     drawn: dict[tuple[Any, ...], Sequence[Inputs]] = field(default_factory=dict)
 
     def inputs(self, match: Match) -> Sequence[Inputs]:
@@ -165,9 +165,9 @@ def reason_of(error: BaseException) -> str:
 def _ready(
     match: Match, contender: Contender, sets: Sequence[Inputs], judge: Judge
 ) -> tuple[Callable[[int], object], list[Comparison]]:
-    """Return a function that calls the contender on the n-th inputs, and its comparisons.
+    """Return a function that calls the contender on the n-th inputs, and comparisons of results.
 
-    The comparisons check the results for the first set of inputs.
+    The compared results are those for the first set of inputs.
     """
     if match.direction != BACKWARD:
         # Implementations without a backward pass refuse inputs that need gradients.
@@ -222,7 +222,7 @@ def _time(
     sets: int,
     setting: Setting,
 ) -> None:
-    """Time the calls, or on a GPU replays of CUDA graphs of ``sets`` calls if ``sets`` is not 0."""
+    """Time the calls; on a GPU, time CUDA graphs of ``sets`` calls each, unless ``sets`` is 0."""
     watch = Stopwatch(setting.device)
     timed: dict[str, Callable[[int], object]] = {}
     per_call: dict[str, int] = {}

@@ -1,7 +1,7 @@
 """Comparisons of the whole model: inference, a pre-training step, and the latency of a sequence.
 
-The function ``encoder.gate`` checks two layers of each model in each dtype by the tolerance rule.
-An implementation that fails is refused. Rates count real tokens only.
+``fastbert.bench.encoder`` checks two layers of each model in each dtype by the tolerance rule. An
+implementation that fails the check is not timed. Rates count real tokens only.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def _match(direction, shape, dtype, contenders, unit, amount, goal=None, ratio=N
 
 
 def own_engines(device: str) -> list[str]:
-    """Return fastbert's engines: the reference is left out unless it is the only one."""
+    """Return the names of fastbert's implementations; the reference only if it is the only one."""
     names = list(encoder.requests(device))
     return [name for name in names if name != f"{OURS}reference"] or names
 
@@ -194,7 +194,7 @@ def _step(engine: str, shape: EncoderShape, device: str, inputs: Inputs) -> Prep
 
 
 def latency(scale: Scale, device: str) -> Iterator[Match]:
-    """Yield single sequences, without CUDA graphs and with the CUDA graphs of an implementation."""
+    """Yield matches of single sequences; some contenders replay CUDA graphs of their own."""
     for name, config in scale.models.items():
         for length in scale.lengths:
             for dtype in (FP16, BF16):
@@ -209,7 +209,7 @@ def _latency(shape, dtype, device, goal) -> Match:
         prepare = functools.partial(_forward, engine, shape, dtype, device)
         contenders.append(Contender(engine, prepare, ours=True))
     if device == "cuda":
-        # The public wrapper also copies the inputs and chooses a bucket.
+        # A call of ``fastbert.graphed`` also copies the inputs and chooses a bucket.
         prepare = functools.partial(_graphed, shape, dtype, device)
         contenders.append(Contender(f"{OURS}graphed", prepare, ours=True))
     for path in transformers_paths():

@@ -99,7 +99,8 @@ HAS_HOPPER = (
 class Section:
     """Commands that run one after another until one fails.
 
-    ``stdout`` is the file that receives the output of the last command.
+    ``stdout`` is the file that receives the standard output of the last command. All other output
+    goes to the log of the section.
     """
 
     name: str
@@ -182,8 +183,8 @@ def run(
 
     A section that exceeds its time limit is ended and counts as failed. The limit is ``LIMIT_S``,
     or the seconds that are left for the whole command if these are fewer. In the second case, a
-    benchmark gets its number of minutes as an argument, so that it leaves out its last matches
-    instead.
+    benchmark gets its number of minutes as an argument, so that it leaves out its last matches and
+    is not ended.
     """
     limit = LIMIT_S if seconds is None else min(LIMIT_S, seconds)
     if limit <= 0:

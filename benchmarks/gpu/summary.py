@@ -101,7 +101,7 @@ def _memory_lines(rows: Sequence[GpuRow]) -> Iterator[str]:
 
 
 def _variant_lines(matches: Matches) -> Iterator[str]:
-    """Yield the times of the forced variants, from which the heuristics should choose."""
+    """Yield the times of the forced variants, which show the best choice for each shape."""
     for (series, label), rows in matches.items():
         forced = [
             f"{row.contender} {row.seconds * 1e6:.1f} µs"

@@ -37,7 +37,7 @@ from fastbert.training.pretraining import TrainResult, pretrain
 # A model that is trained on the built-in corpus must reach these figures on held-out stories.
 MLM_TIMES_BASELINE = 3.0
 NSP_ACCURACY = 0.85
-# Durations of the phases in the default size.
+# Expected durations of the phases of a demo in the default size.
 EXPECTED = {
     "Corpus": "a second",
     "Pre-training": "1 to 3 minutes on two idle cores",
@@ -249,7 +249,7 @@ def _look(
 
 
 def _measure(size: DemoSize, phase: _Phases) -> tuple[list[parity.ParityRow], list[EncoderRow]]:
-    """Measure the errors of every operation and the speed of the encoder."""
+    """Measure the errors of every operation and of a training step, and the encoder's speed."""
     with phase("Parity of every operation and of a training step") as say:
         rows = [*parity.check(quick=True), *check_model()]
         say(f"{_parity_target(rows).figure} within the tolerance rule")
@@ -277,8 +277,8 @@ def run_demo(
     Args:
         out_dir: Folder of the results. The results of an earlier demo there are replaced.
         corpus: File or folder for `fastbert.data.read_documents`, instead of the built-in stories.
-            Its accuracies are reported, but they are not targets, because the attainable accuracy
-            of an arbitrary corpus is unknown.
+            The accuracies on this corpus are reported, but they are not targets, because the
+            attainable accuracy of an arbitrary corpus is unknown.
         seed: Seed of the stories and of the training.
         size: Amount of work; None takes 2 to 4 minutes on two idle cores.
         console: Where progress is shown; None shows it on the standard output.

@@ -77,7 +77,7 @@ def pad_pairs(
 
 
 def _tensors(output: Any, mask: Tensor) -> dict[str, Tensor]:
-    """Return the outputs of a model at tokens; outputs at padding have no meaning."""
+    """Return the outputs of a model by name; outputs at padding, without meaning, are left out."""
     real = mask.bool()
     return {
         "next-sentence logits": output.seq_relationship_logits,

@@ -46,7 +46,7 @@ class DemoReport:
 
     Attributes:
         folder: Folder of the results.
-        corpus: Name of the corpus.
+        corpus: Path of the user's corpus, or ``"built-in stories"``.
         targets: The claims, each with its figure.
         training: Results of the pre-training.
         examples: Masked words in held-out text, with the predictions of the model.

@@ -1,4 +1,4 @@
-"""A build accepts only useful values of TORCH_CUDA_ARCH_LIST, and its messages name the others."""
+"""A build accepts only useful values of TORCH_CUDA_ARCH_LIST, and names a value that it refuses."""
 
 from __future__ import annotations
 

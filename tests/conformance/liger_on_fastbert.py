@@ -91,7 +91,7 @@ OPERATIONS = {
 
 
 def replace() -> None:
-    """Replace the functions in every module of Liger that has imported the functions."""
+    """Replace `OPERATIONS` in every module of Liger that imports them, and Liger's SwiGLU."""
     from liger_kernel.transformers import functional, swiglu
 
     for module in [m for name, m in sys.modules.items() if name.startswith("liger_kernel")]:

@@ -1,4 +1,4 @@
-"""A pytest plugin that records test outcomes, and why transformers' code ran, not fastbert's."""
+"""A pytest plugin that records outcomes of tests, and why transformers' own code ran in them."""
 
 from __future__ import annotations
 

@@ -14,7 +14,8 @@ from torch import Tensor
 from fastbert.testing.ptx.cuda_library import CudaLibrary
 from ptxmachine import PtxFault, load
 
-# In the small problems of the tests, a warp of a correct kernel executes far fewer instructions.
+# Largest number of instructions of a warp; for the tests' small inputs, a correct kernel executes
+# far fewer.
 LONGEST = 200_000
 
 

@@ -38,7 +38,7 @@ class Case:
         return all(map(torch.equal, results, self.expected))
 
     def write(self, stop: threading.Event) -> None:
-        """Write with NumPy, whose copy changes an element many times without Python's lock."""
+        """Write an invalid number and the old number in turn, in NumPy copies without the GIL."""
         numbers = self.changing.numpy()
         flickers = []
         for place in self.places:

@@ -35,9 +35,9 @@ class Breakable(GemmOperators):
 
 
 class Problem:
-    """Inputs of a forward and a backward product, with methods that run or solve them.
+    """Inputs of a forward and a backward product, whose results kernels or PyTorch compute.
 
-    x and dy have the shape (rows, depth), and the results have the shape (rows, columns).
+    x and dy have the shape (rows, depth). All results but dbias have the shape (rows, columns).
     """
 
     def __init__(self, rows, depth, columns, dtype, activation="gelu", with_bias=True, seed=0):

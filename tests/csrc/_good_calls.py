@@ -271,8 +271,8 @@ def _layer(ops: Any, calls: dict[str, list[Call]]) -> None:
     """Add to `calls` the forward and the backward of one layer in training.
 
     The call `dense` has dense sequences. The call `chosen` has packed sequences with chosen
-    queries, dropout, and separate weights of q, k and v. The call `before` has norms before
-    attention without the first norm, a rotation, a window and a gate.
+    queries, dropout, and separate weights of q, k and v. The call `before` normalizes before
+    attention and feed-forward, but lacks the first norm. It has a rotation, a window and a gate.
     """
     calls["sum_rows"] = [{"x": torch.randn(T, H).to(dtype)} for dtype in PRODUCTS]
     _, _, parted, rotated = calls["encoder"]

@@ -10,7 +10,8 @@ from torch import Tensor
 from fastbert.testing.ptx.hopper_attention import HopperAttention
 
 SEED = torch.tensor([0x0123456789ABCDEF])
-# In the problems of the tests, a warp of a correct kernel executes far fewer instructions.
+# Largest number of instructions of a warp; for the tests' small inputs, a correct kernel executes
+# far fewer.
 LONGEST = 400_000
 
 

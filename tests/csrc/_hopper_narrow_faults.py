@@ -9,8 +9,8 @@ from __future__ import annotations
 from _broken_ptx import Fault
 from _hopper_faults import WAIT
 
-# By this branch, a group of warps skips the dq of a tile that the other group computes. The branch
-# occurs before the products, before the store, and before the last products.
+# With this branch, a group of warps skips the product dq of a tile if the other group computes it.
+# The branch occurs before the products, before the store, and before the last products.
 TURN = r"setp\.ne\.s32 (\t%p\d+, %r\d+, %r\d+;(?:\s+\.loc[^\n]*)*\s+@%p\d+ bra)"
 
 LAYOUT = [

@@ -9,7 +9,7 @@ from _hopper_problems import SCALE, Problems, statistics
 
 
 class Pairs(Problems):
-    """Inputs with (query, key) masks; kernels do not apply the mask in a tile of attended pairs.
+    """Inputs with (query, key) masks; kernels apply no mask in a tile whose pairs are all attended.
 
     Args:
         hopper: The attention kernels.
@@ -67,7 +67,7 @@ class Pairs(Problems):
 
 
 class ForwardPairs(Pairs):
-    """Forward problems; five tiles of keys make the ring of four stages reuse a stage."""
+    """Inputs of the forward; five tiles of keys make the ring of four stages reuse a stage."""
 
     source, keys, columns = "attention_forward", 520, 128
 
@@ -79,7 +79,7 @@ class ForwardPairs(Pairs):
 
 
 class BackwardPairs(Pairs):
-    """Backward problems; three blocks of keys and six tiles of queries reuse both rings."""
+    """Inputs of the backward; three blocks of keys and six tiles of queries reuse both rings."""
 
     source, keys, columns = "attention_backward", 300, 64
 

@@ -15,7 +15,7 @@ SCALE = 0.125
 
 
 class Problems:
-    """Problems for one bf16 kernel without dropout, and their right results.
+    """Inputs of small calls of one bf16 kernel without dropout, and their right results.
 
     Args:
         hopper: The attention kernels.
@@ -55,7 +55,7 @@ class Problems:
 
 
 class Forward(Problems):
-    """Problems for the forward kernel."""
+    """Inputs of small calls of the forward kernel, and their right results."""
 
     source = "attention_forward"
 
@@ -90,7 +90,7 @@ class Forward(Problems):
 
 
 class Backward(Problems):
-    """Problems for the backward kernel."""
+    """Inputs of small calls of the backward kernel, and their right results."""
 
     source = "attention_backward"
 

@@ -1,4 +1,4 @@
-"""Random layer norm problems, solved by the PyTorch reference and by the C++ operators."""
+"""Random inputs of layer norm, with results of the PyTorch reference and of the C++ operators."""
 
 from __future__ import annotations
 

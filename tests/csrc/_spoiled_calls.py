@@ -167,7 +167,10 @@ def kind_of(argument: Any) -> str:
 
 
 def spoiled_values(kind: str, value: Any) -> Iterator[tuple[str, Callable[[], Any], Any]]:
-    """Yield a change's name, a maker of the changed value, and a maker of an equal one or None."""
+    """Yield each change's name, a maker of the changed value, and a maker of an equal value.
+
+    The last item is None if the result of the changed call is not compared.
+    """
     for spoil, other in OTHER_TYPES:
         if other is not value:
             yield spoil, lambda other=other: other, None

@@ -108,9 +108,10 @@ def test_epilogues(isa, operators, activation, dtype, omitted):
 
 
 def test_gelu_of_every_bf16(isa, operators):
-    """GELU of every bf16 number x is within a bound; x is computed as x times 1, without error.
+    """GELU of 0 and of every bf16 number of at least 2⁻¹²⁰ in magnitude is within a bound.
 
-    The bound is half a unit in the last place, for the rounding, plus the error of the polynomials.
+    ``linear`` computes the input of GELU as the number times 1, without error. The bound is half a
+    unit in the last place, for the rounding, plus the error of the polynomials.
     The result may be 0 where the exact result is denormal.
     """
     x = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.bfloat16)
@@ -141,7 +142,7 @@ def test_layer_norm_of_rows_longer_than_a_task_s_columns(isa, operators, m):
 
 
 def test_layer_norm_of_fp32_sums_with_16_bit_products(isa, operators):
-    """With 16-bit operands and an fp32 residual, as under autocast, the result is an fp32 sum."""
+    """With 16-bit operands and an fp32 residual, as under autocast, sum and result are in fp32."""
     for m in (3, 40):
         case = draw(m, 111, 300, torch.bfloat16)
         case["residual"] = torch.randn(m, 111)
@@ -151,7 +152,7 @@ def test_layer_norm_of_fp32_sums_with_16_bit_products(isa, operators):
 
 @pytest.mark.parametrize("largest", [3, 9])
 def test_small_integers_are_exact(isa, operators, largest):
-    """Products of small integers are exact; above 256, odd integers are ties between two bf16."""
+    """Sums of products of small integers are exact before they are rounded to the dtype once."""
     shapes = ((37, 300), (111, 300))
     x, weight = (torch.randint(-largest, largest + 1, shape).float() for shape in shapes)
     for dtype in DTYPES:

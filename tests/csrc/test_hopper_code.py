@@ -176,7 +176,10 @@ def test_a_tile_of_the_backward_has_few_instructions(backward):
 
 
 def test_two_tiles_of_the_backward_of_head_dim_32_have_few_instructions(backward):
-    """A group computes dq for one of two tiles; shared memory is busy for 1,700 cycles."""
+    """A scheduler can issue two tiles for two warps in about the 1,700 cycles of shared memory.
+
+    A group of warps computes dq for only one of the two tiles.
+    """
     code = hopper_attention.path_of_a_tile(backward["bfloat16", 32, False, False])
     path = Counter(instruction.name for instruction in code)
     print(path.total(), dict(path))

@@ -1,4 +1,4 @@
-"""The worker threads of a parallel call are forbidden the core of the thread that wakes them.
+"""The worker threads of a parallel call may not run on the core of the thread that wakes them.
 
 Each case runs in a process of its own, because the tests change the cores of threads.
 """

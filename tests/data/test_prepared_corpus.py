@@ -34,7 +34,7 @@ def test_documents_are_the_ids_of_their_sentences(corpus, documents):
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="only Linux lists them")
 def test_the_shards_keep_no_file_open(prepared):
-    """No shard keeps a file open, because the limit is often 1,024 and a corpus may have more."""
+    """No shard keeps a file open; a corpus may have more shards than a process may open files."""
     before = set(os.listdir("/proc/self/fd"))
     corpus = PreparedCorpus(prepared)
     corpus.verify()

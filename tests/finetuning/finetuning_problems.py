@@ -1,4 +1,4 @@
-"""Generated problems for the fine-tuning tests, and functions that write them into files."""
+"""Generated data for the fine-tuning tests, and functions that write it into files and use it."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def data(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def scripted(monkeypatch):
-    """Make the evaluations during the training report the accuracies above."""
+    """Make the evaluations during the training report `ACCURACIES`, one after another."""
     original, evaluate = FinetuningRun.judge, FinetuningRun.evaluate
 
     def given(self, name):

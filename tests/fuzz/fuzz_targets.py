@@ -85,7 +85,7 @@ class Target:
         read: Reads a folder.
         files: Glob patterns of the files that are changed.
         seal: Recomputes the checksums of a changed folder, which happens in half of the cases.
-        special: Share of the cases in which a file is replaced by something that is not a file.
+        special: Share of the changes that replace a file by something that is not a file.
         mutate: Replaces the usual mutations; called with the folder and the generator.
         named: Text that an acceptable error must contain; None means the path of the folder.
     """

@@ -85,7 +85,7 @@ def test_outputs_and_gradients(family, padding, rows, mode, dtype) -> None:
 @pytest.mark.parametrize("padding", PADDINGS)
 @every_family
 def test_inference(family, padding, rows, dtype) -> None:
-    """Inference agrees with stock in one call, and layer by layer if it returns the weights."""
+    """Inference agrees with stock in one call, and also layer by layer, which returns weights."""
     model, batch = in_dtype(build(family), dtype), inputs(padding, family, rows)
     mask = batch["attention_mask"]
     fast, oracle, stock = sides_of(model)

@@ -1,4 +1,4 @@
-"""If a module of an HF model is not stock, fastbert calls it like stock, with ``(B, L, H)``.
+"""fastbert calls a module of an HF model that is not stock as transformers does, on ``(B, L, H)``.
 
 Each test changes the accelerated model and the stock models alike. Changes that depend on the
 position of a token show whether a module still receives separate sequences.

@@ -133,8 +133,8 @@ def test_a_cycle_ends_and_each_module_is_found_once() -> None:
     encoder = Encoder()
     outer = Holder(first=encoder, all=[encoder, nn.Sequential(encoder)])
     outer.itself = {"outer": [outer]}
-    # The search finds the larger module later, and it contains no other encoder, so the first path
-    # is returned.
+    # The search finds the larger module later. The larger module contains no other encoder, so the
+    # first path is returned.
     assert paths(outer) == [".first"]
     whole = nn.Sequential(encoder, Encoder())
     assert paths(Holder(part=encoder, whole=whole)) == [".whole"]

@@ -39,7 +39,7 @@ def flat(results) -> list[Tensor]:
 
 
 def check(name: str, function, tensors: dict[str, Tensor], dims: dict[str, tuple[int, ...]]):
-    """Compare results as each tensor of ``dims`` is spread along each of its listed dimensions."""
+    """Check that spreading each tensor in ``dims`` along its listed dimensions changes no bit."""
     near = [t.clone() for t in flat(function(**tensors))]
     for argument, along in dims.items():
         for dim in along:

@@ -121,7 +121,7 @@ Recorders = Callable[[torch.device], Recorder]
 
 
 def inference(model: BertForPreTraining, recorder: Recorders) -> list[str]:
-    """Compare the hidden states of replays with the model's states, packed and padded."""
+    """Compare hidden states of replays with those of plain calls, on packed and padded batches."""
     encoder = model.bert.eval()
     graphs = GraphedModel(encoder, BUCKETS, 8, recorder)
     faults = []

@@ -16,7 +16,7 @@ from pathlib import Path
 from benchmarks.gpu.first.canary import FAMILIES
 from fastbert.testing.cases import OPS, TABLE_OF
 
-# Seconds of the whole plan.
+# Seconds that the whole plan may take.
 LIMIT_S = 480
 PROCESSES = 16
 RERUNS = 20
@@ -51,7 +51,7 @@ class Step:
         limit_s: Seconds after which the commands are ended.
         after: Name of a step that must succeed before this step starts; empty if there is none. If
             the named step has families, each command depends only on the command of its family.
-        background: Whether the next step starts at once.
+        background: Whether the next step starts before this step has ended.
         environment: Environment variables of the commands, as pairs of a name and a value.
         families: Family of CUDA C++ kernels of each command; empty if the step has none.
     """
@@ -67,7 +67,7 @@ class Step:
 
 
 def steps(folder: Path, *, rehearsal: bool = False, faults: bool = False) -> list[Step]:
-    """Return the plan.
+    """Return the steps of the first contact with a GPU, or of its rehearsal.
 
     Args:
         folder: Folder for the files that the steps write.

@@ -174,7 +174,7 @@ def without_hung_families(step: Step, before: Outcome) -> tuple[Step, dict[str, 
 
 
 def obstacle(step: Step, before: Outcome) -> str | None:
-    """Return why a step does not run after the outcome of the step that it waits for, or None."""
+    """Return why ``before``, the outcome that ``step`` waits for, prevents ``step``, or None."""
     if before.result == NOT_RUN or (before.result != OK and not before.step.families):
         return f"{before.step.name}: {before.result}"
     return None
@@ -195,8 +195,8 @@ def play(
     Args:
         plan: The steps.
         scratch: Existing folder for the output of the commands.
-        limit_s: Seconds of the whole plan.
-        notify: Receives a line for each start and end.
+        limit_s: Seconds that the whole plan may take.
+        notify: Receives a line for each start and end of a step.
         keep_row: Receives each row of a command as soon as it is printed, and a row for each
             outcome.
 

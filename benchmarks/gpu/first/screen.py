@@ -57,7 +57,7 @@ def smoke_lines(outcome: Outcome) -> Iterator[str]:
 
 
 def never_launched(outcomes: Sequence[Outcome], names: Sequence[str]) -> list[str]:
-    """Return the shipped Triton kernels, by name, that no case of the smoke launched."""
+    """Return those shipped kernels in ``names`` that no case of the step "smoke" launched."""
     seen = {
         kernel
         for outcome in outcomes

@@ -1,4 +1,4 @@
-"""Run cases forward and backward several times, and check that results are finite and equal.
+"""Run cases several times, and check that all results are finite and the same in each run.
 
     python -m benchmarks.gpu.first.smoke --backend triton --shard 0/16 --reruns 20
 
@@ -71,7 +71,7 @@ def emulation(arch: int | None) -> Iterator[None]:
 
 
 def selected(options: argparse.Namespace, device: str) -> list[Case]:
-    """Return the cases of the shard that the backend serves."""
+    """Return the cases in this shard of those that fit the options and that the backend serves."""
     number, shards = map(int, options.shard.split("/"))
     dtype = getattr(torch, options.dtype)
     cases = [

@@ -14,7 +14,7 @@ from fastbert.ops import backend as backends
 
 # Seconds between two checks of the clock.
 STEP_S = 0.05
-# A rehearsal replaces this function to advance the clock.
+# A rehearsal with inserted mistakes replaces this function to advance the clock.
 now = time.monotonic
 
 
@@ -55,7 +55,7 @@ def limited(limit_s: float, give_up: Callable[[], Any]) -> Iterator[Clock]:
     Triton's compilations do not count: compiling a kernel, building its launcher, loading its code.
 
     Args:
-        limit_s: Seconds of the block without its compilations.
+        limit_s: Seconds that the block may take, without its compilations.
         give_up: A function that does not return, because the block may hang for ever.
 
     Yields:
