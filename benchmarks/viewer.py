@@ -7,11 +7,11 @@ in fp32. Each of the two programs runs in a process of its own. Its first call, 
 warm-up, and a second call is timed once, because the calls of BertViz take minutes. The time starts
 with a loaded model and the token ids, and ends with the HTML text. fastbert computes more:
 gradients, norms, queries and keys, and measures. BertViz computes eager attention and renders
-``head_view`` with all layers. CPU seconds count all threads and depend less on other programs than
-seconds. The memory is the peak resident memory of the process minus its resident memory before the
-call. If Chromium is installed, playwright opens the pages of fastbert in it. The pages of BertViz
-load libraries from the network and are not opened. ``python -m benchmarks.viewer_frames`` measures
-frames of a page that moves.
+``head_view`` with all layers. CPU seconds count all threads, and depend less on other programs than
+the elapsed seconds. The memory is the peak resident memory of the process minus its resident memory
+before the call. If Chromium is installed, playwright opens the pages of fastbert in it. The pages
+of BertViz load libraries from the network and are not opened. ``python -m benchmarks.viewer_frames``
+measures frames of a page that moves.
 """
 
 from __future__ import annotations

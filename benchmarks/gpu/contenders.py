@@ -38,7 +38,7 @@ def served(case: Case, dtype: torch.dtype, device: str) -> list[str]:
 
 
 def ours(case: Case, dtype: torch.dtype, device: str) -> list[Contender]:
-    """Return a contender per backend; a star ends the name of the choice of ``backend=None``."""
+    """Return a contender per backend; the name of the default backend ends with a star."""
     chosen = operations.chosen_backend(case, dtype, device)
     return [
         Contender(

@@ -1,4 +1,4 @@
-"""Accelerate the encoders of other libraries' objects, and compare with the stock encoders.
+"""Compare results of other libraries' objects with accelerated encoders and with stock encoders.
 
     python tests/conformance/wrappers_suite.py [NAME ...]      # or: make conformance-wrappers
 

@@ -31,7 +31,7 @@ class Problems:
         self.expected = self.run(seed=1)
 
     def prepare(self, generator: torch.Generator) -> None:
-        """Draw the inputs of all problems from `generator`."""
+        """Draw the inputs of all calls from `generator`."""
         raise NotImplementedError
 
     def source_of(self, dim: int) -> str:
@@ -39,11 +39,11 @@ class Problems:
         return self.source
 
     def results(self) -> list[Tensor]:
-        """Return the results of all problems."""
+        """Return the results of all calls."""
         raise NotImplementedError
 
     def run(self, seed: int) -> list[Tensor]:
-        """Return the results of all problems; one block computes all work items of a problem."""
+        """Return the results of all calls; one block computes all work items of a call."""
         self.hopper.options = {"seed": seed, "limit": LONGEST, "threads": 1}
         self.hopper.compiled.set_multiprocessors(1)
         return self.results()

@@ -70,7 +70,7 @@ def solve(given, activation, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("m", "inner", "k", "n"), SHAPES[2:8])
 def test_agrees_with_float64(isa, operators, m, inner, k, n, dtype, activation):
-    """The result agrees with float64, because equal bits would not show an error in shared code."""
+    """The result agrees with float64; a comparison of bits would miss an error in shared code."""
     given = draw(m, inner, k, n, dtype)
     y = operators.feed_forward_layer_norm(*given, activation, 1e-5)
     yardstick = Yardstick(lambda: solve(given, activation, dtype))

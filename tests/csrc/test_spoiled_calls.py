@@ -96,7 +96,8 @@ HARMLESS = (
     (r"int8_linear/0|encoder/1", r"packed|column_sum|parameters|scales", CONTENT),
     (r"unpad_indices/.*|any_outside/0", r"mask|index", f"{CONTENT}|{INTEGER}|size .*"),
     (r"any_outside/0", r"index", r"rank.*|empty"),
-    # These arguments are optional, so None is valid. torch converts any object to a bool.
+    # The arguments of the next entry are optional, so None is valid. The arguments of the entry
+    # after it are bools, and torch converts any object to a bool.
     (
         r".*",
         r"addend|bias|(inner|outer)_bias|dbias|mask|residual|x_bias|ignored|heads|rows|cu_seqlens",

@@ -1,4 +1,4 @@
-"""In README and the pages, code runs, commands and targets exist, and figures are recorded."""
+"""README and the pages have code that runs, commands that exist, and the recorded figures."""
 
 from __future__ import annotations
 

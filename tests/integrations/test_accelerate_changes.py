@@ -346,7 +346,8 @@ def test_dropout_draws_from_the_seed() -> None:
 # Tests of hooks and other observers of module calls
 
 
-# Full backward hooks need tensors as outputs, so only these modules are tested with them.
+# The model and its encoder have no full backward hook here, because such hooks need outputs that are
+# tensors.
 HOOKED = [
     ("forward", ""),
     ("forward_pre", ""),

@@ -70,7 +70,7 @@ def test_gradients(pair) -> None:
 @pytest.mark.parametrize("kind", ["BertModel", "NomicBertModel", "ModernBertModel"])
 @pytest.mark.parametrize("without", ["one output", "all outputs"])
 def test_an_output_whose_gradient_is_none(kind, without) -> None:
-    """A None gradient of an output counts as 0; without other outputs, parameters get no gradient."""
+    """A None gradient of an output counts as 0; if all are None, no parameter gets a gradient."""
 
     real = batch()["attention_mask"].bool()
 

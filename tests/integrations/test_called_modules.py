@@ -1,4 +1,4 @@
-"""fastbert calls a module of an HF model that is not stock as transformers does, on ``(B, L, H)``.
+"""Modules of an HF model that are not stock get the inputs of transformers, ``(B, L, H)``.
 
 Each test changes the accelerated model and the stock models alike. Changes that depend on the
 position of a token show whether a module still receives separate sequences.

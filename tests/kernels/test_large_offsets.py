@@ -1,4 +1,4 @@
-"""Kernels are right for inputs of more than 2**31 elements.
+"""Kernels are right for inputs whose rows are more than 2**31 elements apart.
 
 Child processes run far_tensors.py, because a wrapped offset causes a segfault. Results of that size
 would need too much memory. For them, test_aot.py searches the addresses of every load and store for

@@ -86,7 +86,7 @@ def test_mean_far_from_zero(device):
 
 
 def test_a_mean_far_from_zero_costs_no_accuracy(device):
-    """Integer rows plus 2**14, an exact sum, have the same tolerance as the integer rows alone."""
+    """The result for integer rows plus 2**14 is within the tolerance for the integer rows alone."""
     x = torch.randint(-8, 9, (5, 768)).float().to(device)
     dy = normal(5, 768, dtype=SINGLE, device=device)
     weight, bias = (normal(768, dtype=SINGLE, device=device) for _ in range(2))

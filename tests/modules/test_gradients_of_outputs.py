@@ -33,7 +33,7 @@ def asked(out: Any) -> tuple[Tensor, ...]:
 
 
 def slopes(side: Any, inputs: dict[str, Tensor], real: Tensor) -> tuple[Tensor, Tensor]:
-    """Return gradients for all states (N + 1, B, L, H) and all weights (N, B, heads, L, L)."""
+    """Return a loss's gradients for all states (N + 1, B, L, H) and weights (N, B, heads, L, L)."""
     out = side(**inputs, **BOTH)
     factors = torch.randn(out.last_hidden_state.shape, generator=torch.Generator().manual_seed(3))
     loss = (out.last_hidden_state * factors.to(out.last_hidden_state.dtype))[real].sum()

@@ -62,7 +62,7 @@ SINGLE = (
         Counter(addmm=2, mm=6),
     ),
 )
-# The launches outside the layers, each with its reason. Each is small or occurs once in a model.
+# The launches outside the layers, each with its purpose. Each is small or occurs once in a model.
 OUTSIDE_THE_LAYERS = {
     "aten.randint": "the seeds of all dropouts, one draw",
     "aten.stack": "the addresses of the seeds, which are multiples of 16 bytes",

@@ -20,8 +20,8 @@ from fastbert.testing.compare import assert_close
 from fastbert.testing.yardstick import Yardstick, each
 
 LENGTHS = (1, 2, 64, 257, 512)
-# The interpreter takes a quarter of a second per token, so it gets fewer lengths. They include
-# sentences with large logits, for which the weights of stock attention also have errors of 4e-6.
+# Triton's interpreter takes a quarter of a second per token, so it gets fewer lengths. Some of the
+# sentences have large logits, for which the weights of stock attention also have errors of 4e-6.
 FEW = (1, 2, 64, 257)
 
 

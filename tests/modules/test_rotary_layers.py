@@ -197,7 +197,7 @@ def test_a_hook_fires(family, name) -> None:
     built, inputs, fired = model(family), batch(), []
     expected = states(built, inputs)
     part = built.encoder.layer[1].get_submodule(name)
-    # A layer reads its submodules' parameters directly, but must call a submodule with a hook.
+    # A layer reads its submodules' parameters directly, but must call a submodule that has a hook.
     with part.register_forward_hook(lambda *_: fired.append(name)):
         assert "layer.1" in built.backends()["encoder"].reason
         torch.testing.assert_close(states(built, inputs), expected, rtol=1e-4, atol=1e-4)

@@ -74,7 +74,7 @@ PRODUCTS = [
     "tests/csrc/test_linear_of_parts.py",
     "tests/csrc/test_feed_forward_layer_norm.py",
 ]
-# Noun → the tests of which one must fail for each fault.
+# Noun → the tests that run with each fault of the noun; at least one of them must fail.
 CPP_SELECTIONS: dict[str, list[str]] = {
     "cpu_activation": ["tests/csrc/test_feed_forward.py", "-k", "avx2"],
     "cpu_attention": ["tests/csrc/test_attention.py", "-k", "avx2"],

@@ -33,7 +33,7 @@ class Fault(NamedTuple):
 
 PARITY = "tests/ops/test_parity.py"
 
-# Noun → the tests of which one must fail for each fault in the noun's kernels.
+# Noun → the tests that run with each fault of the noun; at least one of them must fail.
 SELECTIONS: dict[str, list[str]] = {
     "attention": [
         "tests/kernels/test_attention_kernels.py",

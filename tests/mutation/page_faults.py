@@ -13,7 +13,7 @@ BROWSER = "tests/viewer/test_viewer_browser.py"
 CONTROLS = "tests/viewer/test_viewer_controls.py"
 VALUES = "tests/viewer/test_viewer_values.py"
 
-# Noun → the tests of which one must fail for each fault.
+# Noun → the tests that run with each fault of the noun; at least one of them must fail.
 PAGE_SELECTIONS: dict[str, list[str]] = {
     "numbers": [
         VALUES,

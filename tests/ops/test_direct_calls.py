@@ -1,4 +1,4 @@
-"""Direct calls of operators give the bits of the dispatcher, which serves calls under a mode."""
+"""Direct calls of operators have the bits of dispatched calls, which are made under a mode."""
 
 from __future__ import annotations
 

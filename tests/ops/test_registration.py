@@ -1,4 +1,4 @@
-"""Operators support opcheck, torch.compile without graph breaks, and autocast."""
+"""Operators pass opcheck, and work with autocast and, without graph breaks, with torch.compile."""
 
 from __future__ import annotations
 

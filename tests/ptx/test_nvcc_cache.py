@@ -84,7 +84,7 @@ def test_a_source_with_an_error_is_not_kept(source, tmp_path):
 
 
 def note_and_compile(source, name, log):
-    """Compile `source`, and write a line for each run of nvcc, in another process."""
+    """Compile `source`, and add a line to `log` for each run of nvcc; runs in another process."""
     original = nvcc._compile
 
     def noting(*arguments):

@@ -151,7 +151,7 @@ def test_an_element_that_is_not_finite_fails_even_where_the_oracle_is_not_either
 
 
 def test_a_loss_is_judged_by_the_dtype_it_was_computed_in():
-    """With a yardstick that is exact by chance, a loss may have fp16's error, but not 1 %."""
+    """With a yardstick exact by chance, a loss of fp16 may have fp16's error, but not 1 %."""
     oracle = torch.tensor([4.6], dtype=torch.float64)
     yardstick, close, wrong = ((oracle + e).float() for e in (1e-5, 4e-4, 0.046))
     assert not compare("loss", close, oracle, yardstick).passed

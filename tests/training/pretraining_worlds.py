@@ -62,7 +62,7 @@ def start(
         tmp_path: Parent of the output folder.
         launcher: Arguments of Python before the script, such as ``-m torch.distributed.run``.
         changes: Options that differ from `SETTINGS`.
-        environment: Environment variables.
+        environment: Environment variables of the run, in addition to those of this process.
     """
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)

@@ -21,7 +21,7 @@ from fastbert.modules import BertForPreTraining
 from fastbert.training import PretrainOptions, checkpoints, pretrain
 from fastbert.training.log import read_log
 
-# With LAMB, the average and accumulation, the processes share additional state or gradients.
+# LAMB, the average and the accumulation each add state or gradients that the processes share.
 CHANGES = {"accumulate": 2, "optimizer": "lamb", "ema": 0.9, "learning_rate": 0.02, "save_every": 3}
 
 

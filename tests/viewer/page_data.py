@@ -1,4 +1,4 @@
-"""Read the data of a page from its file by the file's specification, and bound their errors."""
+"""Read the numbers of a page from its file as the format specifies, and bound their errors."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ from fastbert.training import GraphedStep
 
 MARK = "graphs"
 BUCKETS = Buckets(max_tokens=512, max_batch=8, max_seqlen=128)
-# All batches have the same bucket, so that all of them but the first are replays.
+# All batches have the same bucket, so that later calls replay the graph of an earlier call.
 LENGTHS = ((100, 60, 30), (90, 80, 20), (70, 70, 50), (96, 95, 1))
 CLIP = 1.0
 # Largest relative and absolute difference that is accepted. Results differ because a matrix product

@@ -46,7 +46,7 @@ class Step:
 
     Args:
         name: Name of the step.
-        about: The question that the step answers.
+        about: Short description of the step.
         commands: The commands; each is a tuple of its words.
         limit_s: Seconds after which the commands are ended.
         after: Name of a step that must succeed before this step starts; empty if there is none. If
@@ -202,7 +202,7 @@ def _times(section: str, folder: Path, minutes: float, rehearsal: bool) -> tuple
 
 
 class _Cuda:
-    """The commands of a family of CUDA C++ kernels.
+    """Makes the commands that each step runs for a family of CUDA C++ kernels.
 
     Args:
         rehearsal: Whether the backend "cpu" replaces CUDA C++.

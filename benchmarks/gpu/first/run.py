@@ -174,7 +174,7 @@ def without_hung_families(step: Step, before: Outcome) -> tuple[Step, dict[str, 
 
 
 def obstacle(step: Step, before: Outcome) -> str | None:
-    """Return why ``before``, the outcome that ``step`` waits for, prevents ``step``, or None."""
+    """Return why ``step`` cannot run after ``before``, the outcome that it waits for, or None."""
     if before.result == NOT_RUN or (before.result != OK and not before.step.families):
         return f"{before.step.name}: {before.result}"
     return None
