@@ -1,4 +1,4 @@
-"""Time and peak memory of a training step, fastbert beside transformers, in one run.
+"""Time and peak memory of a training step of fastbert and of transformers, in one run.
 
     python -m benchmarks.training_step --out FOLDER [--steps 5] [--threads 2]
 

@@ -1,4 +1,4 @@
-"""Time, memory and file size of ``fastbert view`` beside BertViz, on the same model and texts.
+"""Time, memory and file size of ``fastbert view`` and of BertViz, on the same model and texts.
 
     python -m benchmarks.viewer --out FOLDER [--threads 2] [--lengths 32 128 512]
 
@@ -10,8 +10,8 @@ gradients, norms, queries and keys, and measures. BertViz computes eager attenti
 ``head_view`` with all layers. CPU seconds count all threads, and depend less on other programs than
 the elapsed seconds. The memory is the peak resident memory of the process minus its resident memory
 before the call. If Chromium is installed, playwright opens the pages of fastbert in it. The pages
-of BertViz load libraries from the network and are not opened. ``python -m benchmarks.viewer_frames``
-measures frames of a page that moves.
+of BertViz load libraries from the network and are not opened.
+``python -m benchmarks.viewer_frames`` measures frames of a page that moves.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ def trapped(tmp_path_factory, extension):
 
 @pytest.fixture(params=LEVELS)
 def isa(request, extension):
-    """Set each level in turn.
+    """Run a test at each instruction-set level.
 
     If the processor lacks only the tiles of a level, the tile instructions are trapped and computed
     in software. Other missing levels with 64-byte registers are emulated. At any other missing

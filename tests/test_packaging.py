@@ -351,7 +351,7 @@ def test_fastbert_cuda_is_obeyed_or_refused_with_the_reason():
         assert "is not a CUDA build" in result.stderr
 
 
-# The script runs setup.py with a CUDA build of torch, and with an nvcc that has no headers.
+# The script runs setup.py as with a CUDA build of torch, and with an nvcc that has no headers.
 WITH_A_CUDA_TORCH = """
 import runpy, sys, torch
 torch.version.cuda = "13.2"

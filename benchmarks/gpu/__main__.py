@@ -1,4 +1,4 @@
-"""Build, compile, test, check and time on a GPU machine; write all results to a folder.
+"""Build, test, check and time fastbert on a GPU machine; write all results to a folder.
 
     python -m benchmarks.gpu --out out/gpu                        # all sections
     python -m benchmarks.gpu build bench-attention --out out/gpu  # some sections
@@ -92,8 +92,8 @@ def dry_run(wanted: list[Section]) -> int:
             if command is None:
                 continue
             tried = Section(section.name, section.about, (command,))
-            # The section runs in a new process, as on a GPU machine. In this process,
-            # TRITON_INTERPRET would be read too late.
+            # The section runs in a new process, as on a GPU machine. In this process, it may be too
+            # late to set TRITON_INTERPRET, because Triton's kernels may be loaded.
             if run(tried, Path(scratch), notify=_echo)["status"]:
                 failed.append(section.name)
             _show(Path(scratch), section.name)

@@ -51,7 +51,7 @@ def ours(case: Case, dtype: torch.dtype, device: str) -> list[Contender]:
 
 
 def backend_of(contender: str) -> str:
-    """Return the backend of a contender of fastbert from its name; forced paths are of Triton."""
+    """Return the backend that a contender's name tells; forced paths are paths of Triton."""
     name = contender.removeprefix(OURS).rstrip("*")
     return "triton" if name.startswith("path=") else name
 

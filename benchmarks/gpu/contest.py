@@ -81,14 +81,14 @@ class Setting(contest.Setting):
     device: str = "cuda"
     limits: Limits | None = None
     ceilings: Limits | None = None
-    # Receives each row as soon as its match has ended.
+    # This function receives each row as soon as its match has ended.
     keep: Callable[[GpuRow], None] = lambda row: None
     deadline: Deadline = field(default_factory=lambda: Deadline(float("inf")))
     # The inputs of the last case. The backward match of a case reuses those of its forward match.
     drawn: dict[tuple[Any, ...], Sequence[Inputs]] = field(default_factory=dict)
 
     def inputs(self, match: Match) -> Sequence[Inputs]:
-        """Return the batches of ``match``, or inputs of its case that overflow the caches."""
+        """Return the batches of ``match``, or enough inputs of its case to exceed the caches."""
         if match.case is None:
             return match.batches
         case = match.case

@@ -1,4 +1,4 @@
-"""The work of each shape and its floor, the shortest possible time, before any measurement.
+"""The work of each benchmark shape, and its floor: the shortest time that the GPU allows.
 
     python -m benchmarks.gpu.floors     # a Markdown table, on any machine
 

@@ -70,7 +70,7 @@ def test_unknown_picture(refused):
 
 
 def bounds(monkeypatch):
-    """Replace the counted instructions by one launch with known counts."""
+    """Make the counting of instructions return one launch with known counts per direction."""
     monkeypatch.setattr(predict.backends, "interpreted", lambda: False)
     launch = Launched("kernel", 132, 24, {"mufu": 132 * 500e3, "tensor_flops": 0})
     launches = {"forward": [launch], "backward": [launch]}

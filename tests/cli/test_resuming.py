@@ -60,7 +60,7 @@ def encode(run, model_folder, source):
 
 @pytest.fixture
 def stop(monkeypatch):
-    """Return a function that makes batch number n raise, until ``monkeypatch.undo`` is called."""
+    """Return a function that makes a chosen batch fail until ``monkeypatch.undo`` is called."""
 
     def at(batch: int, error: type[BaseException] = RuntimeError) -> None:
         calls, pool = [], AfterEncoder.forward
@@ -248,7 +248,7 @@ def test_an_input_that_changes_under_the_run(encode, monkeypatch, tmp_path, sour
 
 
 def small_blocks(kind):
-    """Return a class of texts that reads one line at a time, as it would read a large file."""
+    """Return a subclass of `kind` that reads line by line, as a large file is read in blocks."""
 
     class Small(kind):
         def _lines(self, fields):

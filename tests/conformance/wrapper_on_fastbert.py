@@ -43,7 +43,7 @@ def measured(run: Callable[[Any], Any], made: Any) -> tuple[Tensor, int]:
 
 
 def cut(module: nn.Module, given: Any, out: Tensor) -> Tensor:
-    """Zero positions 1 to 3 of each sequence; of packed rows, this would zero features."""
+    """Set positions 1 to 3 of each sequence to 0; on packed rows, this hook would zero features."""
     out = out.clone()
     out[:, 1:4] = 0
     return out

@@ -33,8 +33,8 @@ static float bf16(const uint8_t* p) {
   return value;
 }
 
-// `results` has tile 0, which peak.c stores last, and which has the sums of the products of the first
-// and the third operand.
+// `results` has tile 0, which peak.c stores last. This tile has the sums of the products of the
+// first and the third operand.
 static int wrong_bf16(void) {
   int wrong = 0;
   for (int m = 0; m < 16; ++m)

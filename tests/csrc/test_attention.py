@@ -35,7 +35,10 @@ def run(function, tensors, dout, *arguments, **options) -> list[torch.Tensor]:
 
 
 def oracle_and_yardstick(tensors, dout, **options) -> tuple[list[torch.Tensor], Yardstick]:
-    """Return the reference's output and gradients in float64, and a yardstick in the dtype."""
+    """Return the reference's results in float64, and a yardstick in the dtype of the tensors.
+
+    The results are the output and the gradients of the tensors.
+    """
 
     def solve(dtype):
         leaves = [x.detach().to(dtype).requires_grad_() for x in tensors]

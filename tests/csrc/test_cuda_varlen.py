@@ -56,7 +56,7 @@ def drawn(batch: int, length: int, dtype: torch.dtype = torch.bool, share: float
 
 
 def check(places: Places, mask: Tensor) -> None:
-    """Check that both call forms of the operator give the results of the reference."""
+    """Check the operator, with and without indices of padding, against the reference."""
     expected = reference.unpad(mask, mask)
     tokens = expected.indices.shape[0]
     padding = (mask.reshape(-1) == 0).nonzero().flatten()

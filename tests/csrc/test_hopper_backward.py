@@ -226,7 +226,7 @@ def test_packed_sequences_are_dense_ones_bit_for_bit(hopper, dim, lengths, multi
 
 @pytest.mark.parametrize("sizes", [((40, 0, 70), (0, 30, 130)), ((0, 0), (5, 20))])
 def test_sequences_without_queries_or_without_keys(hopper, sizes):
-    """A sequence without queries or without keys has zero gradients, wherever it is in the batch."""
+    """A sequence without queries or without keys has zero gradients, at any place in the batch."""
     queries, keys = (torch.tensor([0, *accumulate(x)], dtype=torch.int32) for x in sizes)
     generator = torch.Generator().manual_seed(4)
     q, k, v, dout = (

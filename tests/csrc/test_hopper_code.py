@@ -176,7 +176,7 @@ def test_a_tile_of_the_backward_has_few_instructions(backward):
 
 
 def test_two_tiles_of_the_backward_of_head_dim_32_have_few_instructions(backward):
-    """A scheduler can issue two tiles for two warps in about the 1,700 cycles of shared memory.
+    """A scheduler can issue two tiles for two warps while shared memory is busy, for 1,700 cycles.
 
     A group of warps computes dq for only one of the two tiles.
     """

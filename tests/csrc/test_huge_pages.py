@@ -40,7 +40,7 @@ def test_a_forked_process_moves_nothing():
 
 
 def test_values_stay_and_the_pages_are_huge():
-    """Weights keep their values, and at least one gets huge pages if the kernel can move memory."""
+    """Weights keep their values; where huge pages work, a weight has most of its memory in them."""
     weights, gains = [], []
     for _ in range(6):
         weight = torch.arange(4 * MIB, dtype=torch.float32)  # 16 MiB

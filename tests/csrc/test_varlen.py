@@ -1,4 +1,4 @@
-"""The range check of ids, the indices of real tokens, and the scatter of rows by these indices."""
+"""Tests of the operators that check the range of ids, find real tokens, and scatter rows."""
 
 from __future__ import annotations
 

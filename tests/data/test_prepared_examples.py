@@ -1,4 +1,4 @@
-"""Examples and batches of a prepared corpus depend only on (seed, epoch, number)."""
+"""Examples and batches of a prepared corpus depend only on the seed, the epoch and their number."""
 
 import numpy as np
 import pytest

@@ -346,8 +346,8 @@ def test_dropout_draws_from_the_seed() -> None:
 # Tests of hooks and other observers of module calls
 
 
-# The model and its encoder have no full backward hook here, because such hooks need outputs that are
-# tensors.
+# The model and its encoder get no full backward hook here, because such a hook needs outputs that
+# are tensors.
 HOOKED = [
     ("forward", ""),
     ("forward_pre", ""),

@@ -41,8 +41,7 @@ def the_head(model: nn.Module) -> nn.Module:
 
 
 def the_embeddings(model: nn.Module) -> nn.Module:
-    """Freeze all parameters except the token embeddings, whose gradient passes through all layers.
-    """
+    """Freeze all parameters but the token embeddings, whose gradient passes through all layers."""
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("word_embeddings" in name or "tok_embeddings" in name)
     return model

@@ -1,4 +1,4 @@
-"""An HF model that equals a new model of its class, its twin, runs without calls of its modules."""
+"""An HF model that equals its twin, a new model of its class, runs without calls of its modules."""
 
 from __future__ import annotations
 

@@ -489,7 +489,7 @@ def test_a_patch_of_a_class_or_of_a_name_is_seen_and_so_is_its_end(case) -> None
 
 
 def build_somehow(place: Any) -> nn.Module:
-    """Build an HF model under the patch `place`, or return `HF_MODEL` if that fails."""
+    """Build an HF model while `place` is patched, or return `HF_MODEL` if the build fails."""
     try:
         return families.build("bert")
     except (AssertionError, AttributeError):

@@ -56,7 +56,7 @@ def gradients_of_one_column(arch: int) -> Iterator[float]:
 
 
 def cancellation(arch: int) -> list[str]:
-    """Check that ``dy * weight - average`` is 0, and that it is not 0 if products are fused."""
+    """Check that the gradient of one-column rows is 0, but is not 0 if products are fused."""
     findings = [f"gradient {dx}, expected 0" for dx in gradients_of_one_column(arch) if dx != 0.0]
     with fused_products():
         if not any(gradients_of_one_column(arch)):

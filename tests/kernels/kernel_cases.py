@@ -57,7 +57,10 @@ def philox_words(seed: int, counters: np.ndarray, rounds: int = 7) -> np.ndarray
 
 
 def kept(seed: int, p: float, shape: tuple[int, int, int, int]) -> Tensor:
-    """Return the dropout mask; element (c3, c2, c1, j) is word j % 4 of (j // 4, c1, c2, c3)."""
+    """Return the dropout mask, in which True keeps an element.
+
+    Element (c3, c2, c1, j) depends on word j % 4 of Philox for the counter (j // 4, c1, c2, c3).
+    """
     c3, c2, c1, j = np.indices(shape)
     words = philox_words(seed, np.stack([j // 4, c1, c2, c3], axis=-1))
     word = np.take_along_axis(words, (j % 4)[..., None], axis=-1)[..., 0]

@@ -252,7 +252,7 @@ def test_batch_and_longest_sequence_do_not_matter(device):
 
 @pytest.mark.parametrize("multiprocessors", [1, 1000])
 def test_any_number_of_programs_gives_the_same_bits(multiprocessors, device, monkeypatch):
-    """The bits are the same with one program for all work items as with a program for each."""
+    """The bits do not depend on whether there are more work items than programs."""
     x, cu_seqlens = packed((130, 0, 40), 2, 16, HALF, device, slack=70)
     bounds = {"cu_seqlens_q": cu_seqlens, "max_seqlen_q": 130, "max_seqlen_k": 64}
     k, cu_seqlens_k = packed((40, 0, 60), 2, 16, HALF, device)

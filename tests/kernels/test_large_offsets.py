@@ -1,8 +1,8 @@
 """Kernels are right for inputs whose rows are more than 2**31 elements apart.
 
-Child processes run far_tensors.py, because a wrapped offset causes a segfault. Results of that size
-would need too much memory. For them, test_aot.py searches the addresses of every load and store for
-32-bit products.
+Child processes run far_tensors.py, because a wrapped offset causes a segfault. Results of that
+extent would need too much memory, so these tests do not cover them. Instead, test_aot.py searches
+the addresses of every load and store for 32-bit products.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Each dropout of a model uses its own seed, and the seeds are drawn at the right time."""
+"""Each dropout of a model uses its own seed, and seeds are drawn only if a model has dropout."""
 
 from __future__ import annotations
 

@@ -160,7 +160,7 @@ def test_outside_the_layers_the_exceptions_have_names():
     assert launches.foreign["aten.randint"] == 1
 
 
-# The other launches in the backward pass of a pre-training step, each with its reason.
+# The launches outside the layers in the backward of a pre-training step, each with its purpose.
 HEADS = {
     "aten.ones_like": "the loss's own gradient",
     "aten.nll_loss_backward": "the next-sentence loss, (B, 2)",

@@ -28,7 +28,7 @@ GIVEN = {"dtypes": ["float32"]}
 
 
 def fields(report: Any, **wanted: str) -> set[str]:
-    """Return the fields of the report's rows that have the values `wanted`."""
+    """Return the entry `field` of each row of the report that has the values `wanted`."""
     rows = (row._asdict() for row in report.rows)
     return {row["field"] for row in rows if wanted.items() <= row.items()}
 

@@ -84,7 +84,10 @@ def test_a_source_with_an_error_is_not_kept(source, tmp_path):
 
 
 def note_and_compile(source, name, log):
-    """Compile `source`, and add a line to `log` for each run of nvcc; runs in another process."""
+    """Compile `source`, and add a line to the file `log` for each run of nvcc.
+
+    The test runs this function in other processes.
+    """
     original = nvcc._compile
 
     def noting(*arguments):

@@ -38,9 +38,9 @@ from fastbert.config import BertConfig
 from fastbert.modules import BertForPreTraining, BertModel
 
 LIBC = ctypes.CDLL(None)
-# These are the limits for the growth of the resident memory. It varies by a few MiB, because the
-# allocator splits blocks differently. A leak of one fp32 hidden state of 8 x 128 x 128 per round
-# exceeds the limit in an hour.
+# These are the limits for the growth of the resident memory. The memory varies by a few MiB without
+# a leak, because the allocator splits blocks differently. A leak of one fp32 hidden state of
+# 8 x 128 x 128 per round exceeds the limit in an hour.
 ALLOWED_SHARE, ALLOWED_MIB = 0.01, 8.0
 # A comparison needs at least this many rounds. A round takes about two seconds on two cores.
 FEWEST_ROUNDS = 8

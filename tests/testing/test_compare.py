@@ -71,7 +71,7 @@ def in_one_chain(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 @pytest.fixture
 def product():
-    """Return operands, their product in float64, and the products of two kinds of library."""
+    """Return operands, their float64 product, and fp32 products of an exact and a plain library."""
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(rows, 111, generator=generator) for rows in (7, 59))
     oracle = a.double() @ b.double().mT

@@ -25,7 +25,7 @@ def error_bound(weights: np.ndarray, levels: int) -> np.ndarray:
     """Return the largest error that the codes of a page may cause in each weight.
 
     A weight w becomes the code c = √w N + d with |d| ≤ 1/2, which stands for c²/N². The error is
-    |2 √w d N + d²| / N² ≤ √w / N + 1 / (4 N²), with the rounding of fp32.
+    |2 √w d N + d²| / N² ≤ √w / N + 1 / (4 N²). The bound adds the rounding of fp32.
     """
     return np.sqrt(weights.astype(float)) / levels + 1 / (4 * levels**2) + ROUNDING
 

@@ -187,7 +187,7 @@ def _sanitizers(rehearsal: bool) -> tuple[tuple[str, ...], ...]:
 
 
 def _sanitized(options: tuple[str, ...], rehearsal: bool) -> Iterator[tuple[str, ...]]:
-    """Yield the command that runs smoke on quick cases, for each tool of compute-sanitizer."""
+    """Yield the command that runs smoke.py on quick cases, for each tool of compute-sanitizer."""
     smoke = (sys.executable, "-m", SMOKE, "--quick", "--reruns", "0", "--dtype", "bfloat16")
     limit = PATIENT if rehearsal else ("--limit", str(SANITIZED_CASE_LIMIT_S))
     tools = {"memcheck": (), "racecheck": ("--racecheck-report", "all")}

@@ -71,7 +71,7 @@ def emulation(arch: int | None) -> Iterator[None]:
 
 
 def selected(options: argparse.Namespace, device: str) -> list[Case]:
-    """Return the cases in this shard of those that fit the options and that the backend serves."""
+    """Return this shard of the cases that fit the options and that the backend serves."""
     number, shards = map(int, options.shard.split("/"))
     dtype = getattr(torch, options.dtype)
     cases = [
@@ -148,7 +148,7 @@ def device_works() -> bool:
 def restart(said: dict[str, Any], first: int, reason: str) -> None:
     """Report the case as failed, and start the program again with the next case."""
     say({**said, MARK: "done", "faults": [f"the process was given up: {reason}"], "kernels": {}})
-    # These words begin with the module that runs: this program, or the program that starts it.
+    # These words begin with ``-m`` and a module: this program, or the program that started it.
     words = sys.orig_argv[1:]
     if "--first" in words:
         at = words.index("--first")
