@@ -50,7 +50,7 @@ class GpuRow(ContestRow):
         goal, of_goal: The rate to reach, and the reached fraction of this rate.
         error_ratio: Largest error, divided by the largest error of the reference in the same dtype.
 
-    ``ratio`` refers to the fastest peer that computes the same function.
+    ``ratio`` compares the contender with the fastest peer that computes the same function.
     """
 
     same_function: bool = True

@@ -170,7 +170,7 @@ def test_the_divergence_of_all_layers_leaves_padding_out():
 
 
 def test_frozen_weights_tell_which_tokens_matter(texts, base):
-    """With fixed attention on the word that decides the label, a model beats uniform attention."""
+    """A model with fixed attention on the deciding word beats a model with uniform attention."""
 
     class OnTheLabel(torch.nn.Module):
         """A model whose attention is on the last word of a text."""

@@ -62,7 +62,7 @@ def test_planted_clusters_are_found_and_their_mixture_is_not():
 
 
 class Planted:
-    """An encoder whose second state tells if the next word is ``ran``; its first state is zero."""
+    """An encoder whose second state of a word tells if the next word is ``ran``; the first is 0."""
 
     states = 2
 

@@ -248,7 +248,7 @@ def test_whole_words(tokenizer) -> None:
 
 
 def loaded(collator: Any, features: list[Any], epochs: int, **options: Any) -> list[list[Any]]:
-    """Return the labels of every batch of `epochs` epochs, which two workers make."""
+    """Return the labels of every batch of `epochs` epochs; two workers make the batches."""
     loader = DataLoader(
         features, 2, collate_fn=collator, num_workers=2, multiprocessing_context="fork", **options
     )

@@ -135,7 +135,7 @@ def test_pairs_are_cut_as_by_truncate_pair():
 
 
 def contents(epoch, indices, workers=0):
-    """Return each example of the batches `indices` with its masks, by the number of the example."""
+    """Return ids, types and labels of the examples in the batches `indices`, by example number."""
     results = {}
     loader = DataLoader(epoch, batch_size=None, sampler=indices, num_workers=workers)
     for index, batch in zip(indices, loader, strict=True):

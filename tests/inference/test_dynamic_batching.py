@@ -25,7 +25,7 @@ WORDS = ["the", "old", "mill", "by", "a", "river", "dog", "ran", "over", "hill",
 
 
 class Model:
-    """A model whose row for a text is the text's length and the sum of its ids; one id per letter.
+    """A model that maps a text to its length and the sum of its ids, of which each letter has one.
 
     While `gate` is closed, a batch waits. The list `batches` has the texts of each batch. A batch
     with a text in `poisoned` fails.

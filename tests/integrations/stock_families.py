@@ -36,7 +36,7 @@ ROBERTA = {"pad_token_id": 1, "type_vocab_size": 2}
 
 
 class Stock(NamedTuple):
-    """The prefix of a family's class names in transformers, and its differences from `SIZES`."""
+    """A family: the prefix of its class names in transformers, and its differences from `SIZES`."""
 
     name: str
     changes: dict[str, Any]

@@ -32,7 +32,7 @@ class Problem(NamedTuple):
 
 
 class Case(NamedTuple):
-    """A named problem for some architectures.
+    """A named function that makes a `Problem`, and the architectures to run it on.
 
     For PTX that breaks a rule of the manual although GPUs give the right result, ``breach`` is the
     kind of the machine's error and a reason. Without the search for races, the machine's result
