@@ -132,6 +132,7 @@ def _row(row: Mapping[str, Any]) -> str:
         f"{row['samples']} | {row['rate']:,.4g} {row['unit']} | {row['tflops']:.3f} | "
         f"{100 * row['of_measured_floor']:.0f} % | {shown('ratio', '.2f')} | "
         f"{shown('best_ratio', '.2f')} | {size('peak_bytes')} | "
-        f"{shown('embedding_error', '.1e')} | {shown('rank_correlation', '.5f')} | {shown('same_nearest', '.1%')} | "
+        f"{shown('embedding_error', '.1e')} | {shown('rank_correlation', '.5f')} | "
+        f"{shown('same_nearest', '.1%')} | "
         f"{row.get('note', '')} |"
     )
