@@ -68,8 +68,8 @@ inline __device__ float WordPack<__nv_bfloat16>::operator[](int i) const {
 }
 
 // Reads the kCount elements of `row` that begin at column `first`, which must be a multiple of
-// kCount. Elements at column `columns` and later become 0. If `wide` is true, the row must be
-// aligned and `columns` must be a multiple of kCount.
+// kCount. `out` is 0 for columns from `columns` on. If `wide` is true, the row must be aligned to
+// 16 bytes and `columns` must be a multiple of kCount.
 template <class T, int kCount>
 __device__ void load(const T* row, int first, int columns, bool wide, float (&out)[kCount]) {
   using P = Pack<T, kCount>;
@@ -86,8 +86,8 @@ __device__ void load(const T* row, int first, int columns, bool wide, float (&ou
   for (int i = 0; i < kCount; ++i) out[i] = first + i < columns ? to_float(row[first + i]) : 0.0f;
 }
 
-// Writes 16 bytes in one access. It uses __stcg, because nvcc splits some ordinary stores of a
-// struct into stores of its elements.
+// Writes 16 bytes in one access. The function uses __stcg, because nvcc splits some ordinary stores
+// of a struct into stores of its elements.
 template <class T>
 __device__ void write(T* to, const Pack<T, kWidth<T>>& pack) {
   uint4 bits;
@@ -95,8 +95,8 @@ __device__ void write(T* to, const Pack<T, kWidth<T>>& pack) {
   __stcg(reinterpret_cast<uint4*>(to), bits);
 }
 
-// Writes kCount elements of `row` under the same conditions as `load`. It writes nothing at column
-// `columns` or later.
+// Writes `in` to the kCount elements of `row` that begin at column `first`, under the same
+// conditions as `load`. Elements at column `columns` and later are not written.
 template <class T, int kCount>
 __device__ void store(T* row, int first, int columns, bool wide, const float (&in)[kCount]) {
   static_assert(kCount % kWidth<T> == 0);
@@ -121,8 +121,8 @@ __device__ const T* row_of(const ConstMatrix& matrix, int64_t row) {
   return static_cast<const T*>(matrix.data) + row * matrix.stride;
 }
 
-// Reads kCount elements of a vector. The function itself checks whether the vector allows wide
-// access.
+// Reads kCount elements of a vector, as the first `load` does for a row. This function itself
+// checks whether the vector allows 16-byte access.
 template <class T, int kCount>
 __device__ void load(const T* vector, int first, int columns, float (&out)[kCount]) {
   load(vector, first, columns, columns % kCount == 0 && aligned(vector, 0, sizeof(T)), out);

@@ -72,11 +72,12 @@ struct AttentionBackward {
   uint32_t* pair_bits;
 };
 
-// The dynamic shared memory, in bytes, that a block may request on sm_86, sm_89 and sm_120. The
-// rest is for the static shared memory of a kernel and for CUDA itself. Other GPUs allow more.
+// The dynamic shared memory, in bytes, that a block may request on sm_86, sm_89 and sm_120. These
+// GPUs have 100 KiB; the remaining 4 KiB are for the static shared memory of a kernel and for CUDA
+// itself. Other GPUs allow more.
 constexpr int kSharedLimit = 96 * 1024;
 
-// The largest number of keys for which the backward needs neither delta nor dq_sums.
+// The largest number of keys of a sequence for which the backward needs neither delta nor dq_sums.
 constexpr int32_t kAttentionBlockKeys = 64;
 
 // Return how many words of 4 bytes a call needs in pair_bits. Only the kernels for Hopper need such

@@ -85,14 +85,14 @@ __device__ float row_product(const unsigned char* dout, const unsigned char* out
   return quad_sum(sum);
 }
 
-// Holds, for the weights of one warp, which of them dropout keeps. The rows of the weights are
-// keys. Element (query, key) uses word key % 4 of the Philox counter (key / 4, query, head, batch).
-// Therefore the lanes of four neighbouring keys use the same counters, and each of these lanes
-// computes a quarter of the counters.
+// Holds one bit for each weight of a lane, which says whether dropout keeps the weight. The rows of
+// the weights are keys. Element (query, key) uses word key % 4 of the Philox counter (key / 4,
+// query, head, batch). Therefore the lanes of four neighbouring keys use the same counters, and
+// each of these lanes computes a quarter of the counters.
 template <int kRowTiles>
 struct Keep {
   static constexpr int kShare = 4 * kRowTiles;
-  // Word i is from the lane with key % 4 == i. Its bit 4 c is for counter c of that lane.
+  // Word i is from the lane with key % 4 == i. Bit 4 c of the word is for counter c of that lane.
   uint32_t words[4];
 
   __device__ Keep(const Dropout& dropout, uint64_t seed, int first_key, int first_query,
@@ -212,7 +212,7 @@ __global__ void __launch_bounds__(kThreads, kHeadDim == 128 ? 1 : 2)
     const bool is_first = first_key == 0, is_last = first_key + M::kBlockKeys >= h.keys;
 
     // Starts the copy of a tile of queries to its stage. For the first block of keys, delta is not
-    // copied, because it is computed then.
+    // copied, because the kernel computes delta during that block.
     const auto fill = [&](int first) {
       if (first < h.queries) {
         const int turn = first / kQueries % 2;

@@ -8,7 +8,8 @@
 
 namespace fastbert::cuda {
 
-// Loads a left operand of 16 rows and 16 columns, from row `first_row` and column 16 * step on.
+// Loads 16 rows and 16 columns of `tile` as a left operand, from row `first_row` and column 16 *
+// step on.
 template <int kHeadDim>
 __device__ void load_left(LeftFragment& fragment, uint32_t tile, int first_row, int step) {
   using Tile = SharedTile<kHeadDim>;
@@ -85,7 +86,7 @@ __device__ void accumulate(float (&sums)[kRowTiles][kHeadDim / 8][4],
 }
 
 // Exchanges values between two lanes whose numbers differ only in `bit`. The lane whose bit is 1
-// gives its `low` and receives the `high` of the other lane.
+// gives its `low` and receives the `high` of the other lane in its place.
 template <int bit>
 __device__ void exchange(uint32_t& low, uint32_t& high) {
   const bool upper = threadIdx.x & bit;
@@ -95,7 +96,7 @@ __device__ void exchange(uint32_t& low, uint32_t& high) {
 
 // Stores a row of sums multiplied by `factor`. With g = lane / 4, it is row g of 16 rows if `half`
 // is 0, and row g + 8 if `half` is 1. Four lanes hold the pairs of columns of a row, and exchange
-// pairs so that each lane stores chunks of 16 bytes.
+// pairs so that each lane stores chunks of 16 bytes. Nothing is stored if `exists` is false.
 template <class T, int kColumns>
 __device__ void store_row(T* to, const float (&sums)[kColumns][4], int half, float factor,
                           bool exists) {

@@ -1,5 +1,5 @@
-// The data that a thread block of attention works on: its sequence and head, the keys that its
-// queries may attend, and functions that copy tiles of rows.
+// Helpers for a thread block of attention: they find its sequence and head and the keys that its
+// queries may attend, and copy or zero rows.
 
 #pragma once
 
@@ -68,8 +68,8 @@ __device__ void copy_rows(uint32_t to, const T* from, int64_t stride_row, const 
   }
 }
 
-// Writes 0 to the rows of `x` that belong to no sequence, for the head of the thread block. The
-// `blocks` thread blocks of the last sequence share the work.
+// Writes 0 to rows `first` to `rows` - 1 of `x`, which belong to no sequence, for the head of the
+// thread block. The `blocks` thread blocks of the last sequence share the work.
 template <class T, int kHeadDim, int kThreads>
 __device__ void zero_slack(const HeadRows& x, const Head& h, int64_t first, int64_t rows, int block,
                            int blocks) {

@@ -1,6 +1,6 @@
-// The CUDA operators, in the only file that includes both torch and the kernels. An operator checks
-// its arguments, allocates the results, fills a params struct and launches on the current stream of
-// the tensors' device.
+// The CUDA operators, in the only file that includes the headers of both torch and the kernels. An
+// operator checks its arguments, allocates the results, fills a params struct and launches on the
+// current stream of the tensors' device.
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
@@ -306,8 +306,9 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> linear_gelu_gradient_op(const at:
   return {dh, dbias, a};
 }
 
-// The following functions belong to the operators of attention. readable_rows returns `t` or an
-// aligned copy. writable_rows returns `t` or an aligned tensor without contents.
+// The following functions belong to the operators of attention. If the kernels can access the rows
+// of `t` in place, readable_rows and writable_rows return `t`. Otherwise, readable_rows returns an
+// aligned copy, and writable_rows an aligned tensor without contents.
 
 at::Tensor readable_rows(const at::Tensor& t) {
   return is_aligned(t) ? t : t.clone(at::MemoryFormat::Contiguous);

@@ -35,8 +35,8 @@ struct ActivationBackward {
   Format dbias_format;
 };
 
-// Returns the number of chunks of rows. This number does not depend on the GPU, so dbias has the
-// same bits on every GPU.
+// Returns the number of chunks into which the backward divides `rows` rows for the sums of dh. This
+// number does not depend on the GPU, so dbias has the same bits on every GPU.
 inline int64_t activation_partials(int64_t rows) { return rows < 256 ? rows : 256; }
 
 // Return cudaErrorInvalidValue if no kernel supports the activation or the number of columns.

@@ -120,8 +120,8 @@ inline __device__ uint4 saved_chunk(const LinearGeluGradient& p, const ChunkAt& 
 }
 
 // Adds the sums of lanes that have the same columns, and writes the totals in the order of the
-// columns. Lanes have the same columns if their numbers differ by a multiple of kLanes. Two lanes
-// write half a chunk each, so that there are no bank conflicts.
+// columns. Lanes have the same columns if their numbers differ by a multiple of kLanes. For each
+// chunk, two lanes write one half each, so that there are no bank conflicts.
 template <int kLanes>
 __device__ void write_sums(float* to, float (&sums)[kChunk]) {
 #pragma unroll

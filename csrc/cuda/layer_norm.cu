@@ -13,7 +13,7 @@
 // again. Each warp keeps its share of the parameters' gradients in registers; a block adds the
 // shares of its warps and writes the sum once, and sum_partials adds the sums of the blocks.
 //
-// By the counts of README.md, memory is the limit of both passes on an H200, even with dropout.
+// By the counts in README.md, memory is the limit of both passes on an H200, even with dropout.
 
 #include <algorithm>
 
@@ -32,14 +32,15 @@ struct Launch {
   bool wide;
 };
 
-// A parameter in fp32, which all rows of a block share. It is copied to shared memory if a block
-// has several rows at a time, and otherwise read from global memory. An absent parameter is 0.
+// Reads a parameter, such as the weight, in fp32. If a block has several rows at a time, the
+// parameter is copied to shared memory once, and otherwise it is read from global memory. The
+// elements of an absent parameter are 0.
 template <class L>
 struct Shared {
   static constexpr int kCount = kWidth<typename L::Element>, kPart = kWidth<float>;
   static constexpr bool kStaged = L::kRows > 1;
-  // The parts of 16 bytes of a vector are stored apart, so that the lanes of a warp read without
-  // bank conflicts.
+  // The parts of 16 bytes of a vector are stored in different rows of `part`, so that the lanes of
+  // a warp read without bank conflicts.
   float4 part[kStaged ? L::kVectors * kCount / kPart : 1][kStaged ? L::kThreads : 1];
 
   // The caller must synchronize the block between `fill` and the first `read`.

@@ -10,8 +10,8 @@
 
 namespace fastbert::cuda {
 
-// The largest number of columns, because one block holds a row in its registers. For longer rows,
-// the launchers return cudaErrorInvalidValue.
+// The largest supported number of columns. The limit exists because one block holds a whole row in
+// its registers. For longer rows, the launchers return cudaErrorInvalidValue.
 constexpr int64_t kMaxColumns = 6144;
 // The largest number of blocks of the backward pass, each with its own partial sums: two for each
 // multiprocessor of an H100. It is a constant, so the result does not depend on the GPU's size.

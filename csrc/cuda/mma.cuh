@@ -60,7 +60,8 @@ inline __device__ uint32_t pair(float low, float high, __nv_bfloat16) {
 }
 
 // Loads four 8 x 8 matrices from shared memory. Lane i gives the address of row i % 8 of matrix i /
-// 8. A lane receives columns 2t and 2t + 1 of row g of each matrix.
+// 8. With g = lane / 4 and t = lane % 4, a lane receives columns 2t and 2t + 1 of row g of each
+// matrix.
 inline __device__ void load_matrices(uint32_t (&pairs)[4], uint32_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(pairs[0]), "=r"(pairs[1]), "=r"(pairs[2]), "=r"(pairs[3])

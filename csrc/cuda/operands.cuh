@@ -11,7 +11,7 @@
 
 namespace fastbert::cuda {
 
-// The storage format. Arithmetic and statistics are fp32 in every format.
+// The storage format of an operand. Arithmetic and statistics are fp32 in every format.
 enum class Format : int32_t { f32, bf16, f16 };
 
 // Returns body(element), where `element` has the storage type that `format` names.

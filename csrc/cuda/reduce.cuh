@@ -14,8 +14,8 @@ struct Pair {
   float a, b;
 };
 
-// Returns the sum over a warp, or over each group of kThreads lanes, to all lanes. All lanes of the
-// warp must call this together.
+// Returns the sum of x over the group of kThreads lanes of the calling lane, or over the warp if
+// kThreads is above 32. All lanes of the warp must call this function together.
 template <int kThreads>
 __device__ float warp_sum(float x) {
   constexpr int kLanes = kThreads < 32 ? kThreads : 32;
@@ -31,8 +31,9 @@ struct RowSums {
   Pair warp[kThreads > 32 ? kThreads / 32 : 1];
 };
 
-// Returns the sums over the kThreads threads of a row to each of these threads. Rows that take more
-// than one warp do not wait for each other, because each row has its own barrier.
+// Returns, to each of the kThreads threads of a row, the sums of p.a and p.b over these threads.
+// Rows that take more than one warp do not wait for each other, because each row has its own
+// barrier.
 template <int kThreads>
 __device__ Pair row_sum(Pair p, RowSums<kThreads>& shared) {
   p = {warp_sum<kThreads>(p.a), warp_sum<kThreads>(p.b)};

@@ -42,7 +42,8 @@ struct Layout {
 template <class L>
 using RowPart = WordPack<typename L::Element>[L::kVectors];
 
-// The rows of kMatrices matrices that a thread takes next. `take` returns them in order.
+// A ring in shared memory of the rows of kMatrices matrices. `take` loads the next row of each
+// matrix, in order.
 template <class L, int kMatrices>
 class RowRing {
   using T = typename L::Element;

@@ -1,5 +1,5 @@
 // The running softmax of a tile of scores in the registers of a warp (Milakov and Gimelshein 2018;
-// Dao 2023). A lane holds two rows of each 16 rows: g and g + 8, with g = lane / 4.
+// Dao 2023). Of every 16 rows, a lane holds elements of rows g and g + 8, with g = lane / 4.
 
 #pragma once
 
@@ -42,9 +42,9 @@ struct RowState {
     total = 0.0f;
   }
 
-  // Turns the lane's raw scores of the row into weights, and returns the factor by which the
-  // earlier sums must be multiplied. `factor` is scale * log2(e). In a row without an allowed key,
-  // all scores are -inf.
+  // Turns the lane's raw scores of the row into weights, and returns the factor by which the caller
+  // must multiply its sums over the earlier tiles. `factor` is scale * log2(e). In a row without an
+  // allowed key, all scores are -inf.
   template <int kColumns>
   __device__ float step(float (&scores)[kColumns][4], int half, float factor) {
     float largest = -INFINITY;
@@ -70,7 +70,7 @@ struct RowState {
   }
 
   // Returns the log-sum-exp of the row as a natural logarithm, and sets `inverse` to 1 / sum. For a
-  // row without an allowed key, it returns -inf and sets `inverse` to 1.
+  // row without an allowed key, the function returns -inf and sets `inverse` to 1.
   __device__ float finish(float& inverse) {
     const float sum = quad_sum(total);
     inverse = sum == 0.0f ? 1.0f : __fdividef(1.0f, sum);

@@ -39,7 +39,7 @@ __global__ void kernel(float* x) { *x = __bfloat162float(__float2bfloat16(*x)); 
 
 
 class Lacking(Exception):
-    """CUDA code cannot be compiled; the message names the missing part."""
+    """CUDA code cannot be compiled or linked; the message says what is missing or fails."""
 
 
 class Toolkit(NamedTuple):
@@ -122,7 +122,7 @@ def folders_of(nvcc: Path) -> tuple[list[str], list[str]]:
 
 
 def refusal(nvcc: Path, include_dirs: list[str], major: str, folder: Path) -> str | None:
-    """Return why the C++ compiler or nvcc fails with the headers in `include_dirs`, or None."""
+    """Return why the C++ compiler or nvcc fails with `include_dirs`, or None if both succeed."""
     folders = [f"-I{path}" for path in include_dirs]
     host, kernel = folder / "host.cpp", folder / "kernel.cu"
     host.write_text(HOST.format(major=major), encoding="utf-8")
@@ -138,7 +138,7 @@ def refusal(nvcc: Path, include_dirs: list[str], major: str, folder: Path) -> st
 
 
 def runtimes(own: list[str], packages: list[Path], major: str) -> Iterator[tuple[list[str], str]]:
-    """Yield pairs of the folders to search for libcudart and its name for -l, the preferred first.
+    """Yield pairs of libcudart's folders and its name for option -l, with the preferred pair first.
 
     NVIDIA's packages have no libcudart.so, which -lcudart needs. Therefore the full name of the
     file in the package is given, after a colon.

@@ -23,8 +23,8 @@ struct MaskPlaces {
   // (batch · length,), or null: the inverse permutation of `indices`, which gives the row of each
   // position in the flattened batch.
   int64_t* rows;
-  // (batch + 1,): the number of kept tokens before each sequence, and at the end that of all
-  // sequences.
+  // (batch + 1,): the number of kept tokens before each sequence, and as the last element the
+  // number of kept tokens in all sequences.
   int32_t* cu_seqlens;
   // (2,): the number of kept tokens, and the largest number of kept tokens in a sequence.
   int32_t* totals;

@@ -65,8 +65,8 @@ Block& Cluster::member(const Warp& w, int lane, uint32_t rank) const {
 
 // Completes the phase of barrier.cluster if all live lanes have arrived. If the block of w has no
 // live lane, checks the accesses to its shared memory by other blocks and by asynchronous
-// operations. Reports a race unless each of them happens before the end of one of the block's
-// threads.
+// operations. Reports a race unless each of these accesses happens before the end of one of the
+// block's threads.
 void Cluster::leave(Warp& w) {
   complete_phase();
   Block& b = *w.block;
@@ -148,7 +148,8 @@ void wait(Warp& w, const Instr&, Mask m) {
 }
 
 // mapa. The result is the address of the same offset in the shared memory of the block with a given
-// rank: the source address with this rank in the bits from kRankShift on.
+// rank: the source address with 1 + this rank in the bits from kRankShift on, or with 0 there for
+// the block of the thread.
 void map_address(Warp& w, const Instr& i, Mask m) {
   const size_t size = w.block->cluster->blocks.size();
   w.need(i.reg[2], m, "the rank of mapa");
@@ -227,7 +228,7 @@ void Cluster::complete_load(size_t index) {
 namespace {
 
 // Reports a fault if a warp of a block that has ended has not waited for a wgmma, or has another
-// number of registers than its warpgroup.
+// number of registers than the first warp of its warpgroup.
 void check_end(const Block& b, const Warp& w) {
   const auto report = [&](Fault f) {
     f.block = (int32_t)b.number, f.warp = w.index;

@@ -1,5 +1,5 @@
-// Makes a Program from a parsed kernel: lays out the registers and constants, and finds the
-// handlers.
+// Makes a Program from a parsed kernel: gives registers and constants their places in the register
+// file, and finds the handlers.
 
 #include "decode.h"
 
@@ -118,7 +118,7 @@ struct Builder {
     return it->second;
   }
 
-  // Appends the registers of an operand that fits the slot.
+  // Appends the registers of operand `o` to `to`. The operand must fit the slot.
   void add(std::vector<Reg>& to, const RawOperand& o, const Slot& slot) {
     if (slot.kind == Slot::Kind::constant) return;
     switch (o.kind) {

@@ -37,9 +37,10 @@ inline Shape with_policy(Shape shape, const Mnemonic& name) {
   return shape;
 }
 
-// If a function knows the mnemonic, it sets the handler and all modifiers and returns the shape of
-// the operands. raw has the operands of the text. They are compared with the shape only afterwards,
-// so any operand of raw may be missing or have another kind.
+// If one of the following functions knows the mnemonic, it sets the handler and all modifiers, and
+// returns the shape of the operands. Otherwise, it returns kUnknown. raw has the operands of the
+// text. They are compared with the shape only afterwards, so any operand of raw may be missing or
+// have another kind.
 using Known = std::optional<Shape>;
 constexpr std::nullopt_t kUnknown = std::nullopt;
 Known decode_integer(Instr& instr, const Mnemonic& name, const RawInstr& raw);

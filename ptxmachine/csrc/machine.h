@@ -436,8 +436,9 @@ struct Cluster {
   void complete_load(size_t index);  // the index counts the loads of all blocks
   void complete_phase();             // does nothing before all threads have arrived
   void leave(Warp& w);               // is called after lanes of a warp have exited
-  // The block whose shared memory an address is in. Reports a fault if the block has ended, or if
-  // the thread does not know that it has started.
+  // home returns the block in whose shared memory an address is, and member the block of a rank.
+  // Both report a fault if that block has ended, or if the thread does not know that it has
+  // started.
   Block& home(const Warp& w, int lane, uint64_t address) const;
   Block& member(const Warp& w, int lane, uint32_t rank) const;
   Fault deadlock(bool at_barriers) const;
@@ -487,8 +488,8 @@ constexpr int kSlots = 64;
 // many bytes.
 void count_global(Block& b, Mask m, const uint64_t* address, uint32_t size);
 
-// The address of 16 bytes after a swizzle whose pattern is `width` bytes wide. Bulk copies and
-// matrix descriptors share this function.
+// Returns the address to which a swizzle with a pattern of `width` bytes moves the 16 bytes at
+// `address`. Bulk copies and matrix descriptors share this function.
 inline uint32_t swizzled(uint32_t address, uint32_t width) {
   return width < 32 ? address : address ^ ((address >> 7 & (width / 16 - 1)) << 4);
 }

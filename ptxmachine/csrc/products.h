@@ -47,8 +47,9 @@ bool shape_of(const Mnemonic& name, MatrixShape& shape);
 // `b`: as integers if `integers` is true, and otherwise as floats.
 bool multiplies(Type a, Type b, bool integers);
 
-// Reads accumulators of 16 rows and n columns into d, of shape (16, n). Sets each element of ok, of
-// the same shape, to whether the element is valid.
+// Reads accumulators of 16 rows and n columns into d, of shape (16, n). They are fp16 if `half` is
+// true, and otherwise fp32. Sets each element of ok, of the same shape, to whether the element is
+// valid.
 void read_accumulators(Warp& w, const Reg* c, bool half, int n, float* d, uint8_t* ok,
                        const Mask* valid);
 

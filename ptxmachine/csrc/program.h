@@ -204,8 +204,8 @@ struct Program {
   bool runs() const { return unsupported.empty() && misfits.empty(); }
 };
 
-// Lays out the registers, finds the handlers and checks the operands. bits[n] is the number of bits
-// of declared register n.
+// Makes a program: gives each register its place in the register file, finds the handlers and
+// checks the operands. bits[n] is the number of bits of declared register n.
 Program* decode(std::vector<RawInstr> code, const std::vector<int>& bits);
 
 // The first parts of all mnemonics, such as "add".

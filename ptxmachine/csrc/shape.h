@@ -14,7 +14,7 @@
 
 namespace ptxmachine {
 
-// Describes which operands an instruction allows in one place. The functions after this struct
+// Describes which operands an instruction allows at one position. The functions after this struct
 // create slots.
 struct Slot {
   enum class Kind : uint8_t { value, vector, address, constant, label };
@@ -48,7 +48,7 @@ Slot held(int bits);
 Slot vector(int elements, const Slot& element);
 // Two registers with a bar between them.
 Slot pair(const Slot& first, const Slot& second);
-// A register or the address of a variable in brackets, followed by this number of coordinates.
+// A register or the address of a variable in brackets, followed by `coordinates` coordinates.
 Slot address(int coordinates = 0);
 // An immediate that only decoding uses. It does not become a register of the instruction.
 Slot constant(int64_t low, int64_t high);

@@ -1,6 +1,6 @@
 // The part of the backward of attention that is the same for all head dims: the work of a group of
-// four warps on 64 keys of each block. The group holds the sums of dk and dv of these keys,
-// computes the weights and gradients of a tile, and stores the results.
+// four warps on its 64 keys of each block of keys. The group holds the sums of dk and dv of these
+// keys, computes the weights and gradients of a tile, and stores the results.
 
 #pragma once
 

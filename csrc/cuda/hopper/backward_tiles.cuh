@@ -33,9 +33,9 @@ struct Memory {
   // A place is a buffer for keys and values, and a stage is a buffer for queries, dout and out.
   static constexpr int kPlaceBytes = 2 * kKeyBytes, kStageBytes = 3 * kTileBytes;
   static constexpr int kRing = kPlaces * kPlaceBytes;
-  // ds of a tile, with keys as rows. The tiles use kTurns buffers in turn. Three buffers are needed
-  // if a group writes ds before it has waited for the products of the previous tile, because the
-  // other group may then still work on an earlier tile.
+  // The buffers for ds of a tile, with keys as rows. The tiles use kTurns buffers in turn. Three
+  // buffers are needed if a group writes ds before it has waited for the products of the previous
+  // tile, because the other group may then still work on an earlier tile.
   using GradientRow = BoxRow<kTileQueries>;
   static constexpr int kGradients = kRing + kStages * kStageBytes;
   static constexpr int kGradientBytes = kKeyRows * GradientRow::kBytes;
@@ -176,7 +176,7 @@ __device__ void zero_unattended(const Params& p, uint32_t shared, unsigned char*
 
 // Writes the log-sum-exp and delta of the queries of each tile to shared memory, and under a mask
 // of query-key pairs also the bits of the pairs. delta is computed in the first block of keys.
-// kPreparers warps call this function, and each warp prepares 32 of the rows.
+// kPreparers warps call this function, and each warp prepares 32 queries of each tile.
 template <class T, int kHeadDim, bool kPairs>
 __device__ void prepare_statistics(const Params& p, uint32_t shared, unsigned char* memory,
                                    const Heads& items) {
@@ -221,8 +221,8 @@ __device__ void prepare_statistics(const Params& p, uint32_t shared, unsigned ch
   });
 }
 
-// Writes 0 to the rows of a head from `first` to `end` - 1. `warps` warps share the work, and each
-// of them calls this function with its own number `warp`.
+// Writes 0 to rows `first` to `end` - 1 of the head `h` in `x`. `warps` warps share the work, and
+// each of them calls this function with its own number `warp`.
 template <class T, int kHeadDim>
 __device__ void zero_rows(const HeadRows& x, const Head& h, int64_t first, int64_t end, int warp,
                           int warps) {

@@ -7,8 +7,8 @@
 
 namespace fastbert::cuda {
 
-// The rows of a lane's weights: the weights with half = 0 are in `row`, and those with half = 1 in
-// row + 8.
+// The rows of attention weights that a lane holds: `row` and `row` + 8 of head `head` and sequence
+// `batch`. weights[i] is in `row` if i / 2 is even, and otherwise in `row` + 8.
 struct DropoutRows {
   int row, head, batch;
 };
@@ -74,7 +74,8 @@ class KeptWeights {
       for (int i = 0; i < 4; ++i)
         verdicts |= (drawn.word[i] >> 8 >= dropout.threshold ? 1u : 0u) << (4 * c + i);
     }
-    // In the word from the lane with key % 4 == i, bit 4 c + own belongs to the lane's own key.
+    // In the word from the lane with key % 4 == i, bit 4 c + own belongs to the key of the calling
+    // lane.
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const uint32_t word = __shfl_sync(0xffffffffu, verdicts, (lane & ~12) | 4 * i);

@@ -1,5 +1,5 @@
-// Products with an activation on Hopper GPUs (sm_90a), which linear_gelu and linear_gelu_gradient
-// call on these GPUs.
+// The launchers of matrix products with an activation on Hopper GPUs (sm_90a). linear_gelu and
+// linear_gelu_gradient call these launchers on such GPUs.
 
 #pragma once
 

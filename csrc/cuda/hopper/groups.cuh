@@ -9,9 +9,9 @@ namespace fastbert::cuda {
 constexpr int kGroup = 128, kConsumers = 2, kThreads = kGroup * (1 + kConsumers);
 constexpr int kConsumerWarps = kConsumers * kGroup / 32;
 
-// A multiprocessor has 65,536 registers. If a single block runs on it, ptxas gives each thread the
-// same number of registers, which is a multiple of 8, so that the block owns 64,512 registers. A
-// group that requests more registers than the block has left waits forever.
+// A multiprocessor has 65,536 registers. ptxas gives each of the 384 threads of a block the same
+// number of registers, a multiple of 8, so a single block gets 64,512 registers. A group that
+// requests more registers than the block has left waits forever.
 constexpr int kThreadRegisters = 65536 / kThreads / 8 * 8;
 constexpr int kProducerRegisters = 56, kConsumerRegisters = 224;
 static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <=

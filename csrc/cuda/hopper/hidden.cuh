@@ -1,5 +1,5 @@
-// The keys of a tile that are not attended, because the mask hides them or because they are beyond
-// the end of the sequence.
+// Finds the attended keys of a tile, and writes 0 to the rows of the other keys, which the mask
+// hides or which are beyond the end of the sequence.
 
 #pragma once
 

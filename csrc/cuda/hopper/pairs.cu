@@ -89,8 +89,9 @@ __global__ void __launch_bounds__(kThreads) pack_pairs_kernel(PackParams<kColumn
     *reinterpret_cast<uint4*>(to) = {words[0], words[1], words[2], words[3]};
 }
 
-// Returns the tiles of a call. Packed sequences have different lengths, so the pairs of each
-// sequence are packed separately, even if all sequences have the same mask.
+// Returns the PairTiles of a call for heads of `rows` x `columns` pairs. Packed sequences have
+// different lengths, so the pairs of each sequence are packed separately, even if all sequences
+// have the same mask.
 template <int kColumns, class Call>
 PairTiles<kColumns> tiles_of(const Call& p, int64_t rows, int64_t columns) {
   const Sequences& s = p.sequences;

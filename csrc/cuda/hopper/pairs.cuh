@@ -42,8 +42,8 @@ inline bool has_pairs(const AttentionMask& mask, const Sequences& sequences) {
 ForwardPairs pair_tiles(const AttentionForward& params);
 BackwardPairs pair_tiles(const AttentionBackward& params);
 
-// Pack the mask of a call into its tiles. Without a mask that differs between queries, they do
-// nothing.
+// Pack the mask of a call into its tiles. Without a mask that differs between queries, these
+// functions do nothing.
 cudaError_t pack_pairs(const AttentionForward& params, cudaStream_t stream);
 cudaError_t pack_pairs(const AttentionBackward& params, cudaStream_t stream);
 

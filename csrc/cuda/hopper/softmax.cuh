@@ -1,8 +1,8 @@
 // The running softmax of a tile of 64 x 128 scores in the registers of a group of four warps;
-// ../softmax.cuh has the same for smaller tiles. One in eight exponentials is computed as a
+// ../softmax.cuh does the same for smaller tiles. One in eight exponentials is computed as a
 // polynomial on the FMA units, because the special function units alone would take longer than the
-// products. With a larger share, the issue of instructions would take longer than the products;
-// README.md has the counts.
+// products. If more of them were polynomials, the issue of instructions would take longer than the
+// products; README.md has the counts.
 
 #pragma once
 
@@ -16,8 +16,9 @@ constexpr int kScores = 64;  // scores of a lane: two rows of 32 keys
 // 0, and exactly 0 for x <= -127 and for -inf.
 //
 // x = n + f with an integer n and |f| <= 1/2 (Cody and Waite 1980); adding 1.5 * 2^23 rounds x to n
-// and leaves n in the low bits of the sum. 2^f is a minimax polynomial whose constant is 1, and n
-// is added to the exponent. For x = -127, 2^f is 1 and the bits of the result are those of 0.
+// and leaves n in the low bits of the sum. A minimax polynomial with the constant term 1
+// approximates 2^f, and n is added to the exponent. For x = -127, 2^f is 1 and the bits of the
+// result are those of 0.
 inline __device__ float exp2_polynomial(float x) {
   x = fmaxf(x, -127.0f);
   const float shifted = x + 12582912.0f;
@@ -35,8 +36,8 @@ inline __device__ float exp2_polynomial(float x) {
 struct TileSoftmax {
   float maximum[2] = {-INFINITY, -INFINITY}, total[2] = {0.0f, 0.0f};
 
-  // Turns the raw scores of a row into weights, and returns the factor by which the earlier sums
-  // must be multiplied. `factor` is scale * log2(e).
+  // Turns the raw scores of a row into weights, and returns the factor by which the caller must
+  // multiply its sums over the earlier tiles. `factor` is scale * log2(e).
   __device__ float step(float (&scores)[kScores], int half, float factor) {
     float largest[2] = {-INFINITY, -INFINITY};
 #pragma unroll
@@ -65,7 +66,7 @@ struct TileSoftmax {
   }
 
   // Returns the log-sum-exp of a row as a natural logarithm, and sets `inverse` to 1 / sum. For a
-  // row without an allowed key, it returns -inf and sets `inverse` to 1.
+  // row without an allowed key, the function returns -inf and sets `inverse` to 1.
   __device__ float finish(int half, float& inverse) const {
     const float sum = quad_sum(total[half]);
     inverse = sum == 0.0f ? 1.0f : __fdividef(1.0f, sum);

@@ -39,7 +39,7 @@ struct BoxRow {
   static constexpr int kColumns = box_columns(kHeadDim), kBytes = 2 * kColumns;
   static constexpr int kParts = kHeadDim / kColumns, kChunks = kColumns / 8;
 
-  // Returns the byte offset of a chunk of 16 bytes in a row.
+  // Returns the byte offset in a box of chunk `chunk`, which has 16 bytes, of row `row`.
   static __device__ int offset(int row, int chunk) {
     return row * kBytes + (chunk ^ (row * kBytes / kBoxRowBytes % kChunks)) * 16;
   }
@@ -114,8 +114,8 @@ inline __device__ void store_matrices(uint32_t address, const uint32_t (&pairs)[
                : "memory");
 }
 
-// Returns whether a tensor map can describe the rows of q, k, v or out. The driver takes strides of
-// 16 bytes to 2^40 bytes, and dimensions that broadcast have the stride 0.
+// Returns whether a tensor map can describe the rows of q, k, v, out or dout. The driver takes only
+// strides of 16 bytes to 2^40 bytes, so it refuses a dimension that broadcasts, whose stride is 0.
 bool has_tensor_map(const HeadRows& x, const Sequences& sequences, int64_t rows);
 
 // Encodes the tensor map for boxes of `box_rows` rows of q, k, v, out or dout.

@@ -6,8 +6,8 @@
 // columns are the left operand of the next product.
 //
 // A product runs asynchronously. The registers of its sums and of its left operand may not be
-// accessed before wait_for_products. begin_products must be called before the first product of a
-// group, and after the last access to these registers.
+// accessed before wait_for_products. begin_products must be called before the first of a group of
+// products, and after the last access to these registers.
 
 #pragma once
 
@@ -29,7 +29,7 @@ __device__ uint64_t descriptor(uint32_t address, uint32_t halves = 16) {
          static_cast<uint64_t>(halves / 16) << 16 | (address & 0x3ffff) / 16;
 }
 
-// Returns the descriptor of an operand that begins `bytes` further on.
+// Returns the descriptor of an operand that begins `bytes` bytes after the operand of `descriptor`.
 inline __device__ uint64_t moved(uint64_t descriptor, int bytes) { return descriptor + bytes / 16; }
 
 // Returns x, which must be the same in all lanes of a warp. ptxas knows that this result is the

@@ -1,7 +1,8 @@
 """A machine that executes PTX on the CPU and reports faults that otherwise occur only on a GPU.
 
 PTX is the documented virtual instruction set of NVIDIA GPUs. `load` reads the text that Triton or
-nvcc emits. `Module.launch` executes the text instruction by instruction on arrays of any library.
+nvcc emits. `Module.launch` executes a kernel of the text, instruction by instruction, on arrays of
+any library.
 
 Every error in a PTX text raises a `PtxError`, which names the line of the text. The error is a
 `PtxSyntaxError` if the machine cannot run the text. The error is a `PtxFault` if a kernel does

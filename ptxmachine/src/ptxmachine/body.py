@@ -214,7 +214,7 @@ class _Body:
         self.kernel = _bounded(entry)
         self.functions = functions
         self.scopes = [_Scope()]
-        self.visible: list[tuple[_Scope, ...]] = []  # per instruction, outermost first
+        self.visible: list[tuple[_Scope, ...]] = []  # scopes by instruction, outermost first
         self.label = ""  # the last label
         # For each call that is being inlined, outermost first: the name of the function and the
         # label at the end of its body.

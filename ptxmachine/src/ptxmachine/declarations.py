@@ -55,7 +55,7 @@ def integer(token: str, line: int) -> int:
 
 
 def float_bits(token: str, bits: int, line: int) -> int:
-    """Return a number as the bits of a float of 32 or 64 `bits`, or raise PtxSyntaxError."""
+    """Return the bits of the number `token` in fp32 or fp64, or raise PtxSyntaxError."""
     hexadecimal = re.fullmatch(r"0[fF]([0-9a-fA-F]{8})|0[dD]([0-9a-fA-F]{16})", token)
     try:
         if hexadecimal is None:
@@ -101,7 +101,7 @@ def variable(statement: str, line: int) -> Variable:
 
 
 def _tokens(initial: str | None) -> list[str]:
-    """Return the numbers of an initial value."""
+    """Return the texts of the numbers in an initial value. None has no numbers."""
     return re.findall(r"[^\s,{}]+", initial or "")
 
 

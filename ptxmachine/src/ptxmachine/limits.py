@@ -60,17 +60,18 @@ def architecture(target: str) -> int:
 
 
 def most_shared(target: str) -> int:
-    """Return the most bytes of static and dynamic shared memory that a block may have."""
+    """Return the most bytes of static and dynamic shared memory that a block on `target` may
+    have."""
     return 1024 * MOST_SHARED.get(architecture(target), STATIC_SHARED // 1024)
 
 
 def most_cluster(target: str) -> int:
-    """Return the most blocks that a cluster may have."""
+    """Return the most blocks that a cluster on `target` may have."""
     return CLUSTER if architecture(target) >= CLUSTER_TARGET else 1
 
 
 def most_parameters(target: str, version: tuple[int, int]) -> int:
-    """Return the most bytes that the parameters of a kernel may have."""
+    """Return the most bytes of kernel parameters for `target` and the PTX ISA `version`."""
     old = architecture(target) < 70 or version < (8, 1)
     return OLD_PARAMETERS if old else PARAMETERS
 

@@ -80,7 +80,7 @@ def parse(text: str) -> Text:
         The parsed module. A kernel is read at the first look-up of its name.
 
     Raises:
-        PtxSyntaxError: If a statement outside the kernels cannot be read. The message has the
+        PtxSyntaxError: If a statement outside the kernels cannot be read. The message names the
             line.
     """
     text = _without_comments(text)

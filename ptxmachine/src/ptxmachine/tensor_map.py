@@ -31,14 +31,15 @@ def tensor_map(
         tensor: Array of one to five dimensions whose last dimension is contiguous: an object with
             the buffer protocol, or with DLPack in the memory of the CPU.
         box: Elements of a copy in each dimension of `tensor`, in the same order.
-        swizzle: Bytes of the swizzle pattern: 0, 32, 64 or 128.
+        swizzle: Bytes of the swizzle pattern: 32, 64 or 128, or 0 for no swizzle.
         fill_nan: Whether elements outside the tensor are read as NaN instead of zero.
 
     Returns:
         128 bytes: the argument for a ``__grid_constant__ CUtensorMap`` parameter.
 
     Raises:
-        ValueError: If ``cuTensorMapEncodeTiled`` does not allow such a map.
+        ValueError: If `tensor` is not an array in the memory of the CPU, or if
+            ``cuTensorMapEncodeTiled`` does not allow such a map.
     """
     array = buffers.buffer(tensor, "tensor")
     dims, size = len(array.shape), array.size
