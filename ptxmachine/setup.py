@@ -17,7 +17,7 @@ HEADERS = sorted(glob("csrc/*.h"))
 
 
 def changed(compiled: str, source: str) -> bool:
-    """Return whether a source file or any header is newer than the compiled object file."""
+    """Return whether the object file is missing, or older than its source or any header."""
     if not os.path.exists(compiled):
         return True
     return any(os.path.getmtime(p) > os.path.getmtime(compiled) for p in (source, *HEADERS))

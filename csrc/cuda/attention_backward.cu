@@ -1,11 +1,12 @@
 // Backward of attention on Ampere and later GPUs, in 16-bit formats.
 //
-// A thread block computes one head of one sequence. For each block of keys (128, or 64 at head dim
-// 128), it goes through all tiles of 32 queries. The scores are computed as s = k q^T, so that
-// their rows are keys. The softmax weights p and the gradients ds of the scores then have the
-// register layout of a left operand. Therefore the sums dv += p dout and dk += ds q stay in the
-// registers of the warp that owns the keys. Only ds is written to shared memory, for dq = ds^T k. A
-// block of keys and a tile of queries take five products, and the weights are computed once.
+// A thread block computes one head of one sequence. For each block of keys, it goes through all
+// tiles of 32 queries. A block has 128 keys, or 64 keys at head dim 128, and at head dim 64 under
+// dropout or a mask of query-key pairs. The scores are computed as s = k q^T, so that their rows
+// are keys. The softmax weights p and the gradients ds of the scores then have the register layout
+// of a left operand. Therefore the sums dv += p dout and dk += ds q stay in the registers of the
+// warp that owns the keys. Only ds is written to shared memory, for dq = ds^T k. A block of keys
+// and a tile of queries take five products, and the weights are computed once.
 //
 // If a sequence has one block of keys, its dq is complete after this block. Otherwise, dq_sums in
 // global memory contains the sums of dq over the blocks of keys in fp32, and the thread that wrote

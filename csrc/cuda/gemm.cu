@@ -1,11 +1,12 @@
 // Matrix products with an activation in the epilogue, in 16-bit formats, for sm_80 and later.
 //
-// A block of four warps computes a tile of 128 x 128. cp.async copies slices of 32 columns of both
-// operands to a ring of three stages in shared memory, and each warp computes 64 x 64 elements of
-// the tile from these slices. The sums start from the bias. At the end, they are rounded and stored
-// in the same shared memory. From there, each lane reads 16 bytes at a time, applies the activation
-// and writes whole sectors. Two blocks share a multiprocessor, even if it has only 100 KB of shared
-// memory: the epilogue of one block runs while the other block multiplies.
+// A block of four warps computes a tile of 128 x 128. cp.async copies slices of both operands, each
+// 32 elements of the depth, to a ring of three stages in shared memory, and each warp computes 64 x
+// 64 elements of the tile from these slices. The sums start from the bias. At the end, they are
+// rounded and stored in the same shared memory. From there, each lane reads 16 bytes at a time,
+// applies the activation and writes whole sectors. Two blocks share a multiprocessor, even if it
+// has only 100 KB of shared memory: the epilogue of one block runs while the other block
+// multiplies.
 //
 // On an A100 and at a depth of 768, the products of one tile take 12,288 cycles of the tensor
 // cores. The ldmatrix instructions take 6,144 cycles of the shared memory.

@@ -159,8 +159,9 @@ def specialise(launch: Any) -> tuple[dict[str, str], dict[str, Any], dict[tuple[
         The type of each argument by name, the value of each constant by name, and the attributes
         by position. The address of a tensor counts as divisible by 16. So does an integer that is
         divisible by 16, unless its parameter is marked as not specialised. As in Triton, other
-        integers with a specialised parameter have an empty list, and so have the constants that
-        `_names` selects. With equal attributes, a real launch finds the binary in Triton's cache.
+        integers with a specialised parameter have an empty list as their attributes, and so have
+        the constants that `_names` selects. With equal attributes, a real launch finds the binary
+        in Triton's cache.
     """
     import torch
 
@@ -196,7 +197,7 @@ def specialise(launch: Any) -> tuple[dict[str, str], dict[str, Any], dict[tuple[
 
 
 def _names(constant: Any) -> bool:
-    """Whether Triton's attributes have an entry for a constant.
+    """Return whether Triton's attributes have an entry for a constant.
 
     From Triton 3.9 on, every constant has an entry. Before 3.9, only strings have one.
     """

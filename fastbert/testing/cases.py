@@ -95,7 +95,8 @@ class Case:
     shape: tuple[Any, ...]
     options: dict[str, Any] = field(default_factory=dict)
     quick: bool = False
-    # By default, the interpreter uses larger tiles than a GPU, because they take less time there.
+    # By default, the interpreter uses larger tiles than a GPU, because larger tiles take it less
+    # time.
     gpu_tiles: bool = False
 
     @property
@@ -126,7 +127,7 @@ class Case:
         return f"{command} --backend {backend} --dtype {dtype_name(dtype)}{seeded}"
 
     def flops(self) -> int:
-        """Return the floating-point operations of the forward pass.
+        """Return the number of floating-point operations of the forward pass.
 
         A multiplication with an addition counts as two operations.
         """
@@ -210,7 +211,7 @@ def _pairs(draw, sizes, mask, bias, dropout_p) -> dict[str, Any]:
 
 
 def _laid_out(x: Tensor, layout: str) -> Tensor:
-    """Lay out a tensor of shape ``(B, H, L, D)`` in memory.
+    """Return a tensor of shape ``(B, H, L, D)`` with the memory layout that `layout` names.
 
     "transposed" swaps the strides of the last two dimensions. "expanded" shares the values of the
     first head among all heads. "offset" moves the tensor by one element, so that its address is
@@ -499,8 +500,8 @@ def _cases() -> Iterator[Case]:
     yield case("embedding", "words", 70, 211, 96, quick=True, **absent)
     yield case("embedding", "no_types", 65, 100, 111, types=False, dropout_p=0.1, padding_idx=0)
     yield case("embedding", "no_positions", 40, 59, 64, positions=False, bias=False)
-    # The case has so many labelled rows that the largest error of a logit hardly depends on luck,
-    # both in the tested result and in the yardstick (the reference in the tested dtype).
+    # The case "mlm" has so many labelled rows that the largest error of a logit hardly depends on
+    # luck, both in the tested result and in the yardstick (the reference in the tested dtype).
     yield case("linear_cross_entropy", "mlm", 700, 48, 301, quick=True)
     yield case("linear_cross_entropy", "sum", 130, 32, 197, reduction="sum", labelled=0.9)
     yield case("linear_cross_entropy", "none", 130, 32, 197, reduction="none", labelled=0.8)

@@ -30,7 +30,7 @@ class Launches:
     """The numbers of launches by name.
 
     Args:
-        kernels: Launches of Triton kernels and of kernels of the C++ extension.
+        kernels: Launches of Triton kernels, and calls of operators of the C++ extension.
         gemms: Matrix products of torch.
         foreign: Operators of torch that are not a GEMM, a view or an allocation.
     """

@@ -82,7 +82,8 @@ def run_with_gradients(
     dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(seed))
     named = dict(leaves.items())
     targets = [named[name] for name in inputs.gradients]
-    # The gradient is rounded to bf16, so that all runs get the same values in every dtype.
+    # The gradient of the output is rounded to bf16, so that all runs get the same values in every
+    # dtype.
     gradients = torch.autograd.grad(out, targets, dout.bfloat16().to(out.dtype).to(out.device))
     names = (f"d{name}" for name in inputs.gradients)
     return {"out": out.detach(), **dict(zip(names, gradients, strict=True))}

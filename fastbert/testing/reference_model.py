@@ -44,7 +44,7 @@ def encode(
     token_type_ids: Tensor | None = None,
     seeds: Tensor | None = None,
 ) -> Encoded:
-    """Compute BertModel (Devlin et al. 2019).
+    """Compute the output of BertModel (Devlin et al. 2019).
 
     Args:
         state: State dict of BertModel, without the prefix ``bert.``.

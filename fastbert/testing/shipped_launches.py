@@ -247,7 +247,7 @@ def _feed_forward_backward() -> Iterator[Launch]:
 
 
 def _without_product(rows: int, dtype: torch.dtype, name: str) -> bool:
-    """Whether the kernel of the activation alone is compiled for a row of `FEED_FORWARD`."""
+    """Return whether the kernel of the activation alone is compiled for a row of `FEED_FORWARD`."""
     return name in ("gelu", "geglu") and rows == 4096 and dtype == BF16
 
 

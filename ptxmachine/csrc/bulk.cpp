@@ -123,7 +123,8 @@ uint16_t slot_of(Block& b, uint32_t barrier) {
   return (uint16_t)(b.rank * b.launch->entries() + (uint32_t)b.launch->warps * kLanes + it->second);
 }
 
-// Issues a load into the shared memory of the block `to`, with the mbarrier of this block.
+// Issues a load into the shared memory of the block `to`. The load counts its bytes at an mbarrier
+// of the same block.
 void issue_part(Warp& w, int l, BulkCopy c, Block& to) {
   existing(w, to, c.barrier, l);
   c.slot = slot_of(to, c.barrier);

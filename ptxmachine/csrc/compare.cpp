@@ -110,8 +110,9 @@ void set_pair(Warp& w, const Instr& i, Mask m) {
     if (i.reg[e].id >= 0) put_predicate(w, i.reg[e], m, bits[e], w.ok(i.reg[2]) & w.ok(i.reg[3]));
 }
 
-// set. arg 0 and 3 have the same meaning as for setp. arg 5: whether the result is fp32. For a true
-// comparison, the result is then 1.0, and otherwise a word of ones.
+// set. arg 0 and 3 have the same meaning as for setp. arg 5: whether the result is fp32. A true
+// comparison gives 1.0 in fp32, or a word of ones if the result is an integer. A false comparison
+// gives 0.
 template <class T>
 void set_word(Warp& w, const Instr& i, Mask m) {
   const Mask bits = compared<T>(w, i, i.reg + 1);

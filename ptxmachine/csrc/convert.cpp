@@ -68,8 +68,8 @@ __int128 read_integer(Type type, uint64_t bits) {
 }
 
 // Rounds x to a format with `fraction` fraction bits, the least exponent `lowest` and the largest
-// finite value `largest`. `infinite` tells whether the format has infinities. The result is a
-// double.
+// finite value `largest`. `infinite` tells whether a value above `largest` may become an infinity.
+// The result is a double.
 double rounded_to(double x, int fraction, int lowest, double largest, Round round, bool infinite) {
   if (x == 0 || !std::isfinite(x)) return x;
   int exponent;

@@ -260,8 +260,8 @@ constexpr uint32_t kPermutations[6][4] = {
     {0x0000, 0x1110, 0x2210, 0x3210}, {0x1010, 0x3232, 0x1010, 0x3232}};
 
 // prmt. arg 0: 1 + index of the mode in kModes, or 0 without a mode. Each byte of the result is
-// valid if its source byte is valid. Validity is per byte because compilers take bytes that they do
-// not use from registers that they never write.
+// valid if its source byte is valid. Validity is per byte, because compilers fill unused bytes of a
+// result from registers that no instruction has written.
 void permute(Warp& w, const Instr& i, Mask m) {
   w.need(i.reg[3], m, "the selector of prmt");
   uint8_t valid[kLanes];

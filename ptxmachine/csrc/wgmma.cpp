@@ -71,7 +71,7 @@ void each_of_group(Warp& w, F&& f) {
     f(w.block->warps[(size_t)n]);
 }
 
-// The entry of a warpgroup in vector clocks.
+// Returns the index of the entry that a warpgroup has in vector clocks.
 size_t entry_of(const Warp& w) {
   const Launch& launch = *w.block->launch;
   return (size_t)(w.first + launch.warps * kLanes + kSlots + w.index / kGroupWarps);

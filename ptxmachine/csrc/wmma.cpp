@@ -17,7 +17,7 @@ int fragment_registers(Type type, int rows, int columns, bool factor) {
 }
 
 // wmma.load. arg 0: rows. arg 1: columns. arg 2: whether memory is in column-major order. arg 3:
-// the number of registers. arg 4: state space.
+// the number of registers of the fragment. arg 4: state space.
 void wmma_load(Warp& w, const Instr& i, Mask m) {
   const Reg address = i.reg[i.arg[3]];
   w.need(address, m, "an address");

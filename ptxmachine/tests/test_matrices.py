@@ -220,7 +220,7 @@ def swizzled(offset, width):
 
 
 def k_major(matrix, width):
-    """Return the bytes of a K-major matrix of shape (rows, 16), and its descriptor at address 0."""
+    """Return the bytes of a K-major matrix (rows, 16), and its descriptor for address 0."""
     rows, data = matrix.shape[0], matrix.contiguous().view(torch.uint8).reshape(matrix.shape[0], 32)
     image = torch.zeros(rows * max(width, 32), dtype=torch.uint8)
     for row in range(rows):

@@ -83,7 +83,7 @@ def test_wrong_arrivals_in_another_block(changes, kind, message, seed):
 # Loads of several blocks.
 
 # The block {issuer} loads 128 bytes into all blocks of the mask. %r13 has the address of the
-# memory, and %r10 the address of the mbarrier.
+# variable `memory`, and %r10 the address of the mbarrier.
 LOAD = """
     mov.u32 %r1, %cluster_ctarank;
     mov.u32 %r13, memory;

@@ -46,7 +46,7 @@ def loading(bytes_, coordinates, dims):
     )
 
 
-# Thread t copies 16 bytes to the output.
+# Thread t copies 16 bytes from shared memory to the output.
 OUT = """
 mad.lo.u32 %r3, %r0, 16, %r1;
 ld.shared.v4.b32 {%r4, %r5, %r6, %r7}, [%r3];
@@ -274,7 +274,7 @@ def test_lanes_that_issue_one_store_write_once(seed):
 
 
 def test_a_replaced_stride_goes_to_its_dimension():
-    # In the machine's own layout, the strides begin at byte 40.
+    # In the machine's own layout of a tensor map, the strides begin at byte 40.
     body = """
 mov.u32 %r5, memory;
 mad.lo.u32 %r6, %r0, 4, %r5;
@@ -295,7 +295,7 @@ ld.shared.u64 %d6, [%r5+48];
 @pytest.mark.parametrize(("code", "width"), [(0, 0), (1, 32), (2, 64), (3, 128)])
 @pytest.mark.parametrize("rank", [1, 5])
 def test_a_replaced_rank_is_one_more_and_a_swizzle_is_a_code(rank, code, width):
-    # In the machine's own layout, byte 4 is the rank and byte 6 is the swizzle.
+    # In the machine's own layout of a tensor map, byte 4 is the rank and byte 6 is the swizzle.
     body = f"""
 mov.u32 %r5, memory;
 mad.lo.u32 %r6, %r0, 4, %r5;

@@ -1,14 +1,14 @@
 // Matrix products with an activation in the epilogue on Hopper GPUs (sm_90a), in 16-bit formats.
 //
-// A persistent block has three groups of four warps. Slices of 64 columns of both operands go
-// through a ring of three stages in shared memory, which does not restart at a new tile of the
-// result. Two groups multiply: each owns 64 of the 128 rows of a tile, and its registers hold the
-// sums of all 256 columns. When the sums are complete, the group rounds them, stores them in shared
-// memory and begins the next tile immediately. The remaining group, which is the first one in the
-// block, does not multiply. It reads the sums from shared memory, applies the activation and writes
-// the results, 16 bytes per lane, while the products of the next tile run. So the activation costs
-// no time, as long as it takes less time than the products. Between two pieces of work, one thread
-// of the first group looks for free stages and starts their copies.
+// A persistent block has three groups of four warps. Slices of both operands, each 64 elements of
+// the depth, go through a ring of three stages in shared memory, which does not restart at a new
+// tile of the result. Two groups multiply: each owns 64 of the 128 rows of a tile, and its
+// registers hold the sums of all 256 columns. When the sums are complete, the group rounds them,
+// stores them in shared memory and begins the next tile immediately. The remaining group, which is
+// the first one in the block, does not multiply. It reads the sums from shared memory, applies the
+// activation and writes the results, 16 bytes per lane, while the products of the next tile run. So
+// the activation costs no time, as long as it takes less time than the products. Between two pieces
+// of work, one thread of the first group looks for free stages and starts their copies.
 //
 // The bias is copied with the first stage of a tile, and the sums start from the bias.
 //

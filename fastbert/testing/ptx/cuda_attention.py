@@ -59,7 +59,7 @@ class AttentionBackward(Structure):
 
 
 def _is_aligned(t: Tensor) -> bool:
-    """Whether the kernels can use `t` without a copy.
+    """Return whether the kernels can use `t` without a copy.
 
     The last dimension is then contiguous, and every row begins at a multiple of 16 bytes.
     """
@@ -104,7 +104,7 @@ class AttentionOperators(Calls):
         return AttentionMask(self._address(bytes_of), *bytes_of.stride())
 
     def _run_with_pairs(self, name: str, params: AttentionForward | AttentionBackward) -> None:
-        """Call ``run_NAME`` with a new buffer for the bits of query-key pairs, which are all 1."""
+        """Call ``run_NAME`` with a new buffer for the bits of query-key pairs, full of ones."""
         count = getattr(self.library, f"{name}_pair_words")
         count.restype = c_int64
         bits = torch.full((count(byref(params)),), -1, dtype=torch.int32)

@@ -36,7 +36,7 @@ NAMES = (
 NUMBERS = {name: i for i, name in enumerate(("none", *ACTIVATIONS))}
 
 
-# The structs of csrc/cuda: operands, layer_norm, feed_forward, gemm and varlen
+# The structs of the headers operands, layer_norm, feed_forward, gemm and varlen in csrc/cuda
 
 
 class Matrix(Structure):

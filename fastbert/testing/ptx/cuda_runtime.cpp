@@ -87,7 +87,8 @@ cudaError_t refusal(const Kernel& kernel, dim3 grid, dim3 cluster, dim3 block, s
   return kernel.static_shared + shared > most ? cudaErrorInvalidValue : cudaSuccess;
 }
 
-// The driver requires this alignment in bytes; the type CUtensorMap has a larger alignment.
+// The alignment in bytes that the driver requires of a tensor map. The type CUtensorMap has a
+// larger alignment.
 constexpr uintptr_t kMapAlignment = 64;
 
 // A tensor map as ptxmachine/src/ptxmachine/tensor_map.py lays it out.

@@ -23,7 +23,7 @@ from fastbert.ops.backend import compiler_environment
 
 SOURCES = Path(__file__).resolve().parents[3] / "csrc"
 SUFFIXES = (".cu", ".cuh", ".h")
-# nvcc reads these variables.
+# These environment variables change what nvcc compiles.
 VARIABLES = ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS", "NVCC_CCBIN", "CPATH", "CPLUS_INCLUDE_PATH")
 KEPT_SECONDS = 30 * 86400
 
@@ -120,7 +120,7 @@ def _command(arch: str, flags: Sequence[str]) -> list[str]:
 
 
 def _compile(source: Path, command: Sequence[str], target: Path) -> None:
-    """Write the object file and the PTX into a folder."""
+    """Compile a source, and write its object file and its PTX into the folder `target`."""
     with tempfile.TemporaryDirectory(prefix="fastbert-nvcc-") as kept:
         output = target / f"{source.stem}.o"
         run(["nvcc", *command, "--keep", "--keep-dir", kept, "-c", source, "-o", output])

@@ -93,7 +93,7 @@ class Launched:
 
 
 def spread(blocks: int, wanted: int) -> list[int]:
-    """Return the numbers of different blocks that are spread over the grid.
+    """Return the numbers of at most `wanted` blocks that are spread over a grid of `blocks` blocks.
 
     Examples:
         >>> from fastbert.testing.ptx.sample import spread

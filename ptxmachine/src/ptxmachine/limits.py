@@ -60,8 +60,7 @@ def architecture(target: str) -> int:
 
 
 def most_shared(target: str) -> int:
-    """Return the most bytes of static and dynamic shared memory that a block on `target` may
-    have."""
+    """Return the most bytes of shared memory, static and dynamic, for a block on `target`."""
     return 1024 * MOST_SHARED.get(architecture(target), STATIC_SHARED // 1024)
 
 
