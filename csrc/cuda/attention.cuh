@@ -72,9 +72,9 @@ struct AttentionBackward {
   uint32_t* pair_bits;
 };
 
-// The dynamic shared memory, in bytes, that a block may request on sm_86, sm_89 and sm_120. These
-// GPUs have 100 KiB; the remaining 4 KiB are for the static shared memory of a kernel and for CUDA
-// itself. Other GPUs allow more.
+// The dynamic shared memory, in bytes, that a block may request on sm_86, sm_89 and sm_120. A
+// multiprocessor of these GPUs has 100 KiB; the remaining 4 KiB are for the static shared memory of
+// a kernel and for CUDA itself. Other GPUs allow more.
 constexpr int kSharedLimit = 96 * 1024;
 
 // The largest number of keys of a sequence for which the backward needs neither delta nor dq_sums.

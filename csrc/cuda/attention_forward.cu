@@ -202,8 +202,8 @@ __global__ void __launch_bounds__(kThreads, kHeadDim == 128 || kPairs || kDropou
     wait_for_copies<1>();
     __syncthreads();
     fill(tile + 2);
-    // `row` is the row of the lane's first score. `opaque` makes the compiler compute it again in
-    // each tile, so that it needs no register between tiles.
+    // `row` is the number of the query of the lane's first score. `opaque` makes the compiler
+    // compute `row` again in each tile, so that `row` needs no register between tiles.
     const int row = first_query + warp_row + static_cast<int>(opaque(threadIdx.x) % 32 / 4);
 
     Scores scores;

@@ -30,7 +30,8 @@ inline cudaError_t bind_context() {
   return error;
 }
 
-// Returns the error of the CUDA runtime that has the same number as a result of the driver.
+// Converts `result`, which a function of the driver returned, to the error of the CUDA runtime that
+// has the same number.
 inline cudaError_t error_of(CUresult result) {
   static_assert(static_cast<int>(CUDA_SUCCESS) == static_cast<int>(cudaSuccess) &&
                 static_cast<int>(CUDA_ERROR_INVALID_CONTEXT) ==

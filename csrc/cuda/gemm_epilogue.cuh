@@ -88,9 +88,9 @@ struct StoreGelu {
   }
 };
 
-// The epilogue of the backward, which computes a chunk of dh and a chunk of a from a chunk of da
-// and a chunk of h. `sums` adds up dh over the rows. Beyond the last row, da and h are 0, and
-// therefore dh is 0.
+// The epilogue of the backward, which computes chunks of dh and of the activation `a` from chunks
+// of da and h. `sums` adds up dh over the rows. Beyond the last row, da and h are 0, and therefore
+// dh is 0.
 template <class T, class Function>
 struct StoreGradient {
   using Params = LinearGeluGradient;

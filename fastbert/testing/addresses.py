@@ -120,7 +120,8 @@ class Graph:
         """Add the results of an operation to ``values``.
 
         Returns:
-            For each value that the operation's region yields, the names that get this value.
+            One list for each value that the operation's region yields: the names that get this
+            value.
         """
         operands = re.findall(NAME, rest.partition(" : ")[0])
         if operation == "scf.for":

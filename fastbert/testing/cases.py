@@ -30,7 +30,7 @@ OPS = (
     "embedding",
     "linear_cross_entropy",
 )
-# The backend table of each public function.
+# Name of a public function → name of the table of its backends.
 TABLE_OF = {op: op for op in OPS} | {
     "attention_varlen": "attention",
     "attention_qkvpacked": "attention",

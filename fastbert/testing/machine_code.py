@@ -34,7 +34,7 @@ class Instruction:
 
     @cached_property
     def modifiers(self) -> list[str]:
-        """The modifiers of the opcode."""
+        """The parts of the operation after the opcode."""
         return self.operation.split(".")[1:]
 
     @cached_property

@@ -326,7 +326,7 @@ def not_run(dtype: torch.dtype, error: Exception) -> Comparison:
 def parity_row(
     case: Case, backend: str, dtype: torch.dtype, result: Comparison, seed: int = 0
 ) -> ParityRow:
-    """Make the row of a comparison.
+    """Return the row of ``fastbert check`` for a comparison.
 
     Args:
         case: The case.

@@ -97,7 +97,7 @@ class _Dropout:
         return None if self.seeds is None else self.seeds[index : index + 1]
 
     def rows(self, x: Tensor, index: int) -> Tensor:
-        """Apply dropout to the rows of ``x (B, L, N)`` that exist, by the seed at `index`."""
+        """Apply dropout to the rows of ``x (B, L, N)`` that exist, with the seed number `index`."""
         rows = x[self.exists]
         dropped = reference.dropout(rows, self.hidden_p, self.seed(index), tuple(rows.shape))
         return x.index_put((self.exists,), dropped)

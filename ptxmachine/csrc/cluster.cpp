@@ -264,8 +264,8 @@ void Cluster::run() {
       }
     }
     if (!left) break;
-    // The seed determines the moment at which a bulk load completes, which is at the latest when
-    // all warps wait.
+    // A bulk load completes at a moment that depends on the seed, and at the latest when all warps
+    // wait.
     if (loads && (!progress || ready.empty() || blocks[0]->chance(0.02))) {
       complete_load(random() % loads);
       for (const auto& b : blocks)

@@ -278,8 +278,8 @@ void mma_wait(Warp& w, const Instr& i, Mask) {
   });
 }
 
-// The types in a mnemonic in their order: those of D, A and B, and then of C if the mnemonic has
-// it.
+// Returns the types in a mnemonic in their order: the types of D, A and B, and then the type of C
+// if the mnemonic names it.
 std::vector<Type> types_of(const Mnemonic& name) {
   std::vector<Type> types;
   for (const std::string& part : name.parts)

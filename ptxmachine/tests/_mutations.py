@@ -62,7 +62,7 @@ SOURCES = {
     path.stem: path.read_text(encoding="utf-8")
     for path in sorted(Path(__file__).with_name("texts").glob("*.ptx"))
 } | {"calls": CALLS}
-# Identifiers with their dots, numbers, blanks and single characters.
+# A token is an identifier with its dots, a number, a run of blanks or a single character.
 TOKEN = re.compile(r"[%$.]?[A-Za-z_][\w$:.]*|\d[\w.]*|\s+|.", re.S)
 NUMBER = re.compile(r"\d[\w.]*")
 REGISTER = re.compile(r"(%[a-z]+)\d+")

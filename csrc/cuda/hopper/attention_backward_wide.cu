@@ -6,12 +6,12 @@
 // keys and values are left operands in shared memory. The steps of a tile are ordered so that
 // products run during most of the arithmetic:
 //
-//   scores; gradients of weights     of both groups, one after the other
-//   weights                          while the gradients of the weights are multiplied
+//   scores; gradients of weights     as two products, one after the other
+//   weights                          while the product for the gradients of weights runs
 //   dv += weights dout
-//   gradients of the scores          while dv is multiplied
+//   gradients of the scores          while the product for dv runs
 //   dq = ds^T k; dk += ds q          once ds of both groups has arrived
-//   dq is added up and stored        while dk is multiplied
+//   dq is added up and stored        while the product for dk runs
 //
 // Each group computes half of the columns of dq. The groups wait for each other in every tile, so
 // that two buffers for ds are enough.

@@ -9,8 +9,8 @@
 
 namespace fastbert::cuda {
 
-// The tiles of all heads. A bit is 1 if the pair of a query and a key exists and the query attends
-// the key.
+// The bits of a mask of query-key pairs, in tiles of kRows x kColumns pairs for each head. A bit is
+// 1 if the pair of a query and a key exists and the query attends the key.
 template <int kColumns>
 struct PairTiles {
   static constexpr int kRows = 128, kRowWords = kColumns / 32, kWords = kRows * kRowWords;

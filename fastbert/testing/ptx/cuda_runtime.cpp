@@ -34,7 +34,8 @@ std::map<const void*, Kernel>& kernels() {
   return found;
 }
 
-// Returns the kernel of a host function, with the limits from its PTX, or null.
+// Returns the kernel of a host function, with the limits from its PTX, or null if the function has
+// no kernel.
 Kernel* find(const void* function) {
   const auto found = kernels().find(function);
   if (found == kernels().end()) return nullptr;

@@ -147,7 +147,7 @@ def read(entry: Function, functions: dict[str, Function]) -> Kernel:
     """Read a kernel.
 
     Args:
-        entry: The kernel.
+        entry: The kernel before its statements are read.
         functions: The functions that the kernel may call, by name.
 
     Raises:

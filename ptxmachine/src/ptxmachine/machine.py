@@ -318,7 +318,7 @@ def _whole(value: int, name: str, low: int, high: int) -> None:
 
 
 def _three(sizes: Sequence[int], name: str, most: tuple[int, int, int]) -> tuple[int, int, int]:
-    """Return `sizes` in x, y and z, or raise ValueError if a size is above its limit in `most`."""
+    """Return `sizes` filled up with 1 to three, or raise ValueError if they are not allowed."""
     if not 1 <= len(sizes) <= 3 or any(size < 1 for size in sizes):
         raise ValueError(f"{name}: got {tuple(sizes)}, allowed: 1 to 3 sizes of at least 1")
     if any(size > limit for size, limit in zip(sizes, most, strict=False)):
