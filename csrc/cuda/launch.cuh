@@ -23,8 +23,8 @@ cudaError_t launch(void (*kernel)(Params), dim3 grid, int threads, const Params&
   const void* const function = reinterpret_cast<const void*>(kernel);
   // A block may use more than 48 KiB of shared memory only if the launcher requests it. Smaller
   // sizes are requested, too, because static shared memory also counts, and its size is not known
-  // here. Each kernel always requests the same size, so concurrent threads do not request different
-  // sizes.
+  // here. Each kernel always requests the same size, so concurrent CPU threads do not request
+  // different sizes.
   if (dynamic_shared > 0) {
     const cudaError_t error =
         cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, dynamic_shared);

@@ -29,10 +29,11 @@ struct Layout {
   static __device__ int column(int vector) {
     return (vector * kThreads + static_cast<int>(threadIdx.x) % kThreads) * kWidth<T>;
   }
-  // The first row of the block, and the distance to its next rows.
+  // first_row returns the first row of the block, and row_step the distance from a row to the next
+  // row that the same threads take.
   static __device__ int64_t first_row() { return static_cast<int64_t>(blockIdx.x) * kRows; }
   static __device__ int64_t row_step() { return static_cast<int64_t>(gridDim.x) * kRows; }
-  // Returns whether `row` exists, if the first row of the block exists in the same iteration.
+  // Returns whether `row` exists. The first row of the block in the same iteration must exist.
   static __device__ bool exists(int64_t row, int64_t rows) { return kRows == 1 || row < rows; }
   static __device__ int group() { return static_cast<int>(threadIdx.x) / kThreads; }
   static __device__ bool inside(int column, int columns) { return kExact || column < columns; }

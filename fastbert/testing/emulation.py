@@ -196,7 +196,7 @@ def from_json(content: dict[str, Any]) -> EmulatedRun:
 
 
 def summarize(runs: Sequence[EmulatedRun]) -> list[dict[str, Any]]:
-    """Sum the runs up by operation, backend, dtype and architecture.
+    """Sum up the runs by operation, backend, dtype and architecture.
 
     Args:
         runs: The runs, in any order.

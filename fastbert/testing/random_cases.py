@@ -47,7 +47,7 @@ class Pick:
 
     def __init__(self, text: str) -> None:
         """Seed the generator, and choose whether the case uses the tiles of a GPU."""
-        # A text as seed gives the same choices on every machine, version and hash seed.
+        # A text as seed gives the same choices for every machine, Python version and hash seed.
         self.random = random.Random(text)
         self.gpu_tiles = self.chance(0.5)
 

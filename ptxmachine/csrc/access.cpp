@@ -46,7 +46,7 @@ void count_shared(Block& b, Mask m, const uint64_t* address, uint32_t size) {
   }
 }
 
-// The state space of an address. For a generic address, the space depends on the address window.
+// Returns the state space of an address: `space`, or for a generic address the space of its window.
 Space space_of(Space space, uint64_t address) {
   if (space != Space::generic) return space;
   const uint64_t window = address & kWindowMask;
@@ -56,8 +56,8 @@ Space space_of(Space space, uint64_t address) {
                                   : Space::global;
 }
 
-// The key of an address in Launch::released. Equal addresses in the shared memory of different
-// blocks have different keys.
+// Returns the key of an address in Launch::released. Equal addresses in the shared memory of
+// different blocks have different keys.
 uint64_t key_of(const Warp& w, const Instr& i, int lane, uint64_t address) {
   const Space space = space_of((Space)i.arg[0], address);
   if (space != Space::shared && space != Space::cluster) return address;

@@ -160,8 +160,8 @@ void issue_load(Warp& w, int l, const BulkCopy& c, uint64_t address, const Reg* 
     issue_part(w, l, c, b.cluster->member(w, l, (uint32_t)__builtin_ctz(left)));
 }
 
-// The offset of an address in the shared memory of its own block. All blocks of a cluster have the
-// same layout, so any block b of the cluster gives the offset.
+// Returns the offset of an address in the shared memory of its own block. All blocks of a cluster
+// have the same layout, so any block b of the cluster gives the offset.
 uint32_t offset_in_home(const Block& b, uint64_t given, uint64_t bytes, uint64_t align) {
   return b.shared_offset(in_block(given), bytes, align);
 }

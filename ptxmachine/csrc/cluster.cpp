@@ -2,7 +2,7 @@
 // turns.
 //
 // Threads of a cluster meet at barrier.cluster, and access the shared memory of each other's
-// blocks. A block must have started when another block accesses its memory, and it must not end
+// blocks. A block must have started before another block accesses its memory, and it must not end
 // before these accesses.
 
 #include <set>

@@ -26,8 +26,8 @@ double rounded_integral(double x, Round round) {
   }
 }
 
-// Returns the value of a floating-point source of cvt. A double represents every value of these
-// formats exactly.
+// Returns the value of a floating-point source of cvt. A double represents every value of the
+// source formats exactly.
 double read_float(Type type, uint64_t bits) {
   switch (type) {
     case Type::f16:

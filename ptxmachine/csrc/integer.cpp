@@ -454,7 +454,7 @@ struct Form {
   Shape shape;
 };
 
-// The form of an instruction whose result and sources all have the type of its suffix.
+// Returns the form of an instruction whose result and sources all have the type of its suffix.
 Form same(Handler run, Type type, int sources) {
   Shape shape = {result(bits_of(type))};
   shape.insert(shape.end(), (size_t)sources, source(bits_of(type)));

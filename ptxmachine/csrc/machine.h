@@ -258,7 +258,7 @@ struct Warp {
   std::unordered_map<int32_t, Mask> hidden;
   std::vector<uint64_t> written;
   int32_t locks = 0;
-  // The happens-before order, by lane: the clocks of order.cpp for threads of this cluster.
+  // By lane: the two vector clocks of order.cpp, which have the times of threads of this cluster.
   std::array<Clock, kLanes> base, fenced;
   std::array<Knowledge, kLanes> others;  // clocks of threads of other clusters
   // By lane and scope. offered: the clocks at the last fence of this scope or of a larger scope,
@@ -383,7 +383,8 @@ struct Block {
   bool morally_strong(const Stamp& a, const Stamp& b) const {
     return std::min(a.scope, b.scope) >= between(a, b);
   }
-  // "thread 5" for a thread of this block, "thread 5 of block 3" for another thread.
+  // Returns the name of the thread of a stamp, such as "thread 5" in this block, or "thread 5 of
+  // block 3".
   std::string who(const Stamp& stamp) const;
   void join(const std::vector<std::pair<Warp*, int>>& threads);
   void sync_lanes(Warp& w, Mask mask);

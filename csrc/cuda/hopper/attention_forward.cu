@@ -317,8 +317,8 @@ class Consumer {
     give_back(M::kKeysEmpty, keys_);
   }
 
-  // Turns the scores of a tile into weights, and returns whether the sums of any row of the warp
-  // must be scaled by a factor below 1.
+  // Turns the scores of a tile into weights, and sets `rescale` to the factors for the sums of the
+  // lane's two rows. Returns whether any row of the warp has a factor below 1.
   __device__ bool weigh(const Item& item, int tile, float (&rescale)[2]) {
     const float factor = p_.call.scale * kLog2E;
     bool grown = false;

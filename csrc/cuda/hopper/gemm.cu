@@ -76,9 +76,9 @@ struct Params {
   __device__ TileAt at(int tile) const { return tile_at(tile, row_tiles, column_tiles); }
 };
 
-// Starts copies to all stages that are free, without waiting for a stage. One thread calls its
-// functions. The right operand is a weight (columns, depth) in the forward, and (depth, columns) in
-// the backward.
+// Starts copies to all stages that are free, without waiting for a stage. One thread uses this
+// class. The right operand is a weight (columns, depth) in the forward, and (depth, columns) in the
+// backward.
 template <class Call, bool kByRows>
 class Copies {
  public:

@@ -61,7 +61,7 @@ struct Device {
   uint64_t threads;                      // of a block
   uint64_t block[3], grid[3];            // threads and blocks in x, y and z
   uint64_t cluster;                      // blocks of a cluster
-  uint64_t box, stride_end;              // of a tensor map: largest box, and end of the strides
+  uint64_t box, stride_end;              // of a tensor map: largest side of a box, limit of strides
 } device;
 
 // Whether a context is current in the calling thread. The driver's functions need a context.
