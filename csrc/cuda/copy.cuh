@@ -50,8 +50,8 @@ inline __device__ void copy_chunk(uint32_t to, const void* from, bool exists) {
                : "memory");
 }
 
-// Closes a group, which has the asynchronous copies that the calling thread has started since its
-// previous group.
+// Closes a group. The group has the asynchronous copies that the calling thread has started since
+// its previous group.
 inline __device__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 // Waits until at most kPending groups of copies of the calling thread are unfinished.

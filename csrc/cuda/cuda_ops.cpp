@@ -317,7 +317,7 @@ at::Tensor writable_rows(const at::Tensor& t) {
   return is_aligned(t) ? t : at::empty(t.sizes(), t.options());
 }
 
-// Dense tensors are (B, H, L, D), and packed ones are (T, H, D).
+// Dense tensors are (B, H, L, D), and packed tensors are (T, H, D).
 HeadRows head_rows(const at::Tensor& t) {
   void* const data = const_cast<void*>(t.const_data_ptr());
   return t.dim() == 3 ? HeadRows{data, 0, t.stride(1), t.stride(0)}

@@ -39,8 +39,8 @@ inline cudaError_t error_of(CUresult result) {
   return static_cast<cudaError_t>(result);
 }
 
-// Returns the driver's name of an error, such as "CUDA_ERROR_INVALID_CONTEXT", or nullptr if only
-// the runtime has this error.
+// Returns the driver's name of an error, such as "CUDA_ERROR_INVALID_CONTEXT", or nullptr if the
+// driver has no such error.
 inline const char* driver_name(cudaError_t error) {
   using GetName = CUresult (*)(CUresult, const char**);
   static const auto get_name = reinterpret_cast<GetName>(driver_function("cuGetErrorName"));

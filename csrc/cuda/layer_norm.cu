@@ -332,8 +332,8 @@ __global__ void __launch_bounds__(L::kBlock, 1) backward_kernel(Launch<LayerNorm
           g[v][i] = parts[0][v][i];
           dbias[v][i] += g[v][i];
           dweight[v][i] += g[v][i] * h[v][i];
-          // The product is rounded before it is used (no FMA), as in the mean of g. So g - mean(g)
-          // is exactly 0 in a row of one column.
+          // The product is rounded here (no FMA), so the mean of g adds up the same rounded
+          // products. Therefore g - mean(g) is exactly 0 in a row of one column.
           g[v][i] = __fmul_rn(g[v][i], weight[i]);
           sums.a += g[v][i];
           sums.b += g[v][i] * h[v][i];

@@ -25,7 +25,7 @@ __device__ float warp_sum(float x) {
 }
 
 // The shared memory of one call of row_sum. Consecutive calls must alternate between two RowSums,
-// which saves a barrier.
+// so that one barrier for each call is enough.
 template <int kThreads>
 struct RowSums {
   Pair warp[kThreads > 32 ? kThreads / 32 : 1];

@@ -125,7 +125,7 @@ class Graph:
         """
         operands = re.findall(NAME, rest.partition(" : ")[0])
         if operation == "scf.for":
-            # %i = %low to %high step %step iter_args(%inside = %initial, ...) -> ...
+            # The text is: %i = %low to %high step %step iter_args(%inside = %initial, ...) -> ...
             self.values[operands[0]] = Value("loop", [operands[1]])
             pairs = re.findall(rf"({NAME}) = ({NAME})", rest.partition("iter_args(")[2])
             for name, (inside, initial) in zip(results, pairs, strict=True):

@@ -36,14 +36,15 @@ MATRIX_UNITS = {
 }
 # Instructions of 16 bytes per thread must load at least this share of a kernel's loaded bytes.
 WIDE_SHARE = 0.5
-# These kernels need only the share in the first element, for the reason in the second element.
+# These kernels need only a smaller share. The first element is the share, and the second the
+# reason.
 NARROWER: dict[str, tuple[float, str]] = {
     "attention_dq": (0.2, "at head dim 32 a thread's part of a tile is 8 bytes"),
     "attention_dkv": (0.1, "as in attention_dq, and a statistic of a row is 4 bytes"),
     "attention_short_backward": (0.3, "as in attention_dkv"),
     "embedding_run_sums": (0.3, "the key of a row is loaded in two layouts"),
 }
-# For these kernels, no share is required. The values are the reasons.
+# These kernels need no wide loads at all. The values are the reasons.
 NARROW_LOADS: dict[str, str] = {
     "embedding_keys": "each row has one index, at any stride",
     "cross_entropy_partition": "any number of rows runs the same binary, so each has its own mask",

@@ -136,7 +136,7 @@ def fixed_order_product(a: Tensor, b: Tensor, order: int = 0) -> Tensor:
         a, b = a[..., shuffled], b[..., shuffled, :]
     chains = max(1, -(-depth // CHAIN))
     rest = chains * CHAIN - depth
-    # [chains, ..., M, CHAIN] and [chains, ..., CHAIN, N]
+    # The shapes become [chains, ..., M, CHAIN] and [chains, ..., CHAIN, N].
     a = F.pad(a.to(dtype), (0, rest)).unflatten(-1, (chains, CHAIN)).movedim(-2, 0)
     b = F.pad(b.to(dtype), (0, 0, 0, rest)).unflatten(-2, (chains, CHAIN)).movedim(-3, 0)
     sums = a.new_zeros((*a.shape[:-1], b.shape[-1]))

@@ -375,8 +375,8 @@ class Consumer {
     store(item, queries);
   }
 
-  // Computes the weights of a tile while the product of the previous tile's weights with their
-  // values runs.
+  // Computes the weights of a tile while the product of the previous tile's weights and values
+  // runs.
   __device__ void step(const Item& item, int tile, uint32_t queries) {
     wait(shared_ + M::kKeysFull + 8 * keys_.stage, keys_.parity);
     begin_turn();
@@ -393,8 +393,8 @@ class Consumer {
     pin(scores_);
     hide_and_release(item, tile);
     float rescale[2];
-    // Both branches call finish_sums, because ptxas would otherwise move its wait before the
-    // softmax.
+    // Both branches call finish_sums, because ptxas would otherwise move the wait of finish_sums
+    // before the softmax.
     if (weigh(item, tile, rescale)) {
       finish_sums();
 #pragma unroll

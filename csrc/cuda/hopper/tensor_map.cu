@@ -1,4 +1,4 @@
-// The host code for tma.cuh: tensor maps, which the driver encodes.
+// The host code for tma.cuh, which encodes tensor maps with a function of the driver.
 
 #include "../driver.cuh"
 #include "tma.cuh"

@@ -45,7 +45,8 @@ struct BoxRow {
   }
 };
 
-// The coordinates of a row of a head, without the column.
+// The coordinates of a row of a head, without the column. `wrap` is kEnd in packed tensors, and 0
+// in dense tensors.
 struct RowAt {
   int row, head, batch, wrap;
 

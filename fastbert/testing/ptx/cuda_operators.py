@@ -32,7 +32,7 @@ NAMES = (
     "linear_gelu_forward", "linear_gelu_gradient", "flash_attention_forward",
     "flash_attention_backward", "mask_places",
 )  # fmt: skip
-# The values of the enumeration in csrc/activations.h.
+# Name of an activation → its value in the enumeration of csrc/activations.h.
 NUMBERS = {name: i for i, name in enumerate(("none", *ACTIVATIONS))}
 
 
