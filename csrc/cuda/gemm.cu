@@ -261,8 +261,8 @@ bool served(const Call& p, const ConstMatrix& left, const ConstMatrix& right) {
          aligned(right.data, right.stride, 2) && left.stride > 0 && right.stride > 0;
 }
 
-// Returns whether the kernels of hopper/ run: the GPU has compute capability 9.0, and the extension
-// has code for it.
+// Returns whether the kernels in hopper/ compute the products, which is the case if the GPU has
+// compute capability 9.0 and the extension has code for it.
 bool on_hopper() {
 #ifdef FASTBERT_SM90A
   int device = 0, major = 0, minor = 0;

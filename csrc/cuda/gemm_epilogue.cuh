@@ -133,7 +133,8 @@ __device__ void write_sums(float* to, float (&sums)[kChunk]) {
   if (lane >= 2 * kLanes) return;
   const int half = (lane / kLanes) ^ (lane / 4 % 2);
   const uint32_t at = shared_address(to + lane % kLanes * kChunk + half * 4);
-  // This is PTX, because nvcc would split the store of four floats into stores of single floats.
+  // The store is inline PTX, because nvcc would split the store of four floats into stores of
+  // single floats.
   asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(at), "f"(half ? sums[4] : sums[0]),
                "f"(half ? sums[5] : sums[1]), "f"(half ? sums[6] : sums[2]),
                "f"(half ? sums[7] : sums[3])

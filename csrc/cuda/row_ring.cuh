@@ -75,8 +75,9 @@ class RowRing {
     for (int stage = 0; stage < kStages; ++stage) copy(memory_ + stage * kStageBytes);
   }
 
-  // Loads the next row of each matrix from shared memory into registers, and starts the copy of the
-  // row that takes its place there. After the last row, and for the absent matrix, it loads zeros.
+  // Loads the next row of each matrix from shared memory into registers, and starts the copies of
+  // the later rows that take their places in shared memory. After the last row, and for an absent
+  // matrix, the function loads zeros.
   __device__ void take(RowPart<L> (&parts)[kMatrices]) {
     wait_for_copies<kStages - 1>();
     unsigned char* const stage = memory_ + stage_;

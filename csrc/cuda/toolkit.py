@@ -77,7 +77,7 @@ def find(
     package_headers = existing(package / "include" for package in packages)
     searched = places(include_dirs, own_headers, package_headers)
     with tempfile.TemporaryDirectory() as folder:
-        # nvcc's headers come before those of the packages, which can be of another minor version.
+        # nvcc's headers come first, because the packages can be of another minor version.
         for added in ([], own_headers, own_headers + package_headers):
             error = refusal(nvcc, include_dirs + added, major, Path(folder))
             if error is None:

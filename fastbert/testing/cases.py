@@ -95,8 +95,8 @@ class Case:
     shape: tuple[Any, ...]
     options: dict[str, Any] = field(default_factory=dict)
     quick: bool = False
-    # By default, the interpreter uses larger tiles than a GPU, because larger tiles take it less
-    # time.
+    # By default, the interpreter uses larger tiles than a GPU, because larger tiles take less time
+    # in the interpreter.
     gpu_tiles: bool = False
 
     @property

@@ -25,8 +25,7 @@ struct Mnemonic {
 // The number of bits of a register for a type; 1 for a predicate.
 inline int bits_of(Type type) { return type == Type::pred ? 1 : 8 * bytes_of(type); }
 
-// The scope that a strong access or a fence names. The scope is the device if the instruction names
-// none.
+// Returns the scope that a strong access or a fence names, or the device if it names no scope.
 inline Scope scope_named(const Mnemonic& name) {
   return name.has("cta") ? Scope::block : name.has("cluster") ? Scope::cluster : Scope::device;
 }

@@ -126,7 +126,7 @@ void reduce(Warp& w, const Instr& i, Mask m) {
   w.wrote(i.reg[0], m, kAll);
 }
 
-// elect.sync d|p, members.
+// elect.sync d|p, members. The machine elects the lowest lane of the member mask.
 void elect(Warp& w, const Instr& i, Mask m) {
   const Mask members = members_of(w, i.reg[2], m);
   const int leader = __builtin_ctz(members);

@@ -17,12 +17,12 @@ constexpr int kProducerRegisters = 56, kConsumerRegisters = 224;
 static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <=
               (1 + kConsumers) * kThreadRegisters);
 
-// The first group calls this function, after which each of its threads has kProducerRegisters
+// The first group calls this function. Each thread of this group then has kProducerRegisters
 // registers.
 inline __device__ void give_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kProducerRegisters));
 }
-// The other groups call this function, after which each of their threads has kConsumerRegisters
+// The other groups call this function. Each thread of these groups then has kConsumerRegisters
 // registers.
 inline __device__ void take_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kConsumerRegisters));

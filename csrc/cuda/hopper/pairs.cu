@@ -28,10 +28,10 @@ struct PackParams {
   PairTiles<kColumns> tiles;
 };
 
-// Returns the lane's word of a square of 32 queries and 32 keys. Its bits are the keys that the
-// lane's query attends or, if kKeysAreRows is true, the queries that attend the lane's key. A lane
-// whose key or query does not exist reads the last key or query instead, so that no read waits for
-// a branch.
+// Returns the lane's word of a square of 32 queries and 32 keys. The bits of the word are the keys
+// that the lane's query attends or, if kKeysAreRows is true, the queries that attend the lane's
+// key. A lane whose key or query does not exist reads the mask of the last key or query instead, so
+// that no read waits for a branch.
 template <bool kKeysAreRows>
 __device__ uint32_t pack_square(const AttentionMask& mask, const Head& h, int first_query,
                                 int first_key) {

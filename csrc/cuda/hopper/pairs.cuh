@@ -32,8 +32,8 @@ struct PairTiles {
 using ForwardPairs = PairTiles<kKeyRows>;
 using BackwardPairs = PairTiles<kTileQueries>;
 
-// Returns whether the mask can differ between the queries of a sequence. It cannot if there is only
-// one query.
+// Returns whether the mask can differ between the queries of a sequence. The mask cannot differ if
+// there is only one query.
 inline bool has_pairs(const AttentionMask& mask, const Sequences& sequences) {
   return mask.data && mask.stride_row != 0 && sequences.max_q > 1;
 }
