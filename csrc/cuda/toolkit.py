@@ -138,7 +138,7 @@ def refusal(nvcc: Path, include_dirs: list[str], major: str, folder: Path) -> st
 
 
 def runtimes(own: list[str], packages: list[Path], major: str) -> Iterator[tuple[list[str], str]]:
-    """Yield pairs of libcudart's folders and its name for option -l, with the preferred pair first.
+    """Yield pairs of folders to search and a name of libcudart for -l, the preferred pair first.
 
     NVIDIA's packages have no libcudart.so, which -lcudart needs. Therefore the full name of the
     file in the package is given, after a colon.

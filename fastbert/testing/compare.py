@@ -85,7 +85,7 @@ class Comparison:
 
     @property
     def is_close(self) -> bool:
-        """Whether both errors are at most ``HOPELESS`` times their limits, as luck may cause."""
+        """Whether both errors are small enough for luck: at most ``HOPELESS`` times the limits."""
         within = self.error <= HOPELESS * self.allowed
         return within and self.rms_error <= HOPELESS * self.rms_allowed
 

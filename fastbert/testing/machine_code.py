@@ -39,12 +39,12 @@ class Instruction:
 
     @cached_property
     def operands(self) -> list[str]:
-        """The operands."""
+        """The operands, in the order of the text."""
         return [operand for part in self.rest.split(",") if (operand := part.strip())]
 
     @cached_property
     def text(self) -> str:
-        """Opcode and operands with single spaces."""
+        """The operation and its operands, separated by single spaces."""
         return " ".join(f"{self.operation} {self.rest}".split())
 
     @cached_property

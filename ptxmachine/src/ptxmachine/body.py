@@ -139,7 +139,7 @@ class Function(NamedTuple):
 
 
 def bare(line: str) -> str:
-    """Return a line without its comment."""
+    """Return a line without its comment and without blanks at its ends."""
     return line.split("//", 1)[0].strip()
 
 

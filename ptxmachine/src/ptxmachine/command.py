@@ -38,7 +38,7 @@ of 0.25 from -2 to 2). Without "=…", it holds nothing yet, and a read before a
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command.
+    """Run the command ``ptxmachine``.
 
     Args:
         arguments: The arguments; with None, the arguments of the process.

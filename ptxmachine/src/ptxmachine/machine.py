@@ -297,7 +297,7 @@ class Module:
 
 
 def load(text: str) -> Module:
-    """Parse a PTX text.
+    """Parse a PTX text, and return its module.
 
     Args:
         text: The module, such as ``triton.compile(...).asm["ptx"]`` or the output of ``nvcc -ptx``.
@@ -318,7 +318,7 @@ def _whole(value: int, name: str, low: int, high: int) -> None:
 
 
 def _three(sizes: Sequence[int], name: str, most: tuple[int, int, int]) -> tuple[int, int, int]:
-    """Return `sizes` filled up with 1 to three, or raise ValueError if they are not allowed."""
+    """Return `sizes` in x, y and z, with 1 for a missing size, or raise ValueError."""
     if not 1 <= len(sizes) <= 3 or any(size < 1 for size in sizes):
         raise ValueError(f"{name}: got {tuple(sizes)}, allowed: 1 to 3 sizes of at least 1")
     if any(size > limit for size, limit in zip(sizes, most, strict=False)):

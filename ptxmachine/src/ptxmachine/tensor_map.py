@@ -25,7 +25,7 @@ TYPES = {
 def tensor_map(
     tensor: Any, box: Sequence[int], *, swizzle: int = 0, fill_nan: bool = False
 ) -> bytes:
-    """Encode a tensor map.
+    """Encode a tensor map that describes the memory of an array.
 
     Args:
         tensor: Array of one to five dimensions whose last dimension is contiguous: an object with
