@@ -1,8 +1,8 @@
 """Functions that decide which queries may attend to which keys.
 
 Query i sees key j if and only if i + offset - left <= j <= i + offset + right. The offset of a
-sequence is its Lk - Lq, and left and right are the limits of the window. Without HAS_LEFT or
-HAS_RIGHT, the window has no limit on that side.
+sequence is its Lk - Lq, and left and right are the limits of the window. Without HAS_LEFT,
+the window has no limit on the left, and without HAS_RIGHT, it has none on the right.
 """
 
 from __future__ import annotations

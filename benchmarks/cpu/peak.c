@@ -97,7 +97,8 @@ static uint8_t operands[4][1024] __attribute__((aligned(64)));
 static int8_t results[1024] __attribute__((aligned(64)));
 
 static int tiles_begin(int is_bf16) {
-  if (syscall(SYS_arch_prctl, 0x1023, 18)) return 0;  // ARCH_REQ_XCOMP_PERM of the tile data
+  // Asks Linux for permission to use AMX: ARCH_REQ_XCOMP_PERM (0x1023) for XTILE_DATA (18).
+  if (syscall(SYS_arch_prctl, 0x1023, 18)) return 0;
   uint32_t state = 1;
   for (int tile = 0; tile < 4; ++tile)
     for (int i = 0; i < 1024; i += 2) {

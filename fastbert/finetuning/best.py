@@ -21,7 +21,7 @@ class Evaluation(NamedTuple):
 
     Attributes:
         figure: Name of the figure by which evaluations are compared.
-        value: The figure; larger is better.
+        value: Value of this figure; larger is better.
         epoch: The epoch, from 1, in which the evaluation took place.
         step: Number of steps before the evaluation.
     """

@@ -99,7 +99,7 @@ def quantize_linears(model: Model, linears: Callable[[Model], Linears], *, inpla
         model = copy.deepcopy(model, weights)
         places = linears(model)
     forget_prepared_calls(model)
-    backend = getattr(model, "backend", None)
+    backend = model.backend if isinstance(model, BertPreTrainedModel) else None
     while places:
         parent, name, linear = places.pop()
         quantised = QuantizedLinear.of(linear)
@@ -124,20 +124,20 @@ def _linears(model: nn.Module) -> Linears:
 
 
 def _check(model: nn.Module, places: Linears) -> None:
-    for around, name, linear in places:
-        where = f"quantize: {name} of {type(around).__name__}"
+    paths = {id(module): path for path, module in model.named_modules()}
+    for _, _, linear in places:
         if isinstance(linear, QuantizedLinear):
             raise ValueError("quantize: got a quantized model, allowed: floating weights")
         problem = deviation(linear, Linear if type(linear) is Linear else nn.Linear)
         if problem is not None:
-            raise TypeError(f"{where} {problem}, allowed: a plain Linear")
+            raise TypeError(f"quantize: {paths[id(linear)]} {problem}, allowed: a plain Linear")
     if model.training:
         raise ValueError("quantize: got a model in training mode, allowed: model.eval()")
     for name, parameter in model.named_parameters():
         if parameter.device.type != "cpu":
             raise ValueError(f"quantize: {name}: got a tensor on {parameter.device}, allowed: cpu")
-    for around, name, linear in places:
-        where = f"quantize: {name} of {type(around).__name__}"
+    for _, _, linear in places:
+        where = f"quantize: {paths[id(linear)]}"
         if linear.weight.dtype not in DTYPES:
             allowed = ", ".join(map(str, DTYPES))
             raise ValueError(f"{where}: got {linear.weight.dtype}, allowed: {allowed}")

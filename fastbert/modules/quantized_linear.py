@@ -69,19 +69,20 @@ class QuantizedLinear(OperationModule):
         Returns:
             The joined layer.
         """
-        biases = [
-            part.scale.new_zeros(part.out_features) if part.bias is None else part.bias
-            for part in parts
-        ]
-        bias = None if all(part.bias is None for part in parts) else torch.cat(biases)
-        values, scale = (torch.cat([getattr(p, n) for p in parts]) for n in ("weight", "scale"))
-        whole = cls(values, scale, bias, parts[0].backend)
-        # Panels and lanes of the packed weights: a part without padding is a run of panels.
-        sizes = [part.weight_now(whole._layout).packed.shape for part in parts]
-        if all(n[0] * n[2] == p.out_features for n, p in zip(sizes, parts, strict=True)):
-            panels = whole.prepacked.split([n[0] for n in sizes])
-            for part, packed in zip(parts, panels, strict=True):
-                part.prepacked = packed
+        # Tensors that are made in inference mode could not be changed outside inference mode.
+        with torch.inference_mode(False):
+            values = torch.cat([part.weight for part in parts])
+            scale = torch.cat([part.scale for part in parts])
+            biases = [part.bias for part in parts if part.bias is not None]
+            zeros = biases[0].new_zeros if biases else scale.new_zeros
+            bias = torch.cat([zeros(p.out_features) if p.bias is None else p.bias for p in parts])
+            whole = cls(values, scale, bias if biases else None, parts[0].backend)
+            # A packed weight consists of panels of `lanes` outputs, and the last panels have zeros.
+            sizes = [part.weight_now(whole._layout).packed.shape for part in parts]
+            if all(n[0] * n[2] == p.out_features for n, p in zip(sizes, parts, strict=True)):
+                panels = whole.prepacked.split([n[0] for n in sizes])
+                for part, packed in zip(parts, panels, strict=True):
+                    part.prepacked = packed
         return whole.train(parts[0].training)
 
     def forward(

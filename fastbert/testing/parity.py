@@ -317,7 +317,7 @@ def check(
 
 
 def not_run(dtype: torch.dtype, error: Exception) -> Comparison:
-    """Return the comparison of a run that raised an error, such as a launch that is refused."""
+    """Return a failed comparison that reports the error of a run, as of a refused launch."""
     text = " ".join(str(error).split())[:300]
     name = backends.dtype_name(dtype)
     return Comparison("run", name, problem=f"{type(error).__name__}: {text}")

@@ -103,8 +103,8 @@ def evaluate(
 
     Returns:
         ``mlm_loss`` in nats and ``mlm_accuracy``, as means over all labelled positions;
-        ``nsp_loss`` in nats and ``nsp_accuracy``, as means over all pairs, unless the batches have
-        no ``next_sentence_label``; and ``mlm_baseline_accuracy``. The baseline always predicts the
+        if the batches have a ``next_sentence_label``, ``nsp_loss`` in nats and ``nsp_accuracy``, as
+        means over all pairs; and ``mlm_baseline_accuracy``. The baseline always predicts the
         most frequent label in `batches`, so no other constant prediction is more accurate.
 
     Raises:

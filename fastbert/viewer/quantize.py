@@ -80,7 +80,7 @@ def finest(layers: list[Floats], budget: int) -> int:
         One of `LEVELS`.
 
     Raises:
-        ValueError: If the coarsest levels do not fit.
+        ValueError: If the layers do not fit even with the smallest number of levels.
     """
     total = sum(layer.size for layer in layers)
     if total * 8 * 4 / 3 <= 8 * budget:

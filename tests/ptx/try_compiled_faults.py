@@ -29,7 +29,7 @@ LONGEST = 1_000_000
 
 
 class Broken(Emulator):
-    """An emulator that inserts a fault into each launch that the fault names."""
+    """An emulator that inserts a fault into every launch whose name is ``fault.launch``."""
 
     def __init__(self, fault: CompiledFault) -> None:
         super().__init__(fault.arch, seed=1, threads=1, limit=LONGEST)

@@ -41,7 +41,8 @@ __device__ inline void drop(float (&weights)[kScores], const Dropout& dropout, i
       theirs |= other << (2 * (group + half));
     }
   }
-  // `mine` has the bits of group + t % 2, and `received` the bits of group + 1 - t % 2.
+  // Of each two groups 2g and 2g + 1, `mine` has the bits of group 2g + t % 2, and `received` has
+  // the bits of the other group.
   const uint32_t received = __shfl_xor_sync(0xffffffffu, theirs, 1);
   const uint32_t even = t % 2 ? received : mine, odd = t % 2 ? mine : received;
 #pragma unroll
