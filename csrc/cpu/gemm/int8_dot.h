@@ -29,9 +29,16 @@ struct Pairs {
   static constexpr int kGroup = 2;
 
   static FASTBERT_INLINE IntVec weights(const int8_t* p) {
+#if FASTBERT_INTRINSIC_BYTES == 64
+    return (IntVec)_mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)p));
+#elif FASTBERT_INTRINSIC_BYTES == 32
+    // GCC 12 compiles __builtin_convertvector to five instructions instead of one.
+    return (IntVec)_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p));
+#else
     NarrowVec narrow;
     __builtin_memcpy(&narrow, p, sizeof(narrow));
     return (IntVec) __builtin_convertvector(narrow, ShortVec);
+#endif
   }
 
   static FASTBERT_INLINE IntVec multiply_add(IntVec x, IntVec w, IntVec sum) {
