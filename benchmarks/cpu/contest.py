@@ -7,7 +7,7 @@ out, refused or not installed has a row with the reason.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,6 +40,8 @@ MIN_SAMPLES, MAX_SAMPLES = 3, 30
 # An implementation is wrong if the RMS of its error exceeds this fraction of the RMS of the first
 # fp32 implementation's result. Rounding to bf16 in twelve layers causes a few hundredths.
 CLOSE = 0.25
+# The reason for a refusal begins with these words if the run leaves the implementation out.
+LEFT_OUT = "left out: "
 
 
 @dataclass
@@ -51,19 +53,27 @@ class CpuRow(ContestRow):
         difference: RMS of the difference to the first fp32 implementation's result, over the RMS of
             that result.
         peak_bytes: Peak resident memory of the process at this shape, after the first call.
+        stock_ratio: Time of stock fp32 over the time of this implementation; set for tasks.
         embedding_error: Largest error of an element of the embeddings of real sentences, which have
-            length 1, against float64. Set for the published model only, like the next two fields.
+            length 1. The exact embeddings are those of float64 in inference, and those of stock
+            fp32 in the task ``encode``. Set for the published model only, like the next two fields.
         rank_correlation: Spearman's correlation between the similarities of all pairs of these
-            sentences and the similarities in float64.
-        same_nearest: Share of these sentences whose nearest sentence is the same in float64.
+            sentences and the similarities of the exact embeddings.
+        same_nearest: Share of these sentences whose nearest sentence is that of the exact
+            embeddings.
+        score_error: Largest difference of a score from the score of stock fp32.
+        loss_error: Largest difference of a loss from the loss of stock fp32.
     """
 
     tokens: int = 0
     best_ratio: float | None = None
     difference: float | None = None
+    stock_ratio: float | None = None
     embedding_error: float | None = None
     rank_correlation: float | None = None
     same_nearest: float | None = None
+    score_error: float | None = None
+    loss_error: float | None = None
 
 
 @dataclass
@@ -105,7 +115,7 @@ def play(
         return workers[name].ask("shape", lengths=list(shape.lengths))
 
     answers = first_calls(workers, rows, first_call, setting.notify)
-    _compare(answers, rows)
+    compare(answers, rows)
     seconds = {name: answers[name]["seconds"] for name in answers if not rows[name].refused}
     take_turns(seconds, workers, rows, setting.seconds)
     for name, row in rows.items():
@@ -123,7 +133,7 @@ def _too_slow(name: str, shape: EncoderShape, setting: Setting) -> str | None:
     behind = setting.rates[name] / min(setting.rates.values())
     if expected < TOO_LONG_S or behind < FAR_BEHIND:
         return None
-    return f"left out: about {expected:.0f} s a call, {behind:.1f} × the fastest, by its last shape"
+    return f"{LEFT_OUT}about {expected:.0f} s a call, {behind:.1f} × the fastest, by its last shape"
 
 
 def first_calls(
@@ -146,8 +156,15 @@ def first_calls(
     return answers
 
 
-def _compare(answers: Mapping[str, dict[str, Any]], rows: Mapping[str, CpuRow]) -> None:
-    """Refuse each implementation whose result is not finite or far from the first fp32 result."""
+def compare(
+    answers: Mapping[str, dict[str, Any]],
+    rows: Mapping[str, CpuRow],
+    close: Callable[[CpuRow], float] = lambda row: CLOSE,
+) -> None:
+    """Refuse each implementation whose result is not finite or far from the first fp32 result.
+
+    ``close(row)`` is the largest accepted `CpuRow.difference`.
+    """
     numbers = {name: np.asarray(answer["sample"]) for name, answer in answers.items()}
     order = sorted(numbers, key=lambda name: (rows[name].dtype != FP32, rows[name].ours))
     right = numbers[order[0]] if order else None
@@ -157,8 +174,8 @@ def _compare(answers: Mapping[str, dict[str, Any]], rows: Mapping[str, CpuRow]) 
             continue
         difference = float(np.sqrt(np.mean((output - right) ** 2) / np.mean(right**2)))
         rows[name].difference = difference
-        if difference > CLOSE:
-            rows[name].refused = f"its result is wrong by {difference:.2f} of the RMS of fp32"
+        if difference > close(rows[name]):
+            rows[name].refused = f"its result is wrong by {difference:.3g} of the RMS of fp32"
 
 
 def take_turns(
@@ -166,11 +183,12 @@ def take_turns(
     workers: Mapping[str, Remote],
     rows: Mapping[str, CpuRow],
     seconds: float,
+    always: Collection[str] = (),
 ) -> None:
     """Set the times and the memory in the row of every implementation that answered its first call.
 
     ``first`` maps each implementation to the seconds of its first call. Implementations of fastbert
-    take turns even if they are slow.
+    and those in ``always`` take turns even if they are slow.
     """
     once: dict[str, float] = {}
     fastest = fastest_peers(first, rows)
@@ -184,7 +202,7 @@ def take_turns(
     turns = {
         name: took
         for name, took in once.items()
-        if rows[name].ours or took <= max(SHORT_S, BEHIND * fastest[name])
+        if rows[name].ours or name in always or took <= max(SHORT_S, BEHIND * fastest[name])
     }
     timings = {name: Timing(took, took, took, 1) for name, took in once.items()}
     if turns:

@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -14,10 +14,11 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.cpu.contest import CpuRow, Setting, judge, padded_flops, play
+from benchmarks.cpu.ceilings import Ceilings
+from benchmarks.cpu.contest import LEFT_OUT, CpuRow, Setting, judge, padded_flops, play
 from benchmarks.cpu.exactness import Exactness
 from benchmarks.cpu.remote import ROOT, Failed, Remote
-from benchmarks.cpu.runtimes import CALIBRATION, FP32, INT8, ONNX, RUNTIMES, WEIGHTS, Runtime
+from benchmarks.cpu.runtimes import BF16, CALIBRATION, ONNX, RUNTIMES, WEIGHTS, Runtime
 from fastbert.bench.contest import line
 from fastbert.bench.encoder import (
     BASE,
@@ -96,12 +97,12 @@ def run(scale: Scale, setting: Setting, threads: int, names: Sequence[str] = ())
     wanted = [e for e in RUNTIMES if not names or e.name in names]
     rows: list[CpuRow] = []
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        refused = prepare(Path(folder), scale, wanted, setting)
+        refused = prepare(Path(folder), scale, wanted, setting, left_out)
         runners = [engine for engine in wanted if engine.name not in refused]
         started = [stack.enter_context(Remote(e.name, Path(folder), threads)) for e in runners]
         # Nothing is timed yet, so imports, parity checks and builds may share the cores.
         with ThreadPoolExecutor(threads) as pool:
-            admitted = list(pool.map(_admit, started, [engine.ours for engine in runners]))
+            admitted = list(pool.map(admit, started, [engine.ours for engine in runners]))
         workers, notes = {}, {}
         for worker, (note, reason) in zip(started, admitted, strict=True):
             if reason is None:
@@ -139,7 +140,7 @@ def _exactness(workers: Mapping[str, Remote], setting: Setting) -> dict[str, dic
     return result
 
 
-def _admit(worker: Remote, ours: bool) -> tuple[str | None, str | None]:
+def admit(worker: Remote, ours: bool) -> tuple[str | None, str | None]:
     """Check and build an implementation; return (note, None), or (None, reason for the refusal)."""
     try:
         if ours and (reason := worker.ask("gate")["refused"]):
@@ -150,9 +151,16 @@ def _admit(worker: Remote, ours: bool) -> tuple[str | None, str | None]:
 
 
 def prepare(
-    folder: Path, scale: Scale, wanted: Sequence[Runtime], setting: Setting
+    folder: Path,
+    scale: Scale,
+    wanted: Sequence[Runtime],
+    setting: Setting,
+    left_out: Callable[[Runtime, Setting], str | None],
 ) -> dict[str, str]:
-    """Write the model to ``folder``; return the reason for each implementation that cannot run."""
+    """Write the model to ``folder``; return the reason for each implementation that cannot run.
+
+    ``left_out`` returns the reason why a section leaves an implementation out, or None.
+    """
     refused = {e.name: reason for e in wanted if (reason := e.missing() or left_out(e, setting))}
     (folder / "config.json").write_text(json.dumps(scale.config.to_dict()), encoding="utf-8")
     torch.save(weights_of(scale), folder / WEIGHTS)
@@ -170,7 +178,7 @@ def prepare(
         )
         # The quantized models of ONNX are made from the first one.
         first = [ONNX] if kind == "onnxruntime" else []
-        reason = _export(folder, list(dict.fromkeys([*first, *(e.reads for e in users)])))
+        reason = export(folder, list(dict.fromkeys([*first, *(e.reads for e in users)])))
         absent = [e.name for e in users if not (folder / e.reads).exists()]
         refused |= dict.fromkeys(absent, f"conversion failed: {reason}")
     return refused
@@ -185,20 +193,26 @@ def weights_of(scale: Scale) -> dict[str, torch.Tensor]:
 
 def left_out(engine: Runtime, setting: Setting) -> str | None:
     """Return the reason to leave out an implementation that compiles for minutes, or None."""
-    fp32, bf16 = setting.ceilings.torch_fp32, setting.ceilings.torch_bf16
     if engine.kind != "compiled":
         return None
     if setting.section == "minilm":
-        return "left out: it is compiled for BERT-base only, whose targets include it"
-    if engine.form in (FP32, INT8) or bf16 > fp32 / 2:
+        return f"{LEFT_OUT}it is compiled for BERT-base only, whose targets include it"
+    return slow_bf16(setting.ceilings) if engine.form == BF16 else None
+
+
+def slow_bf16(ceilings: Ceilings) -> str | None:
+    """Return the reason to leave out bf16 in torch, if it is slower than half of fp32's speed."""
+    fp32, bf16 = ceilings.torch_fp32, ceilings.torch_bf16
+    if bf16 > fp32 / 2:
         return None
     return (
-        f"left out: bf16 products of torch reach {bf16 / 1e9:.0f} GFLOP/s here, "
+        f"{LEFT_OUT}bf16 products of torch reach {bf16 / 1e9:.0f} GFLOP/s here, "
         f"and fp32 products {fp32 / 1e9:.0f} GFLOP/s"
     )
 
 
-def _export(folder: Path, names: Sequence[str]) -> str | None:
+def export(folder: Path, names: Sequence[str]) -> str | None:
+    """Convert the model in another process; return the reason if a conversion fails, or None."""
     command = [sys.executable, "-m", "benchmarks.cpu.export", str(folder), *names]
     try:
         done = subprocess.run(

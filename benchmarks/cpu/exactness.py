@@ -8,11 +8,12 @@ each sentence, scaled to length 1.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
 from benchmarks.cpu.batches import Batch
+
+Embeddings = Sequence[Sequence[float]]  # one row per sentence
 
 BATCH = 32
 SENTENCES = 128
@@ -34,6 +35,21 @@ def pooled(hidden: np.ndarray, batch: Mapping[str, np.ndarray]) -> np.ndarray:
     mask = batch["attention_mask"].astype(np.float64)[:, :, None]
     mean = np.where(mask, hidden, 0.0).sum(1) / mask.sum(1)
     return mean / np.linalg.norm(mean, axis=1, keepdims=True)
+
+
+def fields(actual: Embeddings, right: Embeddings) -> dict[str, float]:
+    """Return the fields of a `CpuRow` that describe the exactness of an implementation."""
+    import torch
+
+    from fastbert.bench.quantized_accuracy import errors
+
+    actual, right = (torch.tensor(rows, dtype=torch.float64) for rows in (actual, right))
+    found = errors("", actual, "", right)
+    return {
+        "embedding_error": found["max_error"],
+        "rank_correlation": found["spearman"],
+        "same_nearest": found["top_1"],
+    }
 
 
 class Exactness:
@@ -59,16 +75,5 @@ class Exactness:
         self.ids = token_ids(sentences)
         self._right = embeddings(model, sentences)
 
-    def errors(self, embeddings: Sequence[Sequence[float]]) -> dict[str, Any]:
-        """Return the fields of a `CpuRow` that describe the exactness of an implementation."""
-        import torch
-
-        from fastbert.bench.quantized_accuracy import errors
-
-        actual = torch.tensor(embeddings, dtype=torch.float64)
-        found = errors("", actual, "", self._right)
-        return {
-            "embedding_error": found["max_error"],
-            "rank_correlation": found["spearman"],
-            "same_nearest": found["top_1"],
-        }
+    def errors(self, embeddings: Embeddings) -> dict[str, float]:
+        return fields(embeddings, self._right.tolist())

@@ -3,8 +3,8 @@
     python -m benchmarks.cpu.export FOLDER NAME…
 
 FOLDER has config.json, weights.pt and calibration.json; each NAME is a file or folder that a
-`Runtime` reads. The converter runs in its own process, so that its memory does not count as memory
-of an implementation.
+`Runtime` reads, or `CROSS_ENCODER`. The converter runs in its own process, so that its memory does
+not count as memory of an implementation.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from benchmarks.cpu.runtimes import (
     CALIBRATION,
+    CROSS_ENCODER,
     CTRANSLATE2,
     ONNX,
     ONNX_FUSED_INT8,
@@ -28,6 +29,7 @@ from benchmarks.cpu.runtimes import (
     OPENVINO_INT8,
     WEIGHTS,
 )
+from fastbert.bench.quantized_accuracy import model_folder
 from fastbert.config import BertConfig
 from fastbert.integrations import stock_models
 
@@ -139,8 +141,20 @@ def to_ctranslate2(encoder: nn.Module, folder: Path) -> None:
     TransformersConverter(str(source)).convert(str(folder / CTRANSLATE2))
 
 
+def to_cross_encoder(folder: Path) -> None:
+    """Write the published MiniLM with a random head of one score for sentence-transformers."""
+    from sentence_transformers import CrossEncoder
+
+    torch.manual_seed(0)
+    model = CrossEncoder(str(model_folder()), num_labels=1, device="cpu")
+    model.save_pretrained(str(folder / CROSS_ENCODER))
+
+
 def convert(folder: Path, name: str) -> None:
     """Write the converted model of this name; a quantized ONNX model needs `ONNX` first."""
+    if name == CROSS_ENCODER:
+        to_cross_encoder(folder)
+        return
     config = BertConfig.from_dict(json.loads((folder / "config.json").read_text("utf-8")))
     weights = torch.load(folder / WEIGHTS, mmap=True, weights_only=True)
 

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from benchmarks.cpu import accuracy, breakdown, tiles
+from benchmarks.cpu import accuracy, breakdown, tasks, tiles
 from fastbert import json_file
 from fastbert.bench.plots import plot_matches
 from fastbert.machine import Machine
 
 PAGE = "cpu.md"
-CONTESTS = ("bert-base", "minilm", "training")
-ORDER = ("tiles", *CONTESTS, "breakdown", "int8")
+CONTESTS = (*tasks.TASKS, "minilm", "bert-base", "training")
+ORDER = (*CONTESTS, "tiles", "breakdown", "int8")
 
 
 def write(folder: Path, content: Mapping[str, Any], machine: Machine) -> None:
@@ -81,16 +81,13 @@ def contest_lines(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
                 f"{_met(ratio, row['ratio_floor'])} | {_met(ratio, row.get('ratio_goal'))} |"
             )
     yield ""
-    yield (
-        "| shape | engine | median ms | p10–p90 ms | samples | rate | TFLOP/s | "
-        "share of the limit | ratio | ratio to the best peer | peak MiB | "
-        "largest error of an embedding | rank correlation | same nearest | note |"
-    )
-    yield "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|"
+    columns = [c for c in COLUMNS if not c.optional or any(c.has(row) for row in rows)]
+    yield f"| shape | engine | {' | '.join(column.head for column in columns)} | note |"
+    yield f"|---|---{'|---' * len(columns)}|---|"
     absent = _absent(rows)
     for row in rows:
         if row["contender"] not in absent:
-            yield _row(row)
+            yield _row(row, columns)
     if absent:
         yield ""
         for engine, reason in absent.items():
@@ -115,24 +112,47 @@ def _met(ratio: float | None, wanted: float | None) -> str:
     return f"{wanted:g}: {'met' if ratio is not None and ratio >= wanted else '**not met**'}"
 
 
-def _row(row: Mapping[str, Any]) -> str:
+class Column(NamedTuple):
+    """A column of the table: its head, the fields of a row that it shows, and their text.
+
+    An optional column is left out if no row can fill it.
+    """
+
+    head: str
+    fields: tuple[str, ...]
+    text: Callable[..., str]
+    optional: bool = False
+
+    def has(self, row: Mapping[str, Any]) -> bool:
+        return "seconds" in row and all(row.get(key) is not None for key in self.fields)
+
+
+COLUMNS = (
+    Column("median ms", ("seconds",), lambda seconds: f"{1e3 * seconds:.2f}"),
+    Column("p10–p90 ms", ("p10", "p90"), lambda low, high: f"{1e3 * low:.2f}–{1e3 * high:.2f}"),
+    Column("samples", ("samples",), str),
+    Column("rate", ("rate", "unit"), lambda rate, unit: f"{rate:,.4g} {unit}"),
+    Column("TFLOP/s", ("tflops",), "{:.3f}".format),
+    Column("share of the limit", ("of_measured_floor",), lambda share: f"{100 * share:.0f} %"),
+    Column("ratio", ("ratio",), "{:.2f}".format),
+    Column("ratio to the best peer", ("best_ratio",), "{:.2f}".format),
+    Column("ratio to stock fp32", ("stock_ratio",), "{:.2f}".format, optional=True),
+    Column("peak MiB", ("peak_bytes",), lambda peak: f"{peak / 2**20:,.0f}"),
+    Column("largest error of an embedding", ("embedding_error",), "{:.1e}".format, optional=True),
+    Column("rank correlation", ("rank_correlation",), "{:.5f}".format, optional=True),
+    Column("same nearest", ("same_nearest",), "{:.1%}".format, optional=True),
+    Column("largest error of a score", ("score_error",), "{:.1e}".format, optional=True),
+    Column("largest error of a loss", ("loss_error",), "{:.1e}".format, optional=True),
+)
+
+
+def _row(row: Mapping[str, Any], columns: Sequence[Column]) -> str:
     label = f"{row['label']}, {row['dtype']}" if row["direction"] == "training" else row["label"]
     start = f"| {label} | {row['contender']} |"
     if "seconds" not in row:
-        return f"{start} | | | | | | | | | | | | {row.get('refused', '')} |"
-
-    def shown(key: str, form: str) -> str:
-        return format(row[key], form) if key in row else ""
-
-    def size(key: str) -> str:
-        return f"{row[key] / 2**20:,.0f}" if row.get(key) is not None else ""
-
-    return (
-        f"{start} {1e3 * row['seconds']:.2f} | {1e3 * row['p10']:.2f}–{1e3 * row['p90']:.2f} | "
-        f"{row['samples']} | {row['rate']:,.4g} {row['unit']} | {row['tflops']:.3f} | "
-        f"{100 * row['of_measured_floor']:.0f} % | {shown('ratio', '.2f')} | "
-        f"{shown('best_ratio', '.2f')} | {size('peak_bytes')} | "
-        f"{shown('embedding_error', '.1e')} | {shown('rank_correlation', '.5f')} | "
-        f"{shown('same_nearest', '.1%')} | "
-        f"{row.get('note', '')} |"
-    )
+        return f"{start}{' |' * len(columns)} {row.get('refused', '')} |"
+    cells = [
+        column.text(*(row[key] for key in column.fields)) if column.has(row) else ""
+        for column in columns
+    ]
+    return f"{start} {' | '.join(cells)} | {row.get('note', '')} |"

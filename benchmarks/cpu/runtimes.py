@@ -22,6 +22,8 @@ BF16, FP32, INT8 = "bf16", "fp32", "int8"
 ONNX, ONNX_INT8, ONNX_FUSED_INT8 = "model.onnx", "model-int8.onnx", "model-fused-int8.onnx"
 OPENVINO, OPENVINO_INT8 = "openvino.xml", "openvino-int8.xml"
 CTRANSLATE2 = "ctranslate2"
+# The folder of the published MiniLM with a random head, which all implementations of a task read.
+CROSS_ENCODER = "cross-encoder"
 # A folder of packages that only one implementation may import. transformers imports torchao
 # wherever it is installed, which takes seconds and prints messages.
 APART = Path(sys.prefix) / "peers"
@@ -93,7 +95,8 @@ class Built:
         call: Runs the implementation on its inputs.
         inputs: Turns a batch into the inputs of the implementation.
         array: Turns the result into a numpy array.
-        prepare: Called with the shape (B, L) before the first batch of that shape.
+        prepare: Called with the shape (B, L) before the first batch of that shape, or with
+            (-1, -1) before batches of any shape.
         note: Remark about this implementation for the table.
         compiles: Whether the first call at a shape compiles; such a call is not timed.
     """
@@ -225,17 +228,6 @@ def openvino_options(form: str, threads: int) -> dict[str, Any]:
     }
 
 
-def onnx_session(path: Path, threads: int, *, spin: bool = True) -> Any:
-    """Load a model; with ``spin``, idle threads spin, as is the default of ONNX Runtime."""
-    import onnxruntime
-
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
-    options.log_severity_level = 3
-    options.add_session_config_entry("session.intra_op.allow_spinning", str(int(spin)))
-    return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-
-
 def _openvino(engine: Runtime, config, folder: Path, threads: int) -> Built:
     import openvino
 
@@ -245,7 +237,7 @@ def _openvino(engine: Runtime, config, folder: Path, threads: int) -> Built:
     compiled = {}
 
     def prepare(batch: int, length: int) -> None:
-        # OpenVINO optimizes static shapes further than dynamic shapes.
+        # OpenVINO optimizes static shapes further than dynamic shapes, whose sizes are -1.
         model = source.clone()
         model.reshape({port.any_name: [batch, length] for port in model.inputs})
         compiled["request"] = core.compile_model(model, "CPU", options).create_infer_request()
@@ -262,7 +254,13 @@ def _openvino(engine: Runtime, config, folder: Path, threads: int) -> Built:
 
 
 def _onnxruntime(engine: Runtime, config, folder: Path, threads: int) -> Built:
-    session = onnx_session(folder / engine.reads, threads)
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
+    options.log_severity_level = 3
+    path = str(folder / engine.reads)
+    session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
     return Built(lambda batch: session.run(None, batch)[0], lambda batch: batch, np.asarray)
 
 

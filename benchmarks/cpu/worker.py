@@ -90,6 +90,19 @@ class Server:
         loss = self.call(0)
         return {"seconds": time.perf_counter() - start, "loss": float(loss)}
 
+    def task(self, task: str, **work: Any) -> dict[str, Any]:
+        """Do the work of a task in later calls; return the first call's seconds and its result."""
+        from benchmarks.cpu import jobs
+
+        job = jobs.begin(task, self.engine, self.folder, self.threads, **work)
+        self.call = job.call
+        start = time.perf_counter()
+        result = self.call(0)
+        self.seconds = seconds = time.perf_counter() - start
+        results = [result, *(self.call(index) for index in range(1, job.compared))]
+        numbers = [job.numbers(result) for result in results]
+        return {"seconds": seconds, "sample": numbers, "note": job.note}
+
     def measure(self, first: int, calls: int) -> dict[str, Any]:
         """Return the mean seconds of a call.
 

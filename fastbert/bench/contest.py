@@ -90,7 +90,7 @@ class ContestRow:
         if ceilings and work != Work():
             self.of_measured_floor = work.floor(ceilings) / self.seconds
 
-    def add_note(self, text: str) -> None:
+    def add_note(self, text: str | None) -> None:
         self.note = "; ".join(filter(None, [self.note, text]))
 
 

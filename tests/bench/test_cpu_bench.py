@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -22,13 +23,13 @@ from benchmarks.cpu import (
     runtimes,
     tiles,
 )
-from benchmarks.cpu.ceilings import Ceilings
+from benchmarks.cpu.ceilings import FORMATS, Ceilings
 from benchmarks.cpu.contest import CpuRow, Setting
 from benchmarks.cpu.remote import Failed, Remote
 from fastbert.bench import quantized_accuracy
 from fastbert.bench.contest import goals_met
 from fastbert.bench.encoder import BASE, SMALL, EncoderShape
-from fastbert.bench.limits import Target
+from fastbert.bench.limits import CPU_TARGETS, Target
 from fastbert.bench.timing import Timing, alternate
 from fastbert.machine import describe
 
@@ -120,7 +121,7 @@ def test_a_run_leaves_table_json_and_plot(tmp_path):
 
 def test_unknown_names_are_refused(monkeypatch, capsys):
     for arguments, message in (
-        (["latency"], "SECTION: got latency, allowed: tiles, bert-base, minilm, training"),
+        (["latency"], "SECTION: got latency, allowed: tiles, encode, rerank, embedder, documents"),
         (["--engine", "TVM"], "--engine: got TVM, allowed: fastbert bf16"),
         (["--threads", "0"], "--threads: got 0, allowed: 1 …"),
     ):
@@ -148,12 +149,12 @@ def test_the_shapes_and_targets():
     def target(shape: str, engine: str) -> Target:
         return encoder.target_of(row(engine, label=shape), matches[shape])
 
-    assert target("BERT-base 8×128 full", "fastbert bf16") == Target(2.0, 3.0)
-    assert target("BERT-base 4×512 half padded", "fastbert bf16 autocast") == Target(3.5, 5.0)
-    assert target("BERT-base 1×32", "fastbert bf16") == Target(1.3, 1.5)
-    assert target("BERT-base 8×128 half padded", "fastbert fp32").floor == 2.0
-    assert target("BERT-base 8×128 full", "fastbert int8").floor == 1.5
-    assert target("BERT-base 4×512 full", "fastbert int8") == Target()
+    assert target("BERT-base 8×128 full", "fastbert bf16") == Target(1.1, 2.0)
+    assert target("BERT-base 4×512 half padded", "fastbert bf16 autocast") == Target(2.3, 3.5)
+    assert target("BERT-base 1×32", "fastbert bf16") == Target(1.3, 1.6)
+    assert target("BERT-base 8×128 half padded", "fastbert fp32") == Target(2.0)
+    assert target("BERT-base 4×512 full", "fastbert int8") == Target(1.1)
+    assert all((match.kind, form) in CPU_TARGETS for match in matches.values() for form in FORMATS)
 
 
 # Tests with invented rows and workers
@@ -185,10 +186,23 @@ def test_each_format_is_held_against_its_own_peers():
     ours = [rows[f"fastbert {form}"] for form in ("bf16", "fp32", "int8")]
     assert [(r.ratio, r.against) for r in ours] == [
         (2.5, "ONNX Runtime fp32"),
-        (2.0, "transformers sdpa fp32"),
-        (2.0, "fastbert bf16"),
+        (1.25, "ONNX Runtime fp32"),
+        (5.0, "ONNX Runtime fp32"),
     ]
     assert [r.best_ratio for r in ours] == [2.5, 1.25, 5.0]
+    # A faster peer in bf16 counts for bf16 and int8, and a faster peer in int8 for int8 only.
+    rows["OpenVINO int8"] = row("OpenVINO int8", 0.5)
+    rows["transformers sdpa bf16"].seconds = 1.0
+    contest.judge(list(rows.values()), lambda _: Target())
+    assert [r.against for r in ours] == [
+        "transformers sdpa bf16",
+        "ONNX Runtime fp32",
+        "OpenVINO int8",
+    ]
+    assert [r.best_ratio for r in ours] == [0.25, 0.125, 0.5]
+    del rows["OpenVINO int8"]
+    rows["transformers sdpa bf16"].seconds = 30.0
+    contest.judge(list(rows.values()), lambda _: Target(2.0, 3.0))
     assert goals_met(ours[0]) == "floor 2: met, goal 3: NOT met"
     assert rows["ONNX Runtime fp32"].ratio is None
     dicts = [contest_dict(r) for r in rows.values()]
@@ -358,7 +372,9 @@ def test_a_header_is_repeated_only_for_a_section_of_another_run(tmp_path):
 
 
 def test_the_estimate_is_minutes():
-    assert 60 < sum(cpu.estimate(name, MACHINE) for name in cpu.SECTIONS) < 1800
+    fast = dataclasses.replace(MACHINE, torch_fp32=2e11, torch_bf16=8e11)
+    assert 60 < sum(cpu.estimate(name, fast) for name in cpu.SECTIONS) < 1800
+    assert cpu.estimate("encode", fast) < cpu.estimate("encode", MACHINE)
 
 
 def test_real_sentences():
