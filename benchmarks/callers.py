@@ -27,6 +27,7 @@ import torch
 
 from fastbert import json_file
 from fastbert.bench.quantized_accuracy import model_folder, real_sentences
+from fastbert.bench.timing import percentile
 from fastbert.inference import DynamicBatcher, Embedder, quantize
 from fastbert.machine import describe
 
@@ -110,13 +111,12 @@ def from_processes(form: str, texts: Sequence[str], callers: int, seconds: float
 
 
 def row(name: str, callers: int, times: list[float], seconds: float) -> dict[str, Any]:
-    ordered = sorted(times)
     return {
         "contender": name,
         "callers": callers,
         "calls_per_second": len(times) / seconds,
-        "p50_ms": 1e3 * ordered[len(ordered) // 2],
-        "p99_ms": 1e3 * ordered[int(0.99 * (len(ordered) - 1))],
+        "p50_ms": 1e3 * percentile(times, 0.5),
+        "p99_ms": 1e3 * percentile(times, 0.99),
     }
 
 

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cpu import accuracy, breakdown, encoder, report, tasks, tiles, training
+from benchmarks.cpu import accuracy, arrivals, breakdown, encoder, report, tasks, tiles, training
 from benchmarks.cpu.ceilings import Ceilings, measure
 from benchmarks.cpu.contest import LEFT_OUT, TOO_LONG_S, CpuRow, Setting, padded_flops
 from benchmarks.cpu.runtimes import BF16, BY_NAME, RUNTIMES
@@ -131,6 +131,8 @@ def measured(
     """Run a section; return its JSON content, and the rows if it compares implementations."""
     if section in tasks.TASKS:
         rows = tasks.run(setting, threads, engines, quick=quick)
+    elif section == "arrivals":
+        rows = arrivals.run(setting, threads, engines, quick=quick)
     elif section in encoder.SCALES:
         scale = encoder.QUICK if quick else encoder.SCALES[section]
         rows = encoder.run(scale, setting, threads, engines)
@@ -167,6 +169,8 @@ def estimate(section: str, ceilings: Ceilings) -> float:
     fp32, bf16 = ceilings.torch_fp32, ceilings.torch_bf16
     if section in tasks.TASKS:
         return _estimate_task(section, ceilings)
+    if section == "arrivals":
+        return arrivals.estimate(ceilings, START_S) + CONVERT_S
     if section in encoder.SCALES:
         scale = encoder.SCALES[section]
         shapes = [match.shape for match in encoder.matches(scale)]

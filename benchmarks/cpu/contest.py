@@ -63,6 +63,7 @@ class CpuRow(ContestRow):
             embeddings.
         score_error: Largest difference of a score from the score of stock fp32.
         loss_error: Largest difference of a loss from the loss of stock fp32.
+        p99: 99th percentile of the seconds of a call.
     """
 
     tokens: int = 0
@@ -74,6 +75,7 @@ class CpuRow(ContestRow):
     same_nearest: float | None = None
     score_error: float | None = None
     loss_error: float | None = None
+    p99: float | None = None
 
 
 @dataclass

@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.cpu import accuracy, breakdown, tasks, tiles
+from benchmarks.cpu import accuracy, arrivals, breakdown, tasks, tiles
 from fastbert import json_file
 from fastbert.bench.plots import plot_matches
 from fastbert.machine import Machine
 
 PAGE = "cpu.md"
 CONTESTS = (*tasks.TASKS, "minilm", "bert-base", "training")
-ORDER = (*CONTESTS, "tiles", "breakdown", "int8")
+ORDER = (*CONTESTS, "arrivals", "tiles", "breakdown", "int8")
 
 
 def write(folder: Path, content: Mapping[str, Any], machine: Machine) -> None:
@@ -47,6 +47,8 @@ def page(folder: Path) -> Iterator[str]:
             yield from _header(content)
         if section in CONTESTS:
             yield from contest_lines(content["rows"])
+        elif section == "arrivals":
+            yield from arrivals.lines(content["rows"])
         elif section == "breakdown":
             yield from breakdown.lines(content["rows"])
         elif section == "tiles":

@@ -103,6 +103,23 @@ class Server:
         numbers = [job.numbers(result) for result in results]
         return {"seconds": seconds, "sample": numbers, "note": job.note}
 
+    def arrivals(self, gaps: list[float]) -> dict[str, Any]:
+        """Return the seconds of one call for each gap.
+
+        A call is due ``gap`` seconds after the call before it was due. A call that is late begins
+        at once, and the time of a call does not include the delay.
+        """
+        assert self.call is not None
+        times, due = [], time.perf_counter()
+        for index, gap in enumerate(gaps):
+            due = max(due + gap, time.perf_counter())
+            if (pause := due - time.perf_counter()) > 0:
+                time.sleep(pause)
+            start = time.perf_counter()
+            self.call(index)
+            times.append(time.perf_counter() - start)
+        return {"times": times}
+
     def measure(self, first: int, calls: int) -> dict[str, Any]:
         """Return the mean seconds of a call.
 

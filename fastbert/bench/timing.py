@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -178,6 +179,11 @@ def alternate(
                 watch.measure(candidates[name], 2 + turn * calls[name], calls[name])
             )
     return {name: summarize(times) for name, times in samples.items()}
+
+
+def percentile(times: Sequence[float], share: float) -> float:
+    """Return the shortest of the times that at least this share of the times does not exceed."""
+    return sorted(times)[max(1, math.ceil(share * len(times))) - 1]
 
 
 def summarize(times: Sequence[float]) -> Timing:
