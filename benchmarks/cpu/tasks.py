@@ -185,26 +185,26 @@ class Task:
     needs: str = "sentence_transformers"
 
 
-PEERS = ("transformers sdpa fp32", "transformers sdpa bf16")
+STOCKS = ("transformers sdpa fp32", "transformers sdpa bf16")
 OURS = ("fastbert bf16", "fastbert fp32")
 TASKS = {
     "encode": Task(
         "texts/s",
-        (*OURS, "fastbert int8", *PEERS, "OpenVINO fp32", "OpenVINO bf16", "OpenVINO int8",
+        (*OURS, "fastbert int8", *STOCKS, "OpenVINO fp32", "OpenVINO bf16", "OpenVINO int8",
          "ONNX Runtime fp32", "ONNX Runtime int8"),
         MINILM.num_hidden_layers,
         texts_to_encode,
     ),
     "rerank": Task(
-        "pairs/s", (*OURS, "fastbert int8", *PEERS), MINILM.num_hidden_layers, pairs_to_score
+        "pairs/s", (*OURS, "fastbert int8", *STOCKS), MINILM.num_hidden_layers, pairs_to_score
     ),
     "embedder": Task(
         "pairs/s",
-        ("fastbert bf16 autocast", "fastbert fp32", *PEERS),
+        ("fastbert bf16 autocast", "fastbert fp32", *STOCKS),
         MINILM.num_hidden_layers,
         pairs_to_learn,
     ),
-    "documents": Task("tokens/s", (*OURS, *PEERS), LAYERS, documents_to_read, "transformers"),
+    "documents": Task("tokens/s", (*OURS, *STOCKS), LAYERS, documents_to_read, "transformers"),
 }  # fmt: skip
 
 

@@ -11,7 +11,8 @@ from fastbert.machine import describe
 def row(contender: str, rate: float, dtype: str = "bf16", label: str = "A 1×32", **more):
     ours = contender.startswith("fastbert")
     known = {"series": "A", "unit": "tokens/s", "label": label, "dtype": dtype}
-    return known | {"contender": contender, "rate": rate, "ours": ours, **more}
+    timed = {"rate": rate, "seconds": 1 / rate}
+    return known | timed | {"contender": contender, "ours": ours, **more}
 
 
 ROWS = [
@@ -21,6 +22,7 @@ ROWS = [
     row("second bf16", 8.0),
     row("first fp32", 8.5, "fp32"),
     row("second fp32", 4.0, "fp32"),
+    row("fastbert int8", 9.5, "int8"),
     row("fastbert bf16", 3.0, label="A 8×128"),
 ]
 
@@ -31,7 +33,8 @@ ROWS = [
         (0, ["first fp32", "second bf16", "first bf16", "second fp32"]),
         # A bf16 peer is less exact than an fp32 result, so the two are not compared.
         (1, ["first fp32", "second fp32"]),
-        (6, []),
+        (6, ["first fp32", "second bf16", "first bf16", "second fp32"]),
+        (7, []),
     ],
 )
 def test_the_peers_are_at_least_as_exact_and_the_fastest_is_first(number, peers):
