@@ -229,7 +229,7 @@ def run(
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         refused = prepare(Path(folder), SCALES["minilm"], wanted, setting, left_out)
         if section == "rerank" and (reason := export(Path(folder), [CROSS_ENCODER])):
-            refused |= {name: reason for name in task.engines if name not in refused}
+            refused |= {e.name: reason for e in wanted if e.name not in refused}
         workers = {
             engine.name: stack.enter_context(Remote(engine.name, Path(folder), threads))
             for engine in wanted
@@ -243,8 +243,10 @@ def run(
                 for name, worker in workers.items()
             }
         for name, start in starts.items():
-            if isinstance(reason := start.exception(), Failed):
-                refused[name] = str(reason)
+            try:
+                start.result()
+            except Failed as failure:
+                refused[name] = str(failure)
                 workers.pop(name).close()
         for name, reason in refused.items():
             setting.notify(f"  {name}: {reason}")
