@@ -141,8 +141,7 @@ def _with_fastbert(model: Any, engine: Runtime) -> Any:
     """Return the model as it is, or after ``accelerate`` and ``quantize`` as a user calls them."""
     if engine.ours:
         model = fastbert.accelerate(model)
-    # A new model of sentence-transformers is in training mode, which `quantize` refuses.
-    return fastbert.quantize(model.eval()) if engine.ours and engine.form == INT8 else model
+    return fastbert.quantize(model) if engine.ours and engine.form == INT8 else model
 
 
 @functools.cache

@@ -131,7 +131,8 @@ def _check(model: nn.Module, places: Linears) -> None:
         problem = deviation(linear, Linear if type(linear) is Linear else nn.Linear)
         if problem is not None:
             raise TypeError(f"quantize: {paths[id(linear)]} {problem}, allowed: a plain Linear")
-    if model.training:
+    # A SentenceTransformer is created in training mode around an encoder in eval mode.
+    if any(linear.training for _, _, linear in places):
         raise ValueError("quantize: got a model in training mode, allowed: model.eval()")
     for name, parameter in model.named_parameters():
         if parameter.device.type != "cpu":
