@@ -22,6 +22,8 @@ from fastbert.ops.backend import ORDER, TABLES, Implementation, Request, dtype_n
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
+# The record from which README shows the tasks of users.
+USERS = "2026-11-28-zen3-2-cores"
 MACHINES = {"2026-11-24-zen4-2-cores": "Zen 4", "2026-11-25-xeon-amx-2-cores": "Xeon AMX"}
 CALL = re.compile(r"^\{\{ (\w+)(.*) \}\}$", re.MULTILINE)
 BACKENDS = ("reference", "triton", "cpu", "cuda")
@@ -87,15 +89,25 @@ def milliseconds(seconds: float) -> str:
     return f"{value:.1f}" if value < 100 else f"{value:,.0f}"
 
 
-def best(contenders: dict[str, dict[str, Any]], ending: str = "") -> dict[str, Any]:
-    """Return the row of the fastest peer whose name ends in ``ending``."""
-    peers = [r for name, r in contenders.items() if not r["ours"] and name.endswith(ending)]
+def best(
+    contenders: dict[str, dict[str, Any]], ending: str = "", *, int8: bool = False
+) -> dict[str, Any]:
+    """Return the row of the fastest peer whose name ends in ``ending``.
+
+    Peers in int8 are left out unless ``int8`` is True.
+    """
+    peers = [
+        row
+        for name, row in contenders.items()
+        if not row["ours"] and name.endswith(ending) and (int8 or row["dtype"] != "int8")
+    ]
     return min(peers, key=lambda row: row["seconds"])
 
 
 def beside(contenders: dict[str, dict[str, Any]], ours: str, ending: str = "") -> list[str]:
     """Return three cells: the time of ``ours``, the time of the best peer, and their ratio."""
-    row, peer = contenders[ours], best(contenders, ending)
+    row = contenders[ours]
+    peer = best(contenders, ending, int8=row["dtype"] == "int8")
     ratio = peer["seconds"] / row["seconds"]
     name = peer["contender"].replace(" fp32", "") if ending else peer["contender"]
     return [
@@ -164,6 +176,12 @@ def tables(record: str, stem: str) -> str:
     return "\n\n".join(part for part in text.split("\n\n") if part.startswith("|"))
 
 
+def section(record: str, name: str) -> str:
+    """Return a section of a record's page of the CPU, without its heading."""
+    text = (RESULTS / record / "cpu.md").read_text(encoding="utf-8")
+    return text.partition(f"## {name}\n")[2].partition("\n## ")[0].strip()
+
+
 def memory(record: str) -> str:
     """Return each engine's peak resident memory in MiB, for a full 8×128 batch of BERT-base."""
     contenders = rows_of(record, "bert-base")["BERT-base 8×128 full"]
@@ -195,17 +213,48 @@ def machine(record: str) -> str:
 
 
 def summary() -> str:
-    """Return the table of README: each model in bf16 and its fastest peer, for each machine."""
+    """Return the table of README: BERT-base in bf16 and its fastest peer, for each machine."""
     header = ["batch"]
     for record in MACHINES:
         header += [f"{MACHINES[record]}: fastbert ms", "fastest peer ms", "ratio"]
     rows = []
-    for section in ("bert-base", "minilm"):
-        found = [rows_of(record, section) for record in MACHINES]
-        for label in found[0]:
-            cells = [cell for part in found for cell in beside(part[label], "fastbert bf16")]
-            rows.append([label, *cells])
+    found = [rows_of(record, "bert-base") for record in MACHINES]
+    for label in found[0]:
+        cells = [cell for part in found for cell in beside(part[label], "fastbert bf16")]
+        rows.append([label, *cells])
     return table(header, rows)
+
+
+TASKS = {"encode": "encode", "rerank": "rerank", "embedder": "train an embedder on"}
+
+
+def tasks(record: str) -> str:
+    """Return the rates of stock code, of the best peers and of fastbert in the tasks of users."""
+    rows = []
+    for section, verb in TASKS.items():
+        for label, contenders in rows_of(record, section).items():
+            stock, fp32 = contenders["transformers sdpa fp32"], contenders["fastbert fp32"]
+            exact = best(contenders, "fp32")
+            cells = [
+                f"{verb} {label}",
+                f"{stock['rate']:,.0f} {stock['unit']}",
+                "–"
+                if exact is stock
+                else f"{exact['rate']:,.0f} {exact['contender'].replace(' fp32', '')}",
+                f"**{fp32['rate']:,.0f}** ({stock['seconds'] / fp32['seconds']:.1f} ×)",
+            ]
+            peers = [
+                row for row in contenders.values() if row["dtype"] == "int8" and not row["ours"]
+            ]
+            peer = min(peers, key=lambda row: row["seconds"], default=None)
+            name = peer["contender"].replace(" int8", "") if peer else ""
+            cells.append(f"{peer['rate']:,.0f} {name}" if peer else "–")
+            int8 = contenders.get("fastbert int8")
+            ratio = stock["seconds"] / int8["seconds"] if int8 else 0.0
+            cells.append(f"**{int8['rate']:,.0f}** ({ratio:.1f} ×)" if int8 else "–")
+            rows.append(cells)
+    header = ["task", "stock, fp32", "best fp32 peer", "fastbert fp32", "best int8 peer"]
+    return table([*header, "fastbert int8"], rows)
 
 
 def headline() -> str:
@@ -275,6 +324,8 @@ FUNCTIONS = {
         machine,
         summary,
         headline,
+        tasks,
+        section,
         api,
         include,
     )

@@ -138,10 +138,6 @@ at::Tensor zeros(at::IntArrayRef sizes, const at::TensorOptions& options) {
   return at::zeros(sizes, options);
 }
 
-at::Tensor from_memory(void* data, int64_t bytes, const std::function<void(void*)>& release) {
-  return at::from_blob(data, {bytes}, release, at::TensorOptions().dtype(at::kByte));
-}
-
 TORCH_LIBRARY_IMPL(fastbert_C, CPU, m) {
   implement<layer_norm_forward>(m, "layer_norm_forward");
   implement<layer_norm_backward>(m, "layer_norm_backward");

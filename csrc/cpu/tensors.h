@@ -6,8 +6,6 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <functional>
-
 namespace fastbert::cpu {
 
 at::Tensor empty(at::IntArrayRef sizes, const at::TensorOptions& options);
@@ -19,9 +17,5 @@ at::Tensor strided(const at::Tensor& t, at::IntArrayRef sizes, at::IntArrayRef s
 
 at::Tensor empty_like(const at::Tensor& like);
 at::Tensor zeros(at::IntArrayRef sizes, const at::TensorOptions& options);
-
-// Returns a uint8 tensor whose memory is the `bytes` bytes at `data`. `release` frees the bytes
-// when no tensor refers to them any more.
-at::Tensor from_memory(void* data, int64_t bytes, const std::function<void(void*)>& release);
 
 }  // namespace fastbert::cpu

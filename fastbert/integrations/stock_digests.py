@@ -136,15 +136,7 @@ def _syntax(node: Any) -> Iterator[str]:
     elif not (isinstance(node, ast.Expr) and _is_text(node.value)):
         yield f"{type(node).__name__}("
         for name, value in ast.iter_fields(node):
-            left_out = name in (
-                "annotation",
-                "returns",
-                "type_comment",
-                "ctx",
-                "kind",
-                "type_params",
-            )
-            if value is not None and value != [] and not left_out:
+            if value is not None and value != [] and name not in LEFT_OUT:
                 yield f"{name}="
                 yield from _syntax(value)
         yield ")"

@@ -168,6 +168,7 @@ def test_a_page_expands(page: Path):
 def test_readme_is_short_and_its_figures_are_those_of_the_records():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert len(text.splitlines()) <= 150
+    assert hooks.tasks(hooks.USERS) in text
     assert hooks.summary() in text
 
 

@@ -1881,6 +1881,7 @@ WITHOUT_FAULTS: dict[str, str] = {
             "operators.h",
             "recycling.h",
             "tensors.h",
+            "workers.h",
         ),
         "the target of a level and the macros that name it": (
             "isa/level_amx.cpp",
