@@ -71,9 +71,9 @@ class ClassifyOptions(FinetuneOptions):
         separator = self.label_separator
         sound = isinstance(separator, str) and separator != ""
         check("label_separator", separator, "a text that is not empty", sound)
-        given = (self.labels, self.regression)
-        both = bool(self.labels) and self.regression
-        check("labels and regression", given, "at most one of them", not both)
+        named = (self.labels, self.regression)
+        sound = not (self.labels and self.regression)
+        check("labels and regression", named, "at most one of them", sound)
         if self.labels:
             Labels(self.labels)
 
