@@ -226,11 +226,11 @@ def test_attention_classifiers_on_a_given_folder(tmp_path):
     assert [config.num_attention_heads for config in heads] == [2, 4]
 
 
-def test_readme_has_the_figures_of_the_record():
+def test_the_page_of_fine_tuning_has_the_figures_of_the_record():
     record = ROOT / "benchmarks" / "results" / "2026-11-23-real-text" / "transfer.json"
     rows = json.loads(record.read_text(encoding="utf-8"))["rows"]
     scratch = max(rows[1:], key=lambda row: row["accuracy"]["validation"])
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "fine-tuning.md").read_text(encoding="utf-8")
     for name, row in (("pre-trained", rows[0]), ("from scratch", scratch)):
         cells = [f"{100 * row['accuracy'][part]:.1f} %" for part in ("train", "test")]
-        assert f"{name} | {' | '.join(cells)} |" in readme
+        assert f"{name} | {' | '.join(cells)} |" in page
