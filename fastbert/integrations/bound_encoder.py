@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -163,9 +163,9 @@ class BoundEncoder:
         self._in_effect: CachedComparison | None = None
         self.tables: list[tuple[str, Tensor]] = []
         self.frequencies: dict[float, Tensor] = {}
-        # The tensors of the HF model that a binding copies or that a comparison reads: its buffers,
-        # and the biases of int8 layers. Each has the number of times that torch has written to it,
-        # and its address.
+        # The tensors that a comparison reads or a binding copies: the buffers of the HF model's
+        # stock modules, and the tensors of its int8 layers that are joined. Each has the number of
+        # times that torch has written to it, and its address.
         self._written: list[tuple[Tensor, int, int]] = []
 
         @torch._dynamo.assume_constant_result
@@ -252,6 +252,8 @@ class BoundEncoder:
 
     def _bind_anew(self, hf_model: nn.Module) -> str | None:
         self.watch, self.called = None, {}
+        stock = [module for module in hf_model.modules() if type(module) is not QuantizedLinear]
+        self._written = _versions(b for module in stock for b in module.buffers(recurse=False))
         unchecked = ComparisonResult(None, {})
         reason, called = compare(hf_model, self._probing) if self._probing else unchecked
         if reason is not None:
@@ -274,8 +276,7 @@ class BoundEncoder:
         self.whole = not all(_are_row_wise(leaf, called) for leaf in inner)
         for leaf in self.leaves:
             _bind(leaf, called)
-        read = [*hf_model.buffers(), *_int8_biases(hf_model)]
-        self._written = [(t, t._version, t.data_ptr()) for t in read if not t.is_inference()]
+            self._written += _versions(_copied(leaf))
         self.checkpoints = any(
             getattr(module, "gradient_checkpointing", False) for module in hf_model.modules()
         )
@@ -356,10 +357,20 @@ class BoundEncoder:
                 self.model.config = config
 
 
-def _int8_biases(hf_model: nn.Module) -> list[Tensor]:
-    """Return the biases of the int8 layers of an HF model."""
-    layers = [module for module in hf_model.modules() if type(module) is QuantizedLinear]
-    return [layer.bias for layer in layers if layer.bias is not None]
+def _versions(tensors: Iterable[Tensor]) -> list[tuple[Tensor, int, int]]:
+    """Return each tensor with the number of writes to it, and its address.
+
+    Tensors that were made in inference mode count no writes and are left out.
+    """
+    return [(t, t._version, t.data_ptr()) for t in tensors if not t.is_inference()]
+
+
+def _copied(leaf: Leaf) -> Iterator[Tensor]:
+    """Yield the tensors of the HF model that a joined int8 layer in place of `leaf` copies."""
+    if isinstance(leaf.module, JoinedLinear) and leaf.own_place.get() is not leaf.module:
+        for part in leaf.module.parts:
+            yield from part.buffers()
+            yield from part.parameters()
 
 
 def _none() -> None:
