@@ -89,25 +89,19 @@ def milliseconds(seconds: float) -> str:
     return f"{value:.1f}" if value < 100 else f"{value:,.0f}"
 
 
-def best(
-    contenders: dict[str, dict[str, Any]], ending: str = "", *, int8: bool = False
-) -> dict[str, Any]:
-    """Return the row of the fastest peer whose name ends in ``ending``.
-
-    Peers in int8 are left out unless ``int8`` is True.
-    """
+def best(contenders: dict[str, dict[str, Any]], ending: str = "") -> dict[str, Any]:
+    """Return the row of the fastest floating-point peer whose name ends in ``ending``."""
     peers = [
         row
         for name, row in contenders.items()
-        if not row["ours"] and name.endswith(ending) and (int8 or row["dtype"] != "int8")
+        if not row["ours"] and row["dtype"] != "int8" and name.endswith(ending)
     ]
     return min(peers, key=lambda row: row["seconds"])
 
 
 def beside(contenders: dict[str, dict[str, Any]], ours: str, ending: str = "") -> list[str]:
     """Return three cells: the time of ``ours``, the time of the best peer, and their ratio."""
-    row = contenders[ours]
-    peer = best(contenders, ending, int8=row["dtype"] == "int8")
+    row, peer = contenders[ours], best(contenders, ending)
     ratio = peer["seconds"] / row["seconds"]
     name = peer["contender"].replace(" fp32", "") if ending else peer["contender"]
     return [
@@ -233,28 +227,27 @@ def tasks(record: str) -> str:
     rows = []
     for section, verb in TASKS.items():
         for label, contenders in rows_of(record, section).items():
-            stock, fp32 = contenders["transformers sdpa fp32"], contenders["fastbert fp32"]
-            exact = best(contenders, "fp32")
-            cells = [
-                f"{verb} {label}",
-                f"{stock['rate']:,.0f} {stock['unit']}",
-                "–"
-                if exact is stock
-                else f"{exact['rate']:,.0f} {exact['contender'].replace(' fp32', '')}",
-                f"**{fp32['rate']:,.0f}** ({stock['seconds'] / fp32['seconds']:.1f} ×)",
-            ]
-            peers = [
-                row for row in contenders.values() if row["dtype"] == "int8" and not row["ours"]
-            ]
-            peer = min(peers, key=lambda row: row["seconds"], default=None)
-            name = peer["contender"].replace(" int8", "") if peer else ""
-            cells.append(f"{peer['rate']:,.0f} {name}" if peer else "–")
-            int8 = contenders.get("fastbert int8")
-            ratio = stock["seconds"] / int8["seconds"] if int8 else 0.0
-            cells.append(f"**{int8['rate']:,.0f}** ({ratio:.1f} ×)" if int8 else "–")
+            stock = contenders["transformers sdpa fp32"]
+            cells = [f"{verb} {label}", f"{stock['rate']:,.0f} {stock['unit']}"]
+            for form in ("fp32", "int8"):
+                of_form = [row for row in contenders.values() if row["dtype"] == form]
+                peers = [row for row in of_form if not row["ours"] and row is not stock]
+                peer = min(peers, key=lambda row: row["seconds"], default=None)
+                ours = contenders.get(f"fastbert {form}")
+                cells.append(_rate_of(peer, form, stock))
+                cells.append(_rate_of(ours, form, stock))
             rows.append(cells)
     header = ["task", "stock, fp32", "best fp32 peer", "fastbert fp32", "best int8 peer"]
     return table([*header, "fastbert int8"], rows)
+
+
+def _rate_of(row: dict[str, Any] | None, form: str, stock: dict[str, Any]) -> str:
+    """Return a cell: the rate, and the name of a peer or fastbert's ratio to stock code."""
+    if row is None:
+        return "–"
+    if row["ours"]:
+        return f"**{row['rate']:,.0f}** ({stock['seconds'] / row['seconds']:.1f} ×)"
+    return f"{row['rate']:,.0f} {row['contender'].replace(f' {form}', '')}"
 
 
 def headline() -> str:

@@ -15,7 +15,7 @@ import numpy as np
 
 from benchmarks.cpu.ceilings import Ceilings
 from benchmarks.cpu.remote import Failed, Remote, RemoteWatch
-from benchmarks.cpu.runtimes import BF16, BY_NAME, FP32, INT8
+from benchmarks.cpu.runtimes import BY_NAME, FP32
 from fastbert.bench import contest
 from fastbert.bench.contest import ContestRow, fastest, ratio
 from fastbert.bench.encoder import EncoderShape, Notify
@@ -245,14 +245,9 @@ def _alternate(
         return {}
 
 
-# The formats of the peers with whose times fastbert's time in a format is compared: the same format
-# and the more exact ones.
-PEERS = {FP32: (FP32,), BF16: (BF16, FP32), INT8: (INT8, BF16, FP32)}
-
-
 def is_peer(row: CpuRow, other: CpuRow) -> bool:
     """Return whether the time of a row is compared with the time of the other row, a peer."""
-    return not other.ours and other.dtype in PEERS[row.dtype]
+    return not other.ours and contest.is_as_exact(other.dtype, than=row.dtype)
 
 
 def fastest_peers(seconds: Mapping[str, float], rows: Mapping[str, CpuRow]) -> dict[str, float]:

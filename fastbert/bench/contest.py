@@ -96,6 +96,22 @@ class ContestRow:
 
 RowT = TypeVar("RowT", bound=ContestRow)
 
+# Ranks of the formats: a higher rank is more exact. The CPU and the GPU rows name them differently.
+EXACTNESS = {
+    "int8": 0,
+    "bf16": 1,
+    "fp16": 1,
+    "fp32": 2,
+    "bfloat16": 1,
+    "float16": 1,
+    "float32": 2,
+}
+
+
+def is_as_exact(dtype: str, than: str) -> bool:
+    """Return whether a format is at least as exact as another format."""
+    return EXACTNESS[dtype] >= EXACTNESS[than]
+
 
 def fastest(rows: Iterable[RowT]) -> RowT | None:
     """Return the row with the fewest seconds, or None if no row was timed."""

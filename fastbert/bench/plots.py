@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+from fastbert.bench.contest import is_as_exact
 from fastbert.bench.encoder import EncoderRow
 from fastbert.bench.limits import FORWARD
 from fastbert.bench.operations import OpRow
@@ -65,22 +66,14 @@ def plot_matches(path: Path, rows: Sequence[Mapping[str, Any]], machine: Machine
         _head(figure, machine, 110)
 
 
-# The formats that are at least as exact as a format; every format is compared with its own peers.
-AS_EXACT = {
-    "fp32": ("fp32",),
-    "bf16": ("bf16", "fp32"),
-    "fp16": ("fp16", "fp32"),
-    "int8": ("int8", "bf16", "fp16", "fp32"),
-}
-
-
 def _peers_of(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Return the peers of a row whose dtype is at least as exact, the fastest peer first."""
-    allowed = AS_EXACT.get(row["dtype"], (row["dtype"], "float32"))
     peers = [
         peer
         for peer in rows
-        if not peer["ours"] and peer["label"] == row["label"] and peer["dtype"] in allowed
+        if not peer["ours"]
+        and peer["label"] == row["label"]
+        and is_as_exact(peer["dtype"], than=row["dtype"])
     ]
     return sorted(peers, key=lambda peer: peer["seconds"])
 

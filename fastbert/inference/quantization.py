@@ -113,14 +113,15 @@ def quantize_linears(model: Model, linears: Callable[[Model], Linears], *, inpla
 
 def _linears(model: nn.Module) -> Linears:
     """Return the linear layers in ``LAYERS`` of every layer of a model of fastbert."""
-    places = []
-    for layer in model.modules():
-        if isinstance(layer, BertLayer):
-            for path in LAYERS:
-                parent, _, name = path.rpartition(".")
-                around = layer.get_submodule(parent)
-                places.append((around, name, getattr(around, name)))
-    return places
+    layers = [module for module in model.modules() if isinstance(module, BertLayer)]
+    return [linear_at(layer, path) for layer in layers for path in LAYERS]
+
+
+def linear_at(root: nn.Module, path: str) -> tuple[nn.Module, str, Any]:
+    """Return the parent, the name in the parent, and the module at a path of `root`."""
+    parent, _, name = path.rpartition(".")
+    around = root.get_submodule(parent)
+    return around, name, getattr(around, name)
 
 
 def _check(model: nn.Module, places: Linears) -> None:

@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from fastbert.inference.quantization import LAYERS, Linears, quantize_linears
+from fastbert.inference.quantization import LAYERS, Linears, linear_at, quantize_linears
 from fastbert.integrations.bound_encoder import BOUND, BoundEncoder
 from fastbert.modules.quantized_linear import QuantizedLinear
 
@@ -74,13 +74,8 @@ def _names(bound: BoundEncoder) -> Iterator[str]:
 def _linears(outer: nn.Module, path: str, bound: BoundEncoder) -> Linears:
     """Return the parent, the name in the parent, and the module of each layer to quantize."""
     hf_model = outer.get_submodule(path)
-    places = []
     # The layers of ALBERT share their modules.
-    for name in dict.fromkeys(_names(bound)):
-        parent, _, last = name.rpartition(".")
-        around = hf_model.get_submodule(parent)
-        places.append((around, last, getattr(around, last)))
-    return places
+    return [linear_at(hf_model, name) for name in dict.fromkeys(_names(bound))]
 
 
 def _outermost(module: nn.Module) -> Iterator[Any]:
@@ -166,12 +161,6 @@ class Int8Quantizer(HfQuantizer):
                 "fastbert.quantize(fastbert.accelerate(model))"
             )
 
-    def get_new_dtype(self, converter: Any, param: Any, dtype: Any) -> Any:
-        """Return the dtype in which a tensor of the file is stored in the model."""
-        del converter
-        is_scale = dtype == torch.float32
-        return torch.float32 if is_scale else super().get_new_dtype(None, param, dtype)
-
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Tensor], dict[str, str]]:
         """Return the tensors to save, with the weights in the shape of the file format."""
         state = model.state_dict()
@@ -198,8 +187,7 @@ class Int8Quantizer(HfQuantizer):
                 for pattern in self.quantization_config.modules
             )
             if isinstance(module, kind) and any(fits):
-                parent, _, name = path.rpartition(".")
-                yield model.get_submodule(parent), name, module
+                yield linear_at(model, path)
 
     def _dequantize(self, model: Any, dtype: Any = None) -> NoReturn:
         raise ValueError("dequantize: int8 weights are rounded: load the original model instead")
