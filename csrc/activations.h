@@ -12,10 +12,10 @@ namespace fastbert {
 
 // geglu and swiglu are gated activations. They apply GELU or SiLU to the first half of the columns,
 // and multiply the result by the second half of the columns (Shazeer 2020).
-enum class Activation : int32_t { none, gelu, gelu_tanh, relu, geglu, swiglu };
+enum class Activation : int32_t { none, gelu, gelu_tanh, relu, silu, geglu, swiglu };
 
 // The names of the activations, in the order of the enumerators of Activation.
-inline constexpr const char* kActivationNames[] = {"none", "gelu",  "gelu_tanh",
-                                                   "relu", "geglu", "swiglu"};
+inline constexpr const char* kActivationNames[] = {"none", "gelu",  "gelu_tanh", "relu",
+                                                   "silu", "geglu", "swiglu"};
 
 }  // namespace fastbert

@@ -95,6 +95,7 @@ ACTIVATIONS = {
         Activation("gelu", *_exact, ("gelu",), approximate="none"),
         Activation("gelu_tanh", *_tanh, ("gelu_new", "gelu_pytorch_tanh"), approximate="tanh"),
         Activation("relu", "relu", _relu, _relu_slope, ("relu",), approximate="relu"),
+        Activation("silu", "silu", _silu, _silu_slope, ("silu", "swish"), approximate="silu"),
         Activation("geglu", *_exact, ("gelu",), gated=True),
         Activation("swiglu", "silu", _silu, _silu_slope, ("silu",), gated=True),
     )

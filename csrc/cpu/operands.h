@@ -124,8 +124,8 @@ inline float* row_scratch(const Kernels& k, int64_t columns) {
 // Returns the activation called `name`. Throws ValueError if the epilogue of a product cannot apply
 // this activation.
 inline Activation epilogue_activation(const std::string& name) {
-  return activation_of(
-      name, {Activation::none, Activation::gelu, Activation::gelu_tanh, Activation::relu});
+  return activation_of(name, {Activation::none, Activation::gelu, Activation::gelu_tanh,
+                              Activation::relu, Activation::silu});
 }
 
 inline Dropout dropout_of(double p, const OptionalTensor& seed) {

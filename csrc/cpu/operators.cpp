@@ -94,6 +94,10 @@ TORCH_LIBRARY(fastbert_C, m) {
       "Tensor[] parameters, Tensor[] pooler, int? first_position, int heads, int projections, "
       "float embedding_eps, float eps, str activation, ScalarType dtype) -> (Tensor[] tensors, int "
       "longest)");
+  m.def(
+      "decoder_step(Tensor hidden, Tensor[] parameters, Tensor(a!) cache, Tensor slots, "
+      "int position, Tensor source_cache, Tensor cu_seqlens, Tensor sources, int heads, "
+      "bool pre_norm, float eps, str activation) -> Tensor");
   m.def("sum_rows(Tensor x) -> Tensor");
   m.def(
       "layer_forward(Tensor hidden, Tensor[] parameters, Tensor? chosen, Tensor? cu_seqlens_q, "
@@ -161,6 +165,7 @@ TORCH_LIBRARY_IMPL(fastbert_C, CPU, m) {
   implement<int8_linear>(m, "int8_linear");
   implement<encoder>(m, "encoder");
   implement<bert>(m, "bert");
+  implement<decoder_step>(m, "decoder_step");
   implement<sum_rows>(m, "sum_rows");
   implement<layer_forward>(m, "layer_forward");
   implement<layer_backward>(m, "layer_backward");
@@ -175,19 +180,22 @@ TORCH_LIBRARY_IMPL(fastbert_C, CompositeExplicitAutograd, m) {
 }
 
 // torch normally computes the pending negation or conjugation of an argument before the call of an
-// operator. This fails for an operator that writes to its arguments and returns nothing. With the
-// fallthrough registered here, attention_backward receives such arguments with the operation still
+// operator. This fails for an operator that writes to an argument and does not return it. With the
+// fallthrough registered here, such operators receive the arguments with the operation still
 // pending, and the checks in register.h reject them.
 TORCH_LIBRARY_IMPL(fastbert_C, Negative, m) {
   m.impl("attention_backward", torch::CppFunction::makeFallthrough());
+  m.impl("decoder_step", torch::CppFunction::makeFallthrough());
 }
 
 TORCH_LIBRARY_IMPL(fastbert_C, Conjugate, m) {
   m.impl("attention_backward", torch::CppFunction::makeFallthrough());
+  m.impl("decoder_step", torch::CppFunction::makeFallthrough());
 }
 
 TORCH_LIBRARY_IMPL(fastbert_C, ZeroTensor, m) {
   m.impl("attention_backward", torch::CppFunction::makeFallthrough());
+  m.impl("decoder_step", torch::CppFunction::makeFallthrough());
 }
 
 }  // namespace fastbert::cpu

@@ -153,8 +153,8 @@ at::Tensor attention_of_rows(const at::Tensor& qkv, int64_t heads, const Optiona
                              int64_t batch, int64_t max_seqlen, double scale, int64_t left,
                              int64_t right);
 
-// Returns f(h + bias) with the shape of h (M, N) for "gelu", "gelu_tanh" and "relu". For the gated
-// "geglu" and "swiglu", h is (M, 2 N) and the result is (M, N).
+// Returns f(h + bias) with the shape of h (M, N) for "gelu", "gelu_tanh", "relu" and "silu". For
+// the gated "geglu" and "swiglu", h is (M, 2 N) and the result is (M, N).
 at::Tensor activation_forward(const at::Tensor& h, const OptionalTensor& bias,
                               const std::string& activation);
 
@@ -215,6 +215,20 @@ std::vector<at::Tensor> encoder(at::Tensor hidden, at::TensorList parameters, at
                                 int64_t heads, int64_t projections, int64_t inner_projections,
                                 bool pre_norm, double eps, const std::string& activation,
                                 at::ScalarType dtype, bool all_states);
+
+// Runs all layers of a decoder for one new token of each hypothesis, for inference. hidden is (R,
+// N). `parameters` has 18 tensors for each layer, each weight followed by its bias, which may be
+// empty: q, k and v of self-attention in one projection, its output projection, layer norm; q of
+// cross-attention, its output projection, layer norm; both projections of the feed-forward, layer
+// norm. `cache` is (layers, 2, slots, H, positions, D) for keys and values. The keys and values of
+// row i are written to slot i at `position`, and those of an earlier position j are in slot
+// slots[i, j]. `source_cache` is (layers, 2, H, S, D) for the keys and values of the packed
+// sources, whose cumulative lengths are `cu_seqlens`, and sources[i] is the source of row i.
+at::Tensor decoder_step(const at::Tensor& hidden, at::TensorList parameters,
+                        const at::Tensor& cache, const at::Tensor& slots, int64_t position,
+                        const at::Tensor& source_cache, const at::Tensor& cu_seqlens,
+                        const at::Tensor& sources, int64_t heads, bool pre_norm, double eps,
+                        const std::string& activation);
 
 // Returns the sum (N,) of the rows of x (M, N) in fp32.
 at::Tensor sum_rows(const at::Tensor& x);

@@ -26,6 +26,7 @@ ACTIVATIONS = {
     "gelu_pytorch_tanh": "transformers.activations.GELUTanh",
     "relu": "torch.nn.modules.activation.ReLU",
     "silu": "transformers.activations.SiLUActivation",
+    "swish": "torch.nn.modules.activation.SiLU",
 }
 ACTIVATION_FIELDS = ("hidden_act", "activation", "hidden_activation")
 # All layers of these models are alike except for their numbers, so the twin of such a model has one

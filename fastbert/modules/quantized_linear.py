@@ -93,7 +93,7 @@ class QuantizedLinear(OperationModule):
         Args:
             x: Input of shape ``(..., K)``.
             return_residual: Whether `x` is returned too, as in ``Linear``.
-            activation: ``"none"``, ``"gelu"``, ``"gelu_tanh"`` or ``"relu"``.
+            activation: ``"none"``, ``"gelu"``, ``"gelu_tanh"``, ``"relu"`` or ``"silu"``.
 
         Returns:
             Tensor of shape ``(..., N)``. If `return_residual` is True, a pair of this tensor and

@@ -12,6 +12,7 @@ from fastbert.ops.attention import (
     attention_weights,
 )
 from fastbert.ops.cross_entropy import linear_cross_entropy
+from fastbert.ops.decoder_step import decoder_step
 from fastbert.ops.embedding import embedding
 from fastbert.ops.encoder import encoder
 from fastbert.ops.feed_forward import feed_forward, linear_gelu
@@ -28,6 +29,7 @@ __all__ = [
     "attention_qkvpacked",
     "attention_varlen",
     "attention_weights",
+    "decoder_step",
     "embedding",
     "encoder",
     "feed_forward",

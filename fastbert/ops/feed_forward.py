@@ -48,7 +48,7 @@ def linear_gelu(
             bf16.
         bias: Bias of shape ``(N,)``, or None.
         approximate: ``"none"`` for GELU by the error function, ``"tanh"`` for its approximation by
-            the hyperbolic tangent, ``"relu"`` for ReLU.
+            the hyperbolic tangent, ``"relu"`` for ReLU, ``"silu"`` for SiLU.
         backend: ``"reference"``, ``"triton"``, ``"cuda"`` or ``"cpu"``; None lets
             ``fastbert.ops.backend.resolve`` choose.
 
@@ -104,9 +104,9 @@ def feed_forward(
         b1: First bias of shape ``(N,)``, or ``(2 N,)`` for a gated activation; or None.
         w2: Second weight of shape ``(M, N)``.
         b2: Second bias of shape ``(M,)``, or None.
-        activation: ``"gelu"`` (exact), ``"gelu_tanh"`` or ``"relu"``; or a gated activation,
-            ``"geglu"`` or ``"swiglu"``, which multiplies the GELU or SiLU of the first half of the
-            columns by the second half.
+        activation: ``"gelu"`` (exact), ``"gelu_tanh"``, ``"relu"`` or ``"silu"``; or a gated
+            activation, ``"geglu"`` or ``"swiglu"``, which multiplies the GELU or SiLU of the first
+            half of the columns by the second half.
         recompute: Whether the backward computes the first product again. The forward then does not
             keep the pre-activation, which saves memory.
         return_residual: As in `linear`.

@@ -53,7 +53,7 @@ def int8_linear(
         weight: Quantised weight, as ``fastbert.reference.pack`` returns it.
         bias: Bias of shape ``(N,)``, floating, or None.
         residual: Added last; of shape ``(..., N)`` in the dtype of the result, or None.
-        activation: ``"none"``, ``"gelu"`` (exact), ``"gelu_tanh"`` or ``"relu"``.
+        activation: ``"none"``, ``"gelu"`` (exact), ``"gelu_tanh"``, ``"relu"`` or ``"silu"``.
         backend: ``"reference"`` or ``"cpu"``; None lets ``fastbert.ops.backend.resolve`` choose.
 
     Returns:

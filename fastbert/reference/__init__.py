@@ -17,6 +17,7 @@ from fastbert.reference.attention import (
     visible,
 )
 from fastbert.reference.cross_entropy import linear_cross_entropy
+from fastbert.reference.decoder_step import decoder_step
 from fastbert.reference.dropout import WORD, dropout, dropout_keep, philox
 from fastbert.reference.embedding import embedding
 from fastbert.reference.encoder import encoder
@@ -54,6 +55,7 @@ __all__ = [
     "attention_varlen",
     "attention_weights",
     "choose",
+    "decoder_step",
     "dropout",
     "dropout_keep",
     "embedding",

@@ -490,6 +490,7 @@ def _cases() -> Iterator[Case]:
     yield case("feed_forward", "tanh", 31, 48, 100, activation="gelu_tanh")
     yield case("feed_forward", "no_bias", 24, 40, 96, bias=False)
     yield case("feed_forward", "relu", 33, 40, 72, activation="relu")
+    yield case("feed_forward", "silu", 33, 40, 72, activation="silu")
     yield case("feed_forward", "geglu", 37, 64, 104, activation="geglu")
     yield case("feed_forward", "swiglu", 29, 48, 67, activation="swiglu", bias=False)
     yield case("feed_forward", "recompute", 34, 56, 90, recompute=True)

@@ -83,6 +83,7 @@ FEED_FORWARD = (
     (4096, BF16, "geglu"),
     (4096, FP16, "gelu_tanh"),
     (4096, BF16, "relu"),
+    (4096, BF16, "silu"),
     (4096, BF16, "swiglu"),
     (128, BF16, "gelu"),
     (16, BF16, "gelu"),

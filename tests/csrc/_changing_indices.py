@@ -138,6 +138,19 @@ def encoder() -> Case:
     return Case(lambda: OPS.encoder(hidden, layer * 4, [], ends, None, None, *rest), ends, [10])
 
 
+def decoder() -> Case:
+    """A step in which the slots of the earlier tokens change."""
+    rows = 300
+    shapes = [(96, 32), (32, 32), (32,), (32, 32), (32, 32), (32,), (64, 32), (32, 64), (32,)]
+    layer = [t for shape in shapes for t in (torch.randn(shape) / 8, torch.randn(shape[0]))]
+    slots = torch.zeros(rows, 40, dtype=torch.int32)
+    cache, source = torch.randn(2, 2, rows, 2, 41, 16), torch.randn(2, 2, 2, 9, 16)
+    ends, of_row = torch.tensor([0, 9], dtype=torch.int32), torch.zeros(rows, dtype=torch.int32)
+    call = (torch.randn(rows, 32), layer * 2, cache, slots, 40, source, ends, of_row)
+    rest = (2, False, 1e-5, "relu")
+    return Case(lambda: OPS.decoder_step(*call, *rest), slots.view(-1), [rows - 1])
+
+
 def bert() -> Case:
     ids, words = torch.zeros(20, 20, dtype=torch.int64), torch.randn(50, 32)
     shapes = [(96, 32), (32, 32), (64, 32), (32, 64)]
@@ -181,6 +194,7 @@ CASES = {
     "attention_weights": lambda: attention("weights"),
     "encoder": encoder,
     "bert": bert,
+    "decoder_step": decoder,
     "linear_cross_entropy_forward": lambda: cross_entropy(False),
     "linear_cross_entropy_backward": lambda: cross_entropy(True),
 }

@@ -36,6 +36,7 @@ def good_calls() -> dict[str, list[Call]]:
     _embedding(ops, calls)
     _cross_entropy(ops, calls)
     _encoder(calls)
+    _decoder(calls)
     _layer(ops, calls)
     mask = torch.tensor([[1, 1, 0], [1, 0, 0], [1, 1, 1]])
     calls["unpad_indices"] = [{"mask": mask}, {"mask": mask.bool()}]
@@ -264,6 +265,27 @@ def _encoder(calls: dict[str, list[Call]]) -> None:
         {"hidden": hidden, "parameters": integer, "scales": scales, **packed_batch, **rest},
         {"hidden": hidden, "parameters": parted, "scales": [], **dense, **rest, "projections": 3},
         {"hidden": hidden, "scales": [], **packed_batch, **rest, **_rotated_layers(hidden)},
+    ]
+
+
+def _decoder(calls: dict[str, list[Call]]) -> None:
+    """Add steps of two layers with two sources, with norms after and before the blocks."""
+    shapes = [(3 * H, H), (H, H), None, (H, H), (H, H), None, (INNER, H), (H, INNER), None]
+    parameters = []
+    for shape in shapes * 2:
+        weight = torch.randn(H) if shape is None else torch.randn(shape) / 4
+        parameters += [weight, torch.randn(weight.shape[0])]
+    step = {
+        "hidden": torch.randn(3, H), "parameters": parameters,
+        "cache": torch.randn(2, 2, 4, HEADS, 5, H // HEADS),
+        "slots": torch.tensor([[0, 3, 1], [0, 1, 1], [2, 2, 2]], dtype=torch.int32), "position": 3,
+        "source_cache": torch.randn(2, 2, HEADS, 7, H // HEADS),
+        "cu_seqlens": torch.tensor([0, 4, 7], dtype=torch.int32),
+        "sources": torch.tensor([0, 0, 1], dtype=torch.int32), "heads": HEADS, "eps": 1e-5,
+    }  # fmt: skip
+    calls["decoder_step"] = [
+        step | {"pre_norm": False, "activation": "relu"},
+        step | {"pre_norm": True, "activation": "gelu"},
     ]
 
 

@@ -167,13 +167,13 @@ def test_only_what_is_asked_for(isa, operators, activation):
     assert dbias.numel() == a.numel() == 0
 
 
-@pytest.mark.parametrize("activation", ["relu", "swiglu"])
+@pytest.mark.parametrize("activation", ["relu", "silu", "swiglu"])
 def test_activation_far_from_zero_and_nan(isa, operators, activation):
     x = torch.tensor([[65504.0, -65504.0, 3e38, -3e38, torch.inf, 90.0, -90.0, 0.0, -0.0]])
     h = torch.cat([x, torch.ones_like(x)], dim=1) if ACTIVATIONS[activation].gated else x
     results = run_activation(operators, h, torch.ones_like(x), activation)
     assert torch.equal(results["a"], x.clamp(min=0.0))
-    at_zero = 0.5 if activation == "swiglu" else 0.0
+    at_zero = 0.0 if activation == "relu" else 0.5
     expected = torch.tensor([[1.0, 0, 1, 0, 1, 1, 0, at_zero, at_zero]])
     assert torch.equal(results["dh"][:, :9], expected)
     nan = torch.full_like(h, torch.nan)
@@ -202,7 +202,7 @@ def test_activation_rows_alone_strides_and_threads(isa, operators, activation):
 def test_bad_activation_names_the_argument(operators):
     h, dy = activation_problem(4, 7, torch.float32, "gelu")
     for name, arguments in (
-        ("activation", (dy, h, None, "silu")),
+        ("activation", (dy, h, None, "swish")),
         ("h", (dy, h, None, "geglu")),
         ("dy", (dy[:3], h, None, "gelu")),
     ):

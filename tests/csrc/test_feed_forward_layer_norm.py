@@ -11,7 +11,7 @@ from fastbert.testing.compare import assert_close
 from fastbert.testing.yardstick import Yardstick
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-ACTIVATIONS = ("none", "gelu", "gelu_tanh", "relu")
+ACTIVATIONS = ("none", "gelu", "gelu_tanh", "relu", "silu")
 # The numbers of rows are near the sizes of registers, panels and tasks. With 97 rows or more, a
 # task normalises whole rows. With 64, 96, 416 or 1,536 activations, a row passes from product to
 # product in panels; 40 and 63 activations do not fill whole panels.

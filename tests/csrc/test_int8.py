@@ -73,7 +73,7 @@ def test_all_levels_quantise_alike(isa, operators):
         assert torch.equal(y, (q - zero) * scale)
 
 
-@pytest.mark.parametrize("activation", ["none", "gelu", "gelu_tanh", "relu"])
+@pytest.mark.parametrize("activation", ["none", "gelu", "gelu_tanh", "relu", "silu"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_epilogue(isa, operators, dtype, activation):
     """The epilogue agrees with float64 arithmetic on the same integer sums."""

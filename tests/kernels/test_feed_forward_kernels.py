@@ -254,7 +254,7 @@ def test_path_of_a_product():
 def test_errors_name_the_argument(device):
     x = normal(4, 4, dtype=SINGLE, device=device)
     for path in PATHS:
-        for bad in ("sigmoid", "silu", "none"):
+        for bad in ("sigmoid", "swish", "none"):
             with pytest.raises(ValueError, match=f"activation: got '{bad}', allowed: gelu, "):
                 linear_gelu_forward(x, x, None, activation=bad, save=False, path=path)
     with pytest.raises(ValueError, match="path: got 'cutlass'"):

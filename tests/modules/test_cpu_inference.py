@@ -96,7 +96,7 @@ def test_agrees_with_float64(isa, dtype, padded) -> None:
     assert not actual.last_hidden_state[~mask].any()
 
 
-@pytest.mark.parametrize("activation", ["gelu_new", "relu"])
+@pytest.mark.parametrize("activation", ["gelu_new", "relu", "silu"])
 def test_other_activations(activation) -> None:
     built = model(hidden_act=activation)
     assert one_call(built)

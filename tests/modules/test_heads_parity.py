@@ -106,7 +106,7 @@ def test_problem_types(classes: int, labels: Tensor, problem: str | None) -> Non
     judge.gradients_agree()
 
 
-@pytest.mark.parametrize("activation", ["gelu_new", "gelu_pytorch_tanh", "relu"])
+@pytest.mark.parametrize("activation", ["gelu_new", "gelu_pytorch_tanh", "relu", "silu"])
 def test_activations(activation: str) -> None:
     models = pair("BertForMaskedLM", hidden_act=activation)
     judge = Judge(models, draws("BertForMaskedLM"))

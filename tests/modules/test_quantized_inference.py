@@ -81,7 +81,7 @@ def test_autocast(isa, dtype) -> None:
     assert not torch.equal(cast, plain)
 
 
-@pytest.mark.parametrize("activation", ["gelu_new", "relu"])
+@pytest.mark.parametrize("activation", ["gelu_new", "relu", "silu"])
 def test_other_activations(activation) -> None:
     with torch.inference_mode():
         assert same_bits(quantised(hidden_act=activation), **batch())

@@ -72,7 +72,7 @@ def runs(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("hidden_act", ["gelu", "relu", "gelu_new"])
+@pytest.mark.parametrize("hidden_act", ["gelu", "relu", "gelu_new", "swish"])
 @pytest.mark.parametrize("dropout_p", [0.0, 0.1])
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
 def test_the_bits_are_those_of_the_operations(

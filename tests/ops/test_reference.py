@@ -72,6 +72,8 @@ def test_every_name_of_an_activation_leads_to_it():
     assert {name: ACTIVATIONS[name].approximate for name in UNGATED} == {
         name: approximate for approximate, name in APPROXIMATIONS.items()
     }
-    assert set(of_config(gated=False)) == {"gelu", "gelu_new", "gelu_pytorch_tanh", "relu"}
+    assert set(of_config(gated=False)) == {
+        *("gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "silu", "swish")
+    }
     assert set(of_config(gated=True)) == {"gelu", "silu"}
     assert of_config(gated=True)["silu"].name == "swiglu"

@@ -124,6 +124,8 @@ FASTBERT_INLINE void with_activation(Activation activation, Body body) {
       return body(Each<GeluTanh>{});
     case Activation::relu:
       return body(Each<Relu>{});
+    case Activation::silu:
+      return body(Each<Silu>{});
     case Activation::geglu:  // Gated activations need whole rows; see rows/activation_kernel.h.
     case Activation::swiglu:
       __builtin_unreachable();

@@ -369,6 +369,23 @@ struct AttentionBackward {
   int64_t dbias_batch, dbias_head, dbias_row, dbias_key;
 };
 
+// out = softmax(q kᵀ scale) v for single queries over cached keys and values, in the steps of a
+// decoder. q and out have heads * head_dim columns, and out is contiguous. Query i attends to the
+// positions [begin[i], end[i]). Its keys and values at position j are those of slot slots[i *
+// slots_row + j], or of slot 0 if `slots` is null. The member `batch` of k and v is the distance
+// between slots, and `row` is the distance between positions. A unit of work is a head of a query.
+struct DecodeAttention {
+  Format format;
+  int64_t heads, head_dim;
+  ConstMatrix q;
+  ConstRows k, v;
+  const int32_t* slots;
+  int64_t slots_row;
+  const int32_t *begin, *end;
+  float scale;
+  void* out;
+};
+
 // The gradients that an item computes: all gradients of a whole head, dq of some queries, or dk and
 // dv of some keys.
 enum class AttentionPass : int32_t { whole, queries, keys };
@@ -431,6 +448,9 @@ struct Kernels {
   int64_t (*attention_weights_scratch)(const Attention&);
   void (*attention_weights)(const Attention&, const AttentionItem&, const int64_t* queries,
                             void* out, void* scratch);
+  // decode_scratch returns the number of floats of scratch memory for up to `keys` keys of a query.
+  int64_t (*decode_scratch)(const DecodeAttention&, int64_t keys);
+  void (*decode_attention)(const DecodeAttention&, int64_t begin, int64_t end, float* scratch);
   // Returns the layout in which this level is fastest. The level also accepts groups of two with
   // the same number of lanes.
   Int8Layout (*int8_layout)();

@@ -50,6 +50,8 @@ FASTBERT_DECLARE(attention_bias_scratch)
 FASTBERT_DECLARE(attention_bias_gradient)
 FASTBERT_DECLARE(attention_weights_scratch)
 FASTBERT_DECLARE(attention_weights)
+FASTBERT_DECLARE(decode_scratch)
+FASTBERT_DECLARE(decode_attention)
 
 }  // namespace fastbert::cpu::FASTBERT_LEVEL_BASE
 
@@ -58,6 +60,7 @@ FASTBERT_DECLARE(attention_weights)
 #define FASTBERT_LEVEL_BASE FASTBERT_LEVEL
 
 #include "../attention/backward_kernel.h"
+#include "../attention/decode_kernel.h"
 #include "../attention/weights_kernel.h"
 #include "../rows/activation_kernel.h"
 #include "../rows/cross_entropy_kernel.h"
@@ -120,6 +123,8 @@ extern const Kernels kKernels = {
     base::attention_bias_gradient,
     base::attention_weights_scratch,
     base::attention_weights,
+    base::decode_scratch,
+    base::decode_attention,
     int8_layout,
     int8_quantise,
     int8_gemm,

@@ -197,6 +197,12 @@ FASTBERT_INLINE void for_each_vector(int64_t columns, Body body) {
   if (n < columns) body(n, (int)(columns - n));
 }
 
+// An integer as a type, for a generic lambda that needs a constant.
+template <int kValue>
+struct Count {
+  static constexpr int value = kValue;
+};
+
 // Calls body(n, u, count) for the same ranges as for_each_vector. u < kSums is the number of the
 // partial sum to which the range belongs.
 template <class Body>

@@ -12,7 +12,7 @@ namespace {
 
 Activation row_activation(const std::string& name) {
   return activation_of(name, {Activation::gelu, Activation::gelu_tanh, Activation::relu,
-                              Activation::geglu, Activation::swiglu});
+                              Activation::silu, Activation::geglu, Activation::swiglu});
 }
 
 // Checks the arguments of an activation, and returns the number of columns of its result.

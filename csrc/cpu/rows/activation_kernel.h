@@ -101,6 +101,8 @@ FASTBERT_INLINE void with_function(const P& p, Body body) {
       return body(Format{}, GeluTanh{}, Ungated{});
     case Activation::relu:
       return body(Format{}, Relu{}, Ungated{});
+    case Activation::silu:
+      return body(Format{}, Silu{}, Ungated{});
     case Activation::geglu:
       return body(Format{}, Gelu{}, Gated{});
     case Activation::swiglu:

@@ -1,0 +1,154 @@
+// Turned products (kernel.h) of a few rows of x, such as the rows of one step of a decoder. Their
+// time is the time to read the weight.
+//
+// A tile of kernel.h multiplies each element of W by a whole panel of x, most of which is padding
+// if x has a few rows. Here, the lanes of a register hold rows of W instead: a square block of W is
+// transposed in registers, and each of its columns is multiplied by one element of each row of x. A
+// row of W is read once, from its first element to its last. Each sum adds the same terms in the
+// same order as in kernel.h, so the result of a row of x has the same bits.
+
+#pragma once
+
+#include "task_block.h"
+
+namespace fastbert::cpu::FASTBERT_LEVEL {
+
+// kFewRows is the largest number of rows of x for which this takes less time than tiles. Up to
+// kRowsAtOnce rows are multiplied at the same time; their sums and a block of W fit the registers.
+constexpr int64_t kFewRows = kBytes == 16 ? 4 : 8;
+constexpr int kRowsAtOnce = 4;
+
+// Loads a square block of words, whose rows are `stride` words apart, and returns its columns.
+FASTBERT_INLINE void load_columns(const float* block, int64_t stride, Vec (&columns)[kLanes]) {
+#if FASTBERT_LEVEL_BYTES == 32
+  // One register gets the halves of two rows, so that no shuffle crosses a half of a register.
+  typedef float Half __attribute__((vector_size(16)));
+  const auto half = [&](int row, int first) __attribute__((always_inline)) {
+    Half words;
+    __builtin_memcpy(&words, block + row * stride + first, sizeof(words));
+    return words;
+  };
+#pragma GCC unroll 2
+  for (int first = 0; first < kLanes; first += 4) {
+    Vec rows[4], pairs[4];
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+      rows[i] = __builtin_shufflevector(half(i, first), half(i + 4, first), 0, 1, 2, 3, 4, 5, 6, 7);
+    }
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; ++i) {
+      pairs[i] = __builtin_shufflevector(rows[i], rows[i + 2], 0, 8, 1, 9, 4, 12, 5, 13);
+      pairs[i + 2] = __builtin_shufflevector(rows[i], rows[i + 2], 2, 10, 3, 11, 6, 14, 7, 15);
+    }
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; ++i) {
+      const Vec a = pairs[2 * i], b = pairs[2 * i + 1];
+      columns[first + 2 * i] = __builtin_shufflevector(a, b, 0, 8, 1, 9, 4, 12, 5, 13);
+      columns[first + 2 * i + 1] = __builtin_shufflevector(a, b, 2, 10, 3, 11, 6, 14, 7, 15);
+    }
+  }
+#else
+  for (int i = 0; i < kLanes; ++i) columns[i] = load(block + i * stride);
+  transpose(columns);
+#endif
+}
+
+// Computes the sums of kLanes rows of W, which are `stride` words apart, and kRows rows of x. Lane
+// i of sums[r] belongs to row i of W and row r of x. Rows of x are `words` words long.
+template <class Operand, int kRows>
+FASTBERT_INLINE void multiply_columns(const float* w, int64_t stride, const float* x, int64_t words,
+                                      int64_t chunk, Vec (&sums)[kRows]) {
+  for (int64_t begin = 0; begin < words; begin += chunk) {
+    const int64_t end = begin + chunk < words ? begin + chunk : words;
+    Vec total[kRows] = {};
+    const auto add = [&](const Vec(&columns)[kLanes], int64_t k,
+                         int count) __attribute__((always_inline)) {
+#pragma GCC unroll 16
+      for (int i = 0; i < kLanes; ++i) {
+        if (i >= count) break;
+#pragma GCC unroll 4
+        for (int r = 0; r < kRows; ++r) {
+          total[r] = multiply_add<Operand>(splat(x[r * words + k + i]), columns[i], total[r]);
+        }
+      }
+    };
+    int64_t k = begin;
+    for (; k + kLanes <= end; k += kLanes) {
+      Vec columns[kLanes];
+#pragma GCC unroll 16
+      for (int i = 0; i < kLanes; ++i) {
+        __builtin_prefetch(w + (kLanes + i) * stride + k, 0, 3);
+      }
+      load_columns(w + k, stride, columns);
+      add(columns, k, kLanes);
+    }
+    if (k < end) {
+      Vec columns[kLanes];
+      for (int i = 0; i < kLanes; ++i) columns[i] = load(w + i * stride + k, (int)(end - k));
+      transpose(columns);
+      add(columns, k, (int)(end - k));
+    }
+    for (int r = 0; r < kRows; ++r) sums[r] = begin > 0 ? sums[r] + total[r] : total[r];
+  }
+}
+
+// Returns whether a product has few rows of x, and a weight that is read as it is stored.
+template <class Operand>
+FASTBERT_INLINE bool has_few_rows(const Gemm& g) {
+  return g.turned && g.m <= kFewRows && lies_in_words<Operand>(g);
+}
+
+// Returns the size in words of the scratch memory for the rows of x in a task.
+FASTBERT_INLINE int64_t few_rows_words(const Gemm& g) {
+  return g.turned && g.m <= kFewRows ? (g.m + 1) * g.k : 0;
+}
+
+// Writes the sums of kLanes rows of W and of rows of x, two or four at a time. Rows of sums are
+// `sums_row` elements apart.
+template <class Operand>
+FASTBERT_INLINE void multiply_block(const float* w, int64_t stride, const float* x, int rows,
+                                    int64_t words, int64_t chunk, float* sums, int64_t sums_row) {
+  const auto multiply_some = [&](auto count) __attribute__((always_inline)) {
+    constexpr int kRows = decltype(count)::value;
+    Vec sum[kRows];
+    multiply_columns<Operand, kRows>(w, stride, x, words, chunk, sum);
+    for (int r = 0; r < kRows; ++r) {
+      for (int i = 0; i < kLanes; ++i) sums[i * sums_row + r] = sum[r][i];
+    }
+    x += kRows * words, sums += kRows, rows -= kRows;
+  };
+  while (rows > 2) multiply_some(Count<kRowsAtOnce>{});
+  if (rows == 2) multiply_some(Count<2>{});
+  if (rows == 1) multiply_some(Count<1>{});
+}
+
+// Computes a task, which has at least kLanes rows of W. `x` is scratch memory for the rows of x,
+// and for up to kRowsAtOnce further rows.
+template <class Operand>
+void run_few_rows(const Gemm& g, const Task& task, float* x) {
+  const int64_t words = words_of<Operand>(g.k), chunk = chunk_of(g.n, g.k);
+  const TaskBlock<Operand> block = {g, task, words, 0, words};
+  const auto* panel = (const float*)g.packed;
+  for (int64_t r = 0; r < g.m + 1; ++r) {  // Three rows are multiplied as four.
+    for (int64_t k = 0; k < words; ++k) x[r * words + k] = panel[k * kPanel + r];
+  }
+  const auto* w = (const float*)block.left(0);
+  const int64_t stride = (block.left(1) - block.left(0)) / 4;
+  for (int64_t row = 0; row < task.rows; ++row) {
+    store(task.sums + row * task.stride, Vec{});
+    store(task.sums + row * task.stride + kLanes, Vec{});
+  }
+  int64_t computed = 0;
+  for (int64_t row = 0; row < task.rows; row += kPanel) {
+    block.fetch_outputs(row, 0);
+    for (; computed < row + kPanel && computed < task.rows; computed += kLanes) {
+      // The last block overlaps the block before it, so that it ends with the last row of the task.
+      const int64_t first = computed + kLanes > task.rows ? task.rows - kLanes : computed;
+      multiply_block<Operand>(w + first * stride, stride, x, (int)g.m, words, chunk,
+                              task.sums + first * task.stride, task.stride);
+    }
+    block.finish_outputs(row, 0);
+  }
+}
+
+}  // namespace fastbert::cpu::FASTBERT_LEVEL
