@@ -47,6 +47,11 @@ def decoder_step(
     def in_heads(x: Tensor) -> Tensor:
         return x.view(rows, heads, 1, width // heads)
 
+    def attend(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        out = attention(q, keys, values)
+        assert isinstance(out, Tensor)
+        return out
+
     def to_own(x: Tensor, number: int, qkv: Sequence[Tensor]) -> Tensor:
         q, k, v = product(x, qkv).chunk(3, dim=1)
         for part, new in enumerate((k, v)):
@@ -55,14 +60,14 @@ def decoder_step(
         kept = cache[number].permute(0, 1, 3, 2, 4)[:, own_slots, order]  # (2, R, position, ...)
         new = torch.stack([k, v]).view(2, rows, 1, heads, -1)
         keys, values = torch.cat([kept, new], dim=2).transpose(2, 3)
-        return attention(in_heads(q), keys, values).reshape(rows, width)
+        return attend(in_heads(q), keys, values).reshape(rows, width)
 
     def to_source(x: Tensor, number: int, query: Sequence[Tensor]) -> Tensor:
         q = in_heads(product(x, query))
         out = torch.empty_like(q)
         for row, i in enumerate(sources.tolist()):
             keys, values = source_cache[number, :, None, :, ends[i] : ends[i + 1]]
-            out[row] = attention(q[row : row + 1], keys, values)[0]
+            out[row] = attend(q[row : row + 1], keys, values)[0]
         return out.reshape(rows, width)
 
     def added(x: Tensor, norm: Sequence[Tensor], block: Callable[[Tensor], Tensor]) -> Tensor:

@@ -1,4 +1,4 @@
-"""One step of a decoder is as exact as PyTorch, and a hypothesis has the same bits in any company."""
+"""A step of a decoder is as exact as PyTorch, and hypotheses do not change one another."""
 
 from __future__ import annotations
 
