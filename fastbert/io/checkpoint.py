@@ -30,8 +30,8 @@ INDEX = "model.safetensors.index.json"
 PICKLED = "pytorch_model.bin"
 # The files that are downloaded for a hub id. Code and pickles are not in the list.
 DOWNLOADED = (
-    CONFIG, WEIGHTS, INDEX, "model-*.safetensors", "vocab.txt", "tokenizer.json",
-    "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    CONFIG, "generation_config.json", WEIGHTS, INDEX, "model-*.safetensors", "vocab.txt",
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     sentence_transformers_folder.LISTING, sentence_transformers_folder.SETTINGS,
     *sentence_transformers_folder.ENCODER_SETTINGS,
     # sentence-transformers has one folder per module: 0_Transformer, 1_Pooling, 2_Dense, …
@@ -380,7 +380,7 @@ def fit(model: StoredModel, stored: Stored) -> dict[str, Tensor]:
     lost = [n for n in expected if n not in tensors and names.part(n) in names.ENCODER]
     if lost:
         raise ValueError(
-            f"{stored.folder}: {len(lost)} weights of the encoder are missing: {_few(lost)}"
+            f"{stored.folder}: {len(lost)} weights of the encoder are missing: {few(lost)}"
         )
     left = [name for name in tensors if name not in expected]
     _check_surplus(stored.folder, left, model.config)
@@ -409,7 +409,7 @@ def load_into(model: StoredModel, tensors: dict[str, Tensor], folder: Path) -> N
         if missing:
             message.append(f"not in the checkpoint, newly initialized: {', '.join(missing)}.")
         if unknown:
-            message.append(f"in the checkpoint, but unknown: {_few(unknown)}.")
+            message.append(f"in the checkpoint, but unknown: {few(unknown)}.")
         warnings.warn(" ".join(message), stacklevel=3)
     model.load_state_dict({n: t for n, t in tensors.items() if n in expected}, strict=False)
 
@@ -440,7 +440,7 @@ def check_shapes(folder: Path, tensors: dict[str, Tensor], expected: dict[str, T
         elif got.dtype not in DTYPES:
             wrong.append(f"{name}: got {got.dtype}, expected a floating dtype of 16 to 64 bits")
     if wrong:
-        raise ValueError(f"{folder}: the weights do not fit the model: {_few(sorted(wrong), '; ')}")
+        raise ValueError(f"{folder}: the weights do not fit the model: {few(sorted(wrong), '; ')}")
 
 
 def _check_surplus(folder: Path, left: list[str], config: BertConfig) -> None:
@@ -452,16 +452,17 @@ def _check_surplus(folder: Path, left: list[str], config: BertConfig) -> None:
         verb = "has" if len(surplus) == 1 else "have"
         raise ValueError(
             f"{folder}: {what} of the encoder {verb} no place in the model of {CONFIG}, with "
-            f"num_hidden_layers {config.num_hidden_layers}: {_few(sorted(surplus, key=_number))}"
+            f"num_hidden_layers {config.num_hidden_layers}: {few(sorted(surplus, key=by_number))}"
         )
 
 
-def _number(name: str) -> tuple[list[int], str]:
+def by_number(name: str) -> tuple[list[int], str]:
     """Return a sort key that puts layer 2 before layer 10."""
     return [int(digits) for digits in re.findall(r"\d+", name)], name
 
 
-def _few(items: list[str], separator: str = ", ", most: int = 10) -> str:
+def few(items: list[str], separator: str = ", ", most: int = 10) -> str:
+    """Join the first `most` items for a message, with the number of the other items."""
     more = f"{separator}and {len(items) - most} more" if len(items) > most else ""
     return separator.join(items[:most]) + more
 
@@ -484,13 +485,8 @@ def write(folder: str | os.PathLike[str], model: StoredModel) -> None:
         ValueError: If `folder` is a file.
         OSError: If a file cannot be written.
     """
-    folder = Path(folder)
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(
-            f"folder: got {str(folder)!r}, a file; allowed: a folder or an unused name"
-        )
     tied = model.tied()
-    tensors = {name: t.cpu() for name, t in model.state_dict().items() if name not in tied}
+    tensors = {name: t for name, t in model.state_dict().items() if name not in tied}
     content = families.write_config(model.config)
     content.pop("torch_dtype", None)
     if model.config.model_type == "bert":
@@ -499,7 +495,33 @@ def write(folder: str | os.PathLike[str], model: StoredModel) -> None:
         content["architectures"] = [families.family_of(model.config.model_type).model]
         tensors = families.to_transformers(tensors, model.config)
     content["dtype"] = str(model.dtype).removeprefix("torch.")
-    text = json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
+    write_files(folder, tensors, {CONFIG: content})
+
+
+def write_files(
+    folder: str | os.PathLike[str], tensors: dict[str, Tensor], contents: dict[str, dict[str, Any]]
+) -> None:
+    """Write ``model.safetensors`` and JSON files to a folder, and replace all of them together.
+
+    Args:
+        folder: Folder, which is created if it does not exist.
+        tensors: The tensors by name.
+        contents: Content of each JSON file by its name, with ``config.json`` among them.
+
+    Raises:
+        ValueError: If `folder` is a file.
+        OSError: If a file cannot be written.
+    """
+    folder = Path(folder)
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(
+            f"folder: got {str(folder)!r}, a file; allowed: a folder or an unused name"
+        )
+    texts = {
+        name: json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
+        for name, content in contents.items()
+    }
     with commit.replacement(folder) as new:
-        safetensors_file.write(new / WEIGHTS, tensors)
-        (new / CONFIG).write_text(text, encoding="utf-8")
+        safetensors_file.write(new / WEIGHTS, {name: t.cpu() for name, t in tensors.items()})
+        for name, text in texts.items():
+            (new / name).write_text(text, encoding="utf-8")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -57,8 +58,7 @@ class BertSelfAttention(OperationModule):
         self.dropout_p = Probabilities.of(config).attention
         size = config.hidden_size
         self.qkv = Linear(size, 3 * size, backend, bias=choices.attention_bias)
-        self.register_state_dict_post_hook(_split)
-        self.register_load_state_dict_pre_hook(_join)
+        store_in_parts(self, "qkv", QKV)
 
     def forward(
         self,
@@ -81,7 +81,7 @@ class BertSelfAttention(OperationModule):
             around this module (see ``ops.linear``); and the softmax weights before dropout in the
             caller's layout, or None if `output_attentions` is False.
         """
-        qkv, residual = self._project(hidden)
+        qkv, residual = project(self.qkv, hidden)
         uniform = layout.cu_seqlens is None
         rows = (layout.batch, layout.length) if uniform else (-1,)
         near = None if self.window is None else layout.near(self.window)
@@ -99,30 +99,56 @@ class BertSelfAttention(OperationModule):
             "dropout_p": self.dropout_p if self.training else 0.0,
             "dropout_seed": dropout_seed,
         }
-        if output_attentions and needs_gradient(qkv, options["bias"]):
-            out, weights = _through_weights(qkv, layout, options, dropout)
-            return out.reshape(hidden.shape), residual, weights
-        result = ops.attention_qkvpacked(
-            qkv,
-            layout.cu_seqlens,
-            layout.max_seqlen,
-            return_weights=output_attentions,
-            **options,
-            **dropout,
-        )
-        out, weights = result if isinstance(result, tuple) else (result, None)
-        attended = out.view(hidden.shape)
-        return attended, residual, None if weights is None else layout.weights(weights)
+        out, weights = attend(qkv, layout, output_attentions, options, dropout)
+        return out.reshape(hidden.shape), residual, weights
 
-    def _project(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Return queries, keys and values side by side, and `hidden` for the residual connection.
 
-        A projection that was replaced or has hooks is called with `hidden` as its only argument.
-        """
-        kind = type(self.qkv)
-        if kind is JoinedLinear or (kind in OURS and deviation(self.qkv, kind) is None):
-            return self.qkv(hidden, return_residual=True)
-        return self.qkv(hidden), hidden
+def project(linear: nn.Module, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    """Return ``linear(hidden)``, and `hidden` for the residual connection (see ``ops.linear``).
+
+    A projection that was replaced or has hooks is called with `hidden` as its only argument.
+    """
+    kind = type(linear)
+    if kind is JoinedLinear or (kind in OURS and deviation(linear, kind) is None):
+        return linear(hidden, return_residual=True)
+    return linear(hidden), hidden
+
+
+def attend(
+    qkv: Tensor,
+    layout: BatchLayout,
+    output_attentions: bool,
+    options: dict[str, Any],
+    dropout: dict[str, Any],
+) -> tuple[Tensor, Tensor | None]:
+    """Compute self-attention from the fused projection.
+
+    Args:
+        qkv: Tensor of shape ``(B, L, 3, heads, D)`` in a uniform layout, otherwise ``(T, 3, heads,
+            D)``.
+        layout: Division of the rows into sequences.
+        output_attentions: Whether the attention weights are returned. If autograd records the
+            call, gradients flow through the returned weights.
+        options: Keyword arguments of ``ops.attention_qkvpacked`` that ``ops.attention_weights``
+            takes too.
+        dropout: The keyword arguments `dropout_p` and `dropout_seed`.
+
+    Returns:
+        The output of attention, of the shape of `qkv` without the third dimension from the end; and
+        the softmax weights before dropout in the caller's layout, or None.
+    """
+    if output_attentions and needs_gradient(qkv, options["bias"]):
+        return _through_weights(qkv, layout, options, dropout)
+    result = ops.attention_qkvpacked(
+        qkv,
+        layout.cu_seqlens,
+        layout.max_seqlen,
+        return_weights=output_attentions,
+        **options,
+        **dropout,
+    )
+    out, weights = result if isinstance(result, tuple) else (result, None)
+    return out, None if weights is None else layout.weights(weights)
 
 
 def _through_weights(
@@ -230,25 +256,46 @@ class BertAttention(nn.Module):
         return self.output(attended, hidden, seeds.attention_output), weights
 
 
-def _kinds(qkv: nn.Module) -> tuple[str, ...]:
-    """Return the names of the tensors that a projection has in a state dict."""
-    weight = ("weight", "scale") if isinstance(qkv, QuantizedLinear) else ("weight",)
-    return weight if qkv.bias is None else (*weight, "bias")
+def store_in_parts(module: nn.Module, fused: str, parts: tuple[str, ...]) -> None:
+    """Register hooks with which a state dict stores one linear layer as several linear layers.
 
-
-def _split(module: nn.Module, state: dict[str, Tensor], prefix: str, _: Any) -> None:
-    """Split ``qkv.weight``, of shape ``(3H, H)``, into the weights of query, key and value.
-
-    This is a state-dict hook. Scales and biases are split in the same way.
+    Args:
+        module: The module that has the linear layer.
+        fused: Name of the linear layer in `module`.
+        parts: Names of the linear layers in a state dict, in the order of the outputs.
     """
-    fused = [(kind, state.pop(f"{prefix}qkv.{kind}")) for kind in _kinds(module.qkv)]
-    parts = {kind: tensor.chunk(3) for kind, tensor in fused}
-    for i, name in enumerate(QKV):
-        for kind, tensors in parts.items():
-            state[f"{prefix}{name}.{kind}"] = tensors[i]
+    module.register_state_dict_post_hook(functools.partial(_split, fused, parts))
+    module.register_load_state_dict_pre_hook(functools.partial(_join, fused, parts))
+
+
+def _kinds(linear: nn.Module) -> tuple[str, ...]:
+    """Return the names of the tensors that a projection has in a state dict."""
+    weight = ("weight", "scale") if isinstance(linear, QuantizedLinear) else ("weight",)
+    return weight if linear.bias is None else (*weight, "bias")
+
+
+def _split(
+    fused: str,
+    parts: tuple[str, ...],
+    module: nn.Module,
+    state: dict[str, Tensor],
+    prefix: str,
+    _: Any,
+) -> None:
+    """Split the weight of the layer `fused` into the weights of its parts; a state-dict hook.
+
+    Scales and biases are split in the same way.
+    """
+    kinds = _kinds(getattr(module, fused))
+    tensors = {kind: state.pop(f"{prefix}{fused}.{kind}").chunk(len(parts)) for kind in kinds}
+    for i, name in enumerate(parts):
+        for kind, chunks in tensors.items():
+            state[f"{prefix}{name}.{kind}"] = chunks[i]
 
 
 def _join(
+    fused: str,
+    parts: tuple[str, ...],
     module: nn.Module,
     state: dict[str, Tensor],
     prefix: str,
@@ -258,30 +305,31 @@ def _join(
     unexpected: list[str],
     errors: list[str],
 ) -> None:
-    """Join the weights of ``query``, ``key`` and ``value`` to ``qkv.weight``.
+    """Join the weights of the parts to the weight of the layer `fused`.
 
-    This is a load hook, the inverse of `_split`. If one of the three tensors is absent or has a
-    wrong shape, the module keeps its own values for this tensor. An absent tensor is reported as
-    missing under its own name, and a wrong shape is reported as an error.
+    This is a load hook, the inverse of `_split`. If a tensor of a part is absent or has a wrong
+    shape, the module keeps its own values for this tensor. An absent tensor is reported as missing
+    under its own name, and a wrong shape is reported as an error.
     """
-    for kind in _kinds(module.qkv):
-        fused = f"{prefix}qkv.{kind}"
-        if fused in state:
-            unexpected.append(fused)
-        parameter = getattr(module.qkv, kind).detach()
-        parts, joined = list(parameter.chunk(3)), 0
-        for i, name in enumerate(QKV):
+    linear = getattr(module, fused)
+    for kind in _kinds(linear):
+        whole = f"{prefix}{fused}.{kind}"
+        if whole in state:
+            unexpected.append(whole)
+        parameter = getattr(linear, kind).detach()
+        chunks, kept = list(parameter.chunk(len(parts))), 0
+        for i, name in enumerate(parts):
             key = f"{prefix}{name}.{kind}"
             part = state.pop(key, None)
-            if part is not None and part.shape == parts[i].shape:
-                parts[i] = part
+            if part is not None and part.shape == chunks[i].shape:
+                chunks[i] = part
                 continue
-            joined += 1
+            kept += 1
             if part is None:
                 missing.append(key)
             else:
-                got, expected = tuple(part.shape), tuple(parts[i].shape)
+                got, expected = tuple(part.shape), tuple(chunks[i].shape)
                 errors.append(f"size mismatch for {key}: got {got}, expected {expected}")
-        if joined:
-            parts = [part.to(parameter.device) for part in parts]
-        state[fused] = parameter if joined == len(parts) else torch.cat(parts)
+        if kept:
+            chunks = [chunk.to(parameter.device) for chunk in chunks]
+        state[whole] = parameter if kept == len(chunks) else torch.cat(chunks)

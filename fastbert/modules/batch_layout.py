@@ -66,6 +66,17 @@ class BatchLayout:
         """Whether the layout is packed: the caller passes rows without padding."""
         return self.cu_seqlens is not None and self.indices is None
 
+    @property
+    def longest(self) -> int:
+        """Length of the longest sequence, or an upper bound of it, in every layout."""
+        return self.length if self.cu_seqlens is None else self.max_seqlen
+
+    def ends(self, device: torch.device) -> Tensor:
+        """Return the cumulative lengths from 0 in every layout, int32 of shape ``(batch + 1,)``."""
+        if self.cu_seqlens is not None:
+            return self.cu_seqlens
+        return torch.arange(self.batch + 1, dtype=torch.int32, device=device) * self.length
+
     def rows(self, x: Tensor) -> Tensor:
         """Convert a tensor in the caller's layout to ``(T, ...)`` rows of this layout."""
         if self.packed:
@@ -146,8 +157,7 @@ class BatchLayout:
         """
         if self.places is not None:
             return self.places
-        length = self.length if self.cu_seqlens is None else self.max_seqlen
-        return torch.arange(length, device=device).unsqueeze(0)
+        return torch.arange(self.longest, device=device).unsqueeze(0)
 
     def first(self, rows: Tensor) -> Tensor:
         """Select the first token of each sequence, ``(T, H) → (B, H)``.
@@ -169,27 +179,34 @@ class BatchLayout:
         empty = self.cu_seqlens.diff() == 0
         return rows.index_select(0, starts).masked_fill(empty.unsqueeze(1), 0.0)
 
-    def weights(self, weights: Tensor) -> Tensor:
+    def weights(self, weights: Tensor, keys: BatchLayout | None = None) -> Tensor:
         """Convert attention weights of rows to ``(B, heads, L, L)``, 0 at padding.
 
         The argument has the shape ``(B, heads, max_seqlen, max_seqlen)``. In a packed layout, the
         argument is returned without a change.
+
+        Args:
+            weights: The weights of rows.
+            keys: Layout of the keys, for attention to the rows of another batch. None means that
+                the keys have this layout too.
         """
-        if self.tokens is not None:
-            return weights * (self.tokens[:, None, :, None] & self.tokens[:, None, None, :])
-        if self.cu_seqlens is None or self.packed:
+        return (self if keys is None else keys)._spread(self._spread(weights, 2), 3)
+
+    def _spread(self, weights: Tensor, dim: int) -> Tensor:
+        """Give one dimension of attention weights the positions of the padded batch."""
+        if self.cu_seqlens is None:
+            return weights if self.tokens is None else weights * _at(self.tokens, dim)
+        if self.packed:
             return weights
         exists = self.exists()
         assert exists is not None
+        sizes = [*weights.shape]
+        sizes[dim] = self.length
         if not torch.compiler.is_compiling() and self.max_seqlen == 0:
-            return weights.new_zeros(*weights.shape[:2], self.length, self.length)
+            return weights.new_zeros(sizes)
         # The token at a position of the padded batch has the index ``cumsum - 1`` in its sequence.
         rank = (exists.cumsum(1) - 1).clamp(min=0)
-        sizes = (*weights.shape[:2], self.length, weights.shape[3])
-        weights = weights.gather(2, rank[:, None, :, None].expand(sizes))
-        sizes = (*sizes[:3], self.length)
-        weights = weights.gather(3, rank[:, None, None, :].expand(sizes))
-        return weights * (exists[:, None, :, None] & exists[:, None, None, :])
+        return weights.gather(dim, _at(rank, dim).expand(sizes)) * _at(exists, dim)
 
     def weights_of_rows(self, weights: Tensor) -> Tensor:
         """Convert attention weights from the caller's layout to the layout of the rows.
@@ -206,3 +223,8 @@ class BatchLayout:
         sizes = (*weights.shape[:2], order.shape[1], weights.shape[3])
         weights = weights.gather(2, order[:, None, :, None].expand(sizes))
         return weights.gather(3, order[:, None, None, :].expand(*sizes[:3], order.shape[1]))
+
+
+def _at(x: Tensor, dim: int) -> Tensor:
+    """View a tensor ``(B, L)`` with four dimensions, where L is the dimension `dim`."""
+    return x[:, None, :, None] if dim == 2 else x[:, None, None, :]

@@ -54,7 +54,7 @@ def choose_rows(hidden: Tensor, layout: BatchLayout, reads: Reads) -> ChosenRows
         layout: Division of the rows into sequences.
         reads: Function that returns a mask of the rows that the head reads; see `Reads`.
     """
-    total, ends = hidden.shape[0], ends_of(layout).long()
+    total, ends = hidden.shape[0], layout.ends(hidden.device).long()
     marked = reads(layout)
     chosen = hidden.new_zeros(total, dtype=torch.bool) if marked is None else marked.clone()
     # A sequence without tokens may start after the last row.
@@ -63,13 +63,6 @@ def choose_rows(hidden: Tensor, layout: BatchLayout, reads: Reads) -> ChosenRows
     own_ends = torch.searchsorted(indices, ends).int()
     longest = int(own_ends.diff().max()) if layout.batch else 0
     return ChosenRows(indices, BatchLayout(layout.batch, longest, own_ends, longest))
-
-
-def ends_of(layout: BatchLayout) -> Tensor:
-    """Return the cumulative lengths of the sequences, int32 of shape ``(batch + 1,)``."""
-    if layout.cu_seqlens is not None:
-        return layout.cu_seqlens
-    return torch.arange(layout.batch + 1, dtype=torch.int32) * layout.length
 
 
 def run_layer(layer: BertLayer, hidden: Tensor, layout: BatchLayout, chosen: ChosenRows) -> Tensor:
@@ -96,9 +89,9 @@ def run_layer(layer: BertLayer, hidden: Tensor, layout: BatchLayout, chosen: Cho
         k,
         v,
         chosen.layout.cu_seqlens,
-        ends_of(layout),
+        layout.ends(hidden.device),
         chosen.layout.max_seqlen,
-        layout.length if layout.cu_seqlens is None else layout.max_seqlen,
+        layout.longest,
         backend=attention.backend,
     )
     rows = attended[0] if isinstance(attended, tuple) else attended

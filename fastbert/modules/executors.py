@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fastbert import ops
 from fastbert.modules.batch_layout import BatchLayout
-from fastbert.modules.chosen_rows import ChosenRows, ends_of
+from fastbert.modules.chosen_rows import ChosenRows
 from fastbert.modules.dropout import NO_SEEDS, LayerSeeds
 from fastbert.ops.backend import Request
 from fastbert.ops.cpu_layer import LayerSettings, Sequences, cpu_layer
@@ -130,7 +130,7 @@ class Executor:
             options=() if layout.bias is None else ("bias",),
             activation=settings.activation,
             columns=columns,
-            length=length_class(_longest(layout)) if on_gpu else 0,
+            length=length_class(layout.longest) if on_gpu else 0,
             rows=rows_class(hidden.shape[0]) if on_gpu else 0,
             trained=bool(settings.dropouts),
         )
@@ -156,7 +156,7 @@ class CpuInference(Executor):
             call.hidden,
             self.parameters,
             layout.cu_seqlens,
-            _longest(layout),
+            layout.longest,
             batch=layout.batch,
             heads=settings.heads,
             projections=self.projections,
@@ -240,14 +240,14 @@ class CpuTraining(_Training):
 
     def _layer(self, call: Call) -> Callable[[int, Tensor], Tensor]:
         layout, settings, last = call.layout, self.settings, len(self.layers) - 1
-        ends, longest = layout.cu_seqlens, _longest(layout)
+        ends, longest = layout.cu_seqlens, layout.longest
         every = of_last = Sequences(None, ends, ends, longest, longest, layout.batch)
         if call.chosen is not None:
             own = call.chosen.layout
             of_last = Sequences(
                 call.chosen.indices,
                 own.cu_seqlens,
-                ends_of(layout),
+                layout.ends(call.hidden.device),
                 own.max_seqlen,
                 longest,
                 own.batch,
@@ -287,7 +287,7 @@ class GpuTraining(_Training):
         return super().refuses(call)
 
     def _layer(self, call: Call) -> Callable[[int, Tensor], Tensor]:
-        layout, settings, longest = call.layout, self.settings, _longest(call.layout)
+        layout, settings, longest = call.layout, self.settings, call.layout.longest
         full = (layout.batch, settings.heads, longest, longest)
         # The kernels take masks and biases of the full shape. `expand` makes views of this shape,
         # in which a broadcast dimension has stride 0.
@@ -306,8 +306,3 @@ class GpuTraining(_Training):
             return gpu_layer(rows, self.layers[i], inputs, shape, parts)
 
         return run
-
-
-def _longest(layout: BatchLayout) -> int:
-    """Return the length of the longest sequence."""
-    return layout.length if layout.cu_seqlens is None else layout.max_seqlen

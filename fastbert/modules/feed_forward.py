@@ -92,6 +92,34 @@ class BertOutput(OperationModule):
             projected, residual=residual, x_bias=self.dense.bias, dropout_seed=seeds.output
         )
 
+    def without_norm(
+        self,
+        hidden: Tensor,
+        intermediate: BertIntermediate,
+        dropout_seed: Tensor | None = None,
+    ) -> Tensor:
+        """Compute ``feed_forward(hidden)`` alone, for layers with norms before their blocks.
+
+        Args:
+            hidden: Rows of shape ``(T, H)``.
+            intermediate: Module with the parameters of the first projection.
+            dropout_seed: Seed of the inner dropout, int64 of shape ``(1,)``; None draws a seed.
+
+        Returns:
+            Rows of shape ``(T, H)``.
+        """
+        if self.called(intermediate):
+            return self.call(hidden, intermediate, dropout_seed)
+        return ops.feed_forward(
+            hidden,
+            intermediate.dense.weight,
+            intermediate.dense.bias,
+            self.dense.weight,
+            self.dense.bias,
+            activation=self.activation,
+            backend=self.backend,
+        )
+
     def called(self, intermediate: BertIntermediate) -> bool:
         """Return whether `forward` calls the linear layers instead of using their parameters."""
         deviations = (deviation(part, nn.Linear) for part in (intermediate.dense, self.dense))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from fastbert import ops
 from fastbert.config import BertConfig
 from fastbert.modules.attention import BertAttention
 from fastbert.modules.batch_layout import BatchLayout
@@ -90,24 +89,10 @@ class PreNormLayer(BertLayer):
         )
         attended = block.output.dense(attended)
         hidden = hidden + self._dropout(attended, self.dropout_p, seeds.attention_output)
-        fed = self._feed_forward(self.output.LayerNorm(hidden), seeds.inner)
+        normed = self.output.LayerNorm(hidden)
+        fed = self.output.without_norm(normed, self.intermediate, seeds.inner)
         return hidden + self._dropout(fed, self.output_dropout_p, seeds.output), weights
 
     def _dropout(self, rows: Tensor, dropout_p: float, seed: Tensor | None) -> Tensor:
         dropout_p = dropout_p if self.training else 0.0
         return dropout(rows, dropout_p, dropout_seed=seed, backend=self.output.backend)
-
-    def _feed_forward(self, hidden: Tensor, inner_seed: Tensor | None) -> Tensor:
-        """Compute the feed-forward of normalised rows ``(T, H)``."""
-        output, first = self.output, self.intermediate.dense
-        if output.called(self.intermediate):
-            return output.call(hidden, self.intermediate, inner_seed)
-        return ops.feed_forward(
-            hidden,
-            first.weight,
-            first.bias,
-            output.dense.weight,
-            output.dense.bias,
-            activation=output.activation,
-            backend=output.backend,
-        )
