@@ -2,7 +2,7 @@
 
 A folder has ``config.json``, ``generation_config.json`` and ``model.safetensors``. transformers
 computes every Marian model with layer norms after each residual addition. A model with its layer
-norms first therefore has a ``model_type`` of its own, which transformers refuses.
+norms first therefore has another ``model_type``, which the Auto classes of transformers refuse.
 """
 
 from __future__ import annotations

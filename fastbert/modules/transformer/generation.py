@@ -128,6 +128,15 @@ class GenerationSettings:
         """
         return self.pad_token_id or self.eos_token_id or 0
 
+    def replace(self, **changes: Any) -> GenerationSettings:
+        """Return a copy with the changes that are not None.
+
+        Raises:
+            ValueError: If a value is not allowed.
+        """
+        given = {name: value for name, value in changes.items() if value is not None}
+        return dataclasses.replace(self, **given)
+
     def check_implemented(self) -> None:
         """Raise ValueError if `extra` has a setting that would change the generated tokens."""
         for name, neutral in NEUTRAL.items():
@@ -147,9 +156,10 @@ class GenerationSettings:
         """Build the settings of a model.
 
         Args:
-            config: Configuration of the model, which has the ids that `content` lacks.
-            content: Content of ``generation_config.json``. With None, the settings are those keys
-                of ``config.json`` that are settings of generation, as in older checkpoints.
+            config: Configuration of the model.
+            content: Content of ``generation_config.json``. With None, the settings are the ids of
+                `config`, and those keys of ``config.json`` that are settings of generation, as in
+                older checkpoints.
 
         Returns:
             The settings.
@@ -160,11 +170,54 @@ class GenerationSettings:
         if content is None:
             names = (*_FIELDS, *NEUTRAL)
             content = {name: value for name, value in config.extra.items() if name in names}
-        ids = {name: getattr(config, name) for name in _IDS}
+            content |= {name: getattr(config, name) for name in _IDS}
         known = {name: value for name, value in content.items() if name in _FIELDS}
         known = {name: value for name, value in known.items() if value is not None}
+        known.setdefault("decoder_start_token_id", config.decoder_start_token_id)
         extra = {name: value for name, value in content.items() if name not in _FIELDS}
-        return cls(**{**ids, **known}, extra=extra)
+        return cls(**known, extra=extra)
+
+
+def largest_length(
+    settings: GenerationSettings,
+    config: TransformerConfig,
+    max_length: int | None,
+    max_new_tokens: int | None,
+) -> int:
+    """Return the largest number of tokens of a target, with the first token.
+
+    Args:
+        settings: The settings of the model, with the arguments of the caller.
+        config: Configuration of the model.
+        max_length: As in ``Transformer.generate``.
+        max_new_tokens: As in ``Transformer.generate``.
+
+    Returns:
+        The number, which is at least 2.
+
+    Raises:
+        ValueError: If both arguments are given, if a value is not allowed, or if the target would
+            have more positions than the model, or if there are more beams than tokens.
+    """
+    if max_length is not None and max_new_tokens is not None:
+        raise ValueError(
+            f"max_new_tokens: got {max_new_tokens} and max_length {max_length}, allowed: one"
+        )
+    positions = config.max_position_embeddings
+    if max_new_tokens is not None:
+        check("max_new_tokens", max_new_tokens, integer_from(1), is_integer(max_new_tokens, 1))
+        length = max_new_tokens + 1
+    else:
+        length = settings.max_length or max(2, min(NEW_TOKENS + 1, positions))
+    # The last token is not an input of the decoder.
+    name = "max_length" if max_new_tokens is None else "max_new_tokens + 1"
+    allowed = f"at most max_position_embeddings + 1 ({positions + 1})"
+    check(name, length, allowed, length <= positions + 1)
+    most = ((config.decoder_vocab_size or 0) - len(settings.banned)) // 2
+    beams = settings.num_beams
+    allowed = f"1, or at most half of the tokens of the vocabulary ({most})"
+    check("num_beams", beams, allowed, beams == 1 or beams <= most)
+    return length
 
 
 def _is_token(word: Any) -> bool:

@@ -14,10 +14,13 @@ from fastbert.modules.dropout import draw_seeds
 from fastbert.modules.inputs import EncoderInput, enter
 from fastbert.modules.model import Model
 from fastbert.modules.outputs import as_asked
+from fastbert.modules.transformer.beam import beam_search
 from fastbert.modules.transformer.decoder import TransformerDecoder
+from fastbert.modules.transformer.decoder_step import DecoderStep
 from fastbert.modules.transformer.embeddings import TransformerEmbeddings
 from fastbert.modules.transformer.encoder import build_encoder
-from fastbert.modules.transformer.generation import GenerationSettings
+from fastbert.modules.transformer.generation import GenerationSettings, largest_length
+from fastbert.modules.transformer.greedy import greedy_search
 from fastbert.modules.transformer.outputs import States, TransformerOutput
 from fastbert.modules.transformer.packed_attention import PackedAttention
 from fastbert.modules.transformer.targets import check_mask, enter_target
@@ -152,8 +155,8 @@ class Transformer(Model):
 
         The files are ``config.json``, ``generation_config.json`` and ``model.safetensors``, which
         replace the files of an earlier save together; see ``BertPreTrainedModel.save_pretrained``.
-        transformers has no model with layer norms before the blocks, so that it refuses the
-        checkpoint of such a model.
+        transformers has no model with layer norms before the blocks. The checkpoint of such a model
+        has another ``model_type``, which the Auto classes of transformers refuse.
 
         Args:
             folder: Folder, which is created if it does not exist.
@@ -277,6 +280,61 @@ class Transformer(Model):
             tuple(states) if states else None,
             tuple(attentions) if attentions else None,
         )
+
+    @torch.no_grad()
+    def generate(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        max_length: int | None = None,
+        max_new_tokens: int | None = None,
+        num_beams: int | None = None,
+        length_penalty: float | None = None,
+        early_stopping: bool | str | None = None,
+        num_return_sequences: int | None = None,
+    ) -> Tensor:
+        """Generate targets by greedy search or beam search, as ``generate`` of transformers does.
+
+        An argument that is None has the value of `generation`, which a checkpoint sets.
+
+        Args:
+            input_ids: Ids of the sources, int64 or int32 of shape ``(B, L)``.
+            attention_mask: Mask of the sources, 1 or True at tokens and 0 at padding, of shape
+                ``(B, L)``. None means that there is no padding.
+            max_length: Largest number of tokens of a target, with the first token.
+            max_new_tokens: Largest number of tokens after the first token, instead of `max_length`.
+            num_beams: Number of beams; 1 means greedy search.
+            length_penalty: As in `GenerationSettings`.
+            early_stopping: As in `GenerationSettings`.
+            num_return_sequences: Number of targets that are returned for each source.
+
+        Returns:
+            Tokens, int64 of shape ``(B * num_return_sequences, Lt)``. A target begins with
+            ``decoder_start_token_id``. A shorter target is filled at its end.
+
+        Raises:
+            ValueError: If a shape or a value is not allowed, if the model is in training mode, or
+                if `generation` has a setting that is not implemented.
+            TypeError: If a dtype is not allowed.
+        """
+        if self.training:
+            raise ValueError("generate: got a model in training mode, allowed: after model.eval()")
+        settings = self.generation.replace(
+            max_length=max_length,
+            num_beams=num_beams,
+            length_penalty=length_penalty,
+            early_stopping=early_stopping,
+            num_return_sequences=num_return_sequences,
+        )
+        settings.check_implemented()
+        length = largest_length(settings, self.config, max_length, max_new_tokens)
+        source = self.encode(input_ids, attention_mask)
+        step = DecoderStep(
+            self.decoder_embeddings, self.decoder, self.head, source.rows, source.layout
+        )
+        search = greedy_search if settings.num_beams == 1 else beam_search
+        return search(step, settings, length)
 
     def _decode(
         self, target: EncoderInput, source: Source, output_attentions: bool, states: bool
