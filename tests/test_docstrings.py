@@ -18,7 +18,10 @@ PUBLIC = (
     "fastbert",
     *(
         f"fastbert.{room}"
-        for room in ("analysis", "data", "finetuning", "modules", "ops", "training")
+        for room in (
+            *("analysis", "data", "finetuning", "modules", "modules.transformer", "ops"),
+            "training",
+        )
     ),
 )
 PROMPT = ">>> "
