@@ -36,6 +36,7 @@ class Cache:
         self, decoder: TransformerDecoder, source_rows: Tensor, source: BatchLayout
     ) -> None:
         """Compute the keys and values of the sources."""
+        self.decoder = decoder
         layers = [layer.cross_attention.self for layer in decoder.layer]
         self.of_source = [layer.keys_and_values(source_rows) for layer in layers]
         device = source_rows.device
@@ -48,6 +49,19 @@ class Cache:
         # Bool (sources, beams, slots): whether the token of a slot precedes the token of a beam.
         # None means that every source has one beam.
         self.seen: Tensor | None = None
+
+    def advance(self, rows: Tensor, beams: int) -> Tensor:
+        """Run all layers for one token of each beam.
+
+        Args:
+            rows: Embedded tokens of shape ``(sources * beams, H)``.
+            beams: Number of rows of each source.
+
+        Returns:
+            Rows after the last layer, of the shape of `rows`.
+        """
+        self.begin(beams)
+        return self.decoder(rows, self).rows
 
     def begin(self, beams: int) -> None:
         """Add the slots of a step.

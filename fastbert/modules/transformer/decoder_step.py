@@ -9,6 +9,8 @@ from fastbert.modules.batch_layout import BatchLayout
 from fastbert.modules.transformer.cache import Cache
 from fastbert.modules.transformer.decoder import TransformerDecoder
 from fastbert.modules.transformer.embeddings import TransformerEmbeddings
+from fastbert.modules.transformer.one_call import one_call
+from fastbert.modules.transformer.slots import SlotCache
 from fastbert.modules.transformer.vocabulary_head import VocabularyHead
 
 
@@ -32,8 +34,13 @@ class DecoderStep:
         source: BatchLayout,
     ) -> None:
         """Create the cache."""
-        self.embeddings, self.decoder, self.head = embeddings, decoder, head
-        self.cache = Cache(decoder, source_rows, source)
+        self.embeddings, self.head = embeddings, head
+        call = one_call(decoder, source_rows.device.type, source_rows.dtype)
+        self.cache = (
+            Cache(decoder, source_rows, source)
+            if isinstance(call, str)
+            else SlotCache(decoder, call, source_rows, source)
+        )
         self.position = 0
 
     def __call__(self, tokens: Tensor) -> Tensor:
@@ -49,18 +56,5 @@ class DecoderStep:
         positions = torch.full_like(flat, self.position)
         self.position += 1
         rows = self.embeddings(flat, positions)
-        logits = self.head(self.rows(rows, tokens.shape[1]))
+        logits = self.head(self.cache.advance(rows, tokens.shape[1]))
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
-
-    def rows(self, rows: Tensor, beams: int) -> Tensor:
-        """Run all layers for one token of each beam; the only place that does.
-
-        Args:
-            rows: Embedded tokens of shape ``(sources * beams, H)``.
-            beams: Number of rows of each source.
-
-        Returns:
-            Rows after the last layer, of the shape of `rows`.
-        """
-        self.cache.begin(beams)
-        return self.decoder(rows, self.cache).rows

@@ -21,11 +21,13 @@ from fastbert.modules.transformer.embeddings import TransformerEmbeddings
 from fastbert.modules.transformer.encoder import build_encoder
 from fastbert.modules.transformer.generation import GenerationSettings, largest_length
 from fastbert.modules.transformer.greedy import greedy_search
+from fastbert.modules.transformer.one_call import one_call
 from fastbert.modules.transformer.outputs import States, TransformerOutput
 from fastbert.modules.transformer.packed_attention import PackedAttention
 from fastbert.modules.transformer.targets import check_mask, enter_target
 from fastbert.modules.transformer.vocabulary_head import VocabularyHead
-from fastbert.ops.backend import validate
+from fastbert.ops.backend import Choice, validate
+from fastbert.ops.encoder import ONE_CALL
 from fastbert.ops.product import needs_gradient
 from fastbert.transformer_config import FIELDS, TransformerConfig
 
@@ -335,6 +337,22 @@ class Transformer(Model):
         )
         search = greedy_search if settings.num_beams == 1 else beam_search
         return search(step, settings, length)
+
+    def backends(self, device: str | None = None) -> dict[str, Choice]:
+        """Return the backend of each operation; see ``Model.backends``.
+
+        The entry ``"decoder"`` states whether the layers of the decoder run as one call in a step
+        of `generate`.
+        """
+        choices = super().backends(device)
+        weight = next(self.parameters())
+        call = one_call(self.decoder, device or weight.device.type, weight.dtype)
+        choices["decoder"] = (
+            Choice(choices["attention"].backend, f"layer by layer: {call}")
+            if isinstance(call, str)
+            else Choice("cpu", ONE_CALL)
+        )
+        return choices
 
     def _decode(
         self, target: EncoderInput, source: Source, output_attentions: bool, states: bool
