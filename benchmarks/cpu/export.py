@@ -3,12 +3,13 @@
     python -m benchmarks.cpu.export FOLDER NAME…
 
 FOLDER has config.json, weights.pt and calibration.json; each NAME is a file or folder that a
-`Runtime` reads, or `CROSS_ENCODER`. The converter runs in its own process, so that its memory does
-not count as memory of an implementation.
+`Runtime` reads, or `CROSS_ENCODER`, or `MARIAN`. The converter runs in its own process, so that its
+memory does not count as memory of an implementation.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import sys
 import warnings
@@ -23,10 +24,13 @@ from benchmarks.cpu.runtimes import (
     CALIBRATION,
     CROSS_ENCODER,
     CTRANSLATE2,
+    MARIAN,
+    MARIAN_CTRANSLATE2,
     ONNX,
     ONNX_FUSED_INT8,
     ONNX_INT8,
     OPENVINO_INT8,
+    VOCABULARY,
     WEIGHTS,
 )
 from fastbert.bench.quantized_accuracy import model_folder
@@ -150,10 +154,53 @@ def to_cross_encoder(folder: Path) -> None:
     model.save_pretrained(str(folder / CROSS_ENCODER))
 
 
+def to_marian(folder: Path) -> None:
+    """Write a Marian of the size of the published ones, with random weights.
+
+    No token ends a target before the largest length, so that every implementation does the same
+    number of steps.
+    """
+    from transformers import MarianConfig, MarianMTModel
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": VOCABULARY, "decoder_vocab_size": VOCABULARY, "d_model": 512}
+    for part in ("encoder", "decoder"):
+        sizes |= {f"{part}_layers": 6, f"{part}_attention_heads": 8, f"{part}_ffn_dim": 2048}
+    padding = VOCABULARY - 1
+    config = MarianConfig(
+        **sizes, activation_function="swish", scale_embedding=True, pad_token_id=padding,
+        eos_token_id=0, forced_eos_token_id=0, decoder_start_token_id=padding,
+        max_position_embeddings=512,
+    )  # fmt: skip
+    model = MarianMTModel(config).eval()
+    with torch.no_grad():
+        model.final_logits_bias[0, [0, padding]] = -1e4
+    model.save_pretrained(folder / MARIAN)
+    if importlib.util.find_spec("ctranslate2") is None:
+        return
+    from ctranslate2.converters.transformers import MarianMTLoader
+
+    # The converter leaves padding out of the vocabularies. It reads the special tokens from a
+    # tokenizer, which a model of random weights does not have.
+    words = ["</s>", "<unk>", *(f"word{number}" for number in range(2, padding))]
+    spec = MarianMTLoader().get_model_spec(model)
+    spec.register_source_vocabulary(words)
+    spec.register_target_vocabulary(words)
+    spec.config.decoder_start_token = spec.config.eos_token = "</s>"
+    spec.config.unk_token = "<unk>"
+    spec.validate()
+    spec.optimize()
+    (folder / MARIAN_CTRANSLATE2).mkdir()
+    spec.save(str(folder / MARIAN_CTRANSLATE2))
+
+
 def convert(folder: Path, name: str) -> None:
     """Write the converted model of this name; a quantized ONNX model needs `ONNX` first."""
     if name == CROSS_ENCODER:
         to_cross_encoder(folder)
+        return
+    if name == MARIAN:
+        to_marian(folder)
         return
     config = BertConfig.from_dict(json.loads((folder / "config.json").read_text("utf-8")))
     weights = torch.load(folder / WEIGHTS, mmap=True, weights_only=True)

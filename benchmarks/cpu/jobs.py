@@ -19,7 +19,17 @@ from torch import Tensor
 
 import fastbert
 from benchmarks.cpu.batches import ROTATED, sample
-from benchmarks.cpu.runtimes import BF16, BY_NAME, CROSS_ENCODER, FP32, INT8, Runtime, build
+from benchmarks.cpu.runtimes import (
+    BF16,
+    BY_NAME,
+    CROSS_ENCODER,
+    FP32,
+    INT8,
+    MARIAN,
+    MARIAN_CTRANSLATE2,
+    Runtime,
+    build,
+)
 from fastbert.bench.quantized_accuracy import model_folder
 
 BATCH = 32
@@ -50,6 +60,7 @@ def begin(task: str, engine: str, folder: Path, threads: int, **work: Any) -> Jo
     """Return the work of an implementation; ``work`` has the arguments of the task's function."""
     torch.set_num_threads(threads)
     jobs = {"encode": encode, "rerank": rerank, "embedder": embedder, "documents": documents}
+    jobs["translate"] = translate
     return jobs[task](engine, folder, threads, **work)
 
 
@@ -122,6 +133,68 @@ def documents(
         return sample(hidden.float().numpy(), {"attention_mask": mask.numpy()})
 
     return Job(call, numbers)
+
+
+def translate(
+    engine: str, folder: Path, threads: int, *, sources: list[list[int]], steps: int, beams: int
+) -> Job:
+    """Translate sources of random tokens into targets of `steps` tokens, in one batch."""
+    call = _translator(engine, folder, threads)
+
+    def numbers(tokens: Tensor) -> list[list[float]]:
+        return tokens.tolist()
+
+    return Job(lambda _: call(sources, steps, beams), numbers)
+
+
+@functools.cache
+def _translator(name: str, folder: Path, threads: int) -> Callable[..., Tensor]:
+    """Return the function of an implementation from sources to the tokens of the targets."""
+    engine = BY_NAME[name]
+    if engine.kind == "ctranslate2":
+        return _ctranslate2_translator(engine, folder, threads)
+    dtype = _options(engine, engine.form)["dtype"]
+    if engine.ours:
+        from fastbert.modules.transformer import Transformer
+
+        model = Transformer.from_pretrained(str(folder / MARIAN)).eval().to(dtype)
+    else:
+        from transformers import MarianMTModel
+
+        model = MarianMTModel.from_pretrained(str(folder / MARIAN), dtype=dtype).eval()
+    padding = model.config.pad_token_id
+
+    def call(sources: list[list[int]], steps: int, beams: int) -> Tensor:
+        rows = [torch.tensor(source) for source in sources]
+        ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=padding)
+        tokens = model.generate(
+            ids, attention_mask=(ids != padding).long(), max_length=steps + 1, num_beams=beams
+        )
+        return tokens[:, 1:]
+
+    return call
+
+
+def _ctranslate2_translator(engine: Runtime, folder: Path, threads: int) -> Callable[..., Tensor]:
+    import ctranslate2
+
+    translator = ctranslate2.Translator(
+        str(folder / MARIAN_CTRANSLATE2),
+        compute_type="int8" if engine.form == INT8 else "float32",
+        intra_threads=threads,
+        inter_threads=1,
+    )
+    special = ["</s>", "<unk>"]
+
+    def call(sources: list[list[int]], steps: int, beams: int) -> Tensor:
+        words = [[special[i] if i < 2 else f"word{i}" for i in source] for source in sources]
+        results = translator.translate_batch(
+            words, beam_size=beams, min_decoding_length=steps - 1, max_decoding_length=steps - 1
+        )
+        ids = [[int(word[4:]) for word in result.hypotheses[0]] + [0] for result in results]
+        return torch.tensor(ids)
+
+    return call
 
 
 def _options(engine: Runtime, form: str) -> dict[str, Any]:

@@ -24,6 +24,11 @@ OPENVINO, OPENVINO_INT8 = "openvino.xml", "openvino-int8.xml"
 CTRANSLATE2 = "ctranslate2"
 # The folder of the published MiniLM with a random head, which all implementations of a task read.
 CROSS_ENCODER = "cross-encoder"
+# The folders of the encoder–decoder of the task `translate`: for transformers and fastbert, and for
+# CTranslate2.
+MARIAN, MARIAN_CTRANSLATE2 = "marian", "marian-ctranslate2"
+# The size of its vocabulary. The last token is padding, and token 0 ends a sequence.
+VOCABULARY = 58101
 # A folder of packages that only one implementation may import. transformers imports torchao
 # wherever it is installed, which takes seconds and prints messages.
 APART = Path(sys.prefix) / "peers"

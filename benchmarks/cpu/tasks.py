@@ -1,4 +1,4 @@
-"""The tasks of users, each by all implementations in turns: encode, rerank, train, read.
+"""The tasks of users, each by all implementations in turns: encode, rerank, train, read, translate.
 
 Each implementation does the whole task in its own process (``jobs.py``): with the tokenizer, the
 batches and the pooling of sentence-transformers. The results of the first calls are compared with
@@ -35,7 +35,16 @@ from benchmarks.cpu.contest import (
 from benchmarks.cpu.encoder import SCALES, export, prepare, slow_bf16
 from benchmarks.cpu.exactness import fields
 from benchmarks.cpu.remote import Failed, Remote
-from benchmarks.cpu.runtimes import BF16, BY_NAME, CROSS_ENCODER, FP32, INT8, Runtime
+from benchmarks.cpu.runtimes import (
+    BF16,
+    BY_NAME,
+    CROSS_ENCODER,
+    FP32,
+    INT8,
+    MARIAN,
+    VOCABULARY,
+    Runtime,
+)
 from fastbert.bench.contest import line, ratio
 from fastbert.bench.encoder import MINILM
 from fastbert.bench.limits import INFERENCE, TRAINING, Target, Work
@@ -50,7 +59,13 @@ SCALE = 20
 # Sizes of ModernBERT-base, of whose layers every third attends to all tokens. A token of the other
 # layers attends to at most WINDOW tokens.
 LAYERS, GLOBAL, WIDTH, INNER, WINDOW = 22, 8, 768, 1152, 129
+# Sizes of the published Marian models.
+MARIAN_LAYERS, MARIAN_WIDTH, MARIAN_INNER = 6, 512, 2048
 DOCUMENTS = ((1, 128), (8, 128), (8, 512), (1, 2048), (1, 8192))
+
+
+# The smallest accepted share of targets in fp32 with the tokens of stock fp32.
+SAME_TARGETS = 0.8
 
 
 @dataclass(frozen=True)
@@ -174,6 +189,39 @@ def flops_of_modernbert(tokens: int, length: int) -> float:
     return float(linear + 4 * WIDTH * tokens * attended)
 
 
+def sources_to_translate(quick: bool) -> list[Match]:
+    """Return batches of 1 and 16 sources of 8 to 40 tokens, for greedy search and four beams."""
+    generator, matches = random.Random(0), []
+    steps = 3 if quick else 32
+    for count in (1, 16):
+        lengths = [generator.randint(7, 39) + 1 for _ in range(count)]
+        sources = [
+            [generator.randrange(2, VOCABULARY - 1) for _ in range(length - 1)] + [0]
+            for length in lengths
+        ]
+        for beams in (1, 4):
+            rows = count * beams
+            searched = "greedy" if beams == 1 else f"{beams} beams"
+            matches.append(
+                Match(
+                    f"Marian, {count} source{'s' * (count > 1)}, {searched}",
+                    {"sources": sources, "steps": steps, "beams": beams},
+                    count * steps,
+                    lengths,
+                    flops_of_marian(sum(lengths), rows * steps),
+                )
+            )
+    return matches
+
+
+def flops_of_marian(source: int, target: int) -> float:
+    """Return the FLOPs of the linear layers of Marian for numbers of tokens of both sides."""
+    layer = 4 * MARIAN_WIDTH**2 + 2 * MARIAN_WIDTH * MARIAN_INNER
+    cross = 2 * MARIAN_WIDTH**2
+    encoder, decoder = MARIAN_LAYERS * (layer + cross), MARIAN_LAYERS * (layer + cross)
+    return float(2 * (source * encoder + target * (decoder + MARIAN_WIDTH * VOCABULARY)))
+
+
 @dataclass(frozen=True)
 class Task:
     """A task: the unit of its rate, its implementations, its model's layers, and its matches."""
@@ -205,6 +253,13 @@ TASKS = {
         pairs_to_learn,
     ),
     "documents": Task("tokens/s", (*OURS, *STOCKS), LAYERS, documents_to_read, "transformers"),
+    "translate": Task(
+        "tokens/s",
+        (*OURS, *STOCKS, "CTranslate2 fp32", "CTranslate2 int8"),
+        2 * MARIAN_LAYERS,
+        sources_to_translate,
+        "transformers",
+    ),
 }  # fmt: skip
 
 
@@ -228,7 +283,8 @@ def run(
     rows: list[CpuRow] = []
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         refused = prepare(Path(folder), SCALES["minilm"], wanted, setting, left_out)
-        if section == "rerank" and (reason := export(Path(folder), [CROSS_ENCODER])):
+        made = {"rerank": CROSS_ENCODER, "translate": MARIAN}.get(section)
+        if made and (reason := export(Path(folder), [made])):
             refused |= {e.name: reason for e in wanted if e.name not in refused}
         workers = {
             engine.name: stack.enter_context(Remote(engine.name, Path(folder), threads))
@@ -286,8 +342,9 @@ def play(
 
     answers = first_calls(workers, rows, first_call, setting.notify)
     is_random = match.work.get("dropout", False)
-    # The errors of losses are judged below.
-    compare(answers, rows, lambda r: math.inf if learns else tolerance(r.dtype, task.layers))
+    # The errors of losses and the tokens of targets are judged below.
+    elsewhere = learns or section == "translate"
+    compare(answers, rows, lambda r: math.inf if elsewhere else tolerance(r.dtype, task.layers))
     if not is_random:
         set_exactness(section, answers, rows)
     first = {name: answers[name]["seconds"] for name in answers if not rows[name].refused}
@@ -301,6 +358,18 @@ def play(
             row.stock_ratio = ratio(row, rows.get(STOCK))
     judge(list(rows.values()), lambda row: Target())
     return list(rows.values())
+
+
+def set_same_targets(row: CpuRow, same: np.ndarray) -> None:
+    """Note how many targets have the tokens of stock fp32; refuse fp32 that differs in many.
+
+    The weights are random, so that the best two tokens are often close, and a rounding error
+    changes a target from such a token on.
+    """
+    equal = float(same.all(axis=1).mean())
+    row.add_note(f"{equal:.0%} of the targets have all tokens of stock fp32")
+    if row.dtype == FP32 and row.ours and equal < SAME_TARGETS:
+        row.refused = f"{equal:.0%} of the targets are those of stock fp32"
 
 
 def rounding(form: str, layers: int) -> float:
@@ -349,6 +418,8 @@ def set_exactness(
                 setattr(row, key, value)
         elif section == "rerank":
             row.score_error = largest
+        elif section == "translate":
+            set_same_targets(row, np.equal(answer["sample"][0], right[0]))
         elif section == "embedder":
             row.loss_error = largest
             allowed = loss_tolerance(row.dtype, MINILM.num_hidden_layers)
