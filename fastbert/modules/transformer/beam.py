@@ -170,14 +170,17 @@ def _best_tokens(
     Returns:
         Log probabilities and tokens, both of shape ``(R, wanted)``.
     """
-    largest = logits.amax(1, keepdim=True)
-    banned = logits[:, settings.banned]
-    logits[:, settings.banned] = -torch.inf
+    ids = settings.banned
+    banned = logits[:, ids]
+    if ids:
+        logits[:, ids] = -torch.inf
     best, tokens = logits.topk(wanted)
-    if settings.renormalize_logits:
-        largest = best[:, :1]
+    largest = best[:, :1]
+    counts_banned = bool(ids) and not settings.renormalize_logits
+    if counts_banned:
+        largest = largest.maximum(banned.amax(1, keepdim=True))
     total = (logits - largest).exp_().sum(1, keepdim=True)
-    if not settings.renormalize_logits:
+    if counts_banned:
         total += (banned - largest).exp_().sum(1, keepdim=True)
     return best - largest - total.log_(), tokens
 
