@@ -75,9 +75,12 @@ FASTBERT_INLINE void multiply_columns(const float* w, int64_t stride, const floa
     int64_t k = begin;
     for (; k + kLanes <= end; k += kLanes) {
       Vec columns[kLanes];
+      // The next rows are prefetched in the order of memory, so that the processor's own
+      // prefetching recognises the order and runs ahead.
+      const char* next = (const char*)(w + kLanes * stride + k * kLanes);
 #pragma GCC unroll 16
-      for (int i = 0; i < kLanes; ++i) {
-        __builtin_prefetch(w + (kLanes + i) * stride + k, 0, 3);
+      for (int64_t line = 0; line < kLanes * kBytes; line += kCacheLine) {
+        __builtin_prefetch(next + line, 0, 3);
       }
       load_columns(w + k, stride, columns);
       add(columns, k, kLanes);
