@@ -23,7 +23,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from fastbert.integrations.bound_encoder import BOUND, BoundEncoder
 from fastbert.integrations.find_modules import find_modules, reader_of_padding
 from fastbert.integrations.packing import restarts
-from fastbert.io.families import FAMILIES
+from fastbert.io.families import ACCELERATED
 from fastbert.modules.batch_layout import BatchLayout
 from fastbert.modules.bert import Encoded
 from fastbert.modules.class_name import class_name
@@ -54,6 +54,7 @@ OUTPUTS = {
     "NomicBertModel": POOLED,
     "DistilBertModel": "BaseModelOutput",
     "ModernBertModel": "BaseModelOutput",
+    "MarianEncoder": "BaseModelOutput",
 }
 # Encoders whose output with return_dict=False contains None for the pooler's output if there is no
 # pooler. The output tuple of every other encoder leaves out the fields that are None.
@@ -87,7 +88,8 @@ def accelerate(model: Model, *, strict: bool = True) -> Model:
 
     The model keeps the names, parameters, arguments and outputs of transformers. `restore` undoes
     the change. Hidden states and attention weights carry gradients, as in transformers. The
-    returned attention weights are the weights before dropout.
+    returned attention weights are the weights before dropout. In an encoder–decoder (Marian), the
+    encoder is accelerated, and the decoder runs the code of transformers.
 
     An accelerated encoder differs from transformers in these intended ways:
 
@@ -97,7 +99,7 @@ def accelerate(model: Model, *, strict: bool = True) -> Model:
     - ``attention_mask`` may have 3 or 4 dimensions, and may then be bool, 0/1 or additive.
     - Packed tokens attend only to their own sequence, and each sequence has a pooler output. A
       caller marks the packed sequences with ``cu_seq_lens_q``, or with ``position_ids`` that start
-      again at each sequence.
+      again at each sequence. The encoder of an encoder–decoder refuses packed sequences.
     - ``output_attentions`` may be a list of layer numbers.
     - A query whose whole attention window is padding gives 0 instead of NaN.
 
@@ -262,7 +264,7 @@ def _modules(model: Any) -> dict[str, nn.Module]:
 
 def _encoders(outer: nn.Module) -> Iterator[tuple[Any, Any]]:
     """Yield each encoder in a module with its class in transformers."""
-    names = {family.model for family in FAMILIES.values()}
+    names = {family.model for family in ACCELERATED.values()}
     for module in outer.modules():
         for kind in type(module).__mro__:
             ours = kind.__name__ in names and kind.__module__.startswith("transformers.models.")
@@ -277,7 +279,7 @@ def _nothing_found(model: Any, modules: dict[str, nn.Module]) -> str:
     for path, outer in modules.items():
         kinds = [m for m in outer.modules() if isinstance(m, PreTrainedModel)] or [outer]
         got += [f"{class_name(kind)}{f' in {path}' if path else ''}" for kind in kinds]
-    words = f"got {', '.join(got)}, allowed: an encoder of transformers: {', '.join(FAMILIES)}"
+    words = f"got {', '.join(got)}, allowed: an encoder of transformers: {', '.join(ACCELERATED)}"
     return words if isinstance(model, nn.Module) else f"{words}. Pass the attribute that holds one"
 
 
@@ -391,6 +393,9 @@ def _run(hf_model: Any, bound: BoundEncoder, stock: str, given: dict[str, Any]) 
     for name in REFUSED:
         if given.get(name) is not None and given[name] is not False:
             raise ValueError(f"{name}: got a value, allowed: None in an accelerated encoder")
+    if _feeds_a_decoder(hf_model) and given.get("cu_seq_lens_q") is not None:
+        allowed = "None, because the decoder would attend to all sequences of a row"
+        raise ValueError(f"cu_seq_lens_q: got a value, allowed: {allowed}")
     states = _flag(hf_model, given, "output_hidden_states")
     weights = _flag(hf_model, given, "output_attentions")
     arguments, packed = _arguments(bound, given)
@@ -505,11 +510,18 @@ def _pooled(hf_model: Any, encoded: Encoded, mask: Tensor | None) -> Tensor | No
     """Return the output of the HF model's pooler for the first token of each sequence."""
     pooler = getattr(hf_model, "pooler", None)
     if pooler is None:
+        # A decoder reads hidden states with the attention mask, so it reads no padding.
+        if _feeds_a_decoder(hf_model):
+            return None
         _warn_of_left_padding(type(hf_model).__name__, encoded.layout, mask)
         return None
     first = encoded.layout.first(encoded.rows)
     activation = getattr(hf_model, "pooler_activation", None)
     return pooler(first.unsqueeze(1)) if activation is None else activation(pooler(first))
+
+
+def _feeds_a_decoder(hf_model: Any) -> bool:
+    return getattr(hf_model.config, "is_encoder_decoder", False) is True
 
 
 def _warn_of_left_padding(encoder: str, layout: BatchLayout, mask: Tensor | None) -> None:

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from fastbert.integrations.hf_modules import (
     EMBEDDING,
+    WITHOUT_EMBEDDINGS,
     Inside,
     Leaf,
     containers_of,
@@ -36,6 +37,7 @@ from fastbert.integrations.hf_modules import (
     rounded_frequencies,
 )
 from fastbert.integrations.row_wise import is_row_wise
+from fastbert.integrations.summed_embeddings import SummedEmbeddings, embed_by_tables
 from fastbert.integrations.twin import ComparisonResult, compare, facts
 from fastbert.io import families
 from fastbert.modules import BertModel
@@ -202,6 +204,8 @@ class BoundEncoder:
             config = config.replace(num_hidden_layers=layers)
         with torch.device("meta"):
             model = BertModel(config, add_pooling_layer=False)
+            if config.model_type in WITHOUT_EMBEDDINGS:
+                model.embeddings = SummedEmbeddings(config)
         leaves, drops = leaves_of(model, hf_model), drops_of(model, hf_model)
         self.model, self.leaves, self.drops = model, leaves, drops
         self.inside = list(containers_of(hf_model, model, leaves))
@@ -313,7 +317,9 @@ class BoundEncoder:
         """
         hf_model = self.hf_model
         assert hf_model is not None
-        embedding: Any = hf_model._modules[EMBEDDING]
+        embedding: Any = hf_model._modules.get(EMBEDDING)
+        if embedding is None:
+            return embed_by_tables(hf_model, given)
         names = inspect.signature(type(embedding).forward).parameters
         embedded = embedding(**{name: given[name] for name in names if name in given})
         for leaf in self.leaves:
@@ -325,9 +331,11 @@ class BoundEncoder:
 
     def _settle_dropout(self) -> None:
         """Copy the current dropout probabilities of the HF model to the modules of fastbert."""
+        hf_model = self.hf_model
+        assert hf_model is not None
         dropping = False
         for drop in self.drops:
-            probability = drop.probability()
+            probability = drop.probability(hf_model)
             if drop.module.dropout_p != probability:
                 drop.module.dropout_p = probability
             dropping |= probability > 0.0

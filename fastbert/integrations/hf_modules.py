@@ -17,8 +17,10 @@ from fastbert.modules import BertModel
 from fastbert.modules.joined_linear import JoinedLinear
 from fastbert.modules.positions import frequencies
 
-# The HF model's module that embeds the tokens, in every family.
+# The HF model's module that embeds the tokens, in every family but those in WITHOUT_EMBEDDINGS. In
+# these families, the tables are direct children of the HF model, which adds them.
 EMBEDDING = "embeddings"
+WITHOUT_EMBEDDINGS = ("marian",)
 
 
 class Place(NamedTuple):
@@ -70,18 +72,20 @@ class Leaf(NamedTuple):
 class Drop(NamedTuple):
     """A module of fastbert with a ``dropout_p``, and the source of its value in the HF model.
 
-    The source is the attribute `name` of `hf_module`: a dropout module or a number.
+    The source is the attribute `name` of `hf_module`: a dropout module or a number. If `hf_module`
+    is None, the source is an attribute of the HF model itself, to which a `Drop` has no reference.
     """
 
     module: Any
-    hf_module: nn.Module
+    hf_module: nn.Module | None
     name: str
 
-    def probability(self) -> float:
+    def probability(self, hf_model: nn.Module) -> float:
         """Return the HF model's dropout probability, which is 0 outside training mode."""
-        dropout = self.hf_module._modules.get(self.name)
+        source = hf_model if self.hf_module is None else self.hf_module
+        dropout = source._modules.get(self.name)
         if dropout is None:
-            return getattr(self.hf_module, self.name) if self.hf_module.training else 0.0
+            return getattr(source, self.name) if source.training else 0.0
         return getattr(dropout, "p", 0.0) if dropout.training else 0.0
 
 
@@ -129,7 +133,7 @@ def drops_of(model: BertModel, hf_model: nn.Module) -> list[Drop]:
         for layer in range(len(model.encoder.layer)) if "{layer}" in path else (0,):
             parent, _, name = families.place(hf_path, layer, config).rpartition(".")
             module = model.get_submodule(path.format(layer=layer))
-            drops.append(Drop(module, _submodule(hf_model, parent), name))
+            drops.append(Drop(module, _submodule(hf_model, parent) if parent else None, name))
     return drops
 
 

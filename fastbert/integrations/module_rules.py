@@ -18,15 +18,18 @@ from fastbert.integrations import stock_code
 from fastbert.integrations.stock_files import MISSING, placed
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+# The attributes of modules with a dropout probability, which is read at every call.
+PROBABILITIES = ("p", "attention_dropout", "dropout", "activation_dropout")
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 LEAVES = (nn.Linear, nn.LayerNorm, nn.Embedding)
-# The module with the embedding tables. If any part of it deviates, fastbert calls the whole module.
-EMBEDDINGS = "embeddings"
+# The modules of an encoder that embed the tokens. If any part of them deviates, fastbert calls them
+# as the encoder does.
+EMBEDDINGS = ("embeddings", "embed_tokens", "embed_positions")
 
 
 def is_embedding(path: str) -> bool:
     """Return whether the path names the embeddings or a module inside the embeddings."""
-    return path == EMBEDDINGS or path.startswith(f"{EMBEDDINGS}.")
+    return path.partition(".")[0] in EMBEDDINGS
 
 
 def kind_problem(
@@ -82,7 +85,7 @@ def honoured_problems(hf_model: nn.Module, twin: nn.Module) -> Iterator[tuple[st
 
     fastbert honours the dropout probabilities and the function for gradient checkpointing.
     """
-    for name in ("p", "attention_dropout"):
+    for name in PROBABILITIES:
         value = vars(hf_model).get(name, 0.0)
         if name in vars(twin) and (type(value) not in (int, float) or not 0.0 <= value <= 1.0):
             yield name, f"got {value!r}, allowed: a number from 0 to 1"

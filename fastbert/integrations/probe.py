@@ -122,7 +122,7 @@ def _results(model: nn.Module, batch: dict[str, Tensor]) -> Results:
     (states * weights).sum().backward()
     results: Results = {"last_hidden_state": states.detach()}
     for name, parameter in model.named_parameters():
-        is_key = name.endswith(("key.bias", "k_lin.bias", "attn.k.bias"))
+        is_key = name.endswith(("key.bias", "k_lin.bias", "attn.k.bias", "k_proj.bias"))
         if parameter.grad is not None and not is_key:
             results[name] = parameter.grad
     return results

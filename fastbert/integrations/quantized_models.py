@@ -26,8 +26,10 @@ from transformers import PreTrainedModel
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from fastbert.config import check
 from fastbert.inference.quantization import LAYERS, Linears, linear_at, quantize_linears
 from fastbert.integrations.bound_encoder import BOUND, BoundEncoder
+from fastbert.io.families import FAMILIES
 from fastbert.modules.quantized_linear import QuantizedLinear
 
 METHOD = "fastbert"
@@ -44,7 +46,14 @@ def quantize(model: nn.Module, encoders: dict[str, BoundEncoder], *, inplace: bo
 
     Returns:
         The quantized model.
+
+    Raises:
+        ValueError: If an encoder belongs to an encoder–decoder. The names of its layers in the
+            configuration would also name layers of the decoder.
     """
+    for path, bound in encoders.items():
+        kind, allowed = bound.model.config.model_type, ", ".join(FAMILIES)
+        check(f"quantize: encoder {path!r}", kind, allowed, kind in FAMILIES)
 
     def linears(outer: nn.Module) -> Linears:
         return [place for path, bound in encoders.items() for place in _linears(outer, path, bound)]

@@ -45,6 +45,8 @@ TABLES = (
     "embeddings.position_embeddings",
     "embeddings.token_type_embeddings",
     "embeddings.tok_embeddings",
+    "embed_tokens",
+    "embed_positions",
 )
 
 
@@ -85,6 +87,10 @@ ALLOWED = (
     Allowed("eps", "LayerNorm", "the value is read from the module"),
     Allowed("p", "Dropout", "the probability is read from the module at every call"),
     Allowed("attention_dropout", "any", "the probability is read from the module at every call"),
+    Allowed("dropout", "root", "the probability is read from the module at every call"),
+    Allowed("dropout", "MarianEncoderLayer", "as at the root"),
+    Allowed("dropout", "MarianAttention", "as at the root"),
+    Allowed("activation_dropout", "MarianEncoderLayer", "as at the root"),
     Allowed("layer_idx", "any", "only a cache of keys and values reads it; an encoder has none"),
 )
 _ANYWHERE = {row.name for row in ALLOWED if row.where == "any"}

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from fastbert.io.families import FAMILIES
+from fastbert.io.families import ACCELERATED
 
 IMPLEMENTATIONS = ("eager", "sdpa")
-MODULES = {family.model: name.replace("-", "_") for name, family in FAMILIES.items()}
+MODULES = {family.model: name.replace("-", "_") for name, family in ACCELERATED.items()}
 # The classes of the activation functions that fastbert computes, by their names in a config.
 ACTIVATIONS = {
     "gelu": "transformers.activations.GELUActivation",
@@ -28,7 +28,7 @@ ACTIVATIONS = {
     "silu": "transformers.activations.SiLUActivation",
     "swish": "torch.nn.modules.activation.SiLU",
 }
-ACTIVATION_FIELDS = ("hidden_act", "activation", "hidden_activation")
+ACTIVATION_FIELDS = ("hidden_act", "activation", "hidden_activation", "activation_function")
 # All layers of these models are alike except for their numbers, so the twin of such a model has one
 # layer. ALBERT repeats groups of layers, and the layers of ModernBERT have two types of attention.
 ALIKE = frozenset(MODULES) - {"AlbertModel", "ModernBertModel"}

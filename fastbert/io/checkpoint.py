@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from fastbert import json_file
-from fastbert.config import OURS, BertConfig
+from fastbert.config import OURS, BertConfig, check
 from fastbert.io import commit, families, names, safetensors_file, sentence_transformers_folder
 from fastbert.io.commit import CONFIG
 
@@ -110,6 +110,8 @@ class Stored:
                 allowed = ", ".join(sorted(known))
                 raise ValueError(f"config_overrides: got {name!r}, allowed: {allowed}")
         try:
+            kind, native = self.content.get("model_type", "bert"), families.FAMILIES
+            check("model_type", kind, ", ".join(native), isinstance(kind, str) and kind in native)
             config = families.read_config(self.content)
         except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
             raise ValueError(f"{self.folder / CONFIG}: {error}") from error

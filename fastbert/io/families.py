@@ -1,6 +1,8 @@
 """The model families: their differences from BERT, and the names of their settings and weights.
 
-There is one table per family. A module of fastbert, such as
+There is one table per family. `FAMILIES` has the families that fastbert reads natively, and
+`ACCELERATED` has also the encoder of an encoder–decoder, which only ``fastbert.accelerate`` uses. A
+module of fastbert, such as
 ``encoder.layer.{layer}.output.dense``, has the parameters of one module of transformers, or the
 concatenated parameters of several modules. ``{layer}`` is the number of the layer in the
 checkpoint. In a family that repeats groups of layers, ``{group}`` is the number of the group, and
@@ -64,9 +66,9 @@ class Family:
 
 def family_of(model_type: str) -> Family:
     """Return the table of a model type; raise ValueError for an unknown model type."""
-    if not isinstance(model_type, str) or model_type not in FAMILIES:
-        raise ValueError(f"model_type: got {model_type!r}, allowed: {', '.join(FAMILIES)}")
-    return FAMILIES[model_type]
+    if not isinstance(model_type, str) or model_type not in ACCELERATED:
+        raise ValueError(f"model_type: got {model_type!r}, allowed: {', '.join(ACCELERATED)}")
+    return ACCELERATED[model_type]
 
 
 # Settings
@@ -333,6 +335,12 @@ def _modernbert(content: Content) -> Architecture:
     )
 
 
+def _marian(content: Content) -> Architecture:
+    skipped = content["encoder_layerdrop"]
+    check("encoder_layerdrop", skipped, "0.0", skipped == 0)
+    return Architecture(type_table=False, inner_dropout=content["activation_dropout"], pooler=False)
+
+
 def _same(*names: str) -> Names:
     return {name: (name,) for name in names}
 
@@ -563,5 +571,47 @@ FAMILIES: dict[str, Family] = {
             "mlp_dropout": 0.0,
         },
         lacks=("type_vocab_size", "hidden_dropout_prob"),
+    ),
+}
+# The encoders that `fastbert.accelerate` serves.
+ACCELERATED: dict[str, Family] = {
+    **FAMILIES,
+    "marian": Family(
+        "MarianEncoder",
+        "model.encoder.",
+        {
+            "embeddings.word_embeddings": ("embed_tokens",),
+            "embeddings.position_embeddings": ("embed_positions",),
+            _QKV: tuple(f"{_LAYERS}self_attn.{part}_proj" for part in "qkv"),
+            _ATTENTION: (f"{_LAYERS}self_attn.out_proj",),
+            _ATTENTION_NORM: (f"{_LAYERS}self_attn_layer_norm",),
+            _FIRST: (f"{_LAYERS}fc1",),
+            _SECOND: (f"{_LAYERS}fc2",),
+            _NORM: (f"{_LAYERS}final_layer_norm",),
+        },
+        {
+            "embeddings": "dropout",
+            LAYER + "attention.self": f"{_LAYERS}self_attn.dropout",
+            _ATTENTION_NORM: f"{_LAYERS}dropout",
+            LAYER + "output": f"{_LAYERS}activation_dropout",
+            _NORM: f"{_LAYERS}dropout",
+        },
+        _marian,
+        settings={
+            "hidden_size": "d_model",
+            "num_hidden_layers": "encoder_layers",
+            "num_attention_heads": "encoder_attention_heads",
+            "intermediate_size": "encoder_ffn_dim",
+            "hidden_act": "activation_function",
+            "hidden_dropout_prob": "dropout",
+            "attention_probs_dropout_prob": "attention_dropout",
+            "initializer_range": "init_std",
+        },
+        defaults={
+            "encoder_layerdrop": 0.0,
+            "activation_dropout": 0.0,
+            "layer_norm_eps": 1e-5,
+        },
+        lacks=("type_vocab_size", "classifier_dropout"),
     ),
 }

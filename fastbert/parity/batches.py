@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -85,7 +86,7 @@ def of_texts(subject: Subject, texts: Any, encoders: Iterable[nn.Module]) -> Ite
     for start in range(0, len(texts), TEXTS):
         part = texts[start : start + TEXTS]
         name = f"texts {start + 1}-{start + len(part)}"
-        yield Batch(name, subject.read(part, limit))
+        yield Batch(name, _with_target(subject, subject.read(part, limit)))
 
 
 def generated(subject: Subject, encoders: Iterable[nn.Module], seed: int) -> Iterator[Batch]:
@@ -117,7 +118,7 @@ def generated(subject: Subject, encoders: Iterable[nn.Module], seed: int) -> Ite
         ("one token", (1,) * 8, "right"),
     ):
         generator = torch.Generator().manual_seed(seed)
-        values = _tokens(subject, configs, lengths, side, generator)
+        values = _with_target(subject, _tokens(subject, configs, lengths, side, generator))
         yield Batch(name, _labelled(subject.module, values, generator))
 
 
@@ -149,6 +150,14 @@ def _tokens(
         drawn = torch.randint(types, exists.shape, generator=generator)
         values["token_type_ids"] = drawn * exists
     return values
+
+
+def _with_target(subject: Subject, values: dict[str, Any]) -> dict[str, Any]:
+    """Add the ids of the source as the target, if the model has a decoder that needs a target."""
+    if "decoder_input_ids" not in inspect.signature(subject.module.forward).parameters:
+        return values
+    size = getattr(subject.module.config, "decoder_vocab_size", None)
+    return values | {"decoder_input_ids": values["input_ids"].clamp(max=size and size - 1)}
 
 
 # Labels
@@ -209,6 +218,7 @@ LABELS: dict[str, Callable[[Any, dict[str, Tensor], torch.Generator], dict[str, 
     "ForSequenceClassification": _of_sequences,
     "ForTokenClassification": lambda c, v, g: _of_tokens(c.num_labels, v, g),
     "ForMaskedLM": lambda c, v, g: _of_tokens(c.vocab_size, v, g),
+    "MTModel": lambda c, v, g: _of_tokens(c.decoder_vocab_size, v, g),
     "ForQuestionAnswering": _of_answers,
     "ForMultipleChoice": _of_choices,
     "ForNextSentencePrediction": lambda c, v, g: _of_pairs("labels", v, g),

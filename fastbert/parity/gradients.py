@@ -14,7 +14,12 @@ REASON = "a rounding early in the backward pass affects every later gradient"
 # The names of key projections → the names of query projections. The gradient of a key's bias is 0
 # except for rounding, because a softmax does not change if one number is added to all logits. The
 # gradients of the biases of key and query are therefore judged together.
-KEYS = {r"\bkey\b": "query", r"\bk_lin\b": "q_lin", r"\battn\.k\b": "attn.q"}
+KEYS = {
+    r"\bkey\b": "query",
+    r"\bk_lin\b": "q_lin",
+    r"\battn\.k\b": "attn.q",
+    r"\bk_proj\b": "q_proj",
+}
 
 
 def kinds(names: Iterable[str]) -> dict[str, list[str]]:

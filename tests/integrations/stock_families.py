@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 from torch import Tensor, nn
+from transformers.models.marian.modeling_marian import MarianEncoder
 
 from fastbert.parity.gradients import FACTOR, REASON, kinds
 from fastbert.testing.compare import assert_close
@@ -85,22 +86,44 @@ FAMILIES: dict[str, Stock] = {
         },
     ),
 }
+# The families that fastbert.accelerate serves. The head "Model" of Marian is the encoder alone.
+ACCELERATED: dict[str, Stock] = {
+    **FAMILIES,
+    "marian": Stock(
+        "Marian",
+        {
+            "d_model": 144,
+            **{f"{side}_layers": 2 for side in ("encoder", "decoder")},
+            **{f"{side}_attention_heads": 3 for side in ("encoder", "decoder")},
+            **{f"{side}_ffn_dim": 64 for side in ("encoder", "decoder")},
+            "activation_function": "swish",
+            "scale_embedding": True,
+            "dropout": 0.0,
+            "decoder_start_token_id": 0,
+            "eos_token_id": 1,
+            "forced_eos_token_id": None,
+        },
+    ),
+}
 PADDINGS = ("none", "right", "left", "middle")
 LENGTH = 21
 
 
 def build(family: str, head: str = "Model", seed: int = 0, **changes: Any) -> Any:
-    """Return a model with random nonzero weights, in eval mode."""
+    """Return a model with random nonzero weights, in eval mode; sinusoids stay as they are."""
     torch.manual_seed(seed)
-    name, own = FAMILIES[family]
+    name, own = ACCELERATED[family]
     kind = getattr(transformers, f"{name}Config")
     known = kind().to_dict()
     sizes = {key: value for key, value in SIZES.items() if key in known}
     config = kind(**sizes | own | changes, attn_implementation="eager")
-    model = getattr(transformers, name + head)(config).eval()
+    is_encoder = (family, head) == ("marian", "Model")
+    made = MarianEncoder if is_encoder else getattr(transformers, name + head)
+    model = made(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
+            if parameter.requires_grad:
+                parameter.add_(0.1 * torch.randn_like(parameter))
     return model
 
 
@@ -113,7 +136,7 @@ def inputs(
     three tokens, but never the first token.
     """
     generator = torch.Generator().manual_seed(seed)
-    pad = (SIZES | FAMILIES[family].changes)["pad_token_id"]
+    pad = (SIZES | ACCELERATED[family].changes)["pad_token_id"]
     ids = torch.randint(2, SIZES["vocab_size"], (rows, length), generator=generator)
     kept = torch.randint(1, length, (rows, 1), generator=generator)
     if rows > 1:

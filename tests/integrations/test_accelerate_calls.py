@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from quick_cases import long_case
-from stock_families import FAMILIES, build, inputs
+from stock_families import ACCELERATED, build, inputs
 from tiny_models import agree, batch, config, model, rows_computed, sides, values
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -154,7 +154,7 @@ def test_two_threads_accelerate_one_model_once() -> None:
 
 
 @pytest.mark.parametrize(
-    "family", [name if name in ("bert", "modernbert") else long_case(name) for name in FAMILIES]
+    "family", [name if name in ("bert", "modernbert") else long_case(name) for name in ACCELERATED]
 )
 def test_a_model_is_freed_with_its_last_reference(family) -> None:
     made = fastbert.accelerate(build(family))

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 pytest.importorskip("transformers")
 
 from stock_families import (
+    ACCELERATED,
     FAMILIES,
     LENGTH,
     PADDINGS,
@@ -45,7 +46,9 @@ pytestmark = [
     pytest.mark.each_value,
 ]
 
-every_family = pytest.mark.parametrize("family", FAMILIES)
+every_family = pytest.mark.parametrize("family", ACCELERATED)
+# The decoder of a Marian model has tests in test_accelerated_marian.py.
+every_family_with_heads = pytest.mark.parametrize("family", FAMILIES)
 DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -122,7 +125,7 @@ def labels_of(head: str, batch: dict[str, Tensor]) -> Tensor:
 @pytest.mark.parametrize(
     ("padding", "head"), [(padding, head) for padding in HEADS for head in HEADS[padding]]
 )
-@every_family
+@every_family_with_heads
 def test_a_head_with_a_loss(family, padding, head) -> None:
     model = build(family, head, num_labels=3).train()
     batch = inputs(padding, family, rows=8)
@@ -150,7 +153,9 @@ def test_a_head_with_a_loss(family, padding, head) -> None:
 DROPPING: dict[str, dict[str, Any]] = {
     "distilbert": {"dropout": 0.5, "attention_dropout": 0.5},
     "modernbert": {"attention_dropout": 0.5, "mlp_dropout": 0.5, "embedding_dropout": 0.5},
+    "marian": {"dropout": 0.5, "attention_dropout": 0.5, "activation_dropout": 0.5},
 }
+NAMES = ("attention_dropout", "dropout", "activation_dropout")
 
 
 def drops(model: nn.Module) -> list[tuple[nn.Module, str]]:
@@ -159,8 +164,7 @@ def drops(model: nn.Module) -> list[tuple[nn.Module, str]]:
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             places.append((module, "p"))
-        elif isinstance(module.__dict__.get("attention_dropout"), float):
-            places.append((module, "attention_dropout"))
+        places += [(module, n) for n in NAMES if isinstance(module.__dict__.get(n), float)]
     return places
 
 
@@ -261,7 +265,7 @@ LENGTHS = (4, 1, 9, 7)
 
 
 @pytest.mark.parametrize("form", ["cu_seq_lens", "position_ids", "both"])
-@every_family
+@every_family_with_heads
 def test_packed_sequences_do_not_see_each_other(family, form) -> None:
     model, ids = build(family), inputs("none", family, rows=1)["input_ids"]
     sides = sides_of(model)
@@ -294,7 +298,7 @@ def test_packed_sequences_do_not_see_each_other(family, form) -> None:
     assert (stock - outs[1].states).abs().max() > 0.01  # stock sequences attend to each other
 
 
-@every_family
+@every_family_with_heads
 def test_several_rows_may_be_packed(family) -> None:
     model, ids = build(family), inputs("none", family)["input_ids"]
     sides = sides_of(model)
@@ -316,7 +320,7 @@ def test_several_rows_may_be_packed(family) -> None:
     assert_close("states", actual, *runs)
 
 
-@every_family
+@every_family_with_heads
 def test_embeddings_positions_and_types(family) -> None:
     model, batch = build(family), inputs("middle", family)
     sides = sides_of(model)
@@ -498,6 +502,11 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         {"rope_parameters": {"rope_type": "default", "rope_theta": 77.0}},
     ),
     "nomic_bert of gelu": ("nomic_bert", {"hidden_act": "gelu"}),
+    "marian of gelu, unscaled": (
+        "marian",
+        {"activation_function": "gelu", "scale_embedding": False},
+    ),
+    "marian of relu": ("marian", {"activation_function": "relu"}),
     "modernbert with biases": (
         "modernbert",
         {"attention_bias": True, "mlp_bias": True, "norm_bias": True},
@@ -550,7 +559,7 @@ def test_a_sequence_has_the_same_bits_alone_and_in_any_batch(family, dtype) -> N
 # Tests of ``accelerate`` followed by ``restore``
 
 
-@every_family
+@every_family_with_heads
 def test_restore_gives_everything_back(family, tmp_path) -> None:
     model, batch = build(family, "ForMaskedLM"), inputs("middle", family)
     kind, before = type(model), copy.deepcopy(model.state_dict())

@@ -34,7 +34,7 @@ def unknown_file():
         yield table
 
 
-@pytest.mark.parametrize("family", families.FAMILIES)
+@pytest.mark.parametrize("family", families.ACCELERATED)
 def test_every_function_of_a_family_is_pinned_by_its_file_and_by_itself(
     family, unknown_file
 ) -> None:
@@ -118,7 +118,7 @@ def test_a_probe_that_differs_is_a_reason(unknown_file) -> None:
     assert "a small model differs from fastbert: got last_hidden_state" in reason
 
 
-@pytest.mark.parametrize("family", ["roberta", "distilbert", "nomic_bert"])
+@pytest.mark.parametrize("family", ["roberta", "distilbert", "nomic_bert", "marian"])
 def test_a_probe_agrees_and_keeps_the_random_numbers(family) -> None:
     hf_model = families.build(family)
     before = torch.get_rng_state()

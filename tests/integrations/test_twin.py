@@ -126,12 +126,13 @@ SITUATIONS: dict[str, Any] = {
 }
 
 
-# In transformers, ALBERT and MPNet have no gradient checkpointing.
+# In transformers, ALBERT and MPNet have no gradient checkpointing. Marian has no masked-LM head.
 CASES = [
     (family, situation)
-    for family in families.FAMILIES
+    for family in families.ACCELERATED
     for situation in SITUATIONS
-    if "checkpointed" not in situation or family not in ("albert", "mpnet")
+    if ("checkpointed" not in situation or family not in ("albert", "mpnet"))
+    and (situation not in ("resized", "tied") or family != "marian")
 ]
 
 
@@ -142,7 +143,7 @@ def test_a_host_as_people_have_it_is_served(family, situation, tmp_path) -> None
     assert compare(hf_model) == SERVED
 
 
-@pytest.mark.parametrize("family", families.FAMILIES)
+@pytest.mark.parametrize("family", families.ACCELERATED)
 def test_comparing_leaves_the_host_and_the_random_numbers_alone(family) -> None:
     hf_model = families.build(family)
     before, names = torch.get_rng_state(), [dict(vars(module)) for module in hf_model.modules()]
