@@ -33,9 +33,11 @@ NAMES = {
     "mpnet": "MPNet",
     "modernbert": "ModernBert",
     "nomic_bert": "NomicBert",
+    "marian": "Marian",
 }
 HEADS = (
     "Model",
+    "MTModel",
     "ForMaskedLM",
     "ForPreTraining",
     "ForNextSentencePrediction",
@@ -71,6 +73,17 @@ OWN: dict[str, dict[str, Any]] = {
         "cls_token_id": None,
         "sep_token_id": None,
     },
+    "marian": {
+        **{f"{side}_layers": 2 for side in ("encoder", "decoder")},
+        **{f"{side}_attention_heads": 4 for side in ("encoder", "decoder")},
+        **{f"{side}_ffn_dim": 37 for side in ("encoder", "decoder")},
+        "d_model": 32,
+        "activation_function": "gelu",
+        "attention_dropout": 0.1,
+        "pad_token_id": 1,
+        "eos_token_id": 2,
+        "decoder_start_token_id": 3,
+    },
 }
 
 
@@ -99,6 +112,9 @@ class Tester:
         }
         if getattr(config, "type_vocab_size", 0) > 1:
             batch["token_type_ids"] = common.ids_tensor(shape, config.type_vocab_size)
+        if config.is_encoder_decoder:
+            batch["decoder_input_ids"] = common.ids_tensor(shape, config.vocab_size)
+            batch["decoder_attention_mask"] = common.random_attention_mask(shape)
         return config, batch
 
 
@@ -106,6 +122,7 @@ class Conformance(common.ModelTesterMixin, unittest.TestCase):
     """All tests of the mixin. In both modes, each test starts from the same seeds."""
 
     all_model_classes = classes()
+    is_encoder_decoder = FAMILY == "marian"
 
     def setUp(self) -> None:
         self.model_tester = Tester()
@@ -136,7 +153,8 @@ def accelerate_every_encoder() -> None:
     reads the arguments of ``Module.to``. A refused encoder remains stock, and the table counts the
     warning.
     """
-    kind, read = Conformance.all_model_classes[0], torch._C._nn._parse_to
+    name, read = ACCELERATED[FAMILY].model, torch._C._nn._parse_to
+    kind = getattr(sys.modules[Conformance.all_model_classes[0].__module__], name)
     tried: weakref.WeakSet[Any] = weakref.WeakSet()
 
     @functools.wraps(read)
@@ -155,6 +173,7 @@ def accelerate_every_encoder() -> None:
 if MODE == "fast":
     import fastbert
     from fastbert.integrations.accelerate import _warn_once
+    from fastbert.io.families import ACCELERATED
 
     accelerate_every_encoder()
 elif MODE != "stock":
