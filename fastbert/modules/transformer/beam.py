@@ -160,7 +160,7 @@ class _Search:
 def _best_tokens(
     logits: Tensor, wanted: int, settings: GenerationSettings
 ) -> tuple[Tensor, Tensor]:
-    """Return the largest log probabilities of each row, and their tokens; `logits` is changed.
+    """Return the largest log probabilities of each row, and their tokens.
 
     Args:
         logits: Logits of shape ``(R, V)``.
@@ -170,19 +170,12 @@ def _best_tokens(
     Returns:
         Log probabilities and tokens, both of shape ``(R, wanted)``.
     """
-    ids = settings.banned
-    banned = logits[:, ids]
-    if ids:
-        logits[:, ids] = -torch.inf
-    best, tokens = logits.topk(wanted)
-    largest = best[:, :1]
-    counts_banned = bool(ids) and not settings.renormalize_logits
-    if counts_banned:
-        largest = largest.maximum(banned.amax(1, keepdim=True))
-    total = (logits - largest).exp_().sum(1, keepdim=True)
-    if counts_banned:
-        total += (banned - largest).exp_().sum(1, keepdim=True)
-    return best - largest - total.log_(), tokens
+    if settings.renormalize_logits:
+        logits[:, settings.banned] = -torch.inf
+    log_probs = logits.log_softmax(1)
+    log_probs[:, settings.banned] = -torch.inf
+    best, tokens = log_probs.topk(wanted)
+    return best, tokens
 
 
 def _gather(sequences: Tensor, places: Tensor) -> Tensor:
