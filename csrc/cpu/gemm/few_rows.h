@@ -18,15 +18,36 @@ namespace fastbert::cpu::FASTBERT_LEVEL {
 constexpr int64_t kFewRows = kBytes == 16 ? 4 : 8;
 constexpr int kRowsAtOnce = 4;
 
-// Loads a square block of words, whose rows are `stride` words apart, and returns its columns.
-FASTBERT_INLINE void load_columns(const float* block, int64_t stride, Vec (&columns)[kLanes]) {
+// W is stored as words (F32), or as bf16 that becomes fp32 when it is loaded (BF16). Rows of W are
+// `stride` elements apart.
+
+#if FASTBERT_LEVEL_BYTES == 32
+typedef float HalfVector __attribute__((vector_size(kBytes / 2)));
+
+template <class Stored>
+FASTBERT_INLINE HalfVector load_half(const typename Stored::Storage* p) {
+  HalfVector words;
+  if constexpr (kIsBF16<Stored>) {
+    typedef uint16_t Bits __attribute__((vector_size(8)));
+    typedef uint32_t Wide __attribute__((vector_size(16)));
+    Bits bits;
+    __builtin_memcpy(&bits, p, sizeof(bits));
+    words = (HalfVector)(__builtin_convertvector(bits, Wide) << 16);
+  } else {
+    __builtin_memcpy(&words, p, sizeof(words));
+  }
+  return words;
+}
+#endif
+
+// Loads a square block of W, and returns its columns.
+template <class Stored>
+FASTBERT_INLINE void load_columns(const typename Stored::Storage* block, int64_t stride,
+                                  Vec (&columns)[kLanes]) {
 #if FASTBERT_LEVEL_BYTES == 32
   // One register gets the halves of two rows, so that no shuffle crosses a half of a register.
-  typedef float Half __attribute__((vector_size(16)));
   const auto half = [&](int row, int first) __attribute__((always_inline)) {
-    Half words;
-    __builtin_memcpy(&words, block + row * stride + first, sizeof(words));
-    return words;
+    return load_half<Stored>(block + row * stride + first);
   };
 #pragma GCC unroll 2
   for (int first = 0; first < kLanes; first += 4) {
@@ -48,16 +69,17 @@ FASTBERT_INLINE void load_columns(const float* block, int64_t stride, Vec (&colu
     }
   }
 #else
-  for (int i = 0; i < kLanes; ++i) columns[i] = load(block + i * stride);
+  for (int i = 0; i < kLanes; ++i) columns[i] = Stored::load(block + i * stride, kLanes);
   transpose(columns);
 #endif
 }
 
-// Computes the sums of kLanes rows of W, which are `stride` words apart, and kRows rows of x. Lane
-// i of sums[r] belongs to row i of W and row r of x. Rows of x are `words` words long.
-template <class Operand, int kRows>
-FASTBERT_INLINE void multiply_columns(const float* w, int64_t stride, const float* x, int64_t words,
-                                      int64_t chunk, Vec (&sums)[kRows]) {
+// Computes the sums of kLanes rows of W and kRows rows of x. Lane i of sums[r] belongs to row i of
+// W and row r of x. Rows of x are `words` words long.
+template <class Operand, class Stored, int kRows>
+FASTBERT_INLINE void multiply_columns(const typename Stored::Storage* w, int64_t stride,
+                                      const float* x, int64_t words, int64_t chunk,
+                                      Vec (&sums)[kRows]) {
   for (int64_t begin = 0; begin < words; begin += chunk) {
     const int64_t end = begin + chunk < words ? begin + chunk : words;
     Vec total[kRows] = {};
@@ -79,15 +101,16 @@ FASTBERT_INLINE void multiply_columns(const float* w, int64_t stride, const floa
       // prefetching recognises the order and runs ahead.
       const char* next = (const char*)(w + kLanes * stride + k * kLanes);
 #pragma GCC unroll 16
-      for (int64_t line = 0; line < kLanes * kBytes; line += kCacheLine) {
+      for (int64_t line = 0; line < (int64_t)(kLanes * kLanes * sizeof(*w)); line += kCacheLine) {
         __builtin_prefetch(next + line, 0, 3);
       }
-      load_columns(w + k, stride, columns);
+      load_columns<Stored>(w + k, stride, columns);
       add(columns, k, kLanes);
     }
     if (k < end) {
       Vec columns[kLanes];
-      for (int i = 0; i < kLanes; ++i) columns[i] = load(w + i * stride + k, (int)(end - k));
+      for (int i = 0; i < kLanes; ++i)
+        columns[i] = Stored::load(w + i * stride + k, (int)(end - k));
       transpose(columns);
       add(columns, k, (int)(end - k));
     }
@@ -95,10 +118,17 @@ FASTBERT_INLINE void multiply_columns(const float* w, int64_t stride, const floa
   }
 }
 
+// Returns whether the rows of W are bf16 that need no rounding, and products are in fp32.
+template <class Operand>
+FASTBERT_INLINE bool lies_in_bf16(const Gemm& g) {
+  return !kIsDots<Operand> && g.a_column == 1 && g.format == fastbert::cpu::Format::bf16 &&
+         g.rounded != fastbert::cpu::Format::f16;
+}
+
 // Returns whether a product has few rows of x, and a weight that is read as it is stored.
 template <class Operand>
 FASTBERT_INLINE bool has_few_rows(const Gemm& g) {
-  return g.turned && g.m <= kFewRows && lies_in_words<Operand>(g);
+  return g.turned && g.m <= kFewRows && (lies_in_words<Operand>(g) || lies_in_bf16<Operand>(g));
 }
 
 // Returns the size in words of the scratch memory for the rows of x in a task.
@@ -108,13 +138,14 @@ FASTBERT_INLINE int64_t few_rows_words(const Gemm& g) {
 
 // Writes the sums of kLanes rows of W and of rows of x, two or four at a time. Rows of sums are
 // `sums_row` elements apart.
-template <class Operand>
-FASTBERT_INLINE void multiply_block(const float* w, int64_t stride, const float* x, int rows,
-                                    int64_t words, int64_t chunk, float* sums, int64_t sums_row) {
+template <class Operand, class Stored>
+FASTBERT_INLINE void multiply_block(const typename Stored::Storage* w, int64_t stride,
+                                    const float* x, int rows, int64_t words, int64_t chunk,
+                                    float* sums, int64_t sums_row) {
   const auto multiply_some = [&](auto count) __attribute__((always_inline)) {
     constexpr int kRows = decltype(count)::value;
     Vec sum[kRows];
-    multiply_columns<Operand, kRows>(w, stride, x, words, chunk, sum);
+    multiply_columns<Operand, Stored, kRows>(w, stride, x, words, chunk, sum);
     for (int r = 0; r < kRows; ++r) {
       for (int i = 0; i < kLanes; ++i) sums[i * sums_row + r] = sum[r][i];
     }
@@ -127,16 +158,17 @@ FASTBERT_INLINE void multiply_block(const float* w, int64_t stride, const float*
 
 // Computes a task, which has at least kLanes rows of W. `x` is scratch memory for the rows of x,
 // and for up to kRowsAtOnce further rows.
-template <class Operand>
-void run_few_rows(const Gemm& g, const Task& task, float* x) {
+template <class Operand, class Stored>
+void multiply_few_rows(const Gemm& g, const Task& task, float* x) {
+  using Storage = typename Stored::Storage;
   const int64_t words = words_of<Operand>(g.k), chunk = chunk_of(g.n, g.k);
   const TaskBlock<Operand> block = {g, task, words, 0, words};
   const auto* panel = (const float*)g.packed;
   for (int64_t r = 0; r < g.m + 1; ++r) {  // Three rows are multiplied as four.
     for (int64_t k = 0; k < words; ++k) x[r * words + k] = panel[k * kPanel + r];
   }
-  const auto* w = (const float*)block.left(0);
-  const int64_t stride = (block.left(1) - block.left(0)) / 4;
+  const auto* w = (const Storage*)block.left(0);
+  const int64_t stride = (block.left(1) - block.left(0)) / (int64_t)sizeof(Storage);
   for (int64_t row = 0; row < task.rows; ++row) {
     store(task.sums + row * task.stride, Vec{});
     store(task.sums + row * task.stride + kLanes, Vec{});
@@ -147,10 +179,19 @@ void run_few_rows(const Gemm& g, const Task& task, float* x) {
     for (; computed < row + kPanel && computed < task.rows; computed += kLanes) {
       // The last block overlaps the block before it, so that it ends with the last row of the task.
       const int64_t first = computed + kLanes > task.rows ? task.rows - kLanes : computed;
-      multiply_block<Operand>(w + first * stride, stride, x, (int)g.m, words, chunk,
-                              task.sums + first * task.stride, task.stride);
+      multiply_block<Operand, Stored>(w + first * stride, stride, x, (int)g.m, words, chunk,
+                                      task.sums + first * task.stride, task.stride);
     }
     block.finish_outputs(row, 0);
+  }
+}
+
+template <class Operand>
+void run_few_rows(const Gemm& g, const Task& task, float* x) {
+  if (lies_in_words<Operand>(g)) {
+    multiply_few_rows<Operand, F32>(g, task, x);
+  } else {
+    multiply_few_rows<Operand, BF16>(g, task, x);
   }
 }
 
