@@ -297,7 +297,7 @@ def test_a_path_in_modules_json(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"hidden_act": "swish"}, "hidden_act: got 'swish', allowed: gelu, "),
+        ({"hidden_act": "mish"}, "hidden_act: got 'mish', allowed: gelu, "),
         ({"hidden_size": "8"}, "hidden_size: got '8', allowed: an integer"),
         ({"hidden_dropout_prob": "much"}, "config.json: "),
         ({"model_type": "gpt2"}, "model_type: got 'gpt2', allowed: bert, roberta, "),
