@@ -118,17 +118,18 @@ FASTBERT_INLINE void multiply_columns(const typename Stored::Storage* w, int64_t
   }
 }
 
-// Returns whether the rows of W are bf16 that need no rounding, and products are in fp32.
-template <class Operand>
+// Returns whether W is bf16 that needs no rounding, and products are in fp32.
 FASTBERT_INLINE bool lies_in_bf16(const Gemm& g) {
-  return !kIsDots<Operand> && g.a_column == 1 && g.format == fastbert::cpu::Format::bf16 &&
+  return g.a_column == 1 && g.format == fastbert::cpu::Format::bf16 &&
          g.rounded != fastbert::cpu::Format::f16;
 }
 
 // Returns whether a product has few rows of x, and a weight that is read as it is stored.
 template <class Operand>
 FASTBERT_INLINE bool has_few_rows(const Gemm& g) {
-  return g.turned && g.m <= kFewRows && (lies_in_words<Operand>(g) || lies_in_bf16<Operand>(g));
+  constexpr bool kWide = !kIsDots<Operand> && sizeof(typename Operand::Storage) == 4;
+  if (!kWide && !kIsDots<Operand>) return false;
+  return g.turned && g.m <= kFewRows && (lies_in_words<Operand>(g) || (kWide && lies_in_bf16(g)));
 }
 
 // Returns the size in words of the scratch memory for the rows of x in a task.
