@@ -23,6 +23,7 @@ PUBLIC = (
             "training",
         )
     ),
+    "fastbert.modules.alignment",
 )
 PROMPT = ">>> "
 # A sentence ends at a mark before a space and a capital letter; "et al. 2019" does not match.

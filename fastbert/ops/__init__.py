@@ -5,6 +5,7 @@ names that use PyTorch alone. ``fastbert.ops.backend`` chooses the backend of ea
 the reason for the choice.
 """
 
+from fastbert.ops.additive_scores import additive_scores
 from fastbert.ops.attention import (
     attention,
     attention_qkvpacked,
@@ -25,6 +26,7 @@ from fastbert.ops.varlen import Packed, pad, unpad
 
 __all__ = [
     "Packed",
+    "additive_scores",
     "attention",
     "attention_qkvpacked",
     "attention_varlen",

@@ -6,6 +6,7 @@ written to be read, not to be fast. If ``fastbert.ops`` has a function of the sa
 the same arguments, except that the functions here take no backends.
 """
 
+from fastbert.reference.additive_scores import additive_scores
 from fastbert.reference.attention import (
     attention,
     attention_qkvpacked,
@@ -50,6 +51,7 @@ __all__ = [
     "Int8Weight",
     "Packed",
     "activate",
+    "additive_scores",
     "attention",
     "attention_qkvpacked",
     "attention_varlen",

@@ -1,4 +1,4 @@
-"""The benchmarks of attention and of the geometry of embeddings run at the smallest sizes."""
+"""The benchmarks of attention, alignment and embeddings run at the smallest sizes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # for imports from benchmarks/
 
-from benchmarks import attention_tests, geometry
+from benchmarks import alignment, attention_tests, geometry
 from fastbert import BertConfig, BertModel
 from fastbert.data import stories, train_tokenizer
 
@@ -118,3 +118,54 @@ def test_geometry_writes_a_table_and_a_plot(encoder, tmp_path, monkeypatch, caps
         "| 2",
     ]
     assert (tmp_path / "geometry.png").stat().st_size > 10_000
+
+
+def test_each_alignment_learns_and_is_drawn(tmp_path, monkeypatch, capsys):
+    small = ["--steps", 3, "--train", 60, "--test", 5]
+    run(alignment, monkeypatch, "--out", tmp_path, *small)
+    content = json.loads((tmp_path / "alignment.json").read_text(encoding="utf-8"))
+    assert [row["name"] for row in content["rows"]] == list(alignment.CONTENDERS)
+    for row in content["rows"]:
+        weights = torch.tensor(row["weights"])
+        # The weights of local attention may have a sum below 1.
+        assert weights.shape == (10, 10)
+        assert 0.1 < float(weights.sum(-1).max()) < 1.01
+    hard = torch.tensor(content["rows"][-1]["weights"])
+    assert torch.equal(hard.sum(-1), torch.ones(10))
+    text = (tmp_path / "alignment.md").read_text(encoding="utf-8")
+    assert text.startswith("| score | right words |")
+    assert text.splitlines()[2] in capsys.readouterr().out
+    assert (tmp_path / "alignment.png").stat().st_size > 10_000
+
+
+def test_the_toy_translation_moves_adjectives_and_adverbs():
+    words = "the fast black dog often sees a cat ."
+    pair = alignment.translate(words.split(" "))
+    assert " ".join(pair.target) == "le chien noir rapide voit souvent un chat ."
+    assert pair.places == [0, 3, 2, 1, 5, 4, 6, 7, 8]
+    pairs, held_out = alignment.sentences(300, 50, seed=1)
+    every = [tuple(pair.source) for pair in (*pairs, *held_out)]
+    assert len(set(every)) == 350
+    assert " ".join(held_out[0].source) == alignment.SHOWN
+    for pair in pairs:
+        assert sorted(pair.places) == list(range(len(pair.source)))
+        assert pair.target == [alignment.DICTIONARY[pair.source[n]] for n in pair.places]
+        # The page says that no word moves by more than two positions.
+        assert max(abs(n - place) for n, place in enumerate(pair.places)) <= 2
+
+
+def test_the_page_of_alignments_has_the_figures_of_the_record():
+    root = Path(__file__).resolve().parents[2]
+    record = root / "benchmarks" / "results" / "2026-11-28-alignment" / "alignment.json"
+    rows = json.loads(record.read_text(encoding="utf-8"))["rows"]
+    share = {row["name"]: f"{100 * row['weight_on_right_word']:.1f} %" for row in rows}
+    page = (root / "docs" / "alignment.md").read_text(encoding="utf-8")
+    assert f"the right word has {share['content-based, β = 1']} on average" in page
+    assert f"With β = 8, it has {share['content-based, β = 8']}." in page
+    local = share["general, local monotonic, D = 2"]
+    assert f"with *D* = 2 the right word\n  has {local} of the weight" in page
+    # General scores take the sixth French word from the seventh English word.
+    for row in rows:
+        if row["name"] in ("general", "general, hard"):
+            assert row["weights"][5][6] > 0.99
+            assert row["right_words"] > 0.999
