@@ -67,6 +67,10 @@ BELOW: dict[str, set[str]] = {
         *("training", "jobs", "inference", "data", "modules", "io", "ops", "config", "json_file"),
         *("picture", "text_file"),
     },
+    "seq2seq": {
+        *("finetuning", "training", "jobs", "inference", "data", "modules", "io", "ops"),
+        *("config", "transformer_config", "json_file", "text_file"),
+    },
     "analysis": {
         *("jobs", "data", "modules", "io", "atomic_file", "text_file"),
     },
@@ -76,6 +80,7 @@ BELOW: dict[str, set[str]] = {
             "parity",
             "analysis",
             "finetuning",
+            "seq2seq",
             "training",
             "jobs",
             "demo",

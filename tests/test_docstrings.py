@@ -20,7 +20,7 @@ PUBLIC = (
         f"fastbert.{room}"
         for room in (
             *("analysis", "data", "finetuning", "modules", "modules.transformer", "ops"),
-            "training",
+            *("seq2seq", "training"),
         )
     ),
     "fastbert.modules.alignment",

@@ -82,7 +82,9 @@ ROOMS = {
         ("fastbert/training", "fastbert/demo"), ("tests/training", "tests/demo"), ("fuzz",)
     ),
     "data": Room(
-        ("fastbert/data", "fastbert/finetuning"), ("tests/data", "tests/finetuning"), ("fuzz",)
+        ("fastbert/data", "fastbert/finetuning", "fastbert/seq2seq"),
+        ("tests/data", "tests/finetuning", "tests/seq2seq"),
+        ("fuzz",),
     ),
     "files-and-commands": Room(
         ("fastbert/cli", "fastbert/jobs", "fastbert/io"),

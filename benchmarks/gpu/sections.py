@@ -52,6 +52,7 @@ NOT_ON_A_GPU = {
     "tests/parity": "comparisons on the CPU; tests/integrations runs the models",
     "ptxmachine/tests": "the PTX machine is a program for the CPU",
     "tests/ptx": "the PTX machine is a program for the CPU",
+    "tests/seq2seq": "data and small runs on the CPU",
     "tests/soak": "the memory of a process on the CPU",
     "tests/viewer": "a page for a browser, computed on the CPU",
     "tests/test_architecture.py": "the sources",

@@ -20,6 +20,7 @@ from fastbert.cli.info import info
 from fastbert.cli.predict import predict
 from fastbert.cli.prepare import prepare
 from fastbert.cli.pretrain import pretrain
+from fastbert.cli.seq2seq import seq2seq
 from fastbert.cli.view import view
 from fastbert.cli.word_map import word_map
 from fastbert.version import __version__
@@ -78,6 +79,7 @@ for _name, _function, _example in (
         _function
     )
 app.add_typer(finetune, name="finetune")
+app.add_typer(seq2seq, name="seq2seq")
 
 
 def main() -> None:

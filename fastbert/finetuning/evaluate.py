@@ -12,6 +12,7 @@ from fastbert.finetuning.task import Feature, Task
 from fastbert.inference.text_batches import length_batches
 from fastbert.modules import BertPreTrainedModel
 from fastbert.training.evaluate import to_device
+from fastbert.training.parallel import in_turns
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -69,18 +70,10 @@ def compute(
         The outputs in the order of the sequences, in every process. The outputs are bitwise equal
         for any number of processes.
     """
-    own, processes = 0, 1
-    if accelerator is not None:
-        own, processes = accelerator.process_index, accelerator.num_processes
     batches = list(length_batches([len(f["input_ids"]) for f in features], TOKENS_PER_BATCH))
-    computed = _compute(model, task, features, batches[own::processes], bf16)
-    if processes > 1:
-        from accelerate.utils import gather_object
-
-        # With P processes, process p has computed the batches p, p + P, p + 2P and so on.
-        parts = gather_object([computed])
-        turns = range(len(batches))
-        computed = [parts[turn % processes][turn // processes] for turn in turns]
+    computed = in_turns(
+        batches, lambda own: _compute(model, task, features, own, bf16), accelerator
+    )
     rows: list[Tensor] = [torch.empty(0)] * len(features)
     for batch in computed:
         for index, row in batch.rows:

@@ -60,7 +60,15 @@ class FinetuningRun(EpochRun):
         if options.freeze:
             for part in (model.bert.embeddings, model.bert.encoder):
                 part.requires_grad_(False)
-        super().__init__(options, accelerator, model, parts["train"].features, parts, data)
+        super().__init__(
+            options,
+            accelerator,
+            model,
+            epochs=options.epochs,
+            features=parts["train"].features,
+            parts=parts,
+            data=data,
+        )
         self.judging, self.tokenizer = task, tokenizer
         self.task, self.source = task.name, source.digest
         keeps_best = options.keep_epoch == "best" and "validation" in parts

@@ -27,10 +27,6 @@ class EpochOptions(RunOptions, Protocol):
     """The options that a run over epochs reads."""
 
     @property
-    def epochs(self) -> int:
-        """Number of epochs."""
-
-    @property
     def batch_size(self) -> int:
         """Number of sequences of a batch of all processes together."""
 
@@ -80,6 +76,8 @@ class EpochRun(Run):
         options: EpochOptions,
         accelerator: Accelerator,
         model: Any,
+        *,
+        epochs: int,
         features: Sequence[Any],
         parts: Mapping[str, Any],
         data: str,
@@ -90,6 +88,7 @@ class EpochRun(Run):
             options: Options of the run.
             accelerator: The processes of the run.
             model: The model.
+            epochs: Number of epochs.
             features: The sequences of the training part.
             parts: The parts of the data, by name. A run with the part ``"validation"`` is
                 evaluated.
@@ -99,7 +98,7 @@ class EpochRun(Run):
         self.model, self.features, self.parts, self.data = model, features, parts, data
         self.parallel = Copies(accelerator, model)
         self.steps_per_epoch = math.ceil(len(features) / options.batch_size)
-        self.total = options.epochs * self.steps_per_epoch
+        self.total = epochs * self.steps_per_epoch
         self.own_optimizer, self.schedule = make_optimizer(
             model,
             learning_rate=options.learning_rate,

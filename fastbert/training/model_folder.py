@@ -14,6 +14,7 @@ from fastbert.training import checkpoints
 
 if TYPE_CHECKING:
     from fastbert.modules import BertPreTrainedModel
+    from fastbert.modules.transformer import Transformer
 
 CHECKPOINT = "model"
 
@@ -32,7 +33,7 @@ def refuse_existing(output: Path, *, overwrite: bool) -> None:
         )
 
 
-def has_weights_of(folder: Path, model: BertPreTrainedModel) -> bool:
+def has_weights_of(folder: Path, model: BertPreTrainedModel | Transformer) -> bool:
     """Return whether `folder` has a model whose weights all equal the weights of `model`."""
     try:
         actual = checkpoints.weights_of(type(model).from_pretrained(folder))
@@ -45,7 +46,9 @@ def has_weights_of(folder: Path, model: BertPreTrainedModel) -> bool:
 
 
 def save_checkpoint(
-    folder: Path, model: BertPreTrainedModel, tokenizer: checkpoints.StoredTokenizer
+    folder: Path,
+    model: BertPreTrainedModel | Transformer,
+    tokenizer: checkpoints.StoredTokenizer,
 ) -> None:
     """Write weights, configuration and tokenizer in the layout of Hugging Face.
 

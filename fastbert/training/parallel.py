@@ -1,10 +1,10 @@
-"""The distribution of a model over the processes of a run: copies (DDP), or shards (FSDP2)."""
+"""The work of several processes: copies of a model (DDP), shards (FSDP2), and shared batches."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor, nn
 
@@ -12,6 +12,9 @@ from fastbert.training import checkpoints
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+
+Batch = TypeVar("Batch")
+Result = TypeVar("Result")
 
 
 def check_shards(accelerator: Accelerator) -> None:
@@ -21,6 +24,33 @@ def check_shards(accelerator: Accelerator) -> None:
             "shard: got True with 1 process, allowed: several processes, which torchrun or "
             "accelerate launch starts"
         )
+
+
+def in_turns(
+    batches: Sequence[Batch],
+    compute: Callable[[Sequence[Batch]], list[Result]],
+    accelerator: Accelerator | None,
+) -> list[Result]:
+    """Compute a result for each batch; the processes share the batches.
+
+    With P processes, process p computes the batches p, p + P, p + 2P and so on.
+
+    Args:
+        batches: The batches, which are the same in all processes.
+        compute: Returns the results of some batches.
+        accelerator: The processes; each of them must call this function. None means that this
+            process computes all batches.
+
+    Returns:
+        The results in the order of the batches, in every process.
+    """
+    processes = 1 if accelerator is None else accelerator.num_processes
+    if accelerator is None or processes == 1:
+        return compute(batches)
+    from accelerate.utils import gather_object
+
+    parts = gather_object([compute(batches[accelerator.process_index :: processes])])
+    return [parts[turn % processes][turn // processes] for turn in range(len(batches))]
 
 
 class Copies:

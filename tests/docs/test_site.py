@@ -15,7 +15,10 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOLS = ("mkdocs", "material", "mkdocstrings", "mkdocstrings_handlers")
-MODULES = ("ops", "modules", "modules.alignment", "data", "training", "finetuning", "analysis")
+MODULES = (
+    *("ops", "modules", "modules.alignment", "data", "training", "finetuning", "seq2seq"),
+    "analysis",
+)
 
 missing = [tool for tool in TOOLS if importlib.util.find_spec(tool) is None]
 pytestmark = pytest.mark.skipif(
