@@ -110,6 +110,6 @@ def _part(chance: random.Random, texts: Sequence[str], longest: int) -> tuple[st
 
 TASKS = {
     "hyphens": Task(_hyphens, needs_text=True, draws=80_000, merges=0, epochs=2),
-    "numbers": Task(_numbers, needs_text=False, draws=60_000, merges=250, epochs=2),
+    "numbers": Task(_numbers, needs_text=False, draws=40_000, merges=250, epochs=3),
     "reverse": Task(_reverse, needs_text=True, draws=80_000, merges=0, epochs=2),
 }
