@@ -138,6 +138,7 @@ def test_the_matches_of_a_task(section, quick):
             "rerank": [32, 128],
             "embedder": [32, 32],
             "documents": [128, 1024, 4096, 2048, 8192],
+            "translate": [32, 32, 512, 512],
         }
         assert [match.amount for match in matches] == expected[section]
 
