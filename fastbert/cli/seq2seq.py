@@ -155,7 +155,7 @@ def train(
 
 
 def _print(result: Seq2SeqResult) -> None:
-    table = new_table("held-out sources, and what the model writes")
+    table = new_table("held-out pairs")
     for heading in ("source", "output", "expected"):
         table.add_column(heading, overflow="fold")
     for row in result.examples:
