@@ -59,8 +59,13 @@ class Job:
 def begin(task: str, engine: str, folder: Path, threads: int, **work: Any) -> Job:
     """Return the work of an implementation; ``work`` has the arguments of the task's function."""
     torch.set_num_threads(threads)
-    jobs = {"encode": encode, "rerank": rerank, "embedder": embedder, "documents": documents}
-    jobs["translate"] = translate
+    jobs = {
+        "encode": encode,
+        "rerank": rerank,
+        "embedder": embedder,
+        "documents": documents,
+        "translate": translate,
+    }
     return jobs[task](engine, folder, threads, **work)
 
 
@@ -140,11 +145,7 @@ def translate(
 ) -> Job:
     """Translate sources of random tokens into targets of `steps` tokens, in one batch."""
     call = _translator(engine, folder, threads)
-
-    def numbers(tokens: Tensor) -> list[list[float]]:
-        return tokens.tolist()
-
-    return Job(lambda _: call(sources, steps, beams), numbers)
+    return Job(lambda _: call(sources, steps, beams))
 
 
 @functools.cache

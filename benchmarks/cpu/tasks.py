@@ -216,10 +216,10 @@ def sources_to_translate(quick: bool) -> list[Match]:
 
 def flops_of_marian(source: int, target: int) -> float:
     """Return the FLOPs of the linear layers of Marian for numbers of tokens of both sides."""
-    layer = 4 * MARIAN_WIDTH**2 + 2 * MARIAN_WIDTH * MARIAN_INNER
-    cross = 2 * MARIAN_WIDTH**2
-    encoder, decoder = MARIAN_LAYERS * (layer + cross), MARIAN_LAYERS * (layer + cross)
-    return float(2 * (source * encoder + target * (decoder + MARIAN_WIDTH * VOCABULARY)))
+    # Cross-attention projects queries and outputs on one side, and keys and values on the other.
+    layer = 6 * MARIAN_WIDTH**2 + 2 * MARIAN_WIDTH * MARIAN_INNER
+    layers = MARIAN_LAYERS * layer * (source + target)
+    return float(2 * (layers + target * MARIAN_WIDTH * VOCABULARY))
 
 
 @dataclass(frozen=True)

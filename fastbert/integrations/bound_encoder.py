@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastbert.integrations.hf_modules import (
@@ -37,7 +38,6 @@ from fastbert.integrations.hf_modules import (
     rounded_frequencies,
 )
 from fastbert.integrations.row_wise import is_row_wise
-from fastbert.integrations.summed_embeddings import SummedEmbeddings, embed_by_tables
 from fastbert.integrations.twin import ComparisonResult, compare, facts
 from fastbert.io import families
 from fastbert.modules import BertModel
@@ -45,6 +45,7 @@ from fastbert.modules.joined_linear import JoinedLinear
 from fastbert.modules.layer_norm import LayerNorm
 from fastbert.modules.quantized_linear import QuantizedLinear
 from fastbert.modules.snapshot import Snapshot
+from fastbert.modules.summed_embeddings import SummedEmbeddings
 from fastbert.ops import backend as backends
 
 # The attribute of an HF model that holds its bound encoder.
@@ -205,7 +206,8 @@ class BoundEncoder:
         with torch.device("meta"):
             model = BertModel(config, add_pooling_layer=False)
             if config.model_type in WITHOUT_EMBEDDINGS:
-                model.embeddings = SummedEmbeddings(config)
+                scaled = bool(config.extra.get("scale_embedding"))
+                model.embeddings = SummedEmbeddings(config, scaled=scaled, static=True)
         leaves, drops = leaves_of(model, hf_model), drops_of(model, hf_model)
         self.model, self.leaves, self.drops = model, leaves, drops
         self.inside = list(containers_of(hf_model, model, leaves))
@@ -319,7 +321,7 @@ class BoundEncoder:
         assert hf_model is not None
         embedding: Any = hf_model._modules.get(EMBEDDING)
         if embedding is None:
-            return embed_by_tables(hf_model, given)
+            return _embed_by_tables(hf_model, given)
         names = inspect.signature(type(embedding).forward).parameters
         embedded = embedding(**{name: given[name] for name in names if name in given})
         for leaf in self.leaves:
@@ -379,6 +381,24 @@ def _copied(leaf: Leaf) -> Iterator[Tensor]:
         for part in leaf.module.parts:
             yield from part.buffers()
             yield from part.parameters()
+
+
+def _embed_by_tables(hf_model: Any, given: Mapping[str, Any]) -> Tensor:
+    """Call the tables of an HF model and add their outputs, as its ``forward`` does.
+
+    Args:
+        hf_model: The encoder of transformers.
+        given: ``input_ids`` of shape ``(B, L)`` or ``inputs_embeds`` of shape ``(B, L, H)``, and
+            ``position_ids`` or None.
+
+    Returns:
+        The embedding output of shape ``(B, L, H)``.
+    """
+    words = given.get("inputs_embeds")
+    if words is None:
+        words = hf_model.embed_tokens(given["input_ids"]) * hf_model.embed_scale
+    positions = hf_model.embed_positions(words.shape[:-1], position_ids=given.get("position_ids"))
+    return F.dropout(words + positions, hf_model.dropout, hf_model.training)
 
 
 def _none() -> None:

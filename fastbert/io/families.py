@@ -1,12 +1,12 @@
 """The model families: their differences from BERT, and the names of their settings and weights.
 
 There is one table per family. `FAMILIES` has the families that fastbert reads natively, and
-`ACCELERATED` has also the encoder of an encoder–decoder, which only ``fastbert.accelerate`` uses. A
-module of fastbert, such as
-``encoder.layer.{layer}.output.dense``, has the parameters of one module of transformers, or the
-concatenated parameters of several modules. ``{layer}`` is the number of the layer in the
-checkpoint. In a family that repeats groups of layers, ``{group}`` is the number of the group, and
-``{inner}`` is the number of the layer in its group.
+`ACCELERATED` has also the encoder of an encoder–decoder, which only ``fastbert.accelerate`` uses.
+
+A module of fastbert, such as ``encoder.layer.{layer}.output.dense``, has the parameters of one
+module of transformers, or the concatenated parameters of several modules. ``{layer}`` is the number
+of the layer in the checkpoint. In a family that repeats groups of layers, ``{group}`` is the number
+of the group, and ``{inner}`` is the number of the layer in its group.
 """
 
 from __future__ import annotations

@@ -8,6 +8,9 @@ from fastbert import reference
 from fastbert.ops.arguments import (
     dropout_seed as draw_seed,
 )
+from fastbert.reference import hide_unattended
+
+__all__ = ["attention_context", "hide_unattended"]
 
 
 def attention_context(

@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from fastbert import ops
 from fastbert.modules.alignment.arguments import require_size
 from fastbert.modules.alignment.base import Alignment
-from fastbert.modules.alignment.soft import Products, hide_unattended
+from fastbert.modules.alignment.soft import Products
 from fastbert.modules.linear import Linear
 from fastbert.ops.arguments import require
+from fastbert.ops.attention_context import hide_unattended
 
 
 class ContentBased(Alignment):

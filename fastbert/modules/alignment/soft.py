@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fastbert import ops
 from fastbert.ops.attention_arguments import MAX_HEAD_DIM
-from fastbert.ops.attention_context import attention_context
+from fastbert.ops.attention_context import attention_context, hide_unattended
 
 
 class Products(NamedTuple):
@@ -27,11 +27,6 @@ class Products(NamedTuple):
 
 
 Scores: TypeAlias = "Products | Tensor"
-
-
-def hide_unattended(keys: Tensor, mask: Tensor | None) -> Tensor:
-    """Set each key that no query attends to, which may be NaN, to 0, because 0 · NaN is NaN."""
-    return keys if mask is None else keys.masked_fill(~mask.any(dim=1).unsqueeze(-1), 0.0)
 
 
 def softmax(scores: Scores, mask: Tensor | None, backend: str | None) -> Tensor:

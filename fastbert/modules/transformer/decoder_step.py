@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from fastbert.modules.batch_layout import BatchLayout
+from fastbert.modules.summed_embeddings import SummedEmbeddings
 from fastbert.modules.transformer.cache import Cache
 from fastbert.modules.transformer.decoder import TransformerDecoder
-from fastbert.modules.transformer.embeddings import TransformerEmbeddings
 from fastbert.modules.transformer.one_call import one_call
 from fastbert.modules.transformer.slots import SlotCache
 from fastbert.modules.transformer.vocabulary_head import VocabularyHead
@@ -27,7 +27,7 @@ class DecoderStep:
 
     def __init__(
         self,
-        embeddings: TransformerEmbeddings,
+        embeddings: SummedEmbeddings,
         decoder: TransformerDecoder,
         head: VocabularyHead,
         source_rows: Tensor,
@@ -55,6 +55,6 @@ class DecoderStep:
         flat = tokens.flatten()
         positions = torch.full_like(flat, self.position)
         self.position += 1
-        rows = self.embeddings(flat, positions)
+        rows = self.embeddings.placed(self.embeddings.words(flat), positions)
         logits = self.head(self.cache.advance(rows, tokens.shape[1]))
         return logits.to(torch.promote_types(logits.dtype, torch.float32))

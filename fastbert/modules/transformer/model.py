@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from typing import Any, NamedTuple
 
@@ -14,10 +15,10 @@ from fastbert.modules.dropout import draw_seeds
 from fastbert.modules.inputs import EncoderInput, enter
 from fastbert.modules.model import Model
 from fastbert.modules.outputs import as_asked
+from fastbert.modules.summed_embeddings import SummedEmbeddings
 from fastbert.modules.transformer.beam import beam_search
 from fastbert.modules.transformer.decoder import TransformerDecoder
 from fastbert.modules.transformer.decoder_step import DecoderStep
-from fastbert.modules.transformer.embeddings import TransformerEmbeddings
 from fastbert.modules.transformer.encoder import build_encoder
 from fastbert.modules.transformer.generation import GenerationSettings, largest_length
 from fastbert.modules.transformer.greedy import greedy_search
@@ -88,10 +89,15 @@ class Transformer(Model):
         """Create the modules and initialise their parameters."""
         super().__init__(config, backend)
         self._source_config, self._target_config = config.encoder(), config.decoder()
-        self.encoder_embeddings = TransformerEmbeddings(config, config.vocab_size, backend)
+        embedding = functools.partial(
+            SummedEmbeddings,
+            scaled=config.scale_embedding,
+            static=config.static_position_embeddings,
+            backend=backend,
+        )
+        self.encoder_embeddings = embedding(self._source_config)
         self.encoder = build_encoder(self._source_config, backend)
-        size = config.decoder_vocab_size or 0
-        self.decoder_embeddings = TransformerEmbeddings(config, size, backend)
+        self.decoder_embeddings = embedding(self._target_config)
         self.decoder = TransformerDecoder(self._target_config, backend)
         self.head = VocabularyHead(config, backend)
         self.initialise(self)
@@ -272,7 +278,7 @@ class Transformer(Model):
         check_mask("attention_mask", attention_mask)
         tokens = enter(self._source_config, input_ids, attention_mask)
         seeds = draw_seeds(self._source_config, self.training, tokens.positions.device)
-        rows = _embedded(self.encoder_embeddings, tokens, seeds.embeddings)
+        rows = self.encoder_embeddings(tokens, seeds.embeddings)
         rows, states, attentions = self.encoder(
             rows, tokens.layout, output_attentions, output_hidden_states, seeds.layers
         )
@@ -372,7 +378,7 @@ class Transformer(Model):
             return layout.rows(kept[-1]) if needs_gradient(rows) else rows
 
         attention = PackedAttention(layout, source.layout, source.rows, output_attentions)
-        rows = _embedded(self.decoder_embeddings, target)
+        rows = self.decoder_embeddings(target)
         decoded = self.decoder(rows, attention, after) if states else self.decoder(rows, attention)
         return {
             "rows": decoded.rows,
@@ -399,10 +405,3 @@ class Transformer(Model):
     def get_output_embeddings(self) -> nn.Module:
         """Return the projection to the vocabulary."""
         return self.head.decoder
-
-
-def _embedded(
-    embeddings: TransformerEmbeddings, tokens: EncoderInput, dropout_seed: Tensor | None = None
-) -> Tensor:
-    assert tokens.ids is not None
-    return embeddings(tokens.ids, tokens.positions, dropout_seed)

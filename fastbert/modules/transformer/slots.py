@@ -46,7 +46,7 @@ class SlotCache:
                 self.of_source[number, part] = rows.transpose(0, 1)
         self.source_ends = source.ends(device)
         self.live = torch.arange(source.batch, device=device)
-        self.position = self.beams = 0
+        self.position = 0
         self.stored = source_rows.new_empty(len(pairs), 2, 0, heads, FIRST_POSITIONS, size)
         self.slots = torch.zeros(source.batch, FIRST_POSITIONS, dtype=torch.int32, device=device)
 
@@ -60,22 +60,16 @@ class SlotCache:
         Returns:
             Rows after the last layer, and after the norm that follows it, if there is one.
         """
-        if beams != self.beams:
-            self.beams = beams
-            self._count_rows()
         self._grow(rows.shape[0])
+        sources = self.live.to(torch.int32).repeat_interleave(beams)
         rows = ops.decoder_step(
             rows, self.call.parameters, self.stored, self.slots, self.position,
-            self.of_source, self.source_ends, self.sources, **self.call.options,
+            self.of_source, self.source_ends, sources, **self.call.options,
         )  # fmt: skip
         self.slots[:, self.position] = torch.arange(rows.shape[0], dtype=torch.int32)
         self.position += 1
         norm = self.decoder.final_norm
         return rows if norm is None else norm(rows)
-
-    def _count_rows(self) -> None:
-        """Set the source of each row."""
-        self.sources = self.live.to(torch.int32).repeat_interleave(self.beams)
 
     def _grow(self, rows: int) -> None:
         """Make sure that the cache has a slot for each row, and room for one more position."""
@@ -91,13 +85,14 @@ class SlotCache:
 
     def reorder(self, parents: Tensor) -> None:
         """Choose the beams of the next step; as ``Cache.reorder``."""
-        first = torch.arange(0, self.slots.shape[0], self.beams, device=parents.device)
-        self.slots = self.slots[(first[:, None] + parents).flatten()]
+        self.slots = self.slots[self._rows_of_sources()[:, :1] + parents].flatten(0, 1)
 
     def keep(self, sources: Tensor) -> None:
         """Let all sources leave except for some; as ``Cache.keep``."""
-        beams = self.slots.shape[0] // self.live.shape[0]
-        rows = sources[:, None] * beams + torch.arange(beams, device=sources.device)
-        self.slots = self.slots[rows.flatten()]
+        self.slots = self.slots[self._rows_of_sources()[sources]].flatten(0, 1)
         self.live = self.live[sources]
-        self._count_rows()
+
+    def _rows_of_sources(self) -> Tensor:
+        """Return the rows of each source, int64 of shape ``(sources, beams)``."""
+        rows = torch.arange(self.slots.shape[0], device=self.live.device)
+        return rows.view(self.live.shape[0], -1)

@@ -7,37 +7,39 @@ import math
 import torch
 from torch import Tensor, nn
 
+from fastbert.config import BertConfig
+from fastbert.modules.dropout import Probabilities
+from fastbert.modules.inputs import EncoderInput
 from fastbert.modules.operation import OperationModule
 from fastbert.ops.dropout import dropout
-from fastbert.transformer_config import TransformerConfig
 
 
-class TransformerEmbeddings(OperationModule):
+class SummedEmbeddings(OperationModule):
     """Embeddings ``dropout(word * factor + position)`` of tokens, of shape ``(T, H)``.
 
-    The factor is ``sqrt(d_model)`` with ``config.scale_embedding``, and otherwise 1. The table of
-    positions is a parameter without a gradient if it has the sinusoids.
-
     Args:
-        config: Configuration of the model.
-        vocab_size: Number of tokens of the vocabulary.
+        config: Configuration of a stack of layers and of its input.
+        scaled: Whether the factor is ``sqrt(hidden_size)``; otherwise it is 1.
+        static: Whether the table of positions has the sinusoids. It is then a parameter without a
+            gradient.
         backend: Requested backend; see ``OperationModule``. None lets each operation choose.
     """
 
     operation = "embedding"
 
     def __init__(
-        self, config: TransformerConfig, vocab_size: int, backend: str | None = None
+        self, config: BertConfig, *, scaled: bool, static: bool, backend: str | None = None
     ) -> None:
         """Create the tables; `reset_positions` sets the sinusoids."""
         super().__init__(backend)
-        width = config.d_model
-        self.word_embeddings = nn.Embedding(vocab_size, width, padding_idx=config.pad_token_id)
+        width, padding_idx = config.hidden_size, config.pad_token_id
+        self.word_embeddings = nn.Embedding(config.vocab_size, width, padding_idx=padding_idx)
         self.position_embeddings = nn.Embedding(config.max_position_embeddings, width)
-        self.static = config.static_position_embeddings
-        self.position_embeddings.weight.requires_grad_(not self.static)
-        self.factor = math.sqrt(width) if config.scale_embedding else 1.0
-        self.dropout_p = config.dropout
+        self.token_type_embeddings = None
+        self.static = static
+        self.position_embeddings.weight.requires_grad_(not static)
+        self.factor = math.sqrt(width) if scaled else 1.0
+        self.dropout_p = Probabilities.of(config).embeddings
 
     @torch.no_grad()
     def reset_positions(self) -> None:
@@ -46,18 +48,29 @@ class TransformerEmbeddings(OperationModule):
         if self.static and not table.is_meta:
             table.copy_(sinusoids(*table.shape))
 
-    def forward(self, ids: Tensor, positions: Tensor, dropout_seed: Tensor | None = None) -> Tensor:
-        """Embed the tokens.
+    def forward(self, tokens: EncoderInput, dropout_seed: Tensor | None = None) -> Tensor:
+        """Embed the tokens of a batch.
 
         Args:
-            ids: Token ids, int64 or int32 of shape ``(T,)``.
-            positions: Positions, int64 or int32 of the shape of `ids`.
+            tokens: The tokens without padding. Word embeddings are not multiplied by the factor.
             dropout_seed: Seed of the dropout, int64 of shape ``(1,)``; None draws a seed.
 
         Returns:
             Rows of shape ``(T, H)``.
         """
-        rows = self.word_embeddings(ids) * self.factor + self.position_embeddings(positions)
+        words = self.words(tokens.ids) if tokens.embeds is None else tokens.embeds
+        return self.placed(words, tokens.positions, dropout_seed)
+
+    def words(self, ids: Tensor) -> Tensor:
+        """Return the word embeddings of ids ``(T,)`` times the factor, of shape ``(T, H)``."""
+        return self.word_embeddings(ids) * self.factor
+
+    def placed(
+        self, words: Tensor, positions: Tensor, dropout_seed: Tensor | None = None
+    ) -> Tensor:
+        """Add the positions ``(T,)`` to word embeddings ``(T, H)``, and apply dropout."""
+        added = self.position_embeddings(positions)
+        rows = words + (added.detach() if self.static else added)
         dropout_p = self.dropout_p if self.training else 0.0
         return dropout(rows, dropout_p, dropout_seed=dropout_seed, backend=self.backend)
 
