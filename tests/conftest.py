@@ -172,3 +172,12 @@ def quick_pictures(request, monkeypatch):
                 file.write(b"\x89PNG\r\n\x1a\n")
 
         monkeypatch.setattr(Figure, "savefig", write)
+
+
+@pytest.fixture
+def one_thread():
+    """Use one thread, so that sums have a fixed order and tests do not compete for cores."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

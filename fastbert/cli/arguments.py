@@ -1,4 +1,4 @@
-"""The names of arguments in error messages, as the user typed them on the command line."""
+"""Options in panels, and the names of arguments in error messages as the user typed them."""
 
 from __future__ import annotations
 
@@ -11,6 +11,18 @@ import typer
 
 # Maps names of parameters in Python functions to the names of these arguments in the help.
 ALIASES = {"path_or_hub_id": "MODEL"}
+
+
+def option(panel: str, text: str, *names: str, metavar: str | None = None) -> Any:
+    """Return an option of a command whose help has several panels.
+
+    Args:
+        panel: Title of the panel.
+        text: Help of the option.
+        names: Names of the option; without a name, typer derives it from the parameter.
+        metavar: Name of the value in the help; None lets typer choose.
+    """
+    return typer.Option(*names, help=text, rich_help_panel=panel, metavar=metavar)
 
 
 def typed_text(parameter: typer.CallbackParam, text: str | None) -> str | None:

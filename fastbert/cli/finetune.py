@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fastbert.cli.arguments import option
 from fastbert.cli.common import FriendlyGroup, err, is_first_process, new_table, out, print_json
 
 if TYPE_CHECKING:
@@ -22,10 +23,6 @@ finetune = typer.Typer(
 )
 
 
-def _option(panel: str, text: str, *names: str, metavar: str | None = None) -> Any:
-    return typer.Option(*names, help=text, rich_help_panel=panel, metavar=metavar)
-
-
 # The options that all tasks share. Their defaults are copies of the defaults of FinetuneOptions,
 # because an import of FinetuneOptions would import torch for --help. A test compares the copies.
 Model = Annotated[
@@ -34,11 +31,11 @@ Model = Annotated[
 ]
 Output = Annotated[
     Path,
-    _option(RUN, "Folder for model/, metrics.json, pictures, log and checkpoints/.", "-o", "--out"),
+    option(RUN, "Folder for model/, metrics.json, pictures, log and checkpoints/.", "-o", "--out"),
 ]
 ClassWeights = Annotated[
     str | None,
-    _option(
+    option(
         RUN,
         "Weights of the labels in the loss: balanced makes all labels count equally, and "
         "no=1,yes=4 gives weights by name; by default, all examples count equally.",
@@ -46,40 +43,40 @@ ClassWeights = Annotated[
     ),
 ]
 Validation = Annotated[
-    Path | None, _option(DATA, "The validation part; by default that in DATA, or --held-out.")
+    Path | None, option(DATA, "The validation part; by default that in DATA, or --held-out.")
 ]
-Test = Annotated[Path | None, _option(DATA, "The test part; by default that in DATA.")]
-HeldOut = Annotated[float, _option(DATA, "Fraction held out without a validation part.")]
+Test = Annotated[Path | None, option(DATA, "The test part; by default that in DATA.")]
+HeldOut = Annotated[float, option(DATA, "Fraction held out without a validation part.")]
 Overwrite = Annotated[
-    bool, _option(RUN, "Start anew and replace an earlier run in OUT.", "--overwrite")
+    bool, option(RUN, "Start anew and replace an earlier run in OUT.", "--overwrite")
 ]
-Epochs = Annotated[int, _option(RUN, "Number of epochs.")]
-BatchSize = Annotated[int, _option(RUN, "Number of sequences of a batch.")]
-LearningRate = Annotated[float, _option(RUN, "Peak of the learning rate.")]
-Warmup = Annotated[float, _option(RUN, "Fraction of the steps in which the rate rises.")]
-WeightDecay = Annotated[float, _option(RUN, "AdamW's decay of matrices and tables.")]
-ClipNorm = Annotated[float, _option(RUN, "Largest L2 norm of the gradient.")]
+Epochs = Annotated[int, option(RUN, "Number of epochs.")]
+BatchSize = Annotated[int, option(RUN, "Number of sequences of a batch.")]
+LearningRate = Annotated[float, option(RUN, "Peak of the learning rate.")]
+Warmup = Annotated[float, option(RUN, "Fraction of the steps in which the rate rises.")]
+WeightDecay = Annotated[float, option(RUN, "AdamW's decay of matrices and tables.")]
+ClipNorm = Annotated[float, option(RUN, "Largest L2 norm of the gradient.")]
 MaxLength = Annotated[
     int | None,
-    _option(DATA, "Largest number of tokens; by default the limit of the model, or 384 for qa."),
+    option(DATA, "Largest number of tokens; by default the limit of the model, or 384 for qa."),
 ]
 Freeze = Annotated[
     bool,
-    _option(
+    option(
         RUN,
         "Train only the head (and its pooler); embeddings and layers keep their weights and have "
         "no dropout.",
         "--freeze",
     ),
 ]
-Precision = Annotated[str, _option(RUN, "fp32, or bf16 for autocast to bf16.")]
-Seed = Annotated[int, _option(RUN, "Seed of the data, the head and dropout.")]
+Precision = Annotated[str, option(RUN, "fp32, or bf16 for autocast to bf16.")]
+Seed = Annotated[int, option(RUN, "Seed of the data, the head and dropout.")]
 Backend = Annotated[
-    str | None, _option(RUN, "reference, triton, cuda or cpu; by default each operation chooses.")
+    str | None, option(RUN, "reference, triton, cuda or cpu; by default each operation chooses.")
 ]
 KeepEpoch = Annotated[
     str,
-    _option(
+    option(
         RUN,
         "best keeps the model after the best evaluation of the validation part, by accuracy, "
         "Pearson correlation or F1, as the task has it; last keeps the model after the last step.",
@@ -87,20 +84,20 @@ KeepEpoch = Annotated[
 ]
 Patience = Annotated[
     int | None,
-    _option(RUN, "Stop after this number of evaluations without a better one; by default never."),
+    option(RUN, "Stop after this number of evaluations without a better one; by default never."),
 ]
 EvalEvery = Annotated[
     int | None,
-    _option(RUN, "Steps between two evaluations; by default one after each epoch."),
+    option(RUN, "Steps between two evaluations; by default one after each epoch."),
 ]
-LogEvery = Annotated[int, _option(RUN, "Steps between two rows of the log.")]
+LogEvery = Annotated[int, option(RUN, "Steps between two rows of the log.")]
 SaveEvery = Annotated[
-    int | None, _option(RUN, "Steps between two checkpoints; by default one after each epoch.")
+    int | None, option(RUN, "Steps between two checkpoints; by default one after each epoch.")
 ]
 SaveMinutes = Annotated[
-    float | None, _option(RUN, "Largest number of minutes between two checkpoints.")
+    float | None, option(RUN, "Largest number of minutes between two checkpoints.")
 ]
-KeepCheckpoints = Annotated[int, _option(RUN, "Checkpoints that stay in OUT/checkpoints.")]
+KeepCheckpoints = Annotated[int, option(RUN, "Checkpoints that stay in OUT/checkpoints.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
 
 
@@ -120,21 +117,21 @@ def classify(
         ),
     ],
     output: Output,
-    text_field: Annotated[str, _option(DATA, "Column or field that has the text.")] = "text",
+    text_field: Annotated[str, option(DATA, "Column or field that has the text.")] = "text",
     pair_field: Annotated[
-        str | None, _option(DATA, "Column or field that has a second text.")
+        str | None, option(DATA, "Column or field that has a second text.")
     ] = None,
-    label_field: Annotated[str, _option(DATA, "Column or field that has the label.")] = "label",
+    label_field: Annotated[str, option(DATA, "Column or field that has the label.")] = "label",
     labels: Annotated[
         str | None,
-        _option(DATA, "Names of the labels, separated by commas; by default those in DATA."),
+        option(DATA, "Names of the labels, separated by commas; by default those in DATA."),
     ] = None,
     regression: Annotated[
-        bool, _option(DATA, "Predict numbers instead of labels.", "--regression")
+        bool, option(DATA, "Predict numbers instead of labels.", "--regression")
     ] = False,
     multi_label: Annotated[
         bool,
-        _option(
+        option(
             DATA,
             "Predict any number of labels for each text; the data have a list, or a text in which "
             "--label-separator stands between two labels.",
@@ -142,7 +139,7 @@ def classify(
         ),
     ] = False,
     label_separator: Annotated[
-        str, _option(DATA, "Text between two labels, with --multi-label.")
+        str, option(DATA, "Text between two labels, with --multi-label.")
     ] = ",",
     class_weights: ClassWeights = None,
     validation: Validation = None,
@@ -193,15 +190,15 @@ def tag(
     output: Output,
     words_field: Annotated[
         str,
-        _option(DATA, "Field of a .jsonl or .parquet, or number of a column, that has the words."),
+        option(DATA, "Field of a .jsonl or .parquet, or number of a column, that has the words."),
     ] = "tokens",
     tags_field: Annotated[
         str,
-        _option(DATA, "Field of a .jsonl or .parquet, or number of a column, that has the tags."),
+        option(DATA, "Field of a .jsonl or .parquet, or number of a column, that has the tags."),
     ] = "tags",
     labels: Annotated[
         str | None,
-        _option(DATA, "Names of the tags, separated by commas; by default those in DATA."),
+        option(DATA, "Names of the tags, separated by commas; by default those in DATA."),
     ] = None,
     class_weights: ClassWeights = None,
     validation: Validation = None,
@@ -252,16 +249,16 @@ def qa(
     output: Output,
     stride: Annotated[
         int,
-        _option(
+        option(
             DATA,
             "Tokens that two windows of a long context share; at most a third of --max-length is "
             "used.",
         ),
     ] = 128,
-    longest_answer: Annotated[int, _option(RUN, "Largest number of tokens of an answer.")] = 30,
+    longest_answer: Annotated[int, option(RUN, "Largest number of tokens of an answer.")] = 30,
     no_answer_threshold: Annotated[
         float,
-        _option(
+        option(
             RUN,
             "Give no answer if its score is larger than that of the best answer by more than this; "
             "kept with the model.",

@@ -8,16 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fastbert import json_file
+from fastbert.cli.arguments import option
 from fastbert.cli.common import err, is_first_process, out, print_json
 
 if TYPE_CHECKING:
     from fastbert.training import TrainResult
 
 MODEL, DATA, RUN = "Model", "Data", "Run"
-
-
-def _option(panel: str, text: str, *names: str) -> Any:
-    return typer.Option(*names, help=text, rich_help_panel=panel)
 
 
 # The defaults are copies of the defaults of PretrainOptions, because an import of PretrainOptions
@@ -38,90 +35,88 @@ def pretrain(
         ),
     ],
     overwrite: Annotated[
-        bool, _option(RUN, "Start anew and replace an earlier run in OUT.", "--overwrite")
+        bool, option(RUN, "Start anew and replace an earlier run in OUT.", "--overwrite")
     ] = False,
-    preset: Annotated[
-        str, _option(MODEL, "Size of the model: tiny, mini, base or large.")
-    ] = "mini",
+    preset: Annotated[str, option(MODEL, "Size of the model: tiny, mini, base or large.")] = "mini",
     config: Annotated[
-        list[str] | None, _option(MODEL, "A field of BertConfig as KEY=VALUE; may be repeated.")
+        list[str] | None, option(MODEL, "A field of BertConfig as KEY=VALUE; may be repeated.")
     ] = None,
     tokenizer: Annotated[
-        Path | None, _option(DATA, "Folder of a tokenizer; by default, a tokenizer is trained.")
+        Path | None, option(DATA, "Folder of a tokenizer; by default, a tokenizer is trained.")
     ] = None,
-    vocab_size: Annotated[int, _option(DATA, "Largest vocabulary of a trained tokenizer.")] = 8192,
+    vocab_size: Annotated[int, option(DATA, "Largest vocabulary of a trained tokenizer.")] = 8192,
     lowercase: Annotated[
-        bool, _option(DATA, "Remove case and accents, or keep them.", "--lowercase/--cased")
+        bool, option(DATA, "Remove case and accents, or keep them.", "--lowercase/--cased")
     ] = True,
     objective: Annotated[
         str,
-        _option(DATA, "nsp, sop or none: next sentence, sentence order, or masked-LM alone."),
+        option(DATA, "nsp, sop or none: next sentence, sentence order, or masked-LM alone."),
     ] = "nsp",
-    max_length: Annotated[int, _option(DATA, "Largest number of tokens of an example.")] = 128,
+    max_length: Annotated[int, option(DATA, "Largest number of tokens of an example.")] = 128,
     short_steps: Annotated[
-        float, _option(DATA, "Fraction of the steps, at the start, with shorter examples.")
+        float, option(DATA, "Fraction of the steps, at the start, with shorter examples.")
     ] = 0.0,
     short_length: Annotated[
-        int, _option(DATA, "Largest number of tokens of an example in these steps.")
+        int, option(DATA, "Largest number of tokens of an example in these steps.")
     ] = 128,
-    tokens_per_batch: Annotated[int, _option(DATA, "Largest number of tokens of a batch.")] = 4096,
+    tokens_per_batch: Annotated[int, option(DATA, "Largest number of tokens of a batch.")] = 4096,
     steps: Annotated[
-        int | None, _option(RUN, "Number of training steps, instead of --epochs.")
+        int | None, option(RUN, "Number of training steps, instead of --epochs.")
     ] = None,
-    epochs: Annotated[int | None, _option(RUN, "Number of epochs; 1 without --steps.")] = None,
-    accumulate: Annotated[int, _option(RUN, "Number of batches of a step on each process.")] = 1,
-    optimizer: Annotated[str, _option(RUN, "adamw, or lamb for very large batches.")] = "adamw",
-    learning_rate: Annotated[float, _option(RUN, "Peak of the learning rate.")] = 5e-4,
+    epochs: Annotated[int | None, option(RUN, "Number of epochs; 1 without --steps.")] = None,
+    accumulate: Annotated[int, option(RUN, "Number of batches of a step on each process.")] = 1,
+    optimizer: Annotated[str, option(RUN, "adamw, or lamb for very large batches.")] = "adamw",
+    learning_rate: Annotated[float, option(RUN, "Peak of the learning rate.")] = 5e-4,
     schedule: Annotated[
-        str, _option(RUN, "Shape of the rate after the warm-up: linear, cosine or constant.")
+        str, option(RUN, "Shape of the rate after the warm-up: linear, cosine or constant.")
     ] = "linear",
-    warmup: Annotated[float, _option(RUN, "Fraction of the steps in which the rate rises.")] = 0.1,
-    weight_decay: Annotated[float, _option(RUN, "Decay of matrices and tables.")] = 0.01,
+    warmup: Annotated[float, option(RUN, "Fraction of the steps in which the rate rises.")] = 0.1,
+    weight_decay: Annotated[float, option(RUN, "Decay of matrices and tables.")] = 0.01,
     ema: Annotated[
-        float | None, _option(RUN, "Decay of an average of the weights, which model/ then has.")
+        float | None, option(RUN, "Decay of an average of the weights, which model/ then has.")
     ] = None,
-    clip_norm: Annotated[float, _option(RUN, "Largest L2 norm of the gradient.")] = 1.0,
-    precision: Annotated[str, _option(RUN, "fp32, or bf16 for autocast to bf16.")] = "fp32",
-    seed: Annotated[int, _option(RUN, "Seed of the data, the weights and dropout.")] = 0,
-    held_out: Annotated[float, _option(DATA, "Fraction of the documents for evaluation.")] = 0.05,
+    clip_norm: Annotated[float, option(RUN, "Largest L2 norm of the gradient.")] = 1.0,
+    precision: Annotated[str, option(RUN, "fp32, or bf16 for autocast to bf16.")] = "fp32",
+    seed: Annotated[int, option(RUN, "Seed of the data, the weights and dropout.")] = 0,
+    held_out: Annotated[float, option(DATA, "Fraction of the documents for evaluation.")] = 0.05,
     whole_word: Annotated[
-        bool, _option(DATA, "Mask all pieces of a word together.", "--whole-word")
+        bool, option(DATA, "Mask all pieces of a word together.", "--whole-word")
     ] = False,
     packed: Annotated[
-        bool, _option(DATA, "Use batches without or with padding.", "--packed/--padded")
+        bool, option(DATA, "Use batches without or with padding.", "--packed/--padded")
     ] = True,
     gradient_checkpointing: Annotated[
-        bool, _option(RUN, "Recompute activations to save memory.", "--gradient-checkpointing")
+        bool, option(RUN, "Recompute activations to save memory.", "--gradient-checkpointing")
     ] = False,
     cuda_graphs: Annotated[
-        bool, _option(RUN, "Launch whole steps as CUDA graphs, on one GPU.", "--cuda-graphs")
+        bool, option(RUN, "Launch whole steps as CUDA graphs, on one GPU.", "--cuda-graphs")
     ] = False,
     shard: Annotated[
-        bool, _option(RUN, "Share weights and optimizer among the processes (FSDP2).", "--shard")
+        bool, option(RUN, "Share weights and optimizer among the processes (FSDP2).", "--shard")
     ] = False,
     backend: Annotated[
         str | None,
-        _option(RUN, "reference, triton, cuda or cpu; by default each operation chooses."),
+        option(RUN, "reference, triton, cuda or cpu; by default each operation chooses."),
     ] = None,
-    log_every: Annotated[int, _option(RUN, "Steps between two rows of the log.")] = 10,
+    log_every: Annotated[int, option(RUN, "Steps between two rows of the log.")] = 10,
     eval_every: Annotated[
-        int | None, _option(RUN, "Steps between two evaluations; by default only at the end.")
+        int | None, option(RUN, "Steps between two evaluations; by default only at the end.")
     ] = None,
-    eval_batches: Annotated[int, _option(RUN, "Largest number of batches of an evaluation.")] = 50,
+    eval_batches: Annotated[int, option(RUN, "Largest number of batches of an evaluation.")] = 50,
     save_every: Annotated[
-        int | None, _option(RUN, "Steps between two checkpoints; by default only at the end.")
+        int | None, option(RUN, "Steps between two checkpoints; by default only at the end.")
     ] = None,
     save_minutes: Annotated[
-        float | None, _option(RUN, "Largest number of minutes between two checkpoints.")
+        float | None, option(RUN, "Largest number of minutes between two checkpoints.")
     ] = None,
     keep_checkpoints: Annotated[
-        int, _option(RUN, "Number of checkpoints that stay in OUT/checkpoints.")
+        int, option(RUN, "Number of checkpoints that stay in OUT/checkpoints.")
     ] = 2,
     tracker: Annotated[
-        str | None, _option(RUN, "tensorboard or wandb, which receives the rows of the log too.")
+        str | None, option(RUN, "tensorboard or wandb, which receives the rows of the log too.")
     ] = None,
     workers: Annotated[
-        int, _option(DATA, "Processes that prepare batches; 0 uses the training process.")
+        int, option(DATA, "Processes that prepare batches; 0 uses the training process.")
     ] = 0,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the result as JSON on stdout.")

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.text import Text
 
-from fastbert.cli.arguments import typed_text
+from fastbert.cli.arguments import option, typed_text
 from fastbert.cli.common import (
     BACKENDS,
     ConsoleReporter,
@@ -39,17 +39,13 @@ def _typed_texts(parameter: typer.CallbackParam, texts: list[str] | None) -> lis
     return [typed_text(parameter, text) for text in texts or ()]
 
 
-def _option(panel: str, text: str, *names: str) -> Any:
-    return typer.Option(*names, help=text, rich_help_panel=panel)
-
-
 # The defaults are copies of the defaults of Seq2SeqOptions, because an import of Seq2SeqOptions
 # would import torch for --help. A test compares the copies.
 @seq2seq.command(epilog="Example: [bold]fastbert seq2seq train --task numbers -o out/numbers[/]")
 def train(
     output: Annotated[
         Path,
-        _option(
+        option(
             RUN,
             "Folder for model/, metrics.json, log.jsonl, curves.png, checkpoints/.",
             "-o",
@@ -58,7 +54,7 @@ def train(
     ] = Path("seq2seq"),
     task: Annotated[
         str | None,
-        _option(
+        option(
             DATA,
             "Built-in task: numbers (words to digits), hyphens (joins the two lines of a divided "
             "word), or reverse (writes a text backwards); by default numbers.",
@@ -66,70 +62,70 @@ def train(
     ] = None,
     pairs: Annotated[
         Path | None,
-        _option(DATA, "File of pairs instead: a .csv, .tsv, .jsonl or .parquet."),
+        option(DATA, "File of pairs instead: a .csv, .tsv, .jsonl or .parquet."),
     ] = None,
     source_field: Annotated[
-        str, _option(DATA, "Column or field of PAIRS that has the source.")
+        str, option(DATA, "Column or field of PAIRS that has the source.")
     ] = "source",
     target_field: Annotated[
-        str, _option(DATA, "Column or field of PAIRS that has the target.")
+        str, option(DATA, "Column or field of PAIRS that has the target.")
     ] = "target",
     corpus: Annotated[
         Path | None,
-        _option(
+        option(
             DATA,
             "File or folder of text, as for pretrain, for hyphens and reverse; by default the text "
             "of Python's help().",
         ),
     ] = None,
     held_out: Annotated[
-        float, _option(DATA, "Fraction of the data that is held out for the evaluation.")
+        float, option(DATA, "Fraction of the data that is held out for the evaluation.")
     ] = 0.02,
     merges: Annotated[
         int | None,
-        _option(
+        option(
             DATA,
             "Merges of neighbouring pieces (byte-pair encoding); with 0, each byte is a piece; by "
             "default that of the task, or 2000 for PAIRS.",
         ),
     ] = None,
     max_length: Annotated[
-        int, _option(DATA, "Largest number of pieces of a text; longer pairs are left out.")
+        int, option(DATA, "Largest number of pieces of a text; longer pairs are left out.")
     ] = 64,
     config: Annotated[
         list[str] | None,
-        _option(MODEL, "A field of TransformerConfig as KEY=VALUE; may be repeated."),
+        option(MODEL, "A field of TransformerConfig as KEY=VALUE; may be repeated."),
     ] = None,
     overwrite: Annotated[
-        bool, _option(RUN, "Start anew and replace an earlier run in OUT.", "--overwrite")
+        bool, option(RUN, "Start anew and replace an earlier run in OUT.", "--overwrite")
     ] = False,
     epochs: Annotated[
         int | None,
-        _option(RUN, "Number of epochs; by default that of the task, or 10 for PAIRS."),
+        option(RUN, "Number of epochs; by default that of the task, or 10 for PAIRS."),
     ] = None,
-    batch_size: Annotated[int, _option(RUN, "Number of pairs of a batch.")] = 64,
-    learning_rate: Annotated[float, _option(RUN, "Peak of the learning rate.")] = 2e-3,
-    warmup: Annotated[float, _option(RUN, "Fraction of the steps in which the rate rises.")] = 0.1,
-    weight_decay: Annotated[float, _option(RUN, "Decay of matrices and tables.")] = 0.01,
-    clip_norm: Annotated[float, _option(RUN, "Largest L2 norm of the gradient.")] = 1.0,
-    precision: Annotated[str, _option(RUN, "fp32, or bf16 for autocast to bf16.")] = "fp32",
-    seed: Annotated[int, _option(RUN, "Seed of the pairs, the weights and dropout.")] = 0,
+    batch_size: Annotated[int, option(RUN, "Number of pairs of a batch.")] = 64,
+    learning_rate: Annotated[float, option(RUN, "Peak of the learning rate.")] = 2e-3,
+    warmup: Annotated[float, option(RUN, "Fraction of the steps in which the rate rises.")] = 0.1,
+    weight_decay: Annotated[float, option(RUN, "Decay of matrices and tables.")] = 0.01,
+    clip_norm: Annotated[float, option(RUN, "Largest L2 norm of the gradient.")] = 1.0,
+    precision: Annotated[str, option(RUN, "fp32, or bf16 for autocast to bf16.")] = "fp32",
+    seed: Annotated[int, option(RUN, "Seed of the pairs, the weights and dropout.")] = 0,
     backend: Annotated[
         str | None,
-        _option(RUN, "reference, triton, cuda or cpu; by default each operation chooses."),
+        option(RUN, "reference, triton, cuda or cpu; by default each operation chooses."),
     ] = None,
     eval_every: Annotated[
         int | None,
-        _option(RUN, "Steps between two evaluations; by default one after each epoch."),
+        option(RUN, "Steps between two evaluations; by default one after each epoch."),
     ] = None,
-    log_every: Annotated[int, _option(RUN, "Steps between two rows of the log.")] = 50,
+    log_every: Annotated[int, option(RUN, "Steps between two rows of the log.")] = 50,
     save_every: Annotated[
-        int | None, _option(RUN, "Steps between two checkpoints; by default one after each epoch.")
+        int | None, option(RUN, "Steps between two checkpoints; by default one after each epoch.")
     ] = None,
     save_minutes: Annotated[
-        float | None, _option(RUN, "Largest number of minutes between two checkpoints.")
+        float | None, option(RUN, "Largest number of minutes between two checkpoints.")
     ] = None,
-    keep_checkpoints: Annotated[int, _option(RUN, "Checkpoints that stay in OUT/checkpoints.")] = 2,
+    keep_checkpoints: Annotated[int, option(RUN, "Checkpoints that stay in OUT/checkpoints.")] = 2,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the result as JSON on stdout.")
     ] = False,

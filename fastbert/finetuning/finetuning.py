@@ -19,6 +19,7 @@ from fastbert.finetuning.plots import plot_confusion
 from fastbert.finetuning.preparation import Part, encode, fingerprint, read_parts
 from fastbert.finetuning.task import Confusion, Task
 from fastbert.training import checkpoints, meeting, resume
+from fastbert.training.epoch_run import describe
 from fastbert.training.log import CURVES, LOG
 from fastbert.training.loop import open_record
 from fastbert.training.meeting import start_processes
@@ -76,13 +77,6 @@ class FinetuneResult:
     stopped_early: bool
     figures: dict[str, dict[str, Any]]
     summary: dict[str, str]
-
-
-def _describe(row: dict[str, Any]) -> str:
-    return (
-        f"loss {row['loss']:.3f}  lr {row['learning_rate']:.2e}  "
-        f"{row['tokens_per_second'] / 1e3:,.1f}k tokens/s"
-    )
 
 
 def finetune(options: FinetuneOptions, *, console: Console | None = None) -> FinetuneResult:
@@ -174,15 +168,11 @@ def _finetune(
         f"{accelerator.num_processes} process(es)"
     )
     if checkpoint is not None:
-        run.restore(checkpoint)
-        say(f"resumed after step {run.step:,} of {run.total:,}, from {checkpoint.folder}")
-        earlier = checkpoint.content.get("processes", 1)
-        if earlier != accelerator.num_processes:
-            say(f"the checkpoint is of {earlier} process(es), so dropout draws other masks")
+        run.continue_from(checkpoint, say)
     signals = StopSignals()
     panels = {"loss": "loss", task.main[0]: task.main[1]}
     record = open_record(
-        run, console, signals, resumed=checkpoint is not None, describe=_describe, panels=panels
+        run, console, signals, resumed=checkpoint is not None, describe=describe, panels=panels
     )
     if run.first:
         _remove_earlier(options.folder, with_checkpoints=checkpoint is None)

@@ -9,8 +9,7 @@ from typing import Any
 
 from fastbert.finetuning.best import KEPT
 from fastbert.finetuning.task import Task
-from fastbert.ops.backend import validate
-from fastbert.training.options import PRECISIONS, check, is_count, is_number
+from fastbert.training.options import check, check_common, is_count, is_number
 
 # A run may be resumed with other values of these options, which do not change its results. For the
 # options with paths of data, a resumed run compares the content of the data instead.
@@ -99,29 +98,16 @@ class FinetuneOptions:
 
     def __post_init__(self) -> None:
         """Raise ValueError if an option is not allowed."""
-        for name in ("epochs", "batch_size", "log_every", "keep_checkpoints"):
+        check_common(self)
+        for name in ("epochs", "batch_size"):
             value = getattr(self, name)
             check(name, value, "an integer >= 1", is_count(value))
-        for name in ("max_length", "patience", "eval_every", "save_every"):
+        for name in ("max_length", "patience"):
             value = getattr(self, name)
             check(name, value, "None or an integer >= 1", value is None or is_count(value))
-        for name in ("learning_rate", "clip_norm"):
-            value = getattr(self, name)
-            check(name, value, "a finite number > 0", is_number(value) and value > 0)
-        value = self.save_minutes
-        allowed = "None or a finite number > 0"
-        check("save_minutes", value, allowed, value is None or (is_number(value) and value > 0))
-        value = self.weight_decay
-        check("weight_decay", value, "a finite number >= 0", is_number(value) and value >= 0)
-        for name in ("warmup", "held_out"):
-            value = getattr(self, name)
-            check(name, value, "a number in [0, 1)", is_number(value) and 0 <= value < 1)
-        seed = self.seed
-        sound = is_count(seed) or (seed == 0 and seed is not False)
-        check("seed", seed, "an integer in [0, 2**63)", sound and seed < 2**63)
+        value = self.held_out
+        check("held_out", value, "a number in [0, 1)", is_number(value) and 0 <= value < 1)
         check("keep_epoch", self.keep_epoch, ", ".join(KEPT), self.keep_epoch in KEPT)
-        check("precision", self.precision, ", ".join(PRECISIONS), self.precision in PRECISIONS)
-        validate(self.backend)
 
     def task(self) -> Task:
         """Return the task; each subclass implements this method."""

@@ -12,7 +12,7 @@ import os
 import re
 import warnings
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -105,10 +105,7 @@ class Stored:
                 value that is not allowed. The message names the file or the override.
         """
         known = {field.name for field in dataclasses.fields(BertConfig)} - OURS
-        for name in overrides:
-            if name not in known:
-                allowed = ", ".join(sorted(known))
-                raise ValueError(f"config_overrides: got {name!r}, allowed: {allowed}")
+        check_overrides(overrides, sorted(known))
         try:
             kind, native = self.content.get("model_type", "bert"), families.FAMILIES
             check("model_type", kind, ", ".join(native), isinstance(kind, str) and kind in native)
@@ -128,6 +125,12 @@ class Stored:
 
 
 # Reading
+
+
+def check_overrides(overrides: Iterable[str], known: Sequence[str]) -> None:
+    """Raise ValueError if the name of a `config_overrides` is not in `known`."""
+    for name in overrides:
+        check("config_overrides", name, ", ".join(known), name in known)
 
 
 @contextlib.contextmanager

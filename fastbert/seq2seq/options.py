@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from fastbert.config import is_integer
-from fastbert.ops.backend import validate
 from fastbert.seq2seq.tasks import TASKS
-from fastbert.training.options import PRECISIONS, check, is_count, is_number
+from fastbert.training.options import check, check_common, is_count, is_number
 from fastbert.transformer_config import FIELDS, TransformerConfig
 
 # A run may be resumed with other values of these options, which do not change its results. For the
@@ -130,39 +129,19 @@ class Seq2SeqOptions:
         allowed = f"None, because {self.task or 'pairs'} needs no text"
         corpus = None if self.corpus is None else os.fspath(self.corpus)
         check("corpus", corpus, allowed, corpus is None or reads)
-        self._check_counts()
-        self._check_numbers()
-        check("precision", self.precision, ", ".join(PRECISIONS), self.precision in PRECISIONS)
-        validate(self.backend)
+        check_common(self)
+        for name in ("epochs", "batch_size", "max_length"):
+            value = getattr(self, name)
+            check(name, value, "an integer >= 1", is_count(value))
+        most = 1 << 20
+        allowed = f"an integer in [0, {most}]"
+        check("merges", self.merges, allowed, is_integer(self.merges, 0, most))
+        value = self.held_out
+        check("held_out", value, "a number in (0, 1)", is_number(value) and 0 < value < 1)
         for name in self.config:
             own = ", ".join(key for key in FIELDS if key not in DECIDED)
             check("config", name, f"fields of TransformerConfig: {own}", name in own.split(", "))
         self.model_config(2)
-
-    def _check_counts(self) -> None:
-        for name in ("epochs", "batch_size", "max_length", "log_every", "keep_checkpoints"):
-            value = getattr(self, name)
-            check(name, value, "an integer >= 1", is_count(value))
-        for name in ("eval_every", "save_every"):
-            value = getattr(self, name)
-            check(name, value, "None or an integer >= 1", value is None or is_count(value))
-        for name, most in (("merges", 1 << 20), ("seed", (1 << 63) - 1)):
-            value = getattr(self, name)
-            check(name, value, f"an integer in [0, {most}]", is_integer(value, 0, most))
-
-    def _check_numbers(self) -> None:
-        for name in ("learning_rate", "clip_norm"):
-            value = getattr(self, name)
-            check(name, value, "a finite number > 0", is_number(value) and value > 0)
-        value = self.save_minutes
-        allowed = "None or a finite number > 0"
-        check("save_minutes", value, allowed, value is None or (is_number(value) and value > 0))
-        value = self.weight_decay
-        check("weight_decay", value, "a finite number >= 0", is_number(value) and value >= 0)
-        value = self.warmup
-        check("warmup", value, "a number in [0, 1)", is_number(value) and 0 <= value < 1)
-        value = self.held_out
-        check("held_out", value, "a number in (0, 1)", is_number(value) and 0 < value < 1)
 
     @property
     def folder(self) -> Path:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
@@ -14,6 +14,7 @@ from fastbert.seq2seq.options import Seq2SeqOptions
 from fastbert.seq2seq.preparation import Say, encode, read_parts, train_tokenizer
 from fastbert.seq2seq.seq2seq_run import TASK, Judgement, Seq2SeqRun
 from fastbert.training import checkpoints, meeting, resume
+from fastbert.training.epoch_run import describe
 from fastbert.training.log import CURVES, LOG
 from fastbert.training.loop import open_record
 from fastbert.training.meeting import start_processes
@@ -59,13 +60,6 @@ class Seq2SeqResult:
     figures: dict[str, float]
     examples: list[dict[str, str]]
     mistakes: list[dict[str, str]]
-
-
-def _describe(row: dict[str, Any]) -> str:
-    return (
-        f"loss {row['loss']:.3f}  lr {row['learning_rate']:.2e}  "
-        f"{row['tokens_per_second'] / 1e3:,.1f}k tokens/s"
-    )
 
 
 def train(options: Seq2SeqOptions, *, console: Console | None = None) -> Seq2SeqResult:
@@ -141,14 +135,10 @@ def _train(options: Seq2SeqOptions, console: Console, accelerator: Accelerator) 
         f"{accelerator.num_processes} process(es)"
     )
     if checkpoint is not None:
-        run.restore(checkpoint)
-        say(f"resumed after step {run.step:,} of {run.total:,}, from {checkpoint.folder}")
-        earlier = checkpoint.content.get("processes", 1)
-        if earlier != accelerator.num_processes:
-            say(f"the checkpoint is of {earlier} process(es), so dropout draws other masks")
+        run.continue_from(checkpoint, say)
     signals = StopSignals()
     record = open_record(
-        run, console, signals, resumed=checkpoint is not None, describe=_describe, panels=PANELS
+        run, console, signals, resumed=checkpoint is not None, describe=describe, panels=PANELS
     )
     if run.first:
         if checkpoint is None:

@@ -59,6 +59,14 @@ class EpochOptions(RunOptions, Protocol):
         """Number of steps between two evaluations; None evaluates after each epoch."""
 
 
+def describe(row: LogRow) -> str:
+    """Format a training row of the log in one line."""
+    return (
+        f"loss {row['loss']:.3f}  lr {row['learning_rate']:.2e}  "
+        f"{row['tokens_per_second'] / 1e3:,.1f}k tokens/s"
+    )
+
+
 class EpochRun(Run):
     """A run over epochs, each of which has all sequences in an order of its own.
 

@@ -321,6 +321,15 @@ class Run(ABC):
             checkpoints.restore_moments(self.own_optimizer, moments)
         continue_schedule(self.schedule, self.step)
 
+    def continue_from(self, checkpoint: checkpoints.Checkpoint, say: Callable[[str], None]) -> None:
+        """Restore the state of the run from a checkpoint, and show the user a line about it."""
+        self.restore(checkpoint)
+        say(f"resumed after step {self.step:,} of {self.total:,}, from {checkpoint.folder}")
+        # Older checkpoints of one process do not have the number of processes.
+        earlier = checkpoint.content.get("processes", 1)
+        if earlier != self.accelerator.num_processes:
+            say(f"the checkpoint is of {earlier} process(es), so dropout draws other masks")
+
     @contextlib.contextmanager
     def recorded(self, record: Record) -> Iterator[None]:
         """Close `record` at the end of the ``with`` block, and report an interruption."""

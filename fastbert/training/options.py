@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from fastbert.config import PRESETS, BertConfig
+from fastbert.config import PRESETS, BertConfig, is_integer
 from fastbert.data.prepared.examples import OBJECTIVES
 from fastbert.ops.backend import validate
 from fastbert.training.optimizer import OPTIMIZERS
@@ -44,6 +44,34 @@ def is_count(value: Any) -> bool:
 def is_number(value: Any) -> bool:
     """Return whether `value` is a finite number."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def check_common(options: Any) -> None:
+    """Raise ValueError if an option that every kind of run has is not allowed.
+
+    Args:
+        options: The options of a run.
+    """
+    for name in ("log_every", "keep_checkpoints"):
+        value = getattr(options, name)
+        check(name, value, "an integer >= 1", is_count(value))
+    for name in ("eval_every", "save_every"):
+        value = getattr(options, name)
+        check(name, value, "None or an integer >= 1", value is None or is_count(value))
+    check("seed", options.seed, "an integer in [0, 2**63)", is_integer(options.seed, 0, 2**63 - 1))
+    for name in ("learning_rate", "clip_norm"):
+        value = getattr(options, name)
+        check(name, value, "a finite number > 0", is_number(value) and value > 0)
+    value = options.save_minutes
+    allowed = "None or a finite number > 0"
+    check("save_minutes", value, allowed, value is None or (is_number(value) and value > 0))
+    value = options.weight_decay
+    check("weight_decay", value, "a finite number >= 0", is_number(value) and value >= 0)
+    value = options.warmup
+    check("warmup", value, "a number in [0, 1)", is_number(value) and 0 <= value < 1)
+    value = options.precision
+    check("precision", value, ", ".join(PRECISIONS), value in PRECISIONS)
+    validate(options.backend)
 
 
 @dataclass(frozen=True)
@@ -166,12 +194,11 @@ class PretrainOptions:
 
     def __post_init__(self) -> None:
         """Check the options."""
+        check_common(self)
         self._check_counts()
         self._check_numbers()
         check("preset", self.preset, ", ".join(PRESETS), self.preset in PRESETS)
         check("objective", self.objective, ", ".join(OBJECTIVES), self.objective in OBJECTIVES)
-        check("precision", self.precision, ", ".join(PRECISIONS), self.precision in PRECISIONS)
-        validate(self.backend)
         optimizers, schedules = ", ".join(OPTIMIZERS), ", ".join(SCHEDULES)
         check("optimizer", self.optimizer, optimizers, self.optimizer in OPTIMIZERS)
         check("schedule", self.schedule, schedules, self.schedule in SCHEDULES)
@@ -201,19 +228,16 @@ class PretrainOptions:
 
     def _check_counts(self) -> None:
         for name in (
-            "vocab_size", "max_length", "short_length", "tokens_per_batch", "log_every",
-            "eval_batches", "keep_checkpoints", "accumulate",
+            "vocab_size", "max_length", "short_length", "tokens_per_batch", "eval_batches",
+            "accumulate",
         ):  # fmt: skip
             value = getattr(self, name)
             check(name, value, "an integer >= 1", is_count(value))
-        for name in ("steps", "epochs", "eval_every", "save_every"):
+        for name in ("steps", "epochs"):
             value = getattr(self, name)
             check(name, value, "None or an integer >= 1", value is None or is_count(value))
         allowed = "an integer >= 0"
         check("workers", self.workers, allowed, self.workers == 0 or is_count(self.workers))
-        allowed = "an integer in [0, 2**63)"
-        integer = isinstance(self.seed, int) and not isinstance(self.seed, bool)
-        check("seed", self.seed, allowed, integer and 0 <= self.seed < 2**63)
         allowed = f"an integer >= {SHORTEST_PAIR}: [CLS] a [SEP] b [SEP] and a few tokens"
         check("max_length", self.max_length, allowed, self.max_length >= SHORTEST_PAIR)
         allowed = f"an integer >= max_length ({self.max_length})"
@@ -225,18 +249,10 @@ class PretrainOptions:
         )
 
     def _check_numbers(self) -> None:
-        for name in ("learning_rate", "clip_norm"):
-            value = getattr(self, name)
-            check(name, value, "a finite number > 0", is_number(value) and value > 0)
-        value = self.save_minutes
-        allowed = "None or a finite number > 0"
-        check("save_minutes", value, allowed, value is None or (is_number(value) and value > 0))
         value = self.ema
         allowed = "None or a number in (0, 1)"
         check("ema", value, allowed, value is None or (is_number(value) and 0 < value < 1))
-        value = self.weight_decay
-        check("weight_decay", value, "a finite number >= 0", is_number(value) and value >= 0)
-        for name in ("warmup", "held_out", "short_steps"):
+        for name in ("held_out", "short_steps"):
             value = getattr(self, name)
             check(name, value, "a number in [0, 1)", is_number(value) and 0 <= value < 1)
         shorter = not self.short_steps or SHORTEST_PAIR <= self.short_length < self.max_length

@@ -162,11 +162,7 @@ def _pretrain(
             f"{options.precision} is not known"
         )
     if checkpoint is not None:
-        run.restore(checkpoint)
-        say(f"resumed after step {run.step:,} of {run.total:,}, from {checkpoint.folder}")
-        earlier = checkpoint.content["processes"]
-        if earlier != accelerator.num_processes:
-            say(f"the checkpoint is of {earlier} process(es), so dropout draws other masks")
+        run.continue_from(checkpoint, say)
     tracker = None
     if run.first and options.tracker is not None:
         settings = options.decisive()

@@ -16,17 +16,8 @@ from fastbert.modules import BertForPreTraining
 
 
 @pytest.fixture(autouse=True)
-def no_slow_pictures(quick_pictures):
-    """Draw pictures only in the tests that request the fixture `drawn`."""
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Use one thread, so that sums have a fixed order and tests do not compete for cores."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+def quick_runs(quick_pictures, one_thread):
+    """Compute with one thread, and draw only in tests that request the fixture `drawn`."""
 
 
 @pytest.fixture(scope="session")

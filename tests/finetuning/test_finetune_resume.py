@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
@@ -14,12 +15,11 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
+from _cut_runs import assert_same, cut_run, final
 from finetuning_problems import reviews, run, write_rows
 
 from fastbert.finetuning.finetuning_run import FinetuningRun
-from fastbert.io import safetensors_file
 from fastbert.training import checkpoints
-from fastbert.training.log import read_log
 
 # An epoch has 6 steps, so that steps 4 and 8 are inside an epoch.
 SETTINGS = {"epochs": 2, "batch_size": 8, "save_every": 4, "log_every": 3, "held_out": 0.0}
@@ -32,42 +32,7 @@ def data(tmp_path: Path) -> Path:
     return tmp_path / "data"
 
 
-def cut(monkeypatch, options, step):
-    """Interrupt a run at the beginning of `step`; the first step is 0."""
-    original = FinetuningRun.update
-
-    def update(self, features):
-        if self.step == step:
-            raise KeyboardInterrupt
-        return original(self, features)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(FinetuningRun, "update", update)
-        with pytest.raises(KeyboardInterrupt):
-            run(options)
-
-
-def final(folder: Path):
-    """Return all tensors of the last checkpoint and of the model, and the log without times."""
-    newest = checkpoints.newest(folder, pytest.fail)
-    tensors = {
-        f"{part}.{name}": tensor
-        for part in ("weights", "optimizer", "random")
-        for name, tensor in newest.tensors(part).items()
-    }
-    tensors |= safetensors_file.read(folder / "model" / "model.safetensors")
-    rows = [
-        {k: v for k, v in row.items() if k != "tokens_per_second"}
-        for row in read_log(folder / "log.jsonl")
-    ]
-    return tensors, rows
-
-
-def assert_same(actual, expected):
-    assert actual[0].keys() == expected[0].keys()
-    for name, tensor in expected[0].items():
-        assert torch.equal(actual[0][name], tensor), name
-    assert actual[1] == expected[1]
+cut = functools.partial(cut_run, FinetuningRun, run)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

@@ -5,24 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 from seq2seq_problems import SMALL, run, write_pairs
 
 from fastbert.seq2seq import Seq2SeqOptions
 
 
 @pytest.fixture(autouse=True)
-def no_slow_pictures(quick_pictures):
-    """Draw pictures only in the tests that request the fixture `drawn`."""
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Use one thread, so that sums have a fixed order and tests do not compete for cores."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+def quick_runs(quick_pictures, one_thread):
+    """Compute with one thread, and draw only in tests that request the fixture `drawn`."""
 
 
 @pytest.fixture

@@ -2,62 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
+from _cut_runs import assert_same, cut_run, final
 from seq2seq_problems import SMALL, run, write_pairs
 
-from fastbert.io import safetensors_file
 from fastbert.seq2seq.seq2seq_run import Seq2SeqRun
 from fastbert.training import checkpoints
-from fastbert.training.log import read_log
 
 # An epoch has 4 steps, so that steps 3 and 6 are inside an epoch.
 SETTINGS = {"epochs": 2, "save_every": 3, "log_every": 2}
 
 
-def cut(monkeypatch, options, step):
-    """Interrupt a run at the beginning of `step`; the first step is 0."""
-    original = Seq2SeqRun.update
-
-    def update(self, features):
-        if self.step == step:
-            raise KeyboardInterrupt
-        return original(self, features)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Seq2SeqRun, "update", update)
-        with pytest.raises(KeyboardInterrupt):
-            run(options)
-
-
-def final(folder: Path):
-    """Return all tensors of the last checkpoint and of the model, and the log without times."""
-    newest = checkpoints.newest(folder, pytest.fail)
-    tensors = {
-        f"{part}.{name}": tensor
-        for part in ("weights", "optimizer", "random")
-        for name, tensor in newest.tensors(part).items()
-    }
-    tensors |= safetensors_file.read(folder / "model" / "model.safetensors")
-    rows = [
-        {k: v for k, v in row.items() if k != "tokens_per_second"}
-        for row in read_log(folder / "log.jsonl")
-    ]
-    return tensors, rows
-
-
-def assert_same(actual, expected):
-    assert actual[0].keys() == expected[0].keys()
-    for name, tensor in expected[0].items():
-        assert torch.equal(actual[0][name], tensor), name
-    assert actual[1] == expected[1]
+cut = functools.partial(cut_run, Seq2SeqRun, run)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

@@ -25,7 +25,7 @@ from fastbert.training.options import PretrainOptions
         ({"backend": "gpu"}, "backend: got 'gpu', allowed: None, reference, triton, cuda, cpu"),
         ({"config": {"hidden": 3}}, "config: got 'hidden', allowed: fields of BertConfig"),
         ({"config": {"vocab_size": 9}}, "allowed: no vocab_size: the tokenizer decides it"),
-        ({"config": {"hidden_act": "swish"}}, "hidden_act: got 'swish', allowed: gelu"),
+        ({"config": {"hidden_act": "mish"}}, "hidden_act: got 'mish', allowed: gelu"),
         ({"max_length": 4}, "max_length: got 4, allowed: an integer >= 8"),
         ({"max_length": 600}, r"max_length: got 600, allowed: at most max_position_embeddings"),
         ({"tokens_per_batch": 64}, r"tokens_per_batch: got 64, allowed: .* max_length \(128\)"),

@@ -10,6 +10,7 @@ import shutil
 
 import pytest
 import torch
+from _cut_runs import assert_same
 from quick_cases import long_case
 from rich.console import Console
 
@@ -75,13 +76,6 @@ def final(options):
         for row in read_log(options.folder / "log.jsonl")
     ]
     return tensors, rows
-
-
-def assert_same(actual, expected):
-    assert actual[0].keys() == expected[0].keys()
-    for name, tensor in expected[0].items():
-        assert torch.equal(actual[0][name], tensor), name
-    assert actual[1] == expected[1]
 
 
 @pytest.fixture

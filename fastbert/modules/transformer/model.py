@@ -140,10 +140,7 @@ class Transformer(Model):
         """
         validate(backend)
         stored, settings = marian.read(path_or_hub_id)
-        for name in config_overrides:
-            if name not in FIELDS:
-                allowed = ", ".join(FIELDS)
-                raise ValueError(f"config_overrides: got {name!r}, allowed: {allowed}")
+        checkpoint.check_overrides(config_overrides, FIELDS)
         with checkpoint.naming_config(stored.folder):
             config = marian.read_config(stored.content)
         config = config.replace(**config_overrides)
