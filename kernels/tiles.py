@@ -15,6 +15,7 @@ import torch
 import triton
 from torch import Tensor
 
+from fastbert.kernels.assembler import loses_descriptors
 from fastbert.kernels.common import INTERPRETED
 
 # Whether tiles are chosen for the interpreter. Tests set this flag to False to get the tiles of a
@@ -182,7 +183,9 @@ def short_attention_tile(
       thread takes 242 registers, so only one program fits on a multiprocessor. With up to 64 keys,
       4 warps are enough, and two programs fit. On sm_80 and sm_120, copies go through registers,
       and the kernels use tiles of 16 queries. On sm_100, the products are in tensor memory; with
-      dropout, the kernel spills registers on 8 warps and not on 4.
+      dropout, the kernel spills registers on 8 warps and not on 4. ptxas 12.8, which is in the
+      wheels of Triton 3.6, makes wrong code of the kernel with 64 keys on sm_90, but not of the
+      kernel with 128 keys.
 
     Args:
         pass_name: "forward" or "backward".
@@ -198,7 +201,8 @@ def short_attention_tile(
         resident = 3 if max_keys <= 256 else 1
         stages = 2 if max_keys <= 128 and target < 100 else 1
         return ShortTile(Tile(block, block, 4, stages), chunks, resident)
-    block_n = max(64, triton.next_power_of_2(max_keys))
+    least = 128 if not IS_INTERPRETED and loses_descriptors(target) else 64
+    block_n = max(least, triton.next_power_of_2(max_keys))
     block_m = 128 if IS_INTERPRETED else 16 if multiplies_in_registers(target) else 32
     if block_n == 64:
         return ShortTile(Tile(block_m, block_n, 4, 1), chunks=1, programs=2)

@@ -64,11 +64,11 @@ BELOW: dict[str, set[str]] = {
     },
     "viewer": {"integrations", "data", "modules", "io", "config", "atomic_file"},
     "finetuning": {
-        *("training", "jobs", "inference", "data", "modules", "io", "ops", "config", "json_file"),
+        *("training", "jobs", "inference", "data", "modules", "io", "config", "json_file"),
         *("picture", "text_file"),
     },
     "seq2seq": {
-        *("finetuning", "training", "jobs", "inference", "data", "modules", "io", "ops"),
+        *("finetuning", "training", "jobs", "inference", "data", "modules", "io"),
         *("config", "transformer_config", "json_file", "text_file"),
     },
     "analysis": {
@@ -89,7 +89,7 @@ BELOW: dict[str, set[str]] = {
             "integrations",
             "modules",
         ),
-        *("io", "ops", "config", "json_file", "atomic_file", "version", "machine"),
+        *("io", "ops", "kernels", "config", "json_file", "atomic_file", "version", "machine"),
     },
 }
 

@@ -160,7 +160,7 @@ def _compiler() -> dict[str, Any]:
 
     if not HAS_TRITON:
         return {"ptxas": None, "warning": None}
-    from fastbert.testing.ptxas import assembler
+    from fastbert.kernels.assembler import assembler
 
     major, minor = torch.cuda.get_device_capability() if torch.cuda.is_available() else (9, 0)
     arch = 10 * major + minor

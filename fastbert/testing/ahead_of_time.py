@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from fastbert.testing.addresses import narrow_products
+from fastbert.testing.descriptors import stale_descriptors
 from fastbert.testing.wgmma_hazards import overwritten_operands
 
 ARCHITECTURES = (80, 89, 90, 100, 120)
@@ -71,6 +72,7 @@ class Compiled:
         has_dot: Whether the TTIR contains a matrix product.
         narrow_products: The 32-bit products that may wrap, from `narrow_products`.
         overwritten: The writes to operands of running products, from `overwritten_operands`.
+        stale: The products with a wrong descriptor, from `stale_descriptors`.
         constants: The compile-time constants, without strides.
         number: Position of the compilation in its run, from 1.
         total: Number of compilations in the run.
@@ -91,6 +93,7 @@ class Compiled:
     has_dot: bool
     narrow_products: list[str]
     overwritten: list[str]
+    stale: list[str]
     constants: dict[str, Any]
     number: int = 0
     total: int = 0
@@ -125,7 +128,8 @@ def judge(compiled: Compiled) -> list[str]:
     """Return the faults of a compiled launch in words.
 
     A fault is a spilled register, too much shared memory, an older matrix unit, tf32, narrow loads,
-    a 32-bit product in the address arithmetic, or an operand that is overwritten too early.
+    a 32-bit product in the address arithmetic, an operand that is overwritten too early, or a wrong
+    descriptor of an operand.
     """
     from fastbert.kernels.tiles import shared_memory
 
@@ -144,7 +148,7 @@ def judge(compiled: Compiled) -> list[str]:
         loads = ", ".join(f"{n} of {width} bytes" for width, n in compiled.loads.items())
         faults.append(f"narrow loads: {loads}")
     faults += [f"32-bit address arithmetic: {product}" for product in compiled.narrow_products]
-    return faults + compiled.overwritten
+    return faults + compiled.overwritten + compiled.stale
 
 
 # Launches
@@ -295,6 +299,7 @@ def compile_one(launch: Any, noun: str, arch: int) -> Compiled:
         has_dot=" tt.dot " in compiled.asm["ttir"],
         narrow_products=narrow_products(compiled.asm["ttir"], arguments),
         overwritten=overwritten_operands(sass),
+        stale=stale_descriptors(sass),
         constants={
             key: value
             for key, value in constants.items()

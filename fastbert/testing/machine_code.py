@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(@!?U?P\w+\s+)?([A-Z]\w*(?:\.\w+)*)\s*([^;]*);")
+PREDICATE = re.compile(r"!?U?P(?:\d+|T)$")
+# The first operand of these instructions is a register that they read, not a register they write.
+READERS = re.compile(r"(?:\w*SETP\w*|FCHK|PLOP3|RET|BRX|JMX|CALL|BAR|NANOSLEEP|WARPSYNC|R2P)$")
 ADDRESS = re.compile(r"0x([0-9a-f]+)$")
 
 
@@ -83,3 +87,87 @@ def loops(code: Sequence[Instruction]) -> Iterator[list[Instruction]]:
     for branch in code:
         if branch.target is not None and branch.target < branch.address:
             yield [x for x in code if branch.target <= x.address <= branch.address]
+
+
+def width(instruction: Instruction) -> int:
+    """Return the number of registers that an instruction writes."""
+    name, modifiers = instruction.name, instruction.modifiers
+    if name == "HGMMA":
+        columns = int(modifiers[0].split("x")[1])
+        return columns // 2 if "F32" in modifiers else columns // 4
+    if name == "HMMA" or "128" in modifiers:
+        return 4
+    if name == "LDSM":
+        return int(modifiers[-1]) if modifiers[-1].isdigit() else 1
+    wide = {"64", "WIDE", "F64", "S64", "U64"} & set(modifiers)
+    is_double = re.match(r"D(?:ADD|MUL|FMA|MMA)$", name) or (
+        name == "CS2R" and "32" not in modifiers
+    )
+    return 2 if wide or is_double else 1
+
+
+def following(code: dict[int, Instruction]) -> dict[int, list[int]]:
+    """Return the addresses of the instructions that may follow each instruction."""
+    order = sorted(code)
+    next_of = dict(itertools.pairwise(order))
+    returns = [next_of[a] for a in order if code[a].name == "CALL" and a in next_of]
+    next_addresses: dict[int, list[int]] = {address: [] for address in order}
+    for address in order:
+        instruction, following = code[address], next_addresses[address]
+        ends = instruction.name in ("EXIT", "RET", "BRA", "BRX", "JMP", "CALL", "BREAK")
+        if (not ends or instruction.guard or "!UPT" in instruction.operands) and address in next_of:
+            following.append(next_of[address])
+        if instruction.name in ("BRA", "JMP", "CALL"):
+            following += _targets(instruction, code)
+            if not following and address in next_of:
+                # The branch target is a name in another section, so the next instruction follows.
+                following.append(next_of[address])
+        elif instruction.name == "RET":
+            following += returns
+    _join(code, next_addresses)
+    return next_addresses
+
+
+# A key is a convergence barrier. Its value has the addresses at which the barrier's threads may
+# meet.
+_Joins = dict[str, frozenset[int]]
+
+
+def _join(code: dict[int, Instruction], following: dict[int, list[int]]) -> None:
+    """Add to `following` the addresses at which the threads of each BSYNC may continue.
+
+    A BSYNC continues at the target of a BSSY with the same barrier on a path to the BSYNC.
+    """
+    every: frozenset[int] = frozenset()
+    if any(instruction.name == "BMOV" for instruction in code.values()):
+        # BMOV moves barriers between registers, so a BSYNC may wait at any barrier.
+        joins = [_targets(x, code) for x in code.values() if x.name == "BSSY"]
+        every = frozenset(itertools.chain.from_iterable(joins))
+    before: dict[int, _Joins] = {min(code): {}}
+    waiting = [min(code)]
+    while waiting:
+        instruction = code[waiting.pop()]
+        after = dict(before[instruction.address])
+        barrier = next(iter(instruction.operands), "")
+        if instruction.name == "BSSY":
+            after[barrier] = frozenset(_targets(instruction, code))
+        elif instruction.name == "BSYNC":
+            own = following[instruction.address]
+            own += sorted((every | after.get(barrier, frozenset())) - set(own))
+        for address in following[instruction.address]:
+            known = before.get(address)
+            merged = _united(known or {}, after)
+            if merged != known:
+                before[address] = merged
+                waiting.append(address)
+
+
+def _united(one: _Joins, other: _Joins) -> _Joins:
+    return {key: one.get(key, frozenset()) | other.get(key, frozenset()) for key in one | other}
+
+
+def _targets(instruction: Instruction, code: dict[int, Instruction]) -> Iterator[int]:
+    for operand in instruction.operands:
+        match = re.match(r"0x([0-9a-f]+)$", operand)
+        if match and int(match[1], 16) in code:
+            yield int(match[1], 16)

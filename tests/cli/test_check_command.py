@@ -193,7 +193,7 @@ def compiled(**changes) -> ahead_of_time.Compiled:
     launch = ahead_of_time.Compiled(
         name="attention_dkv", noun="attention", arch=90, dtype="bfloat16", warps=8, registers=255,
         stack=0, shared=45056, matrix="HGMMA", loads={16: 12, 4: 8}, tf32=False, has_dot=True,
-        narrow_products=[], overwritten=[], constants={"HEAD_DIM": 64}, number=1, total=2,
+        narrow_products=[], overwritten=[], stale=[], constants={"HEAD_DIM": 64}, number=1, total=2,
     )  # fmt: skip
     launch = replace(launch, **changes)
     return replace(launch, faults=ahead_of_time.judge(launch))

@@ -20,8 +20,8 @@ from fastbert.cli.info import (
     _refusals,
     _times_of_this_gpu,
 )
+from fastbert.kernels import assembler
 from fastbert.ops import backend
-from fastbert.testing import ptxas
 
 
 def test_json_says_what_is_built_and_what_serves(run):
@@ -87,8 +87,8 @@ def test_missing_extension_is_said(run, monkeypatch):
     ("version", "is_affected"), [("12.8", True), ("13.2", True), ("13.3", False)]
 )
 def test_a_ptxas_that_may_break_wgmma_is_named(run, monkeypatch, version, is_affected):
-    assembler = ptxas.Assembler("/opt/ptxas", version, "TRITON_PTXAS_PATH")
-    monkeypatch.setattr(ptxas, "assembler", lambda arch: assembler)
+    tool = assembler.Assembler("/opt/ptxas", version, "TRITON_PTXAS_PATH")
+    monkeypatch.setattr(assembler, "assembler", lambda arch: tool)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     compiler = json.loads(run("info", "--json").stdout)["compiler"]
     assert compiler["ptxas"] == f"{version}, /opt/ptxas"
@@ -98,7 +98,7 @@ def test_a_ptxas_that_may_break_wgmma_is_named(run, monkeypatch, version, is_aff
 
 
 def test_only_sm_90_is_affected():
-    old = ptxas.Assembler("/opt/ptxas", "12.9", "TRITON_PTXAS_PATH")
+    old = assembler.Assembler("/opt/ptxas", "12.9", "TRITON_PTXAS_PATH")
     assert [arch for arch in (80, 89, 90, 100, 120) if old.warning(arch)] == [90]
 
 

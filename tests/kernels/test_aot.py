@@ -170,3 +170,10 @@ def test_an_overwritten_operand_fails_the_gate(compiled):
     assert judge(dataclasses.replace(launch, overwritten=["R5 is operand A"])) == [
         "R5 is operand A"
     ]
+
+
+def test_a_wrong_descriptor_fails_the_gate(compiled):
+    launch = next(c for c in compiled if c.arch == 90 and c.passed)
+    assert judge(dataclasses.replace(launch, stale=["UR11 is no descriptor"])) == [
+        "UR11 is no descriptor"
+    ]

@@ -1,6 +1,7 @@
 """Find out within eight minutes on a GPU which kernels run and are right, and how fast they are.
 
     python -m benchmarks.gpu.first --out out/gpu-first    # or: make gpu-first
+    python -m benchmarks.gpu.first --built                # with the extension that is there
     python -m benchmarks.gpu.first --rehearse             # the same plan on a machine without a GPU
     python -m benchmarks.gpu.first --rehearse --faults    # a rehearsal with inserted mistakes
 
@@ -33,6 +34,9 @@ def main() -> int:
     parser.add_argument(
         "--out", type=Path, default=Path("out/gpu-first"), help="folder that receives the results"
     )
+    parser.add_argument(
+        "--built", action="store_true", help="use the extension that is there, and build none"
+    )
     parser.add_argument("--rehearse", action="store_true", help="tiny shapes, without a GPU")
     parser.add_argument(
         "--faults", action="store_true", help="with --rehearse: a hang, a refusal, a wrong result"
@@ -50,7 +54,12 @@ def main() -> int:
     folder = arguments.out.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch:
-        plan = steps(folder, rehearsal=arguments.rehearse, faults=arguments.faults)
+        plan = steps(
+            folder,
+            rehearsal=arguments.rehearse,
+            faults=arguments.faults,
+            built=arguments.built,
+        )
         limit_s = LIMIT_S * (PATIENCE if arguments.rehearse else 1)
         rows = screen.Rows(folder)
         outcomes = play(plan, Path(scratch), limit_s, keep_row=rows.add)

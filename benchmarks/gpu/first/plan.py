@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.gpu.first.canary import FAMILIES
+from benchmarks.gpu.sections import HAS_HOPPER
 from fastbert.testing.cases import OPS, TABLE_OF
 
 # Seconds that the whole plan may take.
@@ -66,7 +67,9 @@ class Step:
     families: tuple[str, ...] = ()
 
 
-def steps(folder: Path, *, rehearsal: bool = False, faults: bool = False) -> list[Step]:
+def steps(
+    folder: Path, *, rehearsal: bool = False, faults: bool = False, built: bool = False
+) -> list[Step]:
     """Return the steps of the first contact with a GPU, or of its rehearsal.
 
     Args:
@@ -74,6 +77,8 @@ def steps(folder: Path, *, rehearsal: bool = False, faults: bool = False) -> lis
         rehearsal: Whether the steps run tiny shapes on a machine without a GPU.
         faults: Whether the backend that replaces CUDA C++ in a rehearsal has the mistakes that
             ``faults.py`` inserts.
+        built: Whether the extension is there already, so that the step "build" only asks whether
+            it has the kernels of this GPU.
 
     Returns:
         The steps in the order of their start. The limits of the foreground steps add up to at most
@@ -82,6 +87,8 @@ def steps(folder: Path, *, rehearsal: bool = False, faults: bool = False) -> lis
     python = sys.executable
     info = (python, "-m", "fastbert", "info")
     build = (python, "setup.py", "--quiet", "build_ext", "--inplace")
+    if built:
+        build = (python, "-c", HAS_HOPPER)
     compiler = (python, "-m", "fastbert.testing.ahead_of_time", "--arch", "90")
     graphs = (python, "-m", GRAPHS, *(("--rehearse",) * rehearsal))
     cuda = _Cuda(rehearsal, faults)

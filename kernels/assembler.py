@@ -1,15 +1,20 @@
-"""The assembler that Triton uses for a GPU, and a known error of its versions before CUDA 13.3.
+"""The assembler that Triton uses for a GPU, and two errors of its older versions.
 
-These versions of ptxas may reuse the registers of operand A of a ``wgmma`` that still runs
-(triton-lang/triton issue 9433 and pull request 11781). Only GPUs of sm_90 have this instruction.
+Before CUDA 13.3, ptxas may reuse the registers of operand A of a ``wgmma`` that still runs
+(triton-lang/triton issue 9433 and pull request 11781). Before CUDA 12.9, it may also compute a
+descriptor of a ``wgmma`` from the wrong registers (fastbert/testing/descriptors.py). On an H200,
+the second error gave wrong gradients of short attention, and accesses to memory out of bounds. Only
+GPUs of sm_90 have this instruction.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
-# The first version without the error.
+# The first versions without the errors.
 FIXED = (13, 3)
+KEEPS_DESCRIPTORS = (12, 9)
 
 
 class Assembler(NamedTuple):
@@ -25,13 +30,18 @@ class Assembler(NamedTuple):
     version: str
     variable: str
 
+    @property
+    def release(self) -> tuple[int, ...]:
+        """The version as numbers, such as (12, 8)."""
+        return tuple(map(int, self.version.split(".")))
+
     def warning(self, arch: int) -> str | None:
         """Return a warning if code for an architecture may be wrong, or None.
 
         Args:
             arch: Architecture of the GPU, such as 90 for sm_90.
         """
-        if arch != 90 or tuple(map(int, self.version.split("."))) >= FIXED:
+        if arch != 90 or self.release >= FIXED:
             return None
         return (
             f"ptxas {self.version} may overwrite operands of a running wgmma on sm_90; "
@@ -59,3 +69,13 @@ def assembler(arch: int) -> Assembler:
     is_newer = tool.path == knobs.nvidia.ptxas_blackwell.path
     variable = "TRITON_PTXAS_BLACKWELL_PATH" if is_newer else "TRITON_PTXAS_PATH"
     return Assembler(tool.path, tool.version, variable)
+
+
+@functools.cache
+def loses_descriptors(arch: int) -> bool:
+    """Tell whether descriptors of a ``wgmma`` may be wrong in Triton's code for an architecture.
+
+    Args:
+        arch: Architecture of the GPU, such as 90 for sm_90.
+    """
+    return arch == 90 and assembler(arch).release < KEEPS_DESCRIPTORS
