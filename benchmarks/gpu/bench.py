@@ -1,11 +1,13 @@
 """Run one benchmark section: measure ceilings, time matches, and write a JSON file and a plot.
 
     python -m benchmarks.gpu.bench bench-attention --out out/gpu [--toy] [--minutes 8]
+    python -m benchmarks.gpu.bench bench-gemm --out out/gpu --only fastbert "torch eager"
 
-The rows of each match are printed as JSON, a line for each, as soon as the match has ended.
-``--toy`` runs tiny shapes on the CPU, which tries every match and peer without a GPU; its times
-mean nothing. The exit status is 1 if an implementation of fastbert is wrong or cannot run, or if
-the benchmark calls a peer wrongly.
+The rows of each match are printed as JSON, a line for each, as soon as the match has ended. With
+``--only``, other contenders are left out, such as those that torch.compile compiles for half a
+minute. ``--toy`` runs tiny shapes on the CPU, which tries every match and peer without a GPU; its
+times mean nothing. The exit status is 1 if an implementation of fastbert is wrong or cannot run, or
+if the benchmark calls a peer wrongly.
 """
 
 from __future__ import annotations
@@ -60,6 +62,17 @@ def matches_of(section: str, device: str, *, toy: bool) -> list[Match]:
     return list(build(small if toy else full, device))
 
 
+def of_names(matches: Sequence[Match], only: Sequence[str]) -> list[Match]:
+    """Return the matches with those contenders whose names begin with a text of ``only``."""
+    kept = [
+        dataclasses.replace(
+            match, contenders=[c for c in match.contenders if c.name.startswith(tuple(only))]
+        )
+        for match in matches
+    ]
+    return [match for match in kept if match.contenders]
+
+
 def ceilings(device: str, *, copied: int = COPY_BYTES, size: int = PRODUCT) -> Limits:
     """Measure the rates of a large copy (bytes read and written) and of a large bf16 product.
 
@@ -73,9 +86,22 @@ def ceilings(device: str, *, copied: int = COPY_BYTES, size: int = PRODUCT) -> L
 
 
 def run(
-    section: str, *, toy: bool, minutes: float, notify: Callable[[str], None] = print
+    section: str,
+    *,
+    toy: bool,
+    minutes: float,
+    only: Sequence[str] = ("",),
+    notify: Callable[[str], None] = print,
 ) -> dict[str, Any]:
-    """Run a section and return the content of its JSON file."""
+    """Run a section and return the content of its JSON file.
+
+    Args:
+        section: Name of the section.
+        toy: Whether tiny shapes run on the CPU.
+        minutes: No match starts after this time.
+        only: Beginnings of the names of the contenders that run.
+        notify: Receives each line for the user.
+    """
     start = time.monotonic()
     device = "cpu" if toy else "cuda"
     if not toy:
@@ -104,7 +130,7 @@ def run(
         print_row,
         Deadline(60 * minutes),
     )
-    played = play_all(matches_of(section, device, toy=toy), setting)
+    played = play_all(of_names(matches_of(section, device, toy=toy), only), setting)
     return {
         "section": section,
         "toy": toy,
@@ -155,10 +181,15 @@ def main() -> int:
     parser.add_argument(
         "--minutes", type=float, default=7.5, help="no match starts after this time"
     )
+    parser.add_argument(
+        "--only", nargs="+", default=[""], metavar="NAME", help="beginnings of contenders' names"
+    )
     arguments = parser.parse_args()
     if not arguments.toy and not torch.cuda.is_available():
         parser.error("this machine has no CUDA device; --toy runs tiny shapes on the CPU")
-    content = run(arguments.section, toy=arguments.toy, minutes=arguments.minutes)
+    content = run(
+        arguments.section, toy=arguments.toy, minutes=arguments.minutes, only=arguments.only
+    )
     arguments.out.mkdir(parents=True, exist_ok=True)
     path = arguments.out / f"{arguments.section}.json"
     json_file.write(path, content, json_file.record)
