@@ -1,11 +1,12 @@
 """Show which kernels take the time of a forward pass or of a training step on a GPU.
 
     python -m benchmarks.gpu.profile --engine "fastbert cuda" --model BERT-base --batch 256 \\
-        --length 128 [--half-padded] [--train] [--dtype bfloat16]
+        --length 128 [--half-padded] [--train] [--dtype bfloat16] [--trace FILE.json.gz]
 
 The program prints a JSON object for each kernel: its name, its launches and its microseconds, per
 pass. The last object has the sum over the kernels and the time between the starts of two passes,
-whose difference is the time in which the GPU waits.
+whose difference is the time in which the GPU waits. The trace, for chrome://tracing or Perfetto,
+shows what the CPU does meanwhile.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ def main() -> int:
     parser.add_argument("--half-padded", action="store_true", help="half of the tokens are padding")
     parser.add_argument("--train", action="store_true", help="a pre-training step with AdamW")
     parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
+    parser.add_argument("--trace", help="file that receives two passes, with the CPU's functions")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("this machine has no CUDA device")
@@ -48,6 +50,8 @@ def main() -> int:
     call = step_of(options.engine, shape, getattr(torch, options.dtype), train=options.train)
     for row in profile(call):
         print(json.dumps(row))
+    if options.trace:
+        trace(call, options.trace)
     return 0
 
 
@@ -90,6 +94,15 @@ def profile(call: Callable[[], object]) -> list[dict[str, object]]:
     ]
     total = sum(map(sum, launches.values())) / PASSES
     return [*rows, {"kernels_us": round(total, 1), "pass_us": round(1e6 * wall, 1)}]
+
+
+def trace(call: Callable[[], object], path: str) -> None:
+    """Write a trace of two calls, which follow each other without a wait between them."""
+    with torch.profiler.profile(with_stack=True) as recorded:
+        for _ in range(2):
+            call()
+        torch.cuda.synchronize()
+    recorded.export_chrome_trace(path)
 
 
 if __name__ == "__main__":
