@@ -183,8 +183,7 @@ def run(
             on the shapes, strides, dtypes and device of the tensors and on the constants, and must
             pass the tensors to the kernel unchanged.
         inputs: Tensors of the call. The launches run on the device of the first tensor.
-        results: Tensors to fill; None for a result that is not wanted. Their shapes and dtypes must
-            follow from the inputs and the constants.
+        results: Tensors to fill; None for a result that is not wanted.
         constants: Further arguments of `build`.
     """
     first = inputs[0]
@@ -196,7 +195,7 @@ def run(
     key: list[Any] = [build, first.get_device(), constants]
     addresses: list[int | None] = []
     together = 0
-    for tensor in inputs:
+    for tensor in (*inputs, *results):
         if tensor is None:
             key.append(None)
             addresses.append(None)
@@ -205,13 +204,6 @@ def run(
             together |= address
             key += (tensor.shape, tensor.stride(), tensor.dtype)
             addresses.append(address)
-    for tensor in results:
-        # The key contains the strides of the results, because the caller chooses which results it
-        # needs and their memory layout.
-        key.append(None if tensor is None else tensor.stride())
-        address = None if tensor is None else tensor.data_ptr()
-        together |= address or 0
-        addresses.append(address)
     if together % ALIGNMENT:
         # Triton compiles a separate kernel for unaligned addresses. Triton's own call detects such
         # addresses; a cached launch does not.

@@ -141,6 +141,15 @@ def strides() -> None:
         attention_backward(rows, rows, rows, rows, rows, lse, into=into, **options)
 
 
+def dtypes() -> None:
+    """Add equal partial sums for gradients of several dtypes, as fp32 and autocast do in turn."""
+    from fastbert.kernels.reduction import sum_planes
+
+    partials = tensor(2, 3, WIDTH, dtype=torch.float32)
+    for wanted in ((torch.float32,) * 2, (torch.bfloat16,) * 2, (torch.float32, torch.bfloat16)):
+        sum_planes(partials, *wanted)
+
+
 def feed_forwards() -> None:
     w1, b1, w2 = tensor(128, WIDTH), tensor(128), tensor(WIDTH, 128)
     for rows in (5, 100):
@@ -170,6 +179,7 @@ if __name__ == "__main__":
         attentions()
         feed_forwards()
         strides()
+        dtypes()
         others()
     device()
     print(compared, cached_runs)
