@@ -206,6 +206,31 @@ def machine(record: str) -> str:
     return "\n".join(line for line in text.splitlines()[:8] if line.startswith("- "))
 
 
+def gpu(record: str, section: str) -> str:
+    """Return the times of a section on a GPU: each engine of fastbert, and the fastest peer."""
+    content = json.loads((RESULTS / record / f"{section}.json").read_text(encoding="utf-8"))
+    matches: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for row in content["rows"]:
+        if row.get("seconds") and row["same_function"]:
+            matches.setdefault((row["series"], row["label"]), []).append(row)
+    rows = []
+    for (series, label), timed in matches.items():
+        ours = sorted((row for row in timed if row["ours"]), key=lambda row: row["seconds"])
+        peer = min((row for row in timed if not row["ours"]), key=lambda row: row["seconds"])
+        own = {row["contender"].removeprefix("fastbert ").rstrip("*"): row for row in ours}
+        names = [name for name in ("cuda", "triton", "auto") if name in own]
+        cells = [f"{1e6 * own[name]['seconds']:,.0f} {name}" for name in names]
+        rows.append(
+            [
+                f"{series}, {label.removesuffix(' bfloat16')}",
+                ", ".join(cells),
+                f"{1e6 * peer['seconds']:,.0f} {peer['contender']}",
+                f"{peer['seconds'] / ours[0]['seconds']:.2f} ×",
+            ]
+        )
+    return table(["shape", "fastbert, µs", "best peer, µs", "ratio"], rows)
+
+
 def summary() -> str:
     """Return the table of README: BERT-base in bf16 and its fastest peer, for each machine."""
     header = ["batch"]
@@ -315,6 +340,7 @@ FUNCTIONS = {
         memory,
         sentences,
         machine,
+        gpu,
         summary,
         headline,
         tasks,

@@ -6,12 +6,12 @@ computed in fp32.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from fastbert.kernels.common import LOG2E, exponential, narrow
-from fastbert.kernels.tiles import gemm_path
+from fastbert.kernels.tiles import gemm_path, target_of
 
 INVERSE_SQRT_2PI = tl.constexpr(0.3989422804014327)
 # sqrt(2 / pi) and the cubic coefficient of the tanh form of GELU
@@ -121,9 +121,10 @@ def store_narrow(pointer, offsets, x, inside):
     tl.store(pointer + offsets, narrow(x, pointer.dtype.element_ty), mask=inside)
 
 
-def path_name(path: str | None, rows: int, columns: int, depth: int, dtype: torch.dtype) -> str:
+def path_name(path: str | None, x: Tensor, columns: int) -> str:
+    """Return `path`, or the choice of `gemm_path` for a product of x with `columns` columns."""
     if path is None:
-        return gemm_path(rows, columns, depth, dtype).name
+        return gemm_path(x.shape[0], columns, x.shape[1], x.dtype, target_of(x)).name
     if path not in ("fused", "library"):
         raise ValueError(f'path: got {path!r}, allowed: None, "fused" or "library"')
     return path

@@ -430,10 +430,8 @@ def serves(problem: Problem, pass_name: str, path: str | None) -> bool:
     arguments = problem.arguments
     chosen = path or attention_path(
         *shape,
-        has_dropout=arguments["HAS_DROPOUT"],
         has_key_mask=arguments["MASK_ROW"],
         has_pairs=problem.has_pairs,
-        has_window=arguments["HAS_LEFT"] or arguments["HAS_RIGHT"],
     )
     return chosen == "short"
 

@@ -252,9 +252,9 @@ def linear_gelu_forward(
     to fill with y; None allocates it.
     """
     chosen = of_name(activation)
-    rows, depth = x.shape
+    rows = x.shape[0]
     columns = weight.shape[0] // 2 if chosen.gated else weight.shape[0]
-    if path_name(path, rows, weight.shape[0], depth, x.dtype) == "library":
+    if path_name(path, x, weight.shape[0]) == "library":
         h = F.linear(x, weight, bias)
         return activation_forward(h, activation=activation, into=into), h if save else None
     y = torch.empty((rows, columns), dtype=x.dtype, device=x.device) if into is None else into

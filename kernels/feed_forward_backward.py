@@ -289,8 +289,8 @@ def feed_forward_backward(
     ``linear_gelu_forward``, and `sum_rows` is as in ``activation_backward``.
     """
     chosen = of_name(activation)
-    (rows, depth), columns = dy.shape, weight.shape[1]
-    if path_name(path, rows, columns, depth, dy.dtype) == "library":
+    rows, columns = dy.shape[0], weight.shape[1]
+    if path_name(path, dy, columns) == "library":
         options = {"activation": activation, "sum_rows": sum_rows}
         return activation_backward(dy @ weight, h, **options, activated=True)
     dh = torch.empty(h.shape, dtype=h.dtype, device=h.device)

@@ -1,9 +1,10 @@
 """Block sizes, numbers of programs, and the choice between kernels that compute the same result.
 
-These choices were not measured on a GPU. They follow from the reasons in this file and from the
-forecasts in benchmarks/NOTES.md. No shipped launch spills registers with the ptxas of Triton 3.9
-(tests/kernels/test_aot.py). With the ptxas of Triton 3.6, eight fp32 launches for sm_90 spill
-registers and are therefore slower.
+Most of these choices were not measured on a GPU. They follow from the reasons in this file and from
+the forecasts in benchmarks/NOTES.md. Choices that were measured on an H200 with Triton 3.6 name the
+GPU (benchmarks/results/2026-11-28-h200). No shipped launch spills registers with the ptxas of
+Triton 3.9 (tests/kernels/test_aot.py). With the ptxas of Triton 3.6, eight fp32 launches for sm_90
+spill registers and are therefore slower.
 """
 
 from __future__ import annotations
@@ -235,47 +236,37 @@ def attention_path(
     head_dim: int,
     dtype: torch.dtype,
     *,
-    has_dropout: bool = False,
     has_key_mask: bool = False,
     has_pairs: bool = False,
-    has_window: bool = False,
 ) -> str:
     """Choose the kernels for the forward or the backward of attention: "short" or "general".
 
-    - The forward up to 256 keys and D = 64 is bound by memory. The short kernel reads K and V once
+    - The forward up to 128 keys and D = 64 is bound by memory. The short kernel reads K and V once
       and has three programs of 4 warps on a multiprocessor, so that one program loads while the
-      others compute. From 257 to 512 keys, K and V fill the shared memory, so only one program
-      fits. Its products and exponentials then wait for each other, while the general kernel has two
-      programs.
+      others compute. With more keys, fewer programs fit, whose products and exponentials wait for
+      each other. On an H200, 16,384 tokens of 16 heads take 49 us with sequences of 64 tokens (the
+      general kernel 74), 55 us with 128 (53), and 99 us with 256 (71).
     - If D is not a power of two from 16 on, or with `has_pairs`, each load has only 2 bytes, and so
       many loads need too many registers.
     - Above D = 64, K, V and the accumulator are twice as large, and the short forward spills
       registers.
-    - With dropout and more than 128 keys, the random numbers of several chunks take the registers
-      that a third program would need.
-    - Beyond 128 keys, a window hides most keys, and only the general kernels skip hidden keys.
     - With up to 128 keys, the short backward takes one launch instead of three and 5 products
       instead of 7, and reads q, k, v and dout once instead of twice.
-    - With a key mask, the short kernels spill registers on sm_80: the backward beyond 64 keys, and
-      the forward beyond 128 keys. Models pack their sequences and need no key mask.
+    - With a key mask, the short backward spills registers on sm_80 beyond 64 keys. Models pack
+      their sequences and need no key mask.
 
     Args:
         pass_name: "forward" or "backward".
         max_keys: Length of the longest sequence of keys.
         head_dim: Head dim D.
         dtype: Dtype of q, k and v.
-        has_dropout: Whether the pass applies dropout to the softmax weights.
         has_key_mask: Whether there is a mask that is the same for every query.
         has_pairs: Whether there is a bias, or a mask that differs between queries.
-        has_window: Whether the window has a limit on a side.
     """
     is_wide = head_dim > 64 or head_dim != padded_head_dim(head_dim)
     if dtype == torch.float32 or is_wide or has_pairs:
         return "general"
-    if pass_name == "backward":
-        most = 64 if has_key_mask else 128
-    else:
-        most = 128 if has_dropout or has_key_mask or has_window else 256
+    most = 64 if pass_name == "backward" and has_key_mask else 128
     return "short" if max_keys <= most else "general"
 
 
@@ -286,6 +277,9 @@ GEMM_TILES = 96
 # Above this depth (the K of the product), a library GEMM with a separate pass over the result is
 # assumed to be faster than the fused GEMM.
 LARGEST_FUSED_DEPTH = 1024
+# On sm_90, products with an activation of at least this number of rows take the library's GEMM. The
+# smallest number of rows that was measured is 2048.
+LIBRARY_ROWS = 1024
 
 
 def gemm_tile(
@@ -353,7 +347,7 @@ class GemmPath(NamedTuple):
     reason: str
 
 
-def gemm_path(rows: int, columns: int, depth: int, dtype: torch.dtype) -> GemmPath:
+def gemm_path(rows: int, columns: int, depth: int, dtype: torch.dtype, target: int) -> GemmPath:
     """Choose the path of a product with an activation, as in `GemmPath`.
 
     - Products in fp32 are computed in IEEE fp32, without matrix units. cuBLAS is assumed to be much
@@ -366,17 +360,23 @@ def gemm_path(rows: int, columns: int, depth: int, dtype: torch.dtype) -> GemmPa
       library's GEMM writes the pre-activation in any case.
     - With few rows, both paths take as long as reading the weight takes, and "fused" saves a
       launch.
+    - On an H200, cuBLAS reaches 520 to 680 TFLOP/s at the depths 384, 768 and 1024, and Triton's
+      GEMM 255 to 400. The separate pass costs less than this difference: 16,384 rows take 293
+      instead of 345 us at a depth of 1024, and 187 instead of 219 us at 768.
 
     Args:
         rows: Number of rows of the result.
         columns: Number of columns of the result.
         depth: Number of products that are summed for one element of the result, K.
         dtype: Dtype of the operands.
+        target: Architecture of the GPU, such as 90 for sm_90.
     """
     if dtype == torch.float32:
         return GemmPath("library", "fp32 in IEEE: the library's GEMM is faster (not measured)")
     if rows <= 64:
         return GemmPath("fused", "few rows: one launch instead of two (not measured)")
+    if target == 90 and rows >= LIBRARY_ROWS:
+        return GemmPath("library", "the library's GEMM is faster (measured on an H200)")
     if depth > LARGEST_FUSED_DEPTH:
         reason = f"depth {depth} > {LARGEST_FUSED_DEPTH}: the GEMM outweighs the pass after it"
         return GemmPath("library", f"{reason} (not measured)")

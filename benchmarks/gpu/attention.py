@@ -10,7 +10,6 @@ import torch
 
 from benchmarks.gpu.contenders import (
     attention_variants,
-    backend_of,
     compiler,
     dense_twin,
     left_out,
@@ -18,6 +17,7 @@ from benchmarks.gpu.contenders import (
 )
 from benchmarks.gpu.match import Contender, Match, of_case
 from fastbert.bench.attention_peers import dense_peers, varlen_peers
+from fastbert.bench.choice import backend_of
 from fastbert.bench.encoder import half_padded
 from fastbert.bench.limits import BACKWARD, FORWARD, attention_goal
 from fastbert.testing.cases import Case

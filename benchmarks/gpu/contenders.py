@@ -50,12 +50,6 @@ def ours(case: Case, dtype: torch.dtype, device: str) -> list[Contender]:
     ]
 
 
-def backend_of(contender: str) -> str:
-    """Return the backend that a contender's name tells; forced paths are paths of Triton."""
-    name = contender.removeprefix(OURS).rstrip("*")
-    return "triton" if name.startswith("path=") else name
-
-
 def torch_peer(op: str, change: Callable[[Any], Any] | None = None) -> Callable[[Inputs], Prepared]:
     """Return a function that prepares stock PyTorch's ``op``, which ``change`` may compile."""
     function = peers.OPS[op]

@@ -162,18 +162,6 @@ def feed_forward(
     return (y, x) if return_residual else y
 
 
-def path_reason(rows: int, columns: int, depth: int, dtype: torch.dtype) -> str:
-    """Return how the Triton backend computes a product with an activation, and the reason.
-
-    The result of the product has `rows` × `columns` elements, and each of them is a sum of `depth`
-    products. Without Triton, the function raises ImportError.
-    """
-    from fastbert.kernels.tiles import gemm_path
-
-    path = gemm_path(rows, columns, depth, dtype)
-    return f"{path.name}: {path.reason}"
-
-
 def _request(
     x: Tensor, dtype: torch.dtype, activation: str, *parameters: Tensor | None
 ) -> backends.Request:

@@ -309,13 +309,11 @@ def test_empty_packed_sizes(lengths, slack, device):
 
 
 def test_paths():
-    assert attention_path("forward", 256, 64, BRAIN) == "short"
-    assert attention_path("forward", 257, 64, BRAIN) == "general"
-    assert attention_path("forward", 256, 64, BRAIN, has_dropout=True) == "general"
-    assert attention_path("forward", 129, 64, BRAIN, has_window=True) == "general"
+    assert attention_path("forward", 128, 64, BRAIN) == "short"
+    assert attention_path("forward", 129, 64, BRAIN) == "general"
     assert attention_path("forward", 64, 80, BRAIN) == "general"
     assert attention_path("forward", 64, 59, BRAIN) == "general"
-    assert attention_path("backward", 128, 64, HALF, has_dropout=True) == "short"
+    assert attention_path("backward", 128, 64, HALF) == "short"
     assert attention_path("forward", 64, 64, BRAIN, has_pairs=True) == "general"
     assert attention_path("backward", 64, 64, HALF, has_key_mask=True) == "short"
     assert attention_path("backward", 65, 64, HALF, has_key_mask=True) == "general"

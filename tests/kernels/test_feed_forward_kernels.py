@@ -243,12 +243,15 @@ def test_path_of_a_product():
     for dtype in (SINGLE, HALF, BRAIN):
         for rows in (1, 64, 4096):
             for depth in (384, 768, 4096):
-                path = block_sizes.gemm_path(rows, 3072, depth, dtype)
+                path = block_sizes.gemm_path(rows, 3072, depth, dtype, 80)
                 assert path.name in PATHS
                 assert "not measured" in path.reason
-    assert block_sizes.gemm_path(4096, 3072, 768, SINGLE).name == "library"
-    assert block_sizes.gemm_path(4096, 3072, 768, BRAIN).name == "fused"
-    assert block_sizes.gemm_path(4096, 3072, 4096, BRAIN).name == "library"
+    assert block_sizes.gemm_path(4096, 3072, 768, SINGLE, 80).name == "library"
+    assert block_sizes.gemm_path(4096, 3072, 768, BRAIN, 80).name == "fused"
+    assert block_sizes.gemm_path(4096, 3072, 4096, BRAIN, 80).name == "library"
+    measured = block_sizes.gemm_path(4096, 3072, 768, BRAIN, 90)
+    assert measured == ("library", "the library's GEMM is faster (measured on an H200)")
+    assert block_sizes.gemm_path(512, 3072, 768, BRAIN, 90).name == "fused"
 
 
 def test_errors_name_the_argument(device):

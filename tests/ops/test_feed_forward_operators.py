@@ -15,7 +15,6 @@ from fastbert.ops import backend as backends
 from fastbert.ops.feed_forward import (
     _feed_forward_backward_forward,
     _feed_forward_forward,
-    path_reason,
 )
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -178,9 +177,3 @@ def test_gated_weights_have_two_halves():
         ops.feed_forward(x, w1[1:], b1[1:], w2, b2, activation="geglu")
     with pytest.raises(ValueError, match=r"^w2: got shape \(12, 20\), allowed: \(12, 10\)"):
         ops.feed_forward(x, w1, b1, torch.cat([w2, w2], 1), b2, activation="geglu")
-
-
-@pytest.mark.skipif(not backends.HAS_TRITON, reason="Triton is missing")
-def test_the_path_gives_its_reason():
-    assert path_reason(4096, 3072, 768, torch.float32).startswith("library: ")
-    assert path_reason(4096, 3072, 768, torch.bfloat16).startswith("fused: ")
