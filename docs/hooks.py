@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 # The record from which README shows the tasks of users.
 USERS = "2026-11-28-zen3-2-cores"
-MACHINES = {"2026-11-24-zen4-2-cores": "Zen 4", "2026-11-25-xeon-amx-2-cores": "Xeon AMX"}
+MACHINES = {"2026-11-28-zen4-2-cores": "Zen 4", "2026-11-25-xeon-amx-2-cores": "Xeon AMX"}
 CALL = re.compile(r"^\{\{ (\w+)(.*) \}\}$", re.MULTILINE)
 BACKENDS = ("reference", "triton", "cpu", "cuda")
 
