@@ -89,7 +89,8 @@ BELOW: dict[str, set[str]] = {
             "integrations",
             "modules",
         ),
-        *("io", "ops", "kernels", "config", "json_file", "atomic_file", "version", "machine"),
+        *("io", "ops", "kernels", "config", "transformer_config", "json_file", "atomic_file"),
+        *("version", "machine"),
     },
 }
 

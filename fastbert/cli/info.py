@@ -7,6 +7,7 @@ computes. With a model, the command shows the model's configuration and backends
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -16,6 +17,7 @@ from fastbert.cli.common import DTYPES, new_table, out, print_json
 
 if TYPE_CHECKING:
     from fastbert.config import BertConfig
+    from fastbert.transformer_config import TransformerConfig
 
 # The labels in the tables for the keys of the JSON output that need an explanation.
 LABELS = {
@@ -66,43 +68,82 @@ def collect_model(path_or_hub_id: str) -> dict[str, Any]:
     """Return everything that ``fastbert info MODEL`` shows, as plain data."""
     import torch
 
-    from fastbert import modules
     from fastbert.integrations import stock_models
-    from fastbert.io import checkpoint
+    from fastbert.io import checkpoint, marian
 
     folder = checkpoint.find(path_or_hub_id)
+    config = marian.read_settings(folder)
+    model, facts = _encoder_facts(folder) if config is None else _transformer_facts(config)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    whole = ("encoder", "decoder")
+    rows = []
+    for dtype in DTYPES:
+        choices = model.to(getattr(torch, dtype)).backends(device)
+        for op, choice in sorted(choices.items(), key=lambda item: item[0] in whole):
+            rows.append({"op": op, "device": device, "dtype": dtype, **choice._asdict()})
+    why_not = stock_models.why_not_accelerated(checkpoint.encoder_folder(folder))
+    served = "serves it" if config is None else "serves its encoder"
+    served = served if why_not is None else f"not served: {why_not}"
+    return {"model": {**facts, "fastbert.accelerate": served}, "backends": rows}
+
+
+def _encoder_facts(folder: Path) -> tuple[Any, dict[str, Any]]:
+    """Return a model without weights for the checkpoint of an encoder, and what is shown of it."""
+    import torch
+
+    from fastbert import modules
+    from fastbert.io import checkpoint
+
     config, architectures = checkpoint.read_settings(folder)
     named = [getattr(modules, name, None) for name in architectures]
     heads = [kind for kind in named if kind is not None and config.model_type == "bert"]
     kind = heads[0] if heads else modules.BertModel
     with torch.device("meta"):
         model = kind(config).eval()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    rows = []
-    for dtype in DTYPES:
-        choices = model.to(getattr(torch, dtype)).backends(device)
-        for op, choice in sorted(choices.items(), key=lambda item: item[0] == "encoder"):
-            rows.append({"op": op, "device": device, "dtype": dtype, **choice._asdict()})
     choices = config.architecture
     windows = [window for window in choices.windows if window >= 0]
-    why_not = stock_models.why_not_accelerated(checkpoint.encoder_folder(folder))
-    return {
-        "model": {
-            "family": config.model_type,
-            "class": kind.__name__,
-            "checkpoint of": architectures,
-            "parameters": f"{model.num_parameters():,}",
-            "layers": config.num_hidden_layers,
-            "hidden size": config.hidden_size,
-            "heads": f"{config.num_attention_heads} of {config.head_dim}",
-            "activation": f"{config.hidden_act}{', gated' if choices.gated else ''}",
-            "positions": _positions(config),
-            "windows": f"{len(windows)} layers see {windows[0]} tokens on each side"
-            if windows
-            else None,
-            "fastbert.accelerate": "serves it" if why_not is None else f"not served: {why_not}",
-        },
-        "backends": rows,
+    return model, {
+        "family": config.model_type,
+        "class": kind.__name__,
+        "checkpoint of": architectures,
+        "parameters": f"{model.num_parameters():,}",
+        "layers": config.num_hidden_layers,
+        "hidden size": config.hidden_size,
+        "heads": f"{config.num_attention_heads} of {config.head_dim}",
+        "activation": f"{config.hidden_act}{', gated' if choices.gated else ''}",
+        "positions": _positions(config),
+        "windows": f"{len(windows)} layers see {windows[0]} tokens on each side"
+        if windows
+        else None,
+    }
+
+
+def _transformer_facts(config: TransformerConfig) -> tuple[Any, dict[str, Any]]:
+    """Return an encoder–decoder without weights, and what is shown of it."""
+    import torch
+
+    from fastbert.modules.transformer import Transformer
+
+    with torch.device("meta"):
+        model = Transformer(config).eval()
+    layers, heads = (
+        f"{count} in the encoder, {other} in the decoder"
+        for count, other in (
+            (config.encoder_layers, config.decoder_layers),
+            (config.encoder_attention_heads, config.decoder_attention_heads),
+        )
+    )
+    positions = "sinusoids" if config.static_position_embeddings else "a table"
+    return model, {
+        "family": "marian",
+        "class": "Transformer",
+        "parameters": f"{model.num_parameters():,}",
+        "layers": layers,
+        "hidden size": config.d_model,
+        "heads": heads,
+        "activation": config.activation_function,
+        "positions": f"{positions} for up to {config.max_position_embeddings} tokens",
+        "layer norms": "before each block" if config.normalize_before else "after each block",
     }
 
 

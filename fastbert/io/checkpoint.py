@@ -182,7 +182,7 @@ def read_settings(path_or_hub_id: str | os.PathLike[str]) -> tuple[BertConfig, l
         ValueError: If ``config.json`` is damaged.
         OSError: If an interrupted save cannot be finished.
     """
-    stored = _without_weights(path_or_hub_id)
+    stored = without_weights(path_or_hub_id)
     return stored.config({}), stored.architectures()
 
 
@@ -200,11 +200,24 @@ def read_source(path_or_hub_id: str | os.PathLike[str]) -> str:
         ValueError: If ``config.json`` is damaged.
         OSError: If an interrupted save cannot be finished.
     """
-    source = _without_weights(path_or_hub_id).content.get("_name_or_path")
+    source = without_weights(path_or_hub_id).content.get("_name_or_path")
     return source if isinstance(source, str) else ""
 
 
-def _without_weights(path_or_hub_id: str | os.PathLike[str]) -> Stored:
+def without_weights(path_or_hub_id: str | os.PathLike[str]) -> Stored:
+    """Read ``config.json`` of a checkpoint; the result has no tensors.
+
+    Args:
+        path_or_hub_id: Folder or hub id.
+
+    Returns:
+        The checkpoint without tensors.
+
+    Raises:
+        FileNotFoundError: If there is no checkpoint.
+        ValueError: If ``config.json`` is damaged.
+        OSError: If an interrupted save cannot be finished.
+    """
     folder = encoder_folder(find(path_or_hub_id))
     return Stored(folder, commit.consistent(folder, lambda: _read_content(folder)), {})
 

@@ -137,6 +137,29 @@ def write_config(config: TransformerConfig) -> Content:
 # Reading and writing
 
 
+def read_settings(path_or_hub_id: str | os.PathLike[str]) -> TransformerConfig | None:
+    """Read the configuration of a checkpoint, without its weights.
+
+    Args:
+        path_or_hub_id: Folder or hub id.
+
+    Returns:
+        The configuration, or None if ``config.json`` describes no encoder–decoder of this module.
+
+    Raises:
+        FileNotFoundError: If there is no checkpoint.
+        ValueError: As in `read_config`, or if the file is damaged.
+        OSError: If an interrupted save cannot be finished.
+    """
+    stored = checkpoint.without_weights(path_or_hub_id)
+    if stored.content.get("model_type") not in (MARIAN, PRE_NORM):
+        return None
+    try:
+        return read_config(stored.content)
+    except ValueError as error:
+        raise ValueError(f"{stored.folder / checkpoint.CONFIG}: {error}") from error
+
+
 def read(path_or_hub_id: str | os.PathLike[str]) -> tuple[checkpoint.Stored, Content | None]:
     """Read the checkpoint of a folder, or of a hub id if there is no such folder.
 

@@ -21,7 +21,9 @@ from fastbert.cli.info import (
     _times_of_this_gpu,
 )
 from fastbert.kernels import assembler
+from fastbert.modules.transformer import Transformer
 from fastbert.ops import backend
+from fastbert.transformer_config import TransformerConfig
 
 
 def test_json_says_what_is_built_and_what_serves(run):
@@ -161,3 +163,35 @@ def test_without_a_gpu_there_are_no_times(run, monkeypatch):
     content = json.loads(run("info", "--json").stdout)
     assert content["gpu times"] == []
     assert {row["op"] for row in content["not by cuda"]} > {"attention", "layer_norm"}
+
+
+@pytest.mark.parametrize(("before", "norms"), [(False, "after each block"), (True, "before each")])
+def test_an_encoder_decoder_has_its_facts(run, tmp_path, before, norms):
+    config = TransformerConfig(
+        vocab_size=50, d_model=32, encoder_layers=2, decoder_layers=1, encoder_attention_heads=2,
+        decoder_attention_heads=4, encoder_ffn_dim=64, decoder_ffn_dim=48,
+        max_position_embeddings=20, normalize_before=before,
+    )  # fmt: skip
+    model = Transformer(config)
+    model.save_pretrained(tmp_path)
+    content = json.loads(run("info", str(tmp_path), "--json").stdout)
+    facts = content["model"]
+    assert facts["class"] == "Transformer"
+    assert facts["parameters"] == f"{model.num_parameters():,}"
+    assert facts["layers"] == "2 in the encoder, 1 in the decoder"
+    assert facts["heads"] == "2 in the encoder, 4 in the decoder"
+    assert facts["positions"] == "sinusoids for up to 20 tokens"
+    assert norms in facts["layer norms"]
+    # transformers has no model of this kind whose layer norms come first.
+    served = facts["fastbert.accelerate"]
+    assert served == "serves its encoder" if not before else served.startswith("not served: ")
+    chosen = {row["op"]: row["backend"] for row in content["backends"] if row["dtype"] == "float32"}
+    assert chosen.keys() > {"encoder", "decoder", "attention", "linear_cross_entropy"}
+
+
+def test_a_damaged_encoder_decoder_names_its_file(run, tmp_path):
+    content = {"model_type": "marian", "d_model": 30, "encoder_attention_heads": 4}
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    result = run("info", str(tmp_path))
+    assert result.exit_code == 2
+    assert "config.json: d_model" in " ".join(result.stderr.split())
