@@ -41,6 +41,14 @@ inline void check_dtype_of(const char* name, const at::Tensor& t, at::ScalarType
                    ", allowed: ", allowed, ", the dtype of ", owner);
 }
 
+// Checks that the dtype of `t` is `allowed`, which is the dtype of the argument `owner`, or fp32.
+inline void check_dtype_or_float(const char* name, const at::Tensor& t, at::ScalarType allowed,
+                                 const char* owner) {
+  TORCH_CHECK_TYPE(t.scalar_type() == allowed || t.scalar_type() == at::kFloat, name,
+                   ": got dtype ", t.scalar_type(), ", allowed: ", allowed, ", the dtype of ",
+                   owner, ", or Float");
+}
+
 // Checks that `dtype`, which a caller requests for a result, is fp32, bf16 or fp16.
 inline void check_result_dtype(at::ScalarType dtype) {
   TORCH_CHECK_TYPE(is_storage_dtype(dtype), "dtype: got ", dtype,

@@ -184,7 +184,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> embedding
     int64_t padding_idx);
 
 // Returns the loss and, for the backward pass, the statistics of the rows and the order of the
-// rows, in which the labelled rows come first.
+// rows, in which the labelled rows come first. The weight has the dtype of the hidden states or
+// fp32, and is rounded to their dtype.
 std::tuple<at::Tensor, at::Tensor, at::Tensor> linear_cross_entropy_forward(
     const at::Tensor& hidden, const at::Tensor& weight, const OptionalTensor& bias,
     const at::Tensor& labels, int64_t ignore_index, const std::string& reduction);

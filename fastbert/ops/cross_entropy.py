@@ -10,13 +10,14 @@ from torch import Tensor
 
 from fastbert.ops import backend as backends
 from fastbert.ops.arguments import (
-    autocast,
+    autocast_dtype,
     require,
     require_floating,
     require_integer,
     require_same_device,
     require_shape,
 )
+from fastbert.ops.product import parameters_for, rows_of
 from fastbert.ops.register import differentiable, once_differentiable, operator
 
 REDUCTIONS = ("mean", "sum", "none")
@@ -44,7 +45,8 @@ def linear_cross_entropy(
 
     Args:
         hidden: Rows of shape ``(T, K)``.
-        weight: Projection to the vocabulary, of shape ``(V, K)`` in the dtype of `hidden`.
+        weight: Projection to the vocabulary, of shape ``(V, K)`` in the dtype of `hidden`; under
+            autocast, in fp32, fp16 or bf16.
         bias: Bias of shape ``(V,)``, or None.
         labels: Class of each row, int64 or int32 of shape ``(T,)``, in ``[0, V)`` or
             `ignore_index`.
@@ -65,7 +67,6 @@ def linear_cross_entropy(
             the loss and the gradients of such a row NaN.
         TypeError: If `hidden` is not floating, or if `labels` are not int64 or int32.
     """
-    hidden, weight, bias = autocast(hidden, weight, bias)
     require(reduction in REDUCTIONS, "reduction", repr(reduction), ", ".join(REDUCTIONS))
     require_floating("hidden", hidden)
     require_integer("labels", labels)
@@ -73,13 +74,20 @@ def linear_cross_entropy(
     shape = f"shape {tuple(weight.shape)}"
     require(weight.dim() == 2, "weight", shape, f"(V, {hidden.shape[1]})")
     require_shape("weight", weight, (weight.shape[0], hidden.shape[1]))
-    require(weight.dtype == hidden.dtype, "weight", weight.dtype, f"{hidden.dtype}, as hidden")
+    cast = autocast_dtype(hidden)
+    allowed = (hidden.dtype,) if cast is None else backends.LOW_PRECISION
+    names = f"{hidden.dtype}, as hidden" if cast is None else ", ".join(map(str, allowed))
+    require(weight.dtype in allowed, "weight", weight.dtype, names)
     require_shape("labels", labels, (hidden.shape[0],))
     if bias is not None:
         require_shape("bias", bias, (weight.shape[0],))
     require_same_device("hidden", hidden.device, weight=weight, bias=bias, labels=labels)
-    request = backends.Request(hidden.device.type, hidden.dtype)
+    dtype = hidden.dtype if cast is None else cast
+    request = backends.Request(hidden.device.type, dtype)
     choice = backends.resolve("linear_cross_entropy", backend, request)
+    if cast is not None:
+        hidden = rows_of(hidden, dtype)
+        weight, bias = parameters_for(choice.backend, dtype, weight, bias)
     loss, _, _ = _linear_cross_entropy(
         hidden, weight, bias, labels, ignore_index, reduction, choice.backend
     )

@@ -53,6 +53,27 @@ def check(operators, problem, reduction="mean"):
     return actual
 
 
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+@pytest.mark.parametrize("rows", [37, 700])
+def test_an_fp32_weight_is_rounded_inside_the_products(isa, operators, rows, dtype):
+    """Only the gradient of the weight differs: it is not rounded to 16 bits."""
+    hidden, _, bias, labels = draw(rows, 40, CLASSES, dtype)
+    weight = torch.randn(CLASSES, 40)
+    dloss = torch.tensor(1.5)
+    mixed = run(operators, hidden, weight, bias, labels, "mean", dloss)
+    rounded = run(operators, hidden, weight.to(dtype), bias, labels, "mean", dloss)
+    assert mixed["dweight"].dtype == torch.float32
+    assert torch.equal(mixed.pop("dweight").to(dtype), rounded.pop("dweight"))
+    for name, expected in rounded.items():
+        assert torch.equal(mixed[name], expected), name
+
+
+def test_a_weight_of_another_dtype_is_refused(operators):
+    hidden, weight, bias, labels = draw(5, 8, 20, torch.bfloat16)
+    with pytest.raises(TypeError, match="weight: got dtype Half, allowed: BFloat16, the dtype of"):
+        run(operators, hidden, weight.half(), bias, labels, "mean", torch.tensor(1.0))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_agrees_with_float64(isa, operators, reduction, dtype):

@@ -432,9 +432,7 @@ at::Tensor matmul(const at::Tensor& a, const at::Tensor& b, const OptionalTensor
   check_dtype("a", a);
   TORCH_CHECK_VALUE(a.dim() == 2, "a: got shape ", a.sizes(), ", allowed: (M, K)");
   check_device("b", b, a);
-  TORCH_CHECK_TYPE(b.scalar_type() == a.scalar_type() || b.scalar_type() == at::kFloat,
-                   "b: got dtype ", b.scalar_type(), ", allowed: ", a.scalar_type(),
-                   ", the dtype of a, or Float");
+  check_dtype_or_float("b", b, a.scalar_type(), "a");
   TORCH_CHECK_VALUE(b.dim() == 2 && b.size(0) == a.size(1), "b: got shape ", b.sizes(),
                     ", allowed: (", a.size(1), ", N)");
   check_result_dtype(dtype);

@@ -31,7 +31,7 @@ void check_projection(const at::Tensor& hidden, const at::Tensor& weight,
                       const OptionalTensor& bias, const at::Tensor& labels) {
   check_matrix("hidden", hidden);
   check_device("weight", weight, hidden);
-  check_dtype_of("weight", weight, hidden.scalar_type(), "hidden");
+  check_dtype_or_float("weight", weight, hidden.scalar_type(), "hidden");
   TORCH_CHECK_VALUE(weight.dim() == 2 && weight.size(0) >= 1 && weight.size(1) == hidden.size(1),
                     "weight: got shape ", weight.sizes(), ", allowed: (V, ", hidden.size(1),
                     ") with V >= 1");
@@ -207,13 +207,13 @@ class Backward {
   at::Tensor dhidden, dweight, dbias;
 
  private:
-  // Returns the gradient of a block of logits in the dtype of the weight, and adds the sum of the
-  // gradient over the rows to dbias.
+  // Returns the gradient of a block of logits in the dtype of the hidden states, and adds the sum
+  // of the gradient over the rows to dbias.
   at::Tensor gradient(int64_t first, int64_t row, at::Tensor logits) {
     const int64_t rows = logits.size(0), columns = logits.size(1);
-    const bool round = weight.scalar_type() != at::kFloat;
-    auto rounded = round ? empty({rows, columns}, weight.options()) : logits;
-    const CrossEntropyBackward params = {format_of(weight),
+    const bool round = given.hidden.scalar_type() != at::kFloat;
+    auto rounded = round ? empty({rows, columns}, given.hidden.options()) : logits;
+    const CrossEntropyBackward params = {format_of(given.hidden),
                                          first,
                                          columns,
                                          logits.mutable_data_ptr<float>(),
