@@ -10,7 +10,7 @@ from kernel_cases import BRAIN, HALF, SINGLE, judge, kept, normal, seed_tensor
 from quick_cases import long_case
 
 from fastbert import reference
-from fastbert.kernels import attention_short
+from fastbert.kernels import assembler, attention_short, tiles
 from fastbert.kernels.attention import attention_backward, attention_forward
 from fastbert.kernels.attention_problem import describe
 from fastbert.kernels.tiles import ShortTile, Tile, attention_path, short_attention_tile
@@ -335,3 +335,18 @@ def test_errors_name_the_argument(device):
     out, lse = torch.empty_like(x), torch.empty(1, 1, 513, device=device)
     with pytest.raises(ValueError, match=r"keys: got 513, allowed: up to 128"):
         attention_backward(x, x, x, x, out, lse, scale=1.0, path="short")
+
+
+@pytest.mark.parametrize(("version", "keys"), [("12.8", 128), ("12.9", 64), ("13.4", 64)])
+def test_an_assembler_that_loses_descriptors_gets_another_tile(monkeypatch, version, keys):
+    tool = assembler.Assembler("ptxas", version, "TRITON_PTXAS_PATH")
+    monkeypatch.setattr(assembler, "assembler", lambda arch: tool)
+    monkeypatch.setattr(tiles, "IS_INTERPRETED", False)
+    assembler.loses_descriptors.cache_clear()
+    found = {arch: tiles.short_attention_tile("backward", 40, 64, arch) for arch in (80, 90, 100)}
+    assembler.loses_descriptors.cache_clear()
+    assert {arch: short.tile.block_n for arch, short in found.items()} == {
+        80: 64,
+        90: keys,
+        100: 64,
+    }

@@ -476,6 +476,13 @@ ATTENTION_WEIGHTS = (
 
 ATTENTION_SHORT = (
     Fault(
+        "wrong_descriptors_of_an_old_assembler",
+        "attention_short",
+        "kernels/assembler.py",
+        "assembler(arch).release < KEEPS_DESCRIPTORS",
+        "assembler(arch).release > KEEPS_DESCRIPTORS",
+    ),
+    Fault(
         "short_keys_beyond_the_last_whole_chunk_forgotten",
         "attention_short",
         "kernels/tiles.py",
