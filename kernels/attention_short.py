@@ -466,8 +466,9 @@ def short_forward_launch(problem: Problem, out: Tensor, lse: Tensor) -> Launch:
         out: Output to fill, in the shape and dtype of q, at any strides.
         lse: Log-sum-exp to fill, contiguous fp32 (B, H, Lq), or packed (H, Tq).
     """
+    has_dropout = problem.arguments["HAS_DROPOUT"]
     tile, chunks, resident = short_attention_tile(
-        "forward", problem.max_k, problem.head_dim, target_of(out)
+        "forward", problem.max_k, problem.head_dim, target_of(out), has_dropout
     )
     is_varlen = problem.arguments["IS_VARLEN"]
     heads = problem.batches * problem.heads

@@ -178,7 +178,9 @@ def short_attention_tile(
       size, so that the bits of a row do not depend on the longest sequence of the batch. At D = 64,
       K and V take 32 KiB of shared memory for every 128 keys. With up to 128 keys on GPUs before
       sm_100, the next query tile is loaded in advance. With more keys, the 16 KiB of the next query
-      tile would leave no shared memory for a third program.
+      tile would leave no shared memory for a third program. With 65 to 128 keys, a thread takes 146
+      to 164 registers, and with dropout 176 to 205; with 129 to 256 keys, it takes 162 registers
+      with the compiler of Triton 3.9 and 234 with that of Triton 3.6.
     - Backward: dk and dv [128, 64] take 64 registers per thread on 8 warps. The tiles [128, 32] of
       the softmax weights and of their gradient take 32 registers. With addresses and dropout, a
       thread takes 242 registers, so only one program fits on a multiprocessor. With up to 64 keys,
@@ -193,13 +195,13 @@ def short_attention_tile(
         max_keys: Length of the longest sequence of keys.
         head_dim: Head dim D; the tile does not depend on it.
         target: Architecture of the GPU, such as 90 for sm_90.
-        has_dropout: Whether the pass applies dropout to the softmax weights; it changes only the
-            tile of the backward.
+        has_dropout: Whether the pass applies dropout to the softmax weights.
     """
     if pass_name == "forward":
         block = 128 if IS_INTERPRETED else 64
         chunks = max(1, ceil_div(max_keys, block))
-        resident = 3 if max_keys <= 256 else 1
+        # With at most 170 registers per thread, three programs fit on a multiprocessor.
+        resident = 1 if chunks > 4 else 2 if chunks > 2 or (chunks == 2 and has_dropout) else 3
         stages = 2 if max_keys <= 128 and target < 100 else 1
         return ShortTile(Tile(block, block, 4, stages), chunks, resident)
     least = 128 if not IS_INTERPRETED and loses_descriptors(target) else 64
