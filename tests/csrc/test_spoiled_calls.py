@@ -116,6 +116,8 @@ HARMLESS = (
     (r"layer_forward/.*", r"dtype", FLOATING),
     # In a norm, x may have a narrower dtype than the residual.
     (r"layer_norm_backward/0", r"x", FLOATING),
+    # In the loss, the hidden states may have a narrower dtype than the weight.
+    (r"linear_cross_entropy_\w+ward/.*", r"hidden", FLOATING),
     # `bert` returns an empty result for arguments that it does not support.
     (r"bert/.*", r"ids|mask|token_types", r".*"),
     (r"bert/.*", r"dtype", r".*"),
