@@ -162,6 +162,21 @@ def test_tokens_of_random_prompts(settings, tmp_path):
     assert MAX_LENGTH - 1 in lengths
 
 
+@pytest.mark.every_case
+@pytest.mark.parametrize("num_beams", [1, 4, 8])
+def test_tokens_of_a_thousand_prompts(num_beams, tmp_path):
+    left_out = 0
+    for seed in range(63):
+        model = model_of(seed)
+        built = ours(model, tmp_path / str(seed))
+        inputs = batch(ROWS, "right" if seed % 2 else "left", seed)
+        inputs = {name: inputs[name] for name in ("input_ids", "attention_mask")}
+        settings = {"max_length": MAX_LENGTH, "num_beams": num_beams}
+        left_out += assert_same_tokens(model, built, inputs, **settings)[1]
+    print(f"{left_out} of {63 * ROWS} prompts were left out")
+    assert left_out <= 63 * ROWS // 20
+
+
 @pytest.mark.each_value
 @pytest.mark.parametrize("num_beams", [1, 4])
 @pytest.mark.parametrize(
