@@ -26,6 +26,9 @@ SHAPES = [
     (1, 1, 1),
     (1, 768, 768),
     (2, 111, 59),
+    # After the whole registers of a row, one word of fp32 or of two bf16 is left at every level.
+    (3, 40, 49),
+    (3, 40, 97),
     (3, 15, 3072),
     (5, 111, 768),
     (6, 1, 768),
