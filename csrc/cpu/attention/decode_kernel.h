@@ -6,6 +6,7 @@
 
 #pragma once
 
+#include "../isa/transpose.h"
 #include "forward_kernel.h"
 
 namespace fastbert::cpu::FASTBERT_LEVEL {
