@@ -72,14 +72,18 @@ def gpu_times() -> str:
 # Speed
 
 
+def measured(record: str, section: str) -> list[dict[str, Any]]:
+    """Return the rows of a section of a record that have a time."""
+    content = json.loads((RESULTS / record / f"{section}.json").read_text(encoding="utf-8"))
+    return [row for row in content["rows"] if row.get("seconds")]
+
+
 def rows_of(record: str, section: str) -> dict[str, dict[str, dict[str, Any]]]:
     """Return the measured rows of a record: label of the batch → contender → row."""
-    content = json.loads((RESULTS / record / f"{section}.json").read_text(encoding="utf-8"))
     found: dict[str, dict[str, dict[str, Any]]] = {}
-    for row in content["rows"]:
-        if row.get("seconds"):
-            label = row["label"] if section != "training" else f"{row['label']}, {row['dtype']}"
-            found.setdefault(label, {})[row["contender"]] = row
+    for row in measured(record, section):
+        label = row["label"] if section != "training" else f"{row['label']}, {row['dtype']}"
+        found.setdefault(label, {})[row["contender"]] = row
     return found
 
 
@@ -208,10 +212,9 @@ def machine(record: str) -> str:
 
 def gpu(record: str, section: str) -> str:
     """Return the times of a section on a GPU: each engine of fastbert, and the fastest peer."""
-    content = json.loads((RESULTS / record / f"{section}.json").read_text(encoding="utf-8"))
     matches: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for row in content["rows"]:
-        if row.get("seconds") and row["same_function"]:
+    for row in measured(record, section):
+        if row["same_function"]:
             matches.setdefault((row["series"], row["label"]), []).append(row)
     rows = []
     for (series, label), timed in matches.items():

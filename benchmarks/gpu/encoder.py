@@ -73,15 +73,15 @@ def inference(scale: Scale, device: str) -> Iterator[Match]:
 
 def _inference(shape, dtype, device, goal, *, compiled, ratio=None) -> Match:
     contenders = [
-        Contender(name, functools.partial(_forward, name, shape, dtype, device), ours=True)
+        Contender(name, functools.partial(prepared_pass, name, shape, dtype, device), ours=True)
         for name in own_engines(device)
     ]
     for path in transformers_paths():
-        prepare = functools.partial(_forward, STOCK + path, shape, dtype, device)
+        prepare = functools.partial(prepared_pass, STOCK + path, shape, dtype, device)
         contenders.append(Contender(STOCK + path, prepare))
     if compiled:
         prepare = functools.partial(
-            _forward, f"{STOCK}sdpa", shape, dtype, device, change=compiler(device)
+            prepared_pass, f"{STOCK}sdpa", shape, dtype, device, change=compiler(device)
         )
         contenders.append(Contender(f"{STOCK}sdpa compiled", prepare))
     return _match(INFERENCE, shape, dtype, contenders, "tokens/s", shape.tokens, goal, ratio)
@@ -129,7 +129,7 @@ def weights_of(config: BertConfig) -> dict[str, Tensor]:
     return encoder.random_weights(config)
 
 
-def _forward(
+def prepared_pass(
     engine: str,
     shape: EncoderShape,
     dtype: torch.dtype,
@@ -206,18 +206,20 @@ def latency(scale: Scale, device: str) -> Iterator[Match]:
 def _latency(shape, dtype, device, goal) -> Match:
     contenders = []
     for engine in own_engines(device):
-        prepare = functools.partial(_forward, engine, shape, dtype, device)
+        prepare = functools.partial(prepared_pass, engine, shape, dtype, device)
         contenders.append(Contender(engine, prepare, ours=True))
     if device == "cuda":
         # A call of ``fastbert.graphed`` also copies the inputs and chooses a bucket.
         prepare = functools.partial(_graphed, shape, dtype, device)
         contenders.append(Contender(f"{OURS}graphed", prepare, ours=True))
     for path in transformers_paths():
-        prepare = functools.partial(_forward, STOCK + path, shape, dtype, device)
+        prepare = functools.partial(prepared_pass, STOCK + path, shape, dtype, device)
         contenders.append(Contender(STOCK + path, prepare))
     if stock_models.installed() and device == "cuda":
         change = compiler(device, mode="reduce-overhead")
-        prepare = functools.partial(_forward, f"{STOCK}sdpa", shape, dtype, device, change=change)
+        prepare = functools.partial(
+            prepared_pass, f"{STOCK}sdpa", shape, dtype, device, change=change
+        )
         contenders.append(Contender(f"{STOCK}sdpa compiled, CUDA graph", prepare))
     return _match(LATENCY, shape, dtype, contenders, "ms", 1.0, goal)
 

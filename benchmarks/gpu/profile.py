@@ -20,10 +20,10 @@ from collections.abc import Callable
 
 import torch
 
-from benchmarks.gpu.encoder import FULL, model_of
-from fastbert.bench import encoder
+from benchmarks.gpu.encoder import FULL, prepared_pass
 from fastbert.bench.encoder import EncoderShape, half_padded
 from fastbert.bench.training_step import training_step
+from fastbert.testing.cases import Inputs
 
 PASSES = 5
 
@@ -59,14 +59,8 @@ def step_of(engine: str, shape: EncoderShape, dtype: torch.dtype, *, train: bool
     """Return a function that runs one pass of ``engine`` on the batch of ``shape``."""
     if train:
         return training_step(engine, shape, 0, "cuda", dtype)
-    model = model_of(engine, shape.config, dtype, "cuda")
-    batch = encoder.random_batch(shape, 0, "cuda")
-
-    def forward() -> object:
-        with torch.inference_mode():
-            return model(**batch)
-
-    return forward
+    run = prepared_pass(engine, shape, dtype, "cuda", Inputs({"seed": 0})).run
+    return torch.inference_mode()(run)
 
 
 def profile(call: Callable[[], object]) -> list[dict[str, object]]:

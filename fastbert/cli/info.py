@@ -7,7 +7,6 @@ computes. With a model, the command shows the model's configuration and backends
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -17,6 +16,7 @@ from fastbert.cli.common import DTYPES, new_table, out, print_json
 
 if TYPE_CHECKING:
     from fastbert.config import BertConfig
+    from fastbert.io.checkpoint import Stored
     from fastbert.transformer_config import TransformerConfig
 
 # The labels in the tables for the keys of the JSON output that need an explanation.
@@ -71,9 +71,11 @@ def collect_model(path_or_hub_id: str) -> dict[str, Any]:
     from fastbert.integrations import stock_models
     from fastbert.io import checkpoint, marian
 
-    folder = checkpoint.find(path_or_hub_id)
-    config = marian.read_settings(folder)
-    model, facts = _encoder_facts(folder) if config is None else _transformer_facts(config)
+    stored = checkpoint.without_weights(path_or_hub_id)
+    is_encoder = stored.content.get("model_type") not in marian.KINDS
+    model, facts = (
+        _encoder_facts(stored) if is_encoder else _transformer_facts(marian.config_of(stored))
+    )
     device = "cuda" if torch.cuda.is_available() else "cpu"
     whole = ("encoder", "decoder")
     rows = []
@@ -81,20 +83,19 @@ def collect_model(path_or_hub_id: str) -> dict[str, Any]:
         choices = model.to(getattr(torch, dtype)).backends(device)
         for op, choice in sorted(choices.items(), key=lambda item: item[0] in whole):
             rows.append({"op": op, "device": device, "dtype": dtype, **choice._asdict()})
-    why_not = stock_models.why_not_accelerated(checkpoint.encoder_folder(folder))
-    served = "serves it" if config is None else "serves its encoder"
+    why_not = stock_models.why_not_accelerated(stored.folder)
+    served = "serves it" if is_encoder else "serves its encoder"
     served = served if why_not is None else f"not served: {why_not}"
     return {"model": {**facts, "fastbert.accelerate": served}, "backends": rows}
 
 
-def _encoder_facts(folder: Path) -> tuple[Any, dict[str, Any]]:
+def _encoder_facts(stored: Stored) -> tuple[Any, dict[str, Any]]:
     """Return a model without weights for the checkpoint of an encoder, and what is shown of it."""
     import torch
 
     from fastbert import modules
-    from fastbert.io import checkpoint
 
-    config, architectures = checkpoint.read_settings(folder)
+    config, architectures = stored.config({}), stored.architectures()
     named = [getattr(modules, name, None) for name in architectures]
     heads = [kind for kind in named if kind is not None and config.model_type == "bert"]
     kind = heads[0] if heads else modules.BertModel

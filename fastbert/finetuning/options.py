@@ -9,7 +9,7 @@ from typing import Any
 
 from fastbert.finetuning.best import KEPT
 from fastbert.finetuning.task import Task
-from fastbert.training.options import check, check_common, is_count, is_number
+from fastbert.training.options import check, check_common, check_counts, is_number
 
 # A run may be resumed with other values of these options, which do not change its results. For the
 # options with paths of data, a resumed run compares the content of the data instead.
@@ -99,12 +99,8 @@ class FinetuneOptions:
     def __post_init__(self) -> None:
         """Raise ValueError if an option is not allowed."""
         check_common(self)
-        for name in ("epochs", "batch_size"):
-            value = getattr(self, name)
-            check(name, value, "an integer >= 1", is_count(value))
-        for name in ("max_length", "patience"):
-            value = getattr(self, name)
-            check(name, value, "None or an integer >= 1", value is None or is_count(value))
+        check_counts(self, "epochs", "batch_size")
+        check_counts(self, "max_length", "patience", optional=True)
         value = self.held_out
         check("held_out", value, "a number in [0, 1)", is_number(value) and 0 <= value < 1)
         check("keep_epoch", self.keep_epoch, ", ".join(KEPT), self.keep_epoch in KEPT)

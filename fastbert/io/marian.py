@@ -23,7 +23,7 @@ from fastbert.transformer_config import TransformerConfig
 Content = dict[str, Any]
 
 GENERATION = "generation_config.json"
-MARIAN, PRE_NORM = "marian", "fastbert_transformer"
+KINDS = MARIAN, PRE_NORM = "marian", "fastbert_transformer"
 # The values of keys that the config.json of a Marian model may lack. The first group has the
 # defaults of transformers' MarianConfig. transformers does not read the second group.
 DEFAULTS: Content = {
@@ -108,7 +108,7 @@ def read_config(content: Content) -> TransformerConfig:
             value that is not allowed. The message names the key.
     """
     kind = content.get("model_type")
-    check("model_type", kind, f"{MARIAN}, {PRE_NORM}", kind in (MARIAN, PRE_NORM))
+    check("model_type", kind, ", ".join(KINDS), kind in KINDS)
     for name, allowed in FIXED.items():
         value = content.get(name, allowed)
         check(name, value, repr(allowed), value == allowed)
@@ -137,27 +137,10 @@ def write_config(config: TransformerConfig) -> Content:
 # Reading and writing
 
 
-def read_settings(path_or_hub_id: str | os.PathLike[str]) -> TransformerConfig | None:
-    """Read the configuration of a checkpoint, without its weights.
-
-    Args:
-        path_or_hub_id: Folder or hub id.
-
-    Returns:
-        The configuration, or None if ``config.json`` describes no encoder–decoder of this module.
-
-    Raises:
-        FileNotFoundError: If there is no checkpoint.
-        ValueError: As in `read_config`, or if the file is damaged.
-        OSError: If an interrupted save cannot be finished.
-    """
-    stored = checkpoint.without_weights(path_or_hub_id)
-    if stored.content.get("model_type") not in (MARIAN, PRE_NORM):
-        return None
-    try:
+def config_of(stored: checkpoint.Stored) -> TransformerConfig:
+    """Build the configuration of a checkpoint; as `read_config`, but errors name the file."""
+    with checkpoint.naming_config(stored.folder):
         return read_config(stored.content)
-    except ValueError as error:
-        raise ValueError(f"{stored.folder / checkpoint.CONFIG}: {error}") from error
 
 
 def read(path_or_hub_id: str | os.PathLike[str]) -> tuple[checkpoint.Stored, Content | None]:

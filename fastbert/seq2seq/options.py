@@ -9,7 +9,7 @@ from typing import Any
 
 from fastbert.config import is_integer
 from fastbert.seq2seq.tasks import TASKS
-from fastbert.training.options import check, check_common, is_count, is_number
+from fastbert.training.options import check, check_common, check_counts, is_number
 from fastbert.transformer_config import FIELDS, TransformerConfig
 
 # A run may be resumed with other values of these options, which do not change its results. For the
@@ -130,9 +130,7 @@ class Seq2SeqOptions:
         corpus = None if self.corpus is None else os.fspath(self.corpus)
         check("corpus", corpus, allowed, corpus is None or reads)
         check_common(self)
-        for name in ("epochs", "batch_size", "max_length"):
-            value = getattr(self, name)
-            check(name, value, "an integer >= 1", is_count(value))
+        check_counts(self, "epochs", "batch_size", "max_length")
         most = 1 << 20
         allowed = f"an integer in [0, {most}]"
         check("merges", self.merges, allowed, is_integer(self.merges, 0, most))

@@ -17,8 +17,9 @@ from fastbert.testing.machine_code import (
     PREDICATE,
     READERS,
     Instruction,
+    bodies,
+    flow,
     following,
-    read,
     width,
 )
 
@@ -59,32 +60,25 @@ def stale_descriptors(sass: str) -> list[str]:
         ['/*0020*/ HGMMA.64x64x16.F32.BF16 R24, gdesc[UR4], R24, gsb0: UR5 is no descriptor']
     """
     faults: dict[int, str] = {}
-    for text in re.split(r"^\s*Function :", sass, flags=re.MULTILINE):
-        code = {instruction.address: instruction for instruction in read(text)}
+    for code in bodies(sass):
         if any(instruction.name == "HGMMA" for instruction in code.values()):
             _follow(code, faults)
     return [faults[address] for address in sorted(faults)]
 
 
 def _follow(code: dict[int, Instruction], faults: dict[int, str]) -> None:
-    next_addresses = following(code)
-    before: dict[int, _Words] = {min(code): {}}
-    waiting = [min(code)]
-    while waiting:
-        address = waiting.pop()
-        after = _after(code[address], before[address])
-        for follower in next_addresses[address]:
-            known = before.get(follower)
-            merged = after if known is None else dict(known.items() & after.items())
-            if merged != known:
-                before[follower] = merged
-                waiting.append(follower)
+    start: _Words = {}
+    before = flow(code, following(code), start, _after, _merge)
     for address, words in before.items():
         for register in _upper_words(code[address]):
             if not _constant(words.get(register)):
                 faults[address] = (
                     f"/*{address:04x}*/ {code[address].text}: {register} is no descriptor"
                 )
+
+
+def _merge(one: _Words, other: _Words) -> _Words:
+    return dict(one.items() & other.items())
 
 
 def _constant(word: _Word | None) -> int | None:

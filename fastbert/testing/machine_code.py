@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeVar
 
 INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(@!?U?P\w+\s+)?([A-Z]\w*(?:\.\w+)*)\s*([^;]*);")
+# What is known before an instruction, in `flow`.
+State = TypeVar("State")
+
 PREDICATE = re.compile(r"!?U?P(?:\d+|T)$")
 # The first operand of these instructions is a register that they read, not a register they write.
 READERS = re.compile(r"(?:\w*SETP\w*|FCHK|PLOP3|RET|BRX|JMX|CALL|BAR|NANOSLEEP|WARPSYNC|R2P)$")
@@ -76,6 +80,14 @@ def read(sass: str) -> list[Instruction]:
     ]
 
 
+def bodies(sass: str) -> Iterator[dict[int, Instruction]]:
+    """Yield the instructions of each function in the output of ``cuobjdump``, by address."""
+    for text in re.split(r"^\s*Function :", sass, flags=re.MULTILINE):
+        code = {instruction.address: instruction for instruction in read(text)}
+        if code:
+            yield code
+
+
 def functions(sass: str) -> dict[str, str]:
     """Return the machine code of each function in the output of ``cuobjdump``, by mangled name."""
     parts = re.split(r"^.*Function : ", sass, flags=re.MULTILINE)[1:]
@@ -128,6 +140,36 @@ def following(code: dict[int, Instruction]) -> dict[int, list[int]]:
     return next_addresses
 
 
+def flow(
+    code: dict[int, Instruction],
+    next_addresses: dict[int, list[int]],
+    first: State,
+    step: Callable[[Instruction, State], State],
+    merge: Callable[[State, State], State],
+) -> dict[int, State]:
+    """Return the state before each instruction that a path from the first instruction reaches.
+
+    Args:
+        code: The instructions of a function by address.
+        next_addresses: The addresses that may follow each instruction, as from `following`.
+        first: State before the first instruction.
+        step: Function of an instruction and the state before it that returns the state after it.
+        merge: Function of the states of two paths that returns the state where the paths join.
+    """
+    before = {min(code): first}
+    waiting = [min(code)]
+    while waiting:
+        address = waiting.pop()
+        after = step(code[address], before[address])
+        for follower in next_addresses[address]:
+            known = before.get(follower)
+            merged = after if known is None else merge(known, after)
+            if known is None or merged != known:
+                before[follower] = merged
+                waiting.append(follower)
+    return before
+
+
 # A key is a convergence barrier. Its value has the addresses at which the barrier's threads may
 # meet.
 _Joins = dict[str, frozenset[int]]
@@ -143,23 +185,19 @@ def _join(code: dict[int, Instruction], following: dict[int, list[int]]) -> None
         # BMOV moves barriers between registers, so a BSYNC may wait at any barrier.
         joins = [_targets(x, code) for x in code.values() if x.name == "BSSY"]
         every = frozenset(itertools.chain.from_iterable(joins))
-    before: dict[int, _Joins] = {min(code): {}}
-    waiting = [min(code)]
-    while waiting:
-        instruction = code[waiting.pop()]
-        after = dict(before[instruction.address])
+
+    def step(instruction: Instruction, joins: _Joins) -> _Joins:
         barrier = next(iter(instruction.operands), "")
         if instruction.name == "BSSY":
-            after[barrier] = frozenset(_targets(instruction, code))
-        elif instruction.name == "BSYNC":
+            return joins | {barrier: frozenset(_targets(instruction, code))}
+        if instruction.name == "BSYNC":
+            # The path goes on at the added addresses, too.
             own = following[instruction.address]
-            own += sorted((every | after.get(barrier, frozenset())) - set(own))
-        for address in following[instruction.address]:
-            known = before.get(address)
-            merged = _united(known or {}, after)
-            if merged != known:
-                before[address] = merged
-                waiting.append(address)
+            own += sorted((every | joins.get(barrier, frozenset())) - set(own))
+        return joins
+
+    start: _Joins = {}
+    flow(code, following, start, step, _united)
 
 
 def _united(one: _Joins, other: _Joins) -> _Joins:

@@ -14,8 +14,9 @@ from fastbert.testing.machine_code import (
     PREDICATE,
     READERS,
     Instruction,
+    bodies,
+    flow,
     following,
-    read,
     width,
 )
 
@@ -49,8 +50,7 @@ def overwritten_operands(sass: str) -> list[str]:
         ['/*0010*/ MOV R5, R60: R5 is operand A of the HGMMA at 0000, which may still run']
     """
     faults: dict[tuple[int, int], str] = {}
-    for text in re.split(r"^\s*Function :", sass, flags=re.MULTILINE):
-        code = {instruction.address: instruction for instruction in read(text)}
+    for code in bodies(sass):
         if any(_operand(instruction) for instruction in code.values()):
             _follow(code, faults)
     return [faults[key] for key in sorted(faults)]
@@ -63,18 +63,11 @@ _Flight = dict[tuple[int, int], int]
 
 
 def _follow(code: dict[int, Instruction], faults: dict[tuple[int, int], str]) -> None:
-    next_addresses = following(code)
-    before: dict[int, _Flight] = {min(code): {}}
-    waiting = [min(code)]
-    while waiting:
-        instruction = code[waiting.pop()]
-        after = _step(instruction, before[instruction.address], faults)
-        for address in next_addresses[instruction.address]:
-            known = before.get(address)
-            merged = dict(after) if known is None else _merge(known, after)
-            if merged != known:
-                before[address] = merged
-                waiting.append(address)
+    def step(instruction: Instruction, flight: _Flight) -> _Flight:
+        return _step(instruction, flight, faults)
+
+    start: _Flight = {}
+    flow(code, following(code), start, step, _merge)
 
 
 def _merge(one: _Flight, other: _Flight) -> _Flight:

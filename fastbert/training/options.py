@@ -46,18 +46,22 @@ def is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
+def check_counts(options: Any, *names: str, optional: bool = False) -> None:
+    """Raise ValueError unless each named option is an integer >= 1, or None if `optional`."""
+    allowed = f"{'None or ' * optional}an integer >= 1"
+    for name in names:
+        value = getattr(options, name)
+        check(name, value, allowed, (optional and value is None) or is_count(value))
+
+
 def check_common(options: Any) -> None:
     """Raise ValueError if an option that every kind of run has is not allowed.
 
     Args:
         options: The options of a run.
     """
-    for name in ("log_every", "keep_checkpoints"):
-        value = getattr(options, name)
-        check(name, value, "an integer >= 1", is_count(value))
-    for name in ("eval_every", "save_every"):
-        value = getattr(options, name)
-        check(name, value, "None or an integer >= 1", value is None or is_count(value))
+    check_counts(options, "log_every", "keep_checkpoints")
+    check_counts(options, "eval_every", "save_every", optional=True)
     check("seed", options.seed, "an integer in [0, 2**63)", is_integer(options.seed, 0, 2**63 - 1))
     for name in ("learning_rate", "clip_norm"):
         value = getattr(options, name)
@@ -227,15 +231,11 @@ class PretrainOptions:
             check(f"cuda_graphs and {name}", value, allowed, not both)
 
     def _check_counts(self) -> None:
-        for name in (
-            "vocab_size", "max_length", "short_length", "tokens_per_batch", "eval_batches",
+        check_counts(
+            self, "vocab_size", "max_length", "short_length", "tokens_per_batch", "eval_batches",
             "accumulate",
-        ):  # fmt: skip
-            value = getattr(self, name)
-            check(name, value, "an integer >= 1", is_count(value))
-        for name in ("steps", "epochs"):
-            value = getattr(self, name)
-            check(name, value, "None or an integer >= 1", value is None or is_count(value))
+        )  # fmt: skip
+        check_counts(self, "steps", "epochs", optional=True)
         allowed = "an integer >= 0"
         check("workers", self.workers, allowed, self.workers == 0 or is_count(self.workers))
         allowed = f"an integer >= {SHORTEST_PAIR}: [CLS] a [SEP] b [SEP] and a few tokens"

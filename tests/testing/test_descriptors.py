@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from _listing import listing
 
 from fastbert.testing.descriptors import stale_descriptors
 
@@ -10,12 +11,6 @@ PRODUCT = "HGMMA.64x32x16.F32.BF16 R88, gdesc[UR8].tnspA.tnspB, R88, gsb0"
 FROM_REGISTERS = "HGMMA.64x64x16.F32.BF16 R56, R88, gdesc[UR8].tnspB, R56, gsb0"
 OTHER = "UMOV UR9, 0x40000040"
 HIGH = "UMOV UR11, 0x80000020"
-
-
-def listing(*instructions: str) -> str:
-    """Return the instructions as a listing of cuobjdump, at addresses 16 bytes apart."""
-    lines = [f"        /*{16 * i:04x}*/ {text} ;" for i, text in enumerate(instructions)]
-    return "\n".join(["\t\tFunction : kernel", *lines, f"/*{16 * len(lines):04x}*/ EXIT ;"])
 
 
 RIGHT = {

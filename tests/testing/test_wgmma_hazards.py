@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from _listing import listing
 
 from fastbert.testing.wgmma_hazards import overwritten_operands
 
 PRODUCT = "HGMMA.64x64x16.F32.BF16 R24, R4, gdesc[UR8].tnspB, R24"
 WAIT = "WARPGROUP.DEPBAR.LE gsb0, 0x0"
-
-
-def listing(*instructions: str) -> str:
-    """Return the instructions as a listing of cuobjdump, at addresses 16 bytes apart."""
-    lines = [f"        /*{16 * i:04x}*/ {text} ;" for i, text in enumerate(instructions)]
-    return "\n".join(["\t\tFunction : kernel", *lines, f"/*{16 * len(lines):04x}*/ EXIT ;"])
 
 
 RIGHT = {

@@ -141,9 +141,7 @@ class Transformer(Model):
         validate(backend)
         stored, settings = marian.read(path_or_hub_id)
         checkpoint.check_overrides(config_overrides, FIELDS)
-        with checkpoint.naming_config(stored.folder):
-            config = marian.read_config(stored.content)
-        config = config.replace(**config_overrides)
+        config = marian.config_of(stored).replace(**config_overrides)
         # On the meta device, the model takes no memory, so the shapes of the checkpoint are checked
         # before memory is allocated.
         with torch.device("meta"):

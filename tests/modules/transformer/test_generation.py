@@ -141,22 +141,27 @@ SETTINGS = [
 ]
 
 
-@pytest.mark.parametrize("settings", SETTINGS, ids=str)
-def test_tokens_of_random_prompts(settings, tmp_path):
-    left_out, lengths, seeds = 0, set(), range(3)
+def compare_prompts(folder, seeds, **settings):
+    """Compare ROWS prompts per seed; return the number left out, and the lengths of the targets."""
+    left_out, lengths = 0, set()
     for seed in seeds:
         model = model_of(seed)
-        built = ours(model, tmp_path / str(seed))
-        inputs = batch(ROWS, "right" if seed else "left", seed)
+        built = ours(model, folder / str(seed))
+        inputs = batch(ROWS, "right" if seed % 2 else "left", seed)
         inputs = {name: inputs[name] for name in ("input_ids", "attention_mask")}
         expected, unclear = assert_same_tokens(
             model, built, inputs, max_length=MAX_LENGTH, **settings
         )
         left_out += unclear
         lengths |= set((expected != PAD).sum(1).tolist())
-    prompts = ROWS * len(seeds)
-    print(f"{left_out} of {prompts} prompts were left out")
-    assert left_out <= prompts // 6
+    print(f"{left_out} of {ROWS * len(seeds)} prompts were left out")
+    return left_out, lengths
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_tokens_of_random_prompts(settings, tmp_path):
+    left_out, lengths = compare_prompts(tmp_path, range(3), **settings)
+    assert left_out <= 3 * ROWS // 6
     # The targets end at different lengths, and some only at the largest length.
     assert len(lengths) > (4 if settings.keys() == {"num_beams"} else 1)
     assert MAX_LENGTH - 1 in lengths
@@ -165,15 +170,7 @@ def test_tokens_of_random_prompts(settings, tmp_path):
 @pytest.mark.every_case
 @pytest.mark.parametrize("num_beams", [1, 4, 8])
 def test_tokens_of_a_thousand_prompts(num_beams, tmp_path):
-    left_out = 0
-    for seed in range(63):
-        model = model_of(seed)
-        built = ours(model, tmp_path / str(seed))
-        inputs = batch(ROWS, "right" if seed % 2 else "left", seed)
-        inputs = {name: inputs[name] for name in ("input_ids", "attention_mask")}
-        settings = {"max_length": MAX_LENGTH, "num_beams": num_beams}
-        left_out += assert_same_tokens(model, built, inputs, **settings)[1]
-    print(f"{left_out} of {63 * ROWS} prompts were left out")
+    left_out, _ = compare_prompts(tmp_path, range(63), num_beams=num_beams)
     assert left_out <= 63 * ROWS // 20
 
 
