@@ -145,9 +145,7 @@ def training(record: str) -> str:
 
 def targets(record: str) -> str:
     """Return a record's table of speed ratios of BERT-base, and whether each meets its limits."""
-    text = (RESULTS / record / "cpu.md").read_text(encoding="utf-8")
-    start = text.index("| shape | ours | ratio |", text.index("## bert-base"))
-    return text[start : text.index("\n\n", start)]
+    return section(record, "bert-base").partition("\n\n")[0]
 
 
 def int8(record: str) -> str:
@@ -175,9 +173,9 @@ def tables(record: str, stem: str) -> str:
 
 
 def section(record: str, name: str) -> str:
-    """Return a section of a record's page of the CPU, without its heading."""
-    text = (RESULTS / record / "cpu.md").read_text(encoding="utf-8")
-    return text.partition(f"## {name}\n")[2].partition("\n## ")[0].strip()
+    """Return a page of a record of the CPU, without its heading and its machine."""
+    text = (RESULTS / record / f"{name}.md").read_text(encoding="utf-8")
+    return text.split("\n\n", 2)[2].strip()
 
 
 def memory(record: str) -> str:
@@ -206,8 +204,8 @@ def sentences(record: str) -> str:
 
 def machine(record: str) -> str:
     """Return the machine, the versions and the date of a record, and the measured limits."""
-    text = (RESULTS / record / "cpu.md").read_text(encoding="utf-8")
-    return "\n".join(line for line in text.splitlines()[:8] if line.startswith("- "))
+    content = json.loads((RESULTS / record / "bert-base.json").read_text(encoding="utf-8"))
+    return "\n".join(f"- {line}" for line in content["header"])
 
 
 def gpu(record: str, section: str) -> str:

@@ -119,7 +119,7 @@ def run(
         report.write(folder, content, machine)
         faults += [f"{row.label} {row.contender}: {row.refused}" for row in rows if is_fault(row)]
         notify(f"[{section}] {content['seconds']} s")
-    notify(f"written: {folder / report.PAGE}")
+    notify(f"written: {folder}")
     for fault in sorted(set(faults)):
         notify(f"FAULT: {fault}")
     return 1 if faults else 0

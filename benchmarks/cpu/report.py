@@ -1,8 +1,7 @@
-"""The results of a run: a JSON file per section, a plot per contest, and one Markdown page."""
+"""The results of a run: a JSON file and a Markdown page per section, and a plot per contest."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,13 +11,12 @@ from fastbert import json_file
 from fastbert.bench.plots import plot_matches
 from fastbert.machine import Machine
 
-PAGE = "cpu.md"
 CONTESTS = (*tasks.TASKS, "minilm", "bert-base", "training")
 ORDER = (*CONTESTS, "arrivals", "tiles", "breakdown", "int8")
 
 
 def write(folder: Path, content: Mapping[str, Any], machine: Machine) -> None:
-    """Add a section to the folder; the page also has the sections of earlier runs."""
+    """Write the files of a section: its JSON file, its page and, for a contest, its plot."""
     section = content["section"]
     json_file.write(folder / f"{section}.json", content, json_file.record)
     if section in CONTESTS:
@@ -26,42 +24,27 @@ def write(folder: Path, content: Mapping[str, Any], machine: Machine) -> None:
             plot_matches(folder / f"{section}.png", content["rows"], machine)
         except ImportError as error:
             print(f"There is no plot: {error}")
-    (folder / PAGE).write_text("\n".join(page(folder)) + "\n", encoding="utf-8")
+    (folder / f"{section}.md").write_text("\n".join(page(content)) + "\n", encoding="utf-8")
 
 
-def page(folder: Path) -> Iterator[str]:
-    """Yield the lines of all sections in the folder.
-
-    The page begins with the header of the first section. A section has its own header only if it
-    differs.
-    """
-    yield "# fastbert and its peers on the CPU"
-    paths = [path for section in ORDER if (path := folder / f"{section}.json").exists()]
-    contents = [json.loads(path.read_text("utf-8")) for path in paths]
-    yield from _header(contents[0])
-    for content in contents:
-        section = content["section"]
-        yield ""
-        yield f"## {section}"
-        if content["header"] != contents[0]["header"]:
-            yield from _header(content)
-        if section in CONTESTS:
-            yield from contest_lines(content["rows"])
-        elif section == "arrivals":
-            yield from arrivals.lines(content["rows"])
-        elif section == "breakdown":
-            yield from breakdown.lines(content["rows"])
-        elif section == "tiles":
-            yield from tiles.lines(content)
-        else:
-            yield ""
-            yield from accuracy.lines(content["result"])
-
-
-def _header(content: Mapping[str, Any]) -> Iterator[str]:
+def page(content: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the lines of a section's page: the machine and the versions, then the figures."""
+    section = content["section"]
+    yield f"# {section}: fastbert and its peers on the CPU"
     yield ""
     for text in content["header"]:
         yield f"- {text}"
+    if section in CONTESTS:
+        yield from contest_lines(content["rows"])
+    elif section == "arrivals":
+        yield from arrivals.lines(content["rows"])
+    elif section == "breakdown":
+        yield from breakdown.lines(content["rows"])
+    elif section == "tiles":
+        yield from tiles.lines(content)
+    else:
+        yield ""
+        yield from accuracy.lines(content["result"])
 
 
 def contest_lines(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:

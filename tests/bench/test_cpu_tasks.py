@@ -289,7 +289,7 @@ def test_a_task_leaves_table_json_and_plot(section, tmp_path):
     errors = [row.get(key.get(section, "difference")) for row in rows if row["ours"]]
     assert errors[0] < 1e-5
     assert (tmp_path / f"{section}.png").stat().st_size > 1000
-    assert f"## {section}" in (tmp_path / report.PAGE).read_text("utf-8")
+    assert f"# {section}" in (tmp_path / f"{section}.md").read_text("utf-8")
 
 
 @pytest.mark.every_case
