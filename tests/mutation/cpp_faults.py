@@ -543,6 +543,27 @@ FEW_ROWS = (
         "task.rows - kLanes : computed",
         "task.rows - kLanes - 1 : computed",
     ),
+    Fault(
+        "half_a_panel_is_taken_for_one_row_too_many",
+        "cpu_gemm",
+        f"{CPU}/gemm/task_block.h",
+        "const bool half = task.columns - n <= kLanes;",
+        "const bool half = task.columns - n <= kLanes + 1;",
+    ),
+    Fault(
+        "copied_rows_are_longer_than_their_copy",
+        "cpu_gemm",
+        f"{CPU}/gemm/kernel.h",
+        "task.columns <= kLanes && is_in_place<Format>(g);",
+        "task.columns <= kLanes;",
+    ),
+    Fault(
+        "half_a_panel_keeps_only_the_last_chunk",
+        "cpu_gemm",
+        f"{CPU}/gemm/task_block.h",
+        "store(row, add ? load(row) + total[j][i][0] : total[j][i][0]);",
+        "store(row, add && !kHalf ? load(row) + total[j][i][0] : total[j][i][0]);",
+    ),
 )
 
 DECODER = (

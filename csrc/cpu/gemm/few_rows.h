@@ -13,10 +13,9 @@
 
 namespace fastbert::cpu::FASTBERT_LEVEL {
 
-// kFewRows is the largest number of rows of x for which this takes less time than tiles. Up to
-// kRowsAtOnce rows are multiplied at the same time; their sums and a block of W fit the registers.
-constexpr int64_t kFewRows = kBytes == 16 ? 4 : 8;
-constexpr int kRowsAtOnce = 4;
+// The largest number of rows of x for which this takes less time than tiles of half panels. Their
+// sums and a block of W fit the registers.
+constexpr int64_t kFewRows = 4;
 
 // W is stored as words (F32), or as bf16 that becomes fp32 when it is loaded (BF16). Rows of W are
 // `stride` elements apart.
@@ -98,11 +97,12 @@ FASTBERT_INLINE void multiply_columns(const typename Stored::Storage* w, int64_t
     for (; k + kLanes <= end; k += kLanes) {
       Vec columns[kLanes];
       // The next rows are prefetched in the order of memory, so that the processor's own
-      // prefetching recognises the order and runs ahead.
+      // prefetching recognises the order and runs ahead. They are prefetched to the second-level
+      // cache, because a block of rows is as large as the first-level cache.
       const char* next = (const char*)(w + kLanes * stride + k * kLanes);
 #pragma GCC unroll 16
       for (int64_t line = 0; line < (int64_t)(kLanes * kLanes * sizeof(*w)); line += kCacheLine) {
-        __builtin_prefetch(next + line, 0, 3);
+        __builtin_prefetch(next + line, 0, 2);
       }
       load_columns<Stored>(w + k, stride, columns);
       add(columns, k, kLanes);
@@ -134,10 +134,10 @@ FASTBERT_INLINE bool has_few_rows(const Gemm& g) {
 
 // Returns the size in words of the scratch memory for the rows of x in a task.
 FASTBERT_INLINE int64_t few_rows_words(const Gemm& g) {
-  return g.turned && g.m <= kFewRows ? (g.m + 1) * g.k : 0;
+  return g.turned && g.m <= kFewRows ? kFewRows * g.k : 0;
 }
 
-// Writes the sums of kLanes rows of W and of rows of x, two or four at a time. Rows of sums are
+// Writes the sums of kLanes rows of W and of up to kFewRows rows of x. Rows of sums are
 // `sums_row` elements apart.
 template <class Operand, class Stored>
 FASTBERT_INLINE void multiply_block(const typename Stored::Storage* w, int64_t stride,
@@ -150,22 +150,21 @@ FASTBERT_INLINE void multiply_block(const typename Stored::Storage* w, int64_t s
     for (int r = 0; r < kRows; ++r) {
       for (int i = 0; i < kLanes; ++i) sums[i * sums_row + r] = sum[r][i];
     }
-    x += kRows * words, sums += kRows, rows -= kRows;
   };
-  while (rows > 2) multiply_some(Count<kRowsAtOnce>{});
-  if (rows == 2) multiply_some(Count<2>{});
-  if (rows == 1) multiply_some(Count<1>{});
+  if (rows > 2) return multiply_some(Count<kFewRows>{});
+  if (rows == 2) return multiply_some(Count<2>{});
+  multiply_some(Count<1>{});
 }
 
-// Computes a task, which has at least kLanes rows of W. `x` is scratch memory for the rows of x,
-// and for up to kRowsAtOnce further rows.
+// Computes a task, which has at least kLanes rows of W. `x` is scratch memory for kFewRows rows of
+// x.
 template <class Operand, class Stored>
 void multiply_few_rows(const Gemm& g, const Task& task, float* x) {
   using Storage = typename Stored::Storage;
   const int64_t words = words_of<Operand>(g.k), chunk = chunk_of(g.n, g.k);
   const TaskBlock<Operand> block = {g, task, words, 0, words};
   const auto* panel = (const float*)g.packed;
-  for (int64_t r = 0; r < g.m + 1; ++r) {  // Three rows are multiplied as four.
+  for (int64_t r = 0; r < g.m + g.m % 2; ++r) {  // Three rows are multiplied as four.
     for (int64_t k = 0; k < words; ++k) x[r * words + k] = panel[k * kPanel + r];
   }
   const auto* w = (const Storage*)block.left(0);

@@ -32,9 +32,12 @@ template <class Format>
 void run_task(const Gemm& g, const Task& task, float* x) {
   if (has_few_rows<Format>(g) && task.rows >= kLanes) return run_few_rows<Format>(g, task, x);
   const int64_t words = words_of<Format>(g.k);
+  // Half a panel fits the caches for every k, so rows of W are read from end to end.
+  const bool whole = g.turned && task.columns <= kLanes && is_in_place<Format>(g);
+  const int64_t most = whole ? words : kDepth;
   int64_t first = 0;
   do {
-    const int64_t depth = words - first < kDepth ? words - first : kDepth;
+    const int64_t depth = words - first < most ? words - first : most;
     const TaskBlock<Format> block = {g, task, words, first, depth};
     if (g.turned) {
       block.run_turned();

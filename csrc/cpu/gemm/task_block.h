@@ -15,7 +15,9 @@
 namespace fastbert::cpu::FASTBERT_LEVEL {
 
 constexpr int kTileRows = kBytes == 64 ? 14 : 6;  // 2 registers of sums per row, 3 for operands
-constexpr int kDepth = 256;                       // words along k in a block
+// Rows of a tile whose panel has at most kLanes columns in use: 1 register of sums per row.
+constexpr int kHalfTileRows = kBytes == 64 ? 16 : 12;
+constexpr int kDepth = 256;  // words along k in a block
 constexpr int64_t kMaxRows = kBytes == 64 ? 128 : 120, kMaxColumns = 1024;  // largest task
 
 // Returns sum + x b for registers of words in the format of `Operand`: fp32, or pairs of bf16.
@@ -181,6 +183,13 @@ FASTBERT_INLINE bool share_a_set(int64_t row_bytes) {
   return kTileRows > kFewestWays && row_bytes % kSetPeriod == 0;
 }
 
+// Returns whether the rows of W in a turned product are read as they are stored.
+template <class Operand>
+FASTBERT_INLINE bool is_in_place(const Gemm& g) {
+  const int64_t size = g.format == Format::f32 ? 4 : 2;
+  return lies_in_words<Operand>(g) && !share_a_set(g.a_row * size);
+}
+
 // The addresses to prefetch while a tile is multiplied: the next rows of the left operand, and the
 // next panel. The lines of the panel are spread evenly over the steps of all tiles.
 struct Next {
@@ -207,8 +216,8 @@ class NextLines {
   }
 
   FASTBERT_INLINE void fetch() {
-    __builtin_prefetch(line_, 0, 3);
-    __builtin_prefetch(line_ + kCacheLine, 0, 3);
+    __builtin_prefetch(line_, 0, 2);
+    __builtin_prefetch(line_ + kCacheLine, 0, 2);
     line_ += kPair;
     if (--left_ == 0) line_ += skip_, left_ = pairs_;
   }
@@ -226,8 +235,9 @@ FASTBERT_INLINE Next next_of(const char* a, int64_t row, const char* panel, int6
 }
 
 // Computes sums = a bᵀ or, if `add`, sums += a bᵀ for kRows rows of a and kPanels panels of b, over
-// the steps [begin, end) along k. The panels are `panel` elements apart.
-template <class Format, int kRows, int kPanels>
+// the steps [begin, end) along k. The panels are `panel` elements apart. With `kHalf`, only the
+// first kLanes columns of a panel are multiplied, and the sums of the other columns become 0.
+template <class Format, int kRows, int kPanels, bool kHalf>
 FASTBERT_INLINE void multiply_chunk(const LeftWords& a, const typename Format::Storage* b,
                                     int64_t panel, int64_t begin, int64_t end, float* sums,
                                     int64_t stride, bool add, Next next) {
@@ -246,7 +256,7 @@ FASTBERT_INLINE void multiply_chunk(const LeftWords& a, const typename Format::S
       for (int i = 0; i < kRows; ++i) {
         const Vec x = splat(rows[i / 3][i % 3 * a.row + offset]);
         total[j][i][0] = multiply_add<Format>(x, low, total[j][i][0]);
-        total[j][i][1] = multiply_add<Format>(x, high, total[j][i][1]);
+        if (!kHalf) total[j][i][1] = multiply_add<Format>(x, high, total[j][i][1]);
       }
     }
   };
@@ -273,7 +283,7 @@ FASTBERT_INLINE void multiply_chunk(const LeftWords& a, const typename Format::S
     for (int i = 0; i < kRows; ++i) {
       float* row = sums + i * stride + j * kPanel;
       store(row, add ? load(row) + total[j][i][0] : total[j][i][0]);
-      store(row + kLanes, add ? load(row + kLanes) + total[j][i][1] : total[j][i][1]);
+      store(row + kLanes, add && !kHalf ? load(row + kLanes) + total[j][i][1] : total[j][i][1]);
     }
   }
 }
@@ -285,35 +295,36 @@ FASTBERT_INLINE void multiply_chunk(const LeftWords& a, const typename Format::S
 // with k < 128, or with so few columns (n < 16) that other libraries would use a sum in each lane.
 FASTBERT_INLINE int64_t chunk_of(int64_t n, int64_t k) { return k < 128 || n < 16 ? 32 : 128; }
 
-template <class Format, int kRows, int kPanels>
+template <class Format, int kRows, int kPanels, bool kHalf = false>
 FASTBERT_INLINE void multiply(const LeftWords& a, const typename Format::Storage* b, int64_t panel,
                               const Depth& depth, float* sums, int64_t stride, Next next) {
   int64_t begin = 0;
   do {
     const int64_t end = begin + depth.chunk < depth.steps ? begin + depth.chunk : depth.steps;
-    multiply_chunk<Format, kRows, kPanels>(a, b, panel, begin, end, sums, stride,
-                                           depth.add || begin > 0, next);
+    multiply_chunk<Format, kRows, kPanels, kHalf>(a, b, panel, begin, end, sums, stride,
+                                                  depth.add || begin > 0, next);
     begin = end;
   } while (begin < depth.steps);
 }
 
-template <class Format, int kRows>
+template <class Format, int kRows, bool kHalf>
 FASTBERT_INLINE void multiply_at_most(int rows, const LeftWords& a,
                                       const typename Format::Storage* b, const Depth& depth,
                                       float* sums, int64_t stride, Next next) {
   if (rows == kRows) {
-    multiply<Format, kRows, 1>(a, b, 0, depth, sums, stride, next);
+    multiply<Format, kRows, 1, kHalf>(a, b, 0, depth, sums, stride, next);
   } else if constexpr (kRows > 1) {
-    multiply_at_most<Format, kRows - 1>(rows, a, b, depth, sums, stride, next);
+    multiply_at_most<Format, kRows - 1, kHalf>(rows, a, b, depth, sums, stride, next);
   }
 }
 
 // The function is not inlined, so that the code for each number of rows exists once per format.
-template <class Format>
+template <class Format, bool kHalf = false>
 __attribute__((noinline)) void multiply_rows(int rows, const LeftWords& a,
                                              const typename Format::Storage* b, const Depth& depth,
                                              float* sums, int64_t stride, Next next) {
-  multiply_at_most<Format, kTileRows>(rows, a, b, depth, sums, stride, next);
+  constexpr int kMost = kHalf ? kHalfTileRows : kTileRows;
+  multiply_at_most<Format, kMost, kHalf>(rows, a, b, depth, sums, stride, next);
 }
 
 // Computes a task's product for one block of k, and adds it to the sums. After the last block of k,
@@ -409,15 +420,16 @@ struct TaskBlock {
   // the next tile. Rows that are not stored as words are copied before the product with the first
   // panel.
   FASTBERT_INLINE void run_turned() const {
-    const int64_t tiles = (task.rows + kTileRows - 1) / kTileRows;
-    const auto first_row = [&](int64_t tile) { return task.rows * tile / tiles; };
     const LeftWords stored = {(const float*)left(0), (left(1) - left(0)) / 4};
-    const bool in_place = lies_in_words<Format>(g) && !share_a_set(left(1) - left(0));
+    const bool in_place = is_in_place<Format>(g);
     const LeftWords w = in_place ? stored : LeftWords{task.a, kDepth};
     // If the task has a single panel, the copied rows of a tile are not needed again, and the next
     // tile overwrites the copy.
     const bool keeps = in_place || task.columns > kPanel;
     for (int64_t n = 0; n < task.columns; n += kPanel) {
+      const bool half = task.columns - n <= kLanes;
+      const int64_t tiles = quotient_up(task.rows, half ? kHalfTileRows : kTileRows);
+      const auto first_row = [&](int64_t tile) { return task.rows * tile / tiles; };
       const auto* next_panel = (const char*)panel(n + kPanel < task.columns ? n + kPanel : 0);
       const bool copies = n == 0 && !in_place;
       int64_t finished = 0;
@@ -433,8 +445,9 @@ struct TaskBlock {
                                   depth * kPanel * sizeof(Storage), depth, tile, tiles);
         const bool finishes = last() && (end / kPanel > finished / kPanel || end == task.rows);
         if (finishes) fetch_outputs(finished, n);
-        multiply_rows<Format>((int)(end - row), {words, w.row}, panel(n), steps(), sums(row, n),
-                              task.stride, next);
+        const auto multiply = half ? &multiply_rows<Format, true> : &multiply_rows<Format>;
+        multiply((int)(end - row), {words, w.row}, panel(n), steps(), sums(row, n), task.stride,
+                 next);
         if (!finishes) continue;
         while (finished + kPanel <= end || (end == task.rows && finished < end)) {
           finish_outputs(finished, n);
