@@ -36,11 +36,12 @@ FORMATS = ("fp32", "bf16", "int8")
 
 
 def embedder(form: str) -> Embedder:
+    """Return the model in fp32 or bf16, or with int8 weights and activations in bf16."""
     model = Embedder(str(model_folder()))
-    if form == "bf16":
+    if form != "fp32":
         model.encoder.to(torch.bfloat16)
     if form == "int8":
-        quantize(model.encoder)
+        quantize(model.encoder, inplace=True)
     return model
 
 

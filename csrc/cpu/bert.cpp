@@ -17,14 +17,16 @@ namespace {
 // last and may be absent.
 enum { kWords, kPositions, kWeight, kBias, kTypes };
 
-// The tokens of a batch (B, L) without padding.
+// The tokens of a batch without padding. The caller passes a padded batch (B, L), or packed tokens
+// (T,) with cumulative lengths.
 struct Tokens {
   int64_t batch, length, longest;
   // int64 tensors with one element for each token. `types` is undefined if there is no table of
   // token types.
   at::Tensor ids, types, positions;
-  // The indices of the tokens in the flattened batch (B * L,), and the cumulative lengths of the
-  // sequences (B + 1,). Both are undefined if there is no padding.
+  // The indices of the tokens in the flattened batch (B * L,), undefined if the batch has no
+  // padding or is packed; and the cumulative lengths of the sequences (B + 1,), undefined if the
+  // sequences of a batch (B, L) have no padding.
   at::Tensor indices, cu_seqlens;
 
   bool padded() const { return indices.defined(); }
@@ -35,8 +37,8 @@ bool are_integers(const at::Tensor& t, at::IntArrayRef sizes) {
          (t.scalar_type() == at::kLong || t.scalar_type() == at::kInt);
 }
 
-// Returns a private copy of the elements of `numbers` (B, L) that belong to tokens. `indices` holds
-// the positions of these elements in the flattened batch, and is undefined if there is no padding.
+// Returns a private copy of the elements of `numbers` that belong to tokens. `indices` holds the
+// positions of these elements in the flattened batch, and is undefined if there is no padding.
 at::Tensor of_tokens(const at::Tensor& numbers, const at::Tensor& indices) {
   const auto flat = private_copy(numbers, at::kLong).view({-1});
   return indices.defined() ? flat.index_select(0, indices) : flat;
@@ -66,12 +68,37 @@ at::Tensor counted_positions(const at::Tensor& ids_in, const at::Tensor& indices
   return indices.defined() ? positions.view({-1}).index_select(0, indices) : positions.view({-1});
 }
 
+// Returns the tokens of packed sequences, without their ids and types. The result has no cumulative
+// lengths if `bert` cannot process `cu_seqlens`, which must divide all tokens.
+Tokens packed_tokens(const at::Tensor& ids, const at::Tensor& cu_seqlens, int64_t first_position) {
+  Tokens tokens = {};
+  const bool are_lengths = cu_seqlens.device().is_cpu() && cu_seqlens.scalar_type() == at::kInt &&
+                           cu_seqlens.dim() == 1 && cu_seqlens.size(0) >= 2;
+  if (!are_lengths) return tokens;
+  const auto lengths = private_copy(cu_seqlens, at::kInt);
+  const int32_t* end = lengths.const_data_ptr<int32_t>();
+  const int64_t count = ids.size(0);
+  tokens.batch = lengths.size(0) - 1;
+  if (end[0] != 0 || end[tokens.batch] != count) return tokens;
+  tokens.positions = empty({count}, ids.options().dtype(at::kLong));
+  int64_t* position = tokens.positions.mutable_data_ptr<int64_t>();
+  for (int64_t b = 0; b < tokens.batch; ++b) {
+    if (end[b + 1] < end[b] || end[b + 1] > count) return tokens;
+    for (int64_t i = end[b]; i < end[b + 1]; ++i) position[i] = i - end[b] + first_position;
+    tokens.longest = std::max<int64_t>(tokens.longest, end[b + 1] - end[b]);
+  }
+  tokens.length = tokens.longest;
+  tokens.cu_seqlens = lengths;
+  return tokens;
+}
+
 // Returns whether `bert` can process the arguments. If not, `bert` returns an empty result, and the
 // caller of `bert` reports the error.
 bool fits(const at::Tensor& ids, const OptionalTensor& mask, const OptionalTensor& types,
-          at::TensorList embedding, int64_t first_position) {
-  if (ids.dim() != 2 || ids.numel() == 0 || !are_integers(ids, ids.sizes())) return false;
-  if (ids.size(1) > embedding[kPositions].size(0) - first_position) return false;
+          bool packed, at::TensorList embedding, int64_t first_position) {
+  if (ids.dim() != (packed ? 1 : 2) || ids.numel() == 0) return false;
+  if (!are_integers(ids, ids.sizes()) || (packed && mask)) return false;
+  if (!packed && ids.size(1) > embedding[kPositions].size(0) - first_position) return false;
   if (any_outside(ids, embedding[kWords].size(0), std::nullopt)) return false;
   if (types) {
     if (embedding.size() <= kTypes || !are_integers(*types, ids.sizes())) return false;
@@ -84,8 +111,14 @@ bool fits(const at::Tensor& ids, const OptionalTensor& mask, const OptionalTenso
 }
 
 Tokens tokens_of(const at::Tensor& ids, const OptionalTensor& mask, const OptionalTensor& types,
-                 bool has_types, std::optional<int64_t> first_position) {
-  Tokens tokens = {ids.size(0), ids.size(1), ids.size(1), {}, {}, {}, {}, {}};
+                 const OptionalTensor& cu_seqlens, bool has_types,
+                 std::optional<int64_t> first_position) {
+  Tokens tokens = {};
+  if (cu_seqlens) {
+    tokens = packed_tokens(ids, *cu_seqlens, first_position.value_or(0));
+  } else {
+    tokens.batch = ids.size(0), tokens.length = tokens.longest = ids.size(1);
+  }
   if (mask) {
     auto [indices, cu_seqlens, longest] = unpad_indices(*mask);
     if (indices.size(0) < ids.numel()) {
@@ -95,8 +128,10 @@ Tokens tokens_of(const at::Tensor& ids, const OptionalTensor& mask, const Option
   tokens.ids = of_tokens(ids, tokens.indices);
   if (types) tokens.types = of_tokens(*types, tokens.indices);
   if (has_types && !types) tokens.types = zeros({tokens.ids.size(0)}, tokens.ids.options());
-  tokens.positions = first_position ? counted_positions(ids, tokens.indices, *first_position)
-                                    : positions_of(tokens);
+  if (!cu_seqlens) {
+    tokens.positions = first_position ? counted_positions(ids, tokens.indices, *first_position)
+                                      : positions_of(tokens);
+  }
   return tokens;
 }
 
@@ -115,7 +150,9 @@ void with_context(const char* argument, const Body& body) {
 // Returns one row of `rows` for each sequence: the row of the sequence's first token, or zeros if
 // the sequence has no tokens.
 at::Tensor first_rows(const at::Tensor& rows, const Tokens& tokens) {
-  if (!tokens.padded()) return rows.view({tokens.batch, tokens.length, rows.size(1)}).select(1, 0);
+  if (!tokens.cu_seqlens.defined()) {
+    return rows.view({tokens.batch, tokens.length, rows.size(1)}).select(1, 0);
+  }
   const auto* starts = tokens.cu_seqlens.const_data_ptr<int32_t>();
   auto places = empty({tokens.batch}, tokens.ids.options());
   int64_t* place = places.mutable_data_ptr<int64_t>();
@@ -135,9 +172,10 @@ at::Tensor first_rows(const at::Tensor& rows, const Tokens& tokens) {
 
 std::tuple<std::vector<at::Tensor>, int64_t> bert(
     const at::Tensor& ids, const OptionalTensor& mask, const OptionalTensor& token_types,
-    at::TensorList embedding, at::TensorList parameters, at::TensorList pooler,
-    std::optional<int64_t> first_position, int64_t heads, int64_t projections, double embedding_eps,
-    double eps, const std::string& activation, at::ScalarType dtype) {
+    const OptionalTensor& cu_seqlens_in, at::TensorList embedding, at::TensorList parameters,
+    at::TensorList scales, at::TensorList pooler, std::optional<int64_t> first_position,
+    int64_t heads, int64_t projections, double embedding_eps, double eps,
+    const std::string& activation, at::ScalarType dtype) {
   TORCH_CHECK_VALUE(embedding.size() == kTypes || embedding.size() == kTypes + 1, "embedding: got ",
                     embedding.size(), " tensors, allowed: ", (int)kTypes, " or ", kTypes + 1);
   if (embedding[kWords].scalar_type() != dtype) return {};
@@ -151,13 +189,17 @@ std::tuple<std::vector<at::Tensor>, int64_t> bert(
                     ", allowed: at least 0");
   TORCH_CHECK_VALUE(pooler.empty() || pooler.size() == 2, "pooler: got ", pooler.size(),
                     " tensors, allowed: none, or a weight and a bias");
-  if (!fits(ids, mask, token_types, embedding, first_position.value_or(0))) return {};
+  const int64_t first = first_position.value_or(0);
+  if (!fits(ids, mask, token_types, cu_seqlens_in.has_value(), embedding, first)) return {};
   for (const at::Tensor& parameter : parameters) {
-    if (parameter.dim() == 2 && parameter.scalar_type() != dtype) return {};
+    const bool is_weight = scales.empty() && parameter.dim() == 2;
+    if (is_weight && parameter.scalar_type() != dtype) return {};
   }
   const bool has_types = embedding.size() > kTypes;
-  const Tokens tokens = tokens_of(ids, mask, token_types, has_types, first_position);
+  const Tokens tokens = tokens_of(ids, mask, token_types, cu_seqlens_in, has_types, first_position);
   if (tokens.ids.size(0) == 0) return {};
+  if (cu_seqlens_in && !tokens.cu_seqlens.defined()) return {};
+  if (tokens.longest > embedding[kPositions].size(0) - first) return {};
   at::Tensor rows, pooled;
   const auto embed = [&] {
     OptionalTensor types, type_table;
@@ -173,11 +215,11 @@ std::tuple<std::vector<at::Tensor>, int64_t> bert(
   const auto run = [&] {
     with_context("embedding", embed);
     OptionalTensor cu_seqlens;
-    if (tokens.padded()) cu_seqlens = tokens.cu_seqlens;
-    rows =
-        encoder(rows, parameters, {}, cu_seqlens, std::nullopt, std::nullopt, {}, {}, tokens.batch,
-                tokens.longest, heads, projections, 1, false, eps, activation, dtype, false)
-            .back();
+    if (tokens.cu_seqlens.defined()) cu_seqlens = tokens.cu_seqlens;
+    rows = encoder(rows, parameters, scales, cu_seqlens, std::nullopt, std::nullopt, {}, {},
+                   tokens.batch, tokens.longest, heads, projections, 1, false, eps, activation,
+                   dtype, false)
+               .back();
     if (!pooler.empty()) with_context("pooler", pool);
   };
   const Recycling recycling;

@@ -90,10 +90,10 @@ TORCH_LIBRARY(fastbert_C, m) {
       "int heads, int projections, int inner_projections, bool pre_norm, float eps, "
       "str activation, ScalarType dtype, bool all_states) -> Tensor[]");
   m.def(
-      "bert(Tensor ids, Tensor? mask, Tensor? token_types, Tensor[] embedding, "
-      "Tensor[] parameters, Tensor[] pooler, int? first_position, int heads, int projections, "
-      "float embedding_eps, float eps, str activation, ScalarType dtype) -> (Tensor[] tensors, int "
-      "longest)");
+      "bert(Tensor ids, Tensor? mask, Tensor? token_types, Tensor? cu_seqlens, "
+      "Tensor[] embedding, Tensor[] parameters, Tensor[] scales, Tensor[] pooler, "
+      "int? first_position, int heads, int projections, float embedding_eps, float eps, "
+      "str activation, ScalarType dtype) -> (Tensor[] tensors, int longest)");
   m.def(
       "decoder_step(Tensor hidden, Tensor[] parameters, Tensor(a!) cache, Tensor slots, "
       "int position, Tensor source_cache, Tensor cu_seqlens, Tensor sources, int heads, "

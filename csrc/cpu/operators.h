@@ -267,19 +267,23 @@ bool worth_a_team(int64_t rows, at::TensorList parameters);
 // Moves the memory of `weights` to pages of 2 MiB where the operating system can do so.
 void use_huge_pages(at::TensorList weights);
 
-// Runs a whole encoder on a batch (B, L) of token ids, for inference. `mask` is 1 at tokens and 0
-// at padding. `embedding` holds the tables of words and positions, the weight and the bias of the
-// layer norm and, if the model has one, the table of token types. `pooler` holds a weight and a
-// bias, or is empty. Positions count from 0 over the padded row, or from `first_position` over the
-// tokens without padding. The first result holds the rows of the tokens, the pooled rows if there
-// is a pooler and, if there is padding, the tokens' indices and the cumulative lengths. The second
-// result is the length of the longest sequence. The first result is empty if the batch has no
-// token, or if a weight does not have the dtype `dtype`. It is also empty if the operator cannot
-// process the shapes, dtypes or values of `ids`, `mask` or `token_types`.
+// Runs a whole encoder on a batch of token ids, for inference. A padded batch (B, L) has a `mask`
+// that is 1 at tokens and 0 at padding. Packed tokens (T,) have the cumulative lengths `cu_seqlens`
+// of their sequences instead. `embedding` holds the tables of words and positions, the weight and
+// the bias of the layer norm and, if the model has one, the table of token types. `parameters` and
+// `scales` are those of `encoder`. `pooler` holds a weight and a bias, or is empty. Positions count
+// from 0 over the padded row, or from `first_position` over the tokens without padding. In a packed
+// batch, positions count all tokens of a sequence. The first result holds the rows of the tokens,
+// the pooled rows if there is a pooler and, if there is padding, the tokens' indices and the
+// cumulative lengths. The second result is the length of the longest sequence. The first result is
+// empty if the batch has no token, or if a weight does not have the dtype `dtype`. It is also empty
+// if the operator cannot process the shapes, dtypes or values of `ids`, `mask`, `token_types` or
+// `cu_seqlens`.
 std::tuple<std::vector<at::Tensor>, int64_t> bert(
     const at::Tensor& ids, const OptionalTensor& mask, const OptionalTensor& token_types,
-    at::TensorList embedding, at::TensorList parameters, at::TensorList pooler,
-    std::optional<int64_t> first_position, int64_t heads, int64_t projections, double embedding_eps,
-    double eps, const std::string& activation, at::ScalarType dtype);
+    const OptionalTensor& cu_seqlens, at::TensorList embedding, at::TensorList parameters,
+    at::TensorList scales, at::TensorList pooler, std::optional<int64_t> first_position,
+    int64_t heads, int64_t projections, double embedding_eps, double eps,
+    const std::string& activation, at::ScalarType dtype);
 
 }  // namespace fastbert::cpu

@@ -13,7 +13,7 @@ from fastbert.modules.batch_layout import BatchLayout
 from fastbert.modules.chosen_rows import ChosenRows, Reads
 from fastbert.modules.dropout import draw_seeds
 from fastbert.modules.embeddings import BertEmbeddings
-from fastbert.modules.encoder import BertEncoder
+from fastbert.modules.encoder import BertEncoder, chosen_layers
 from fastbert.modules.inputs import EncoderInput, enter
 from fastbert.modules.linear import Linear
 from fastbert.modules.outputs import BaseModelOutputWithPooling, as_asked
@@ -230,10 +230,22 @@ class BertModel(BertPreTrainedModel):
             if isinstance(output_hidden_states, Sequence)
             else self.flag("output_hidden_states", output_hidden_states)
         )
-        others = (position_ids, inputs_embeds, cu_seqlens, max_seqlen)
-        if not want_attentions and not want_states and all(other is None for other in others):
-            result = self.encode_at_once(input_ids, attention_mask, token_type_ids)
+        last = len(self.encoder.order)
+        states = chosen_layers("output_hidden_states", want_states, last + 1)
+        if (
+            not want_attentions
+            and states <= {last}
+            and position_ids is None
+            and inputs_embeds is None
+            and (cu_seqlens is not None or max_seqlen is None)
+        ):
+            result = self.encode_at_once(
+                input_ids, attention_mask, token_type_ids, cu_seqlens, max_seqlen
+            )
             if result is not None:
+                if states:
+                    kept = (*[None] * last, result.last_hidden_state)
+                    result = result._replace(hidden_states=kept)
                 return result
         tokens = enter(
             self.config,
@@ -248,14 +260,21 @@ class BertModel(BertPreTrainedModel):
         return self.encode_rows(tokens, want_attentions, want_states, reads)
 
     def encode_at_once(
-        self, input_ids: Any = None, attention_mask: Any = None, token_type_ids: Any = None
+        self,
+        input_ids: Any = None,
+        attention_mask: Any = None,
+        token_type_ids: Any = None,
+        cu_seqlens: Any = None,
+        max_seqlen: int | None = None,
     ) -> Encoded | None:
-        """Compute the embeddings, layers and pooler of a padded batch in one C++ call.
+        """Compute the embeddings, layers and pooler of a batch in one C++ call.
 
         Args:
-            input_ids: As in `forward`, of shape ``(B, L)``.
+            input_ids: As in `forward`, of shape ``(B, L)``; ``(T,)`` if packed.
             attention_mask: As in `forward`, of shape ``(B, L)``.
-            token_type_ids: As in `forward`, of shape ``(B, L)``.
+            token_type_ids: As in `forward`, of the shape of `input_ids`.
+            cu_seqlens: As in `encode`.
+            max_seqlen: As in `encode`.
 
         Returns:
             The rows without padding, or None if the modules must be called one by one. For example,
@@ -263,7 +282,9 @@ class BertModel(BertPreTrainedModel):
             autocast, in training and with hooks. The result is also None if an argument is not
             allowed, so that the modules raise the error.
         """
-        result = self._prepared.run(self, input_ids, attention_mask, token_type_ids)
+        result = self._prepared.run(
+            self, input_ids, attention_mask, token_type_ids, cu_seqlens, max_seqlen
+        )
         if result is None:
             return None
         return Encoded(result.rows, result.layout, None, None, result.pooled)

@@ -25,11 +25,12 @@ from fastbert.modules.plan import Mode, plan
 from fastbert.modules.plan_cache import PlanCache
 from fastbert.modules.snapshot import NotCopied, Snapshot
 from fastbert.ops import backend as backends
+from fastbert.ops.int8_linear import layout
 from fastbert.ops.register import is_watched
 
 # The functions of ``fastbert.ops`` that a prepared call replaces. The file that defines a function
 # has the same name as the function.
-FUNCTIONS = ("encoder", "embedding", "linear")
+FUNCTIONS = ("encoder", "embedding", "linear", "int8_linear")
 
 
 class PreparedResult(NamedTuple):
@@ -46,6 +47,28 @@ class PreparedResult(NamedTuple):
     pooled: Tensor | None
 
 
+class _Prepared(NamedTuple):
+    """A prepared call and the facts on which it depends.
+
+    Attributes:
+        snapshot: The snapshot of the model.
+        arguments: The arguments of ``fastbert_C::bert`` after the inputs, or None if the operator
+            cannot compute the model.
+        int8_layout: The memory layout of int8 weights, which depends on the instruction set in use;
+            None for other weights.
+    """
+
+    snapshot: Snapshot
+    arguments: tuple[Any, ...] | None
+    int8_layout: tuple[int, int] | None
+
+    def holds(self, model: Any) -> bool:
+        """Return whether the call of `model` would be prepared in the same way now."""
+        if not self.snapshot.holds(model):
+            return False
+        return self.int8_layout is None or self.int8_layout == layout()
+
+
 class PreparedCall(NotCopied):
     """The prepared call of a `BertModel`, which is prepared again after a fact has changed."""
 
@@ -54,20 +77,30 @@ class PreparedCall(NotCopied):
 
     def __init__(self) -> None:
         """Start without a prepared call."""
-        self._prepared: tuple[Snapshot, tuple[Any, ...] | None] | None = None
+        self._prepared: _Prepared | None = None
 
     def clear(self) -> None:
         """Delete the prepared call, so that replaced parameters of the model can be freed."""
         self._prepared = None
 
-    def run(self, model: Any, ids: Any, mask: Any, token_types: Any) -> PreparedResult | None:
+    def run(
+        self,
+        model: Any,
+        ids: Any,
+        mask: Any,
+        token_types: Any,
+        cu_seqlens: Any = None,
+        max_seqlen: int | None = None,
+    ) -> PreparedResult | None:
         """Run embeddings, layers and pooler as one C++ call, if the model and arguments allow it.
 
         Args:
             model: The model that holds this object.
-            ids: Token ids of shape ``(B, L)``.
+            ids: Token ids of shape ``(B, L)``; ``(T,)`` if packed.
             mask: Mask of shape ``(B, L)``, 1 at tokens and 0 at padding; None if all are tokens.
-            token_types: Token types of shape ``(B, L)``; None means 0.
+            token_types: Token types of the shape of `ids`; None means 0.
+            cu_seqlens: Cumulative lengths of packed sequences; None if the input is padded.
+            max_seqlen: As in ``BertModel.encode``.
 
         Returns:
             The result, or None if the modules must run one by one. If an argument is not allowed,
@@ -75,24 +108,31 @@ class PreparedCall(NotCopied):
         """
         if type(ids) is not Tensor or ids.device.type != "cpu" or not _is_plain_inference():
             return None
-        if not all(given is None or type(given) is Tensor for given in (mask, token_types)):
+        tensors = (mask, token_types, cu_seqlens)
+        if not all(given is None or type(given) is Tensor for given in tensors):
             return None
         prepared = self._prepared
-        if prepared is None or not prepared[0].holds(model):
+        if prepared is None or not prepared.holds(model):
             prepared = self._prepared = _prepare(model)
-        if prepared is None or prepared[1] is None:
+        if prepared is None or prepared.arguments is None:
             return None
-        outputs, longest = torch.ops.fastbert_C.bert(ids, mask, token_types, *prepared[1])
+        outputs, longest = torch.ops.fastbert_C.bert(ids, *tensors, *prepared.arguments)
         if not outputs:
             # The dtype of a parameter may have changed in place, which a snapshot does not record.
             self._prepared = None
             return None
         pooled = outputs[1] if model.pooler is not None else None
+        if cu_seqlens is not None:
+            bound = longest if max_seqlen is None else max_seqlen
+            if not longest <= bound <= model.config.max_length:
+                return None
+            division = BatchLayout(cu_seqlens.shape[0] - 1, bound, cu_seqlens, bound)
+            return PreparedResult(outputs[0], division, pooled)
         batch, length = ids.shape
-        layout = BatchLayout(batch, length)
+        division = BatchLayout(batch, length)
         if len(outputs) > 2:
-            layout = BatchLayout(batch, length, outputs[-1], longest, outputs[-2])
-        return PreparedResult(outputs[0], layout, pooled)
+            division = BatchLayout(batch, length, outputs[-1], longest, outputs[-2])
+        return PreparedResult(outputs[0], division, pooled)
 
 
 def forget_prepared_calls(model: nn.Module) -> None:
@@ -114,18 +154,17 @@ def _is_plain_inference() -> bool:
     return not (watched or torch._C._is_any_autocast_enabled())
 
 
-def _prepare(model: Any) -> tuple[Snapshot, tuple[Any, ...] | None] | None:
-    """Return a snapshot, and the result of `_arguments`; return None without the extension."""
+def _prepare(model: Any) -> _Prepared | None:
+    """Prepare the call of a model; return None without the extension."""
     if backends.EXTENSION is None:
         return None
-    return Snapshot(model, PreparedCall.HOLDER, [vars(ops)]), _arguments(model)
+    snapshot, run = Snapshot(model, PreparedCall.HOLDER, [vars(ops)]), _executor(model)
+    arguments = None if run is None else _arguments(model, run)
+    return _Prepared(snapshot, arguments, layout() if run and run.settings.scales else None)
 
 
-def _arguments(model: Any) -> tuple[Any, ...] | None:
-    """Return the arguments of ``fastbert_C::bert`` after the inputs, or None.
-
-    The result is None if the operator cannot compute the model.
-    """
+def _executor(model: Any) -> CpuInference | None:
+    """Return the executor of the layers of a model, or None if a module must be called."""
     config, encoder = model.config, model.encoder
     choices = config.architecture
     if model.training or not choices.position_table:
@@ -136,24 +175,29 @@ def _arguments(model: Any) -> tuple[Any, ...] | None:
         return None
     if any(map(_is_called, (model.embeddings, encoder))):
         return None
-    embedding = _embedding(model)
-    pooler = _pooler(model.pooler)
+    dtype = model.embeddings.word_embeddings.weight.dtype
+    run = plan(encoder.running(), Mode("cpu", dtype, None, gradient=False)).run
+    return run if type(run) is CpuInference else None
+
+
+def _arguments(model: Any, run: CpuInference) -> tuple[Any, ...] | None:
+    """Return the arguments of ``fastbert_C::bert`` after the inputs.
+
+    The result is None if the operator cannot compute the embeddings or the pooler of the model.
+    """
+    embedding, pooler = _embedding(model), _pooler(model.pooler)
     if embedding is None or pooler is None:
         return None
-    dtype = embedding[0].dtype
-    run = plan(encoder.running(), Mode("cpu", dtype, None, gradient=False)).run
-    if type(run) is not CpuInference or run.settings.scales:
-        return None
-    norm = model.embeddings.LayerNorm
-    torch.ops.fastbert_C.use_huge_pages([p for p in run.parameters if p.dim() == 2])
+    torch.ops.fastbert_C.use_huge_pages([p for p in run.parameters if p.dim() > 1])
     return (
         embedding,
         run.parameters,
+        run.settings.scales,
         pooler,
-        choices.first_position,
+        model.config.architecture.first_position,
         run.settings.heads,
         run.projections,
-        norm.eps,
+        model.embeddings.LayerNorm.eps,
         run.settings.eps,
         run.settings.activation,
         run.settings.dtype,

@@ -158,10 +158,10 @@ def bert() -> Case:
     norm = (torch.ones(32), torch.zeros(32))
     layer = [*linear[0], *linear[1], *norm, *linear[2], *linear[3], *norm]
     embedding = [words, torch.randn(20, 32), *norm]
-    rest = ([], None, 2, 1, 1e-12, 1e-12, "gelu", torch.float32)
+    rest = ([], [], None, 2, 1, 1e-12, 1e-12, "gelu", torch.float32)
 
     def call() -> Tensor:
-        outputs, _ = OPS.bert(ids, None, None, embedding, layer * 2, *rest)
+        outputs, _ = OPS.bert(ids, None, None, None, embedding, layer * 2, *rest)
         if not outputs:
             raise IndexError("ids")
         return outputs[0]

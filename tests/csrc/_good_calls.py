@@ -243,18 +243,27 @@ def _encoder(calls: dict[str, list[Call]]) -> None:
     words, positions, types = torch.randn(9, H), torch.randn(4, H), torch.randn(2, H)
     norm = list(torch.randn(2, H))
     ids = torch.tensor([[1, 2, 3], [4, 5, 6]])
-    model = rest | {"parameters": floating, "embedding_eps": 1e-12}
+    model = rest | {"parameters": floating, "scales": [], "embedding_eps": 1e-12}
     calls["bert"] = [
         model
         | {
             "ids": ids, "mask": torch.tensor([[1, 1, 1], [1, 0, 1]]), "token_types": ids % 2,
+            "cu_seqlens": None,
             "embedding": [words, positions, *norm, types],
             "pooler": [torch.randn(H, H), torch.randn(H)], "first_position": None,
         },
         model
         | {
-            "ids": ids, "mask": None, "token_types": None, "embedding": [words, positions, *norm],
-            "parameters": parted, "projections": 3, "pooler": [], "first_position": 1,
+            "ids": ids, "mask": None, "token_types": None, "cu_seqlens": None,
+            "embedding": [words, positions, *norm], "parameters": parted, "projections": 3,
+            "pooler": [], "first_position": 1,
+        },
+        model
+        | {
+            "ids": ids.flatten(), "mask": None, "token_types": ids.flatten() % 2,
+            "cu_seqlens": torch.tensor([0, 2, 6], dtype=torch.int32), "parameters": integer,
+            "scales": scales,
+            "embedding": [words, positions, *norm, types], "pooler": [], "first_position": None,
         },
     ]  # fmt: skip
     calls["use_huge_pages"] = [{"weights": [torch.randn(64, 64), torch.randn(8)]}]

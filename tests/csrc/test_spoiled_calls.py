@@ -93,7 +93,7 @@ HARMLESS = (
     # Operators accept any floating-point value, and any integer that is not an index.
     (r".*", r".*", r"(all )?(nan|-?inf|3e\+38)( at -?\d)?"),
     (r".*", r"seeds?", f"{CONTENT}|rank.*"),
-    (r"int8_linear/0|encoder/1", r"packed|column_sum|parameters|scales", CONTENT),
+    (r"int8_linear/0|encoder/1|bert/2", r"packed|column_sum|parameters|scales", CONTENT),
     (r"unpad_indices/.*|any_outside/0", r"mask|index", f"{CONTENT}|{INTEGER}|size .*"),
     (r"any_outside/0", r"index", r"rank.*|empty"),
     # The arguments of the next entry are optional, so None is valid. The arguments of the entry
@@ -119,7 +119,7 @@ HARMLESS = (
     # In the loss, the hidden states may have a narrower dtype than the weight.
     (r"linear_cross_entropy_\w+ward/.*", r"hidden", FLOATING),
     # `bert` returns an empty result for arguments that it does not support.
-    (r"bert/.*", r"ids|mask|token_types", r".*"),
+    (r"bert/.*", r"ids|mask|token_types|cu_seqlens", r".*"),
     (r"bert/.*", r"dtype", r".*"),
     (r"bert/.*", r"parameters", r"dtype .*"),
     # These calls read no element of the changed argument.
@@ -169,7 +169,7 @@ HARMLESS = (
     (r"attention_\w+/0|encoder/[02]", r"mask|bias", r"size [+-] 1 of dimension [01]"),
     (r"encoder/.*|linear_of_parts/0", r"parameters|biases", r"no tensor"),
     # The length of the bias sets how many outputs of a padded int8 weight are real.
-    (r"encoder/1", r"parameters", r"size [+-] 1 of dimension 0"),
+    (r"encoder/1|bert/2", r"parameters", r"size [+-] 1 of dimension 0"),
     (r"sum_rows/.*", r"x", rf"size .* of dimension [01]|{FLOATING}"),
     # Without chosen rows, all rows are queries, and the results after the last sequence are 0.
     (r"layer_(forward|backward)/[13]", r"hidden|chosen", f"{ROWS}|None"),

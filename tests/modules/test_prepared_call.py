@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import itertools
 import pickle
 import weakref
 from collections.abc import Callable
@@ -67,7 +68,7 @@ def same(actual: list[Tensor], expected: list[Tensor]) -> bool:
 def is_prepared(model: BertModel) -> bool:
     """Return whether the model's next call can use the prepared call."""
     state = model._prepared._prepared
-    return state is not None and state[1] is not None and state[0].holds(model)
+    return state is not None and state.arguments is not None and state.holds(model)
 
 
 MASKS: dict[str, Any] = {
@@ -108,6 +109,65 @@ def test_roberta_counts_its_positions(case, dtype):
     exists = (padding != 1).long()
     positions = exists.cumsum(1) * exists + 1
     assert same(result, outputs(model, padding, mask, position_ids=positions))
+
+
+PACKED = {
+    "several": [0, 9, 14, 26],
+    "one": [0, 17],
+    "an empty sequence": [0, 6, 6, 9],
+    "all empty but one": [0, 0, 3, 3],
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("model_type", ["bert", "roberta"])
+@pytest.mark.parametrize("case", PACKED)
+def test_packed_sequences_have_the_bits_of_the_modules(case, model_type, dtype):
+    torch.manual_seed(3)
+    config = families.read_config(CONFIG.to_dict() | {"model_type": model_type, "pad_token_id": 1})
+    model, ends = BertModel(config).eval().to(dtype), PACKED[case]
+    # The id of padding counts as a token, because packed sequences have no padding.
+    ids = torch.randint(0, 9, (ends[-1],))
+    lengths = {"cu_seqlens": torch.tensor(ends, dtype=torch.int32)}
+    first = config.architecture.first_position or 0
+    positions = torch.cat([torch.arange(b - a) + first for a, b in itertools.pairwise(ends)])
+    types = torch.arange(ends[-1]) % config.type_vocab_size
+    for more in ({}, {"token_type_ids": types}, {"max_seqlen": 20}):
+        result = outputs(model, ids, **lengths, **more)
+        assert is_prepared(model)
+        assert same(result, outputs(model, ids, **lengths, **more, position_ids=positions))
+
+
+def test_the_last_state_alone_comes_from_the_call(monkeypatch):
+    model, (ids, mask) = make(), batch()
+    with torch.no_grad():
+        every = model(ids, mask, output_hidden_states=True).hidden_states
+    calls = []
+    encode_rows = model.encode_rows
+    monkeypatch.setattr(
+        model,
+        "encode_rows",
+        lambda *given, **named: calls.append(1) or encode_rows(*given, **named),
+    )
+    for chosen, through in (((-1,), 0), ((2,), 0), ((2, -1), 0), ((1,), 1), ((0, 2), 1)):
+        calls.clear()
+        with torch.no_grad():
+            states = model(ids, mask, output_hidden_states=chosen).hidden_states
+        assert len(calls) == through
+        wanted = {number % 3 for number in chosen}
+        assert [state is not None for state in states] == [n in wanted for n in range(3)]
+        assert all(torch.equal(states[n], every[n]) for n in wanted)
+    with torch.no_grad():
+        assert model(ids, mask, output_hidden_states=()).hidden_states is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("case", MASKS)
+def test_int8_models_have_the_bits_of_the_modules(case, dtype):
+    model, (ids, mask) = fastbert.quantize(make(dtype)), MASKS[case]()
+    result = outputs(model, ids, mask)
+    assert is_prepared(model)
+    assert same(result, through_modules(model, ids, mask))
 
 
 def test_a_model_without_pooler():
@@ -414,6 +474,9 @@ def test_a_call_that_is_prepared_for_ever_is_caught(monkeypatch):
     assert set(CHANGES) - read - same_bits <= set(missed)
 
 
+ONES = torch.ones(4, dtype=torch.int64)
+
+
 @pytest.mark.parametrize(
     ("ids", "given"),
     [
@@ -425,6 +488,19 @@ def test_a_call_that_is_prepared_for_ever_is_caught(monkeypatch):
         (torch.ones(2, 3, dtype=torch.int64), {"token_type_ids": torch.zeros(3, 2).long()}),
         (torch.ones(2, 3, dtype=torch.int64), {"attention_mask": torch.full((2, 3), 2)}),
         (torch.ones(2, 3, dtype=torch.int64), {"attention_mask": torch.ones(2, 4).long()}),
+        (ONES, {"cu_seqlens": torch.tensor([0, 5]).int()}),
+        (ONES, {"cu_seqlens": torch.tensor([1, 4]).int()}),
+        (ONES, {"cu_seqlens": torch.tensor([0, 3, 2, 4]).int()}),
+        (ONES, {"cu_seqlens": torch.tensor([0, 9, 2, 4]).int()}),
+        (ONES, {"cu_seqlens": torch.tensor([0, -1, 4]).int()}),
+        (ONES, {"cu_seqlens": torch.tensor([0, 4])}),
+        (torch.ones(1, 4, dtype=torch.int64), {"cu_seqlens": torch.tensor([0, 4]).int()}),
+        (torch.ones(25, dtype=torch.int64), {"cu_seqlens": torch.tensor([0, 25]).int()}),
+        (ONES, {"cu_seqlens": torch.tensor([0, 4]).int(), "attention_mask": ONES}),
+        (ONES, {"cu_seqlens": torch.tensor([0, 4]).int(), "max_seqlen": 3}),
+        (ONES, {"cu_seqlens": torch.tensor([0, 4]).int(), "max_seqlen": 25}),
+        (torch.ones(2, 3, dtype=torch.int64), {"max_seqlen": 3}),
+        (torch.ones(2, 3, dtype=torch.int64), {"output_hidden_states": (3,)}),
     ],
 )
 def test_errors_are_those_of_the_modules(ids, given):

@@ -1858,6 +1858,27 @@ ENCODER = (
 
 BERT = (
     Fault(
+        "positions_of_packed_sequences_run_on",
+        "cpu_bert",
+        f"{CPU}/bert.cpp",
+        "position[i] = i - end[b] + first_position;",
+        "position[i] = i + first_position;",
+    ),
+    Fault(
+        "packed_sequences_are_longer_than_the_positions",
+        "cpu_bert",
+        f"{CPU}/bert.cpp",
+        "if (tokens.longest > embedding[kPositions].size(0) - first) return {};",
+        "if (tokens.longest > embedding[kPositions].size(0) + 8) return {};",
+    ),
+    Fault(
+        "packed_sequences_may_leave_tokens",
+        "cpu_bert",
+        f"{CPU}/bert.cpp",
+        "if (end[0] != 0 || end[tokens.batch] != count) return tokens;",
+        "if (end[tokens.batch] != count) return tokens;",
+    ),
+    Fault(
         "positions_of_the_packed_rows",
         "cpu_bert",
         f"{CPU}/bert.cpp",

@@ -89,7 +89,7 @@ FASTBERT_INLINE void multiply_columns(const typename Stored::Storage* w, int64_t
         if (i >= count) break;
 #pragma GCC unroll 4
         for (int r = 0; r < kRows; ++r) {
-          total[r] = multiply_add<Operand>(splat(x[r * words + k + i]), columns[i], total[r]);
+          total[r] = multiply_add<Operand>(x + r * words + k + i, columns[i], total[r]);
         }
       }
     };

@@ -29,6 +29,15 @@ FASTBERT_INLINE Vec multiply_add(Vec x, Vec b, Vec sum) {
   return fma(x, b, sum);
 }
 
+// Returns sum + x b with *x in each lane of x.
+template <class Operand>
+FASTBERT_INLINE Vec multiply_add(const float* x, Vec b, Vec sum) {
+#if defined(FASTBERT_LEVEL_DOTS)
+  if constexpr (kIsDots<Operand>) return dot_bf16(x, b, sum);
+#endif
+  return fma(splat(*x), b, sum);
+}
+
 // The block of the result that one task computes, and the scratch memory of the task: `panel` for
 // one block of a panel in fp32, `a` for one block of the left operand in rows of kDepth words, and
 // `sums`.
@@ -254,9 +263,14 @@ FASTBERT_INLINE void multiply_chunk(const LeftWords& a, const typename Format::S
       PanelRow<Format>::load(b + j * panel + (k + offset) * kPanel, low, high);
 #pragma GCC unroll 16
       for (int i = 0; i < kRows; ++i) {
-        const Vec x = splat(rows[i / 3][i % 3 * a.row + offset]);
+        const float* word = &rows[i / 3][i % 3 * a.row + offset];
+        if constexpr (kHalf) {
+          total[j][i][0] = multiply_add<Format>(word, low, total[j][i][0]);
+          continue;
+        }
+        const Vec x = splat(*word);
         total[j][i][0] = multiply_add<Format>(x, low, total[j][i][0]);
-        if (!kHalf) total[j][i][1] = multiply_add<Format>(x, high, total[j][i][1]);
+        total[j][i][1] = multiply_add<Format>(x, high, total[j][i][1]);
       }
     }
   };

@@ -148,6 +148,17 @@ FASTBERT_INLINE Vec dot_bf16(Vec a, Vec b, Vec c) {
   return fma((Vec)(x << 16), (Vec)(y << 16), c);
 #endif
 }
+
+// Returns dot_bf16(a, b, c) with *word in each lane of a. The instruction broadcasts the word while
+// it loads it. GCC uses a second instruction, which makes a Zen 4 a quarter slower.
+FASTBERT_INLINE Vec dot_bf16(const float* word, Vec b, Vec c) {
+#if FASTBERT_INTRINSIC_BYTES == 64
+  asm("vdpbf16ps %2%{1to16%}, %1, %0" : "+v"(c) : "v"(b), "m"(*word));
+  return c;
+#else
+  return dot_bf16(splat(*word), b, c);
+#endif
+}
 #endif
 
 // The number of registers of partial sums for a sum along a row. Short chains of additions are fast
