@@ -20,6 +20,8 @@ enum { kWords, kPositions, kWeight, kBias, kTypes };
 // The tokens of a batch without padding. The caller passes a padded batch (B, L), or packed tokens
 // (T,) with cumulative lengths.
 struct Tokens {
+  // The number of sequences, the length L or that of the longest packed sequence, and the length of
+  // the longest sequence without padding.
   int64_t batch, length, longest;
   // int64 tensors with one element for each token. `types` is undefined if there is no table of
   // token types.
@@ -44,10 +46,10 @@ at::Tensor of_tokens(const at::Tensor& numbers, const at::Tensor& indices) {
   return indices.defined() ? flat.index_select(0, indices) : flat;
 }
 
-// Returns the index of each token in its padded row.
-at::Tensor positions_of(const Tokens& tokens) {
-  const int64_t count = tokens.ids.size(0), length = tokens.length;
-  auto positions = empty({count}, tokens.ids.options());
+// Returns the index of each of the `count` tokens in its padded row.
+at::Tensor positions_of(const Tokens& tokens, int64_t count) {
+  const int64_t length = tokens.length;
+  auto positions = empty({count}, at::dtype(at::kLong));
   int64_t* position = positions.mutable_data_ptr<int64_t>();
   const int64_t* place = tokens.padded() ? tokens.indices.const_data_ptr<int64_t>() : nullptr;
   for (int64_t i = 0; i < count; ++i) position[i] = (place ? place[i] : i) % length;
@@ -68,8 +70,27 @@ at::Tensor counted_positions(const at::Tensor& ids_in, const at::Tensor& indices
   return indices.defined() ? positions.view({-1}).index_select(0, indices) : positions.view({-1});
 }
 
-// Returns the tokens of packed sequences, without their ids and types. The result has no cumulative
-// lengths if `bert` cannot process `cu_seqlens`, which must divide all tokens.
+// Returns the tokens of a padded batch, without their ids and types.
+Tokens padded_tokens(const at::Tensor& ids, const OptionalTensor& mask,
+                     std::optional<int64_t> first_position) {
+  Tokens tokens = {};
+  tokens.batch = ids.size(0), tokens.length = tokens.longest = ids.size(1);
+  int64_t count = ids.numel();
+  if (mask) {
+    auto [indices, cu_seqlens, longest] = unpad_indices(*mask);
+    if (indices.size(0) < count) {
+      tokens.indices = indices, tokens.cu_seqlens = cu_seqlens, tokens.longest = longest;
+      count = indices.size(0);
+    }
+  }
+  tokens.positions = first_position ? counted_positions(ids, tokens.indices, *first_position)
+                                    : positions_of(tokens, count);
+  return tokens;
+}
+
+// Returns the tokens of packed sequences, without their ids and types. Tokens after the last
+// sequence have the first position. The result has no cumulative lengths if `bert` cannot process
+// `cu_seqlens`.
 Tokens packed_tokens(const at::Tensor& ids, const at::Tensor& cu_seqlens, int64_t first_position) {
   Tokens tokens = {};
   const bool are_lengths = cu_seqlens.device().is_cpu() && cu_seqlens.scalar_type() == at::kInt &&
@@ -79,14 +100,15 @@ Tokens packed_tokens(const at::Tensor& ids, const at::Tensor& cu_seqlens, int64_
   const int32_t* end = lengths.const_data_ptr<int32_t>();
   const int64_t count = ids.size(0);
   tokens.batch = lengths.size(0) - 1;
-  if (end[0] != 0 || end[tokens.batch] != count) return tokens;
-  tokens.positions = empty({count}, ids.options().dtype(at::kLong));
+  if (end[0] != 0) return tokens;
+  tokens.positions = empty({count}, at::dtype(at::kLong));
   int64_t* position = tokens.positions.mutable_data_ptr<int64_t>();
   for (int64_t b = 0; b < tokens.batch; ++b) {
     if (end[b + 1] < end[b] || end[b + 1] > count) return tokens;
     for (int64_t i = end[b]; i < end[b + 1]; ++i) position[i] = i - end[b] + first_position;
     tokens.longest = std::max<int64_t>(tokens.longest, end[b + 1] - end[b]);
   }
+  for (int64_t i = end[tokens.batch]; i < count; ++i) position[i] = first_position;
   tokens.length = tokens.longest;
   tokens.cu_seqlens = lengths;
   return tokens;
@@ -95,10 +117,9 @@ Tokens packed_tokens(const at::Tensor& ids, const at::Tensor& cu_seqlens, int64_
 // Returns whether `bert` can process the arguments. If not, `bert` returns an empty result, and the
 // caller of `bert` reports the error.
 bool fits(const at::Tensor& ids, const OptionalTensor& mask, const OptionalTensor& types,
-          bool packed, at::TensorList embedding, int64_t first_position) {
+          bool packed, at::TensorList embedding) {
   if (ids.dim() != (packed ? 1 : 2) || ids.numel() == 0) return false;
   if (!are_integers(ids, ids.sizes()) || (packed && mask)) return false;
-  if (!packed && ids.size(1) > embedding[kPositions].size(0) - first_position) return false;
   if (any_outside(ids, embedding[kWords].size(0), std::nullopt)) return false;
   if (types) {
     if (embedding.size() <= kTypes || !are_integers(*types, ids.sizes())) return false;
@@ -113,25 +134,11 @@ bool fits(const at::Tensor& ids, const OptionalTensor& mask, const OptionalTenso
 Tokens tokens_of(const at::Tensor& ids, const OptionalTensor& mask, const OptionalTensor& types,
                  const OptionalTensor& cu_seqlens, bool has_types,
                  std::optional<int64_t> first_position) {
-  Tokens tokens = {};
-  if (cu_seqlens) {
-    tokens = packed_tokens(ids, *cu_seqlens, first_position.value_or(0));
-  } else {
-    tokens.batch = ids.size(0), tokens.length = tokens.longest = ids.size(1);
-  }
-  if (mask) {
-    auto [indices, cu_seqlens, longest] = unpad_indices(*mask);
-    if (indices.size(0) < ids.numel()) {
-      tokens.indices = indices, tokens.cu_seqlens = cu_seqlens, tokens.longest = longest;
-    }
-  }
+  Tokens tokens = cu_seqlens ? packed_tokens(ids, *cu_seqlens, first_position.value_or(0))
+                             : padded_tokens(ids, mask, first_position);
   tokens.ids = of_tokens(ids, tokens.indices);
   if (types) tokens.types = of_tokens(*types, tokens.indices);
   if (has_types && !types) tokens.types = zeros({tokens.ids.size(0)}, tokens.ids.options());
-  if (!cu_seqlens) {
-    tokens.positions = first_position ? counted_positions(ids, tokens.indices, *first_position)
-                                      : positions_of(tokens);
-  }
   return tokens;
 }
 
@@ -189,8 +196,7 @@ std::tuple<std::vector<at::Tensor>, int64_t> bert(
                     ", allowed: at least 0");
   TORCH_CHECK_VALUE(pooler.empty() || pooler.size() == 2, "pooler: got ", pooler.size(),
                     " tensors, allowed: none, or a weight and a bias");
-  const int64_t first = first_position.value_or(0);
-  if (!fits(ids, mask, token_types, cu_seqlens_in.has_value(), embedding, first)) return {};
+  if (!fits(ids, mask, token_types, cu_seqlens_in.has_value(), embedding)) return {};
   for (const at::Tensor& parameter : parameters) {
     const bool is_weight = scales.empty() && parameter.dim() == 2;
     if (is_weight && parameter.scalar_type() != dtype) return {};
@@ -199,7 +205,7 @@ std::tuple<std::vector<at::Tensor>, int64_t> bert(
   const Tokens tokens = tokens_of(ids, mask, token_types, cu_seqlens_in, has_types, first_position);
   if (tokens.ids.size(0) == 0) return {};
   if (cu_seqlens_in && !tokens.cu_seqlens.defined()) return {};
-  if (tokens.longest > embedding[kPositions].size(0) - first) return {};
+  if (tokens.length > embedding[kPositions].size(0) - first_position.value_or(0)) return {};
   at::Tensor rows, pooled;
   const auto embed = [&] {
     OptionalTensor types, type_table;

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fastbert.modules.executors import Settings
 from fastbert.modules.plan import Mode, Plan, plan
 from fastbert.modules.snapshot import NotCopied, Snapshot
 from fastbert.ops import backend as backends
@@ -51,20 +52,40 @@ class _Parameters:
         return self._now() == self._facts
 
 
+class Facts(NamedTuple):
+    """The facts on which the parameters of a plan depend.
+
+    Attributes:
+        snapshot: The snapshot of the model or of its encoder.
+        int8_layout: The memory layout of int8 weights, which depends on the instruction set in use;
+            None for other weights.
+    """
+
+    snapshot: Snapshot
+    int8_layout: tuple[int, int] | None
+
+    @classmethod
+    def of(cls, snapshot: Snapshot, settings: Settings | None) -> Facts:
+        """Return the facts of a plan with these settings, whose snapshot was taken before."""
+        return cls(snapshot, layout() if settings is not None and settings.scales else None)
+
+    def holds(self, module: nn.Module) -> bool:
+        """Return whether the facts of `module` are still the same."""
+        if not self.snapshot.holds(module):
+            return False
+        return self.int8_layout is None or self.int8_layout == layout()
+
+
 class _Guarded(NamedTuple):
     """A plan and the facts on which it depends."""
 
     plan: Plan
-    snapshot: Snapshot
+    facts: Facts
     parameters: _Parameters
-    int8_layout: tuple[int, int] | None
 
     def holds(self, encoder: nn.Module) -> bool:
         """Return whether the plan of `encoder` would be the same now."""
-        if not self.snapshot.holds(encoder) or not self.parameters.unchanged():
-            return False
-        # The memory layout of int8 weights depends on the instruction set in use.
-        return self.int8_layout is None or self.int8_layout == layout()
+        return self.facts.holds(encoder) and self.parameters.unchanged()
 
 
 class PlanCache(NotCopied):
@@ -117,11 +138,10 @@ class PlanCache(NotCopied):
         if made.run is None or backends.EXTENSION is None:
             return made
         snapshot = Snapshot(encoder, self.HOLDER, [vars(gpu_times)])
-        facts = _Parameters(parameters, recorded)
+        held = _Parameters(parameters, recorded)
         # Another thread may have changed a module after the first plan was made. If the change came
         # before the snapshot, this second plan includes it; otherwise `holds` finds it at the next
         # call.
         made = plan(layers, mode)
-        now = layout() if made.settings is not None and made.settings.scales else None
-        self._guarded[key] = _Guarded(made, snapshot, facts, now)
+        self._guarded[key] = _Guarded(made, Facts.of(snapshot, made.settings), held)
         return made

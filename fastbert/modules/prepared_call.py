@@ -22,10 +22,9 @@ from fastbert.modules.layer_norm import LayerNorm
 from fastbert.modules.linear import Linear
 from fastbert.modules.plain import deviation
 from fastbert.modules.plan import Mode, plan
-from fastbert.modules.plan_cache import PlanCache
+from fastbert.modules.plan_cache import Facts, PlanCache
 from fastbert.modules.snapshot import NotCopied, Snapshot
 from fastbert.ops import backend as backends
-from fastbert.ops.int8_linear import layout
 from fastbert.ops.register import is_watched
 
 # The functions of ``fastbert.ops`` that a prepared call replaces. The file that defines a function
@@ -51,22 +50,13 @@ class _Prepared(NamedTuple):
     """A prepared call and the facts on which it depends.
 
     Attributes:
-        snapshot: The snapshot of the model.
+        facts: The facts on which the call depends.
         arguments: The arguments of ``fastbert_C::bert`` after the inputs, or None if the operator
             cannot compute the model.
-        int8_layout: The memory layout of int8 weights, which depends on the instruction set in use;
-            None for other weights.
     """
 
-    snapshot: Snapshot
+    facts: Facts
     arguments: tuple[Any, ...] | None
-    int8_layout: tuple[int, int] | None
-
-    def holds(self, model: Any) -> bool:
-        """Return whether the call of `model` would be prepared in the same way now."""
-        if not self.snapshot.holds(model):
-            return False
-        return self.int8_layout is None or self.int8_layout == layout()
 
 
 class PreparedCall(NotCopied):
@@ -112,7 +102,7 @@ class PreparedCall(NotCopied):
         if not all(given is None or type(given) is Tensor for given in tensors):
             return None
         prepared = self._prepared
-        if prepared is None or not prepared.holds(model):
+        if prepared is None or not prepared.facts.holds(model):
             prepared = self._prepared = _prepare(model)
         if prepared is None or prepared.arguments is None:
             return None
@@ -160,7 +150,7 @@ def _prepare(model: Any) -> _Prepared | None:
         return None
     snapshot, run = Snapshot(model, PreparedCall.HOLDER, [vars(ops)]), _executor(model)
     arguments = None if run is None else _arguments(model, run)
-    return _Prepared(snapshot, arguments, layout() if run and run.settings.scales else None)
+    return _Prepared(Facts.of(snapshot, run.settings if run else None), arguments)
 
 
 def _executor(model: Any) -> CpuInference | None:

@@ -300,7 +300,7 @@ def test_the_snapshot_is_of_the_encoder_and_the_table_of_times(monkeypatch):
     model = make()
     run(model, "inference")
     (guarded,) = model.encoder._plans._guarded.values()
-    assert isinstance(guarded.snapshot, Snapshot)
+    assert isinstance(guarded.facts.snapshot, Snapshot)
     assert guarded.holds(model.encoder.eval())
     monkeypatch.setattr("fastbert.ops.gpu_times.POINTS", ())
     assert not guarded.holds(model.encoder)

@@ -68,7 +68,7 @@ def same(actual: list[Tensor], expected: list[Tensor]) -> bool:
 def is_prepared(model: BertModel) -> bool:
     """Return whether the model's next call can use the prepared call."""
     state = model._prepared._prepared
-    return state is not None and state.arguments is not None and state.holds(model)
+    return state is not None and state.arguments is not None and state.facts.holds(model)
 
 
 MASKS: dict[str, Any] = {
@@ -111,11 +111,13 @@ def test_roberta_counts_its_positions(case, dtype):
     assert same(result, outputs(model, padding, mask, position_ids=positions))
 
 
+# The cumulative lengths of packed sequences, and the number of tokens after the last sequence.
 PACKED = {
-    "several": [0, 9, 14, 26],
-    "one": [0, 17],
-    "an empty sequence": [0, 6, 6, 9],
-    "all empty but one": [0, 0, 3, 3],
+    "several": ([0, 9, 14, 26], 0),
+    "one": ([0, 17], 0),
+    "an empty sequence": ([0, 6, 6, 9], 0),
+    "all empty but one": ([0, 0, 3, 3], 0),
+    "tokens after the last sequence": ([0, 6, 9], 30),
 }
 
 
@@ -125,13 +127,15 @@ PACKED = {
 def test_packed_sequences_have_the_bits_of_the_modules(case, model_type, dtype):
     torch.manual_seed(3)
     config = families.read_config(CONFIG.to_dict() | {"model_type": model_type, "pad_token_id": 1})
-    model, ends = BertModel(config).eval().to(dtype), PACKED[case]
+    model, (ends, after) = BertModel(config).eval().to(dtype), PACKED[case]
+    count = ends[-1] + after
     # The id of padding counts as a token, because packed sequences have no padding.
-    ids = torch.randint(0, 9, (ends[-1],))
+    ids = torch.randint(0, 9, (count,))
     lengths = {"cu_seqlens": torch.tensor(ends, dtype=torch.int32)}
     first = config.architecture.first_position or 0
-    positions = torch.cat([torch.arange(b - a) + first for a, b in itertools.pairwise(ends)])
-    types = torch.arange(ends[-1]) % config.type_vocab_size
+    places = [torch.arange(b - a) for a, b in itertools.pairwise(ends)]
+    positions = first + torch.cat([*places, torch.zeros(after, dtype=torch.int64)])
+    types = torch.arange(count) % config.type_vocab_size
     for more in ({}, {"token_type_ids": types}, {"max_seqlen": 20}):
         result = outputs(model, ids, **lengths, **more)
         assert is_prepared(model)

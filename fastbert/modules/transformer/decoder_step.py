@@ -36,14 +36,13 @@ class DecoderStep:
         """Create the cache."""
         self.embeddings, self.head = embeddings, head
         call = one_call(decoder, source_rows.device.type, source_rows.dtype)
-        if not isinstance(call, str):
+        self.cache: Cache | SlotCache
+        if isinstance(call, str):
+            self.cache = Cache(decoder, source_rows, source)
+        else:
             tables = [p for p in (*call.parameters, head.decoder.weight) if p.dim() == 2]
             torch.ops.fastbert_C.use_huge_pages(tables)
-        self.cache = (
-            Cache(decoder, source_rows, source)
-            if isinstance(call, str)
-            else SlotCache(decoder, call, source_rows, source)
-        )
+            self.cache = SlotCache(decoder, call, source_rows, source)
         self.position = 0
 
     def __call__(self, tokens: Tensor) -> Tensor:
