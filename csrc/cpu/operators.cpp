@@ -79,6 +79,28 @@ TORCH_LIBRARY(fastbert_C, m) {
       "attention_weights(Tensor q, Tensor k, Tensor? mask, Tensor? bias, Tensor? cu_seqlens_q, "
       "Tensor? cu_seqlens_k, int max_seqlen_q, int max_seqlen_k, int[]? heads, int[]? rows, "
       "float scale, int left, int right) -> Tensor");
+  m.def(
+      "relative_attention_forward(Tensor q, Tensor k, Tensor v, "
+      "Tensor index, Tensor? position_keys, Tensor? position_queries, Tensor? position_bias, "
+      "Tensor? q_segments, Tensor? k_segments, Tensor? segment_scores, Tensor? mask, "
+      "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seed, int max_seqlen_q, "
+      "int max_seqlen_k, float dropout_p, float scale) "
+      "-> Tensor");
+  m.def(
+      "relative_attention_weights(Tensor q, Tensor k, "
+      "Tensor index, Tensor? position_keys, Tensor? position_queries, Tensor? position_bias, "
+      "Tensor? q_segments, Tensor? k_segments, Tensor? segment_scores, Tensor? mask, "
+      "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seed, int max_seqlen_q, "
+      "int max_seqlen_k, float dropout_p, float scale) "
+      "-> Tensor");
+  m.def(
+      "relative_attention_backward(Tensor dout, Tensor q, Tensor k, Tensor v, "
+      "Tensor index, Tensor? position_keys, Tensor? position_queries, Tensor? position_bias, "
+      "Tensor? q_segments, Tensor? k_segments, Tensor? segment_scores, Tensor? mask, "
+      "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seed, int max_seqlen_q, "
+      "int max_seqlen_k, float dropout_p, float scale) "
+      "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dkeys, Tensor dqueries, Tensor dbias, "
+      "Tensor dsegment_scores)");
   m.def("matmul(Tensor a, Tensor b, Tensor? addend, ScalarType dtype) -> Tensor");
   m.def(
       "int8_linear(Tensor x, Tensor packed, Tensor scale, Tensor column_sum, int n, Tensor? bias, "
@@ -161,6 +183,9 @@ TORCH_LIBRARY_IMPL(fastbert_C, CPU, m) {
   implement<attention_forward>(m, "attention_forward");
   implement<attention_backward>(m, "attention_backward");
   implement<attention_weights>(m, "attention_weights");
+  implement<relative_attention_forward>(m, "relative_attention_forward");
+  implement<relative_attention_weights>(m, "relative_attention_weights");
+  implement<relative_attention_backward>(m, "relative_attention_backward");
   implement<matmul>(m, "matmul");
   implement<int8_linear>(m, "int8_linear");
   implement<encoder>(m, "encoder");

@@ -20,6 +20,7 @@ from fastbert.ops.feed_forward import feed_forward, linear_gelu
 from fastbert.ops.int8_linear import int8_linear
 from fastbert.ops.layer_norm import layer_norm
 from fastbert.ops.linear import linear
+from fastbert.ops.relative_attention import relative_attention
 from fastbert.ops.rms_norm import rms_norm
 from fastbert.ops.rotary import rotary
 from fastbert.ops.varlen import Packed, pad, unpad
@@ -41,6 +42,7 @@ __all__ = [
     "linear_cross_entropy",
     "linear_gelu",
     "pad",
+    "relative_attention",
     "rms_norm",
     "rotary",
     "unpad",

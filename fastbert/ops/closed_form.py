@@ -74,6 +74,43 @@ def attention_backward(dout, q, k, v, mask, bias, lengths, seed, dropout_p, scal
     return dscores @ k * scale, dscores.transpose(-2, -1) @ q * scale, dv, dbias
 
 
+def relative_terms_backward(
+    dterms, q, k, index, position_keys, position_queries, position_bias, segments, segment_scores,
+    lengths,
+):  # fmt: skip
+    """Compute the gradients of the arguments of ``reference.relative_terms``, by name.
+
+    `dterms` is the gradient of the terms. Arguments that are None have no gradient.
+    """
+    rows = reference.position_rows(index, q.shape[2], k.shape[2], lengths)
+    rows = rows.expand(q.shape[0], *rows.shape[-2:]).unsqueeze(1).expand(dterms.shape)
+
+    def by_row(gradients, table):
+        """Sum gradients (B, H, L, L') over the elements with the same row: (B, H, L, P)."""
+        sums = gradients.new_zeros(*gradients.shape[:3], table.shape[0])
+        where = rows if gradients is dterms else rows.transpose(-2, -1)
+        return sums.scatter_add_(-1, where, gradients)
+
+    gradients = {"q": torch.zeros_like(q), "k": torch.zeros_like(k)}
+    # A row of q or k that is padding or masked may be NaN, and its gradients are 0.
+    for name, table, side, other in (
+        ("position_keys", position_keys, "q", dterms),
+        ("position_queries", position_queries, "k", dterms.transpose(-2, -1)),
+    ):
+        if table is None:
+            continue
+        sums = by_row(other, table)
+        x = (q if side == "q" else k).masked_fill((sums == 0.0).all(-1, keepdim=True), 0.0)
+        gradients[side] = sums @ table.transpose(0, 1)
+        gradients[name] = torch.einsum("bhlp,bhld->phd", sums, x)
+    if position_bias is not None:
+        gradients["position_bias"] = by_row(dterms, position_bias).sum((0, 2)).t()
+    if segment_scores is not None:
+        differ = (segments[0].unsqueeze(2) != segments[1].unsqueeze(1)).unsqueeze(1)
+        gradients["segment_scores"] = dterms.masked_fill(~differ, 0.0).sum(-1)
+    return gradients
+
+
 def softmax_backward(dweights: Tensor, weights: Tensor) -> Tensor:
     """Compute the gradient of the scores from the gradient of the softmax weights."""
     # Autograd calls the same function of torch, which computes in fp32 inside. In 16 bits, the

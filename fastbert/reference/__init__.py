@@ -33,6 +33,11 @@ from fastbert.reference.int8_linear import (
 )
 from fastbert.reference.layer_norm import layer_norm
 from fastbert.reference.linear import linear
+from fastbert.reference.relative_attention import (
+    position_rows,
+    relative_attention,
+    relative_terms,
+)
 from fastbert.reference.rms_norm import rms_norm
 from fastbert.reference.rotary import rotary
 from fastbert.reference.varlen import (
@@ -77,6 +82,9 @@ __all__ = [
     "pad",
     "pad_rows",
     "philox",
+    "position_rows",
+    "relative_attention",
+    "relative_terms",
     "rms_norm",
     "rotary",
     "sequence_positions",

@@ -48,6 +48,8 @@ struct BackwardPlan {
   }
 };
 
+}  // namespace
+
 void zero_slack(const AttentionProblem& problem, const at::Tensor& dq, const at::Tensor& dk,
                 const at::Tensor& dv) {
   const Attention& a = problem.kernel;
@@ -56,6 +58,8 @@ void zero_slack(const AttentionProblem& problem, const at::Tensor& dq, const at:
   dk.narrow(0, a.cu_k[a.batch], problem.k_rows - a.cu_k[a.batch]).zero_();
   dv.narrow(0, a.cu_k[a.batch], problem.k_rows - a.cu_k[a.batch]).zero_();
 }
+
+namespace {
 
 // Computes the gradient of the bias. The kernel reads the statistics of each row that
 // attention_backward stored while it computed the other gradients.

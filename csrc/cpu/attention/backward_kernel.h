@@ -22,6 +22,7 @@
 #pragma once
 
 #include "forward_kernel.h"
+#include "relative_backward.h"
 
 namespace fastbert::cpu::FASTBERT_LEVEL {
 
@@ -37,6 +38,8 @@ struct BackwardMemory {
   float *q, *dout, *q_columns, *dout_columns;   // one block of queries
   float *dq, *maximum, *sum, *delta, *maxima;
   float *scores, *dweights;
+  float* dsegment_scores;
+  char* relative;
   // `stride` is the number of elements between rows of `scores`, and also of `dweights`.
   // `kept_keys` is the number of columns of both if the second pass reads the logits of the first
   // pass, and 0 if the second pass computes the logits again.
@@ -65,6 +68,8 @@ struct BackwardMemory {
     stride = kept_keys != 0 ? kept_keys + 16 : kScoreStride;
     scores = arena.take<float>(kQueries * stride);
     dweights = arena.take<float>(kQueries * stride);
+    dsegment_scores = arena.take<float>(kQueries);
+    relative = arena.take<char>(relative_scratch(a, a.max_q, true));
   }
 };
 
@@ -82,6 +87,7 @@ struct Backward {
   const Attention& a;
   Head h;
   BackwardMemory m;
+  OptionalTables<F> tables;
   Range keys;
   int64_t width;
 
@@ -91,9 +97,11 @@ struct Backward {
         a(problem.forward),
         h(head_of(problem.forward, sequence, head)),
         m(problem, item_keys.high - item_keys.low, arena),
+        tables(a, h, 0, h.q_length, m.relative, true),
         keys(item_keys),
         width(whole_panels(problem.forward.head_dim)) {
     h.used = used_keys(a, h, m.used);
+    h.relative = tables.get();
     const int64_t count = keys.high - keys.low;
     const uint32_t* used = h.used == nullptr ? nullptr : h.used + keys.low;
     const auto* k = first_row<F>(a, h, a.k, h.k_start) + keys.low * a.k.row;
@@ -234,6 +242,50 @@ struct Backward {
                          width / kPanel, block.rows, m.dk + at, width);
   }
 
+  // Adds the gradients of the relative terms of a block; `wants_segments` tells whether the gradient
+  // of the segment scores is wanted.
+  void add_relative(const Block& block, bool wants_segments) const {
+    const int64_t key = block.key - keys.low;
+    add_relative_gradients(
+        a, h,
+        {block, dweights(block), m.stride, m.q_columns, m.dq, m.keys + key * kPanel, all(),
+         m.dk + key * width, wants_segments ? m.dsegment_scores : nullptr});
+  }
+
+  // Computes all gradients of a whole head, and adds the gradients of the tables to `to`.
+  void run_relative(const RelativeGradients& to) {
+    const auto clear_table = [&](float* table, int64_t elements) {
+      for (int64_t n = 0; n < tables.get()->columns * elements && table != nullptr; ++n) {
+        table[n] = 0.0f;
+      }
+    };
+    clear_table(h.relative->gradient_of_queries, width);
+    clear_table(h.relative->gradient_of_keys, width);
+    clear_table(h.relative->gradient_of_bias, 1);
+    clear(m.dk, keys.high - keys.low), clear(m.dv, keys.high - keys.low);
+    for (int64_t query = 0; query < h.q_length; query += kQueries) {
+      const int64_t rows = clamp(h.q_length - query, 0, kQueries);
+      load_queries(query, rows);
+      find_statistics(query, rows);
+      clear(m.dq, rows);
+      for (int64_t r = 0; r < rows; ++r) m.dsegment_scores[r] = 0.0f;
+      for_each_block(query, rows, [&](const Block& block) {
+        if (m.kept_keys == 0) products(block);
+        finish(block);
+        add_dq(block);
+        add_dk_dv(block);
+        add_relative(block, to.dsegment_scores != nullptr);
+      });
+      write(m.dq, rows, a.scale, p.dq, h.q_start + query);
+      if (to.dsegment_scores == nullptr) continue;
+      float* place = statistic(a, h, to.dsegment_scores) + query;
+      for (int64_t r = 0; r < rows; ++r) place[r] = m.dsegment_scores[r] * a.scale;
+    }
+    write(m.dk, keys.high - keys.low, a.scale, p.dk, h.k_start + keys.low);
+    write(m.dv, keys.high - keys.low, 1.0f, p.dv, h.k_start + keys.low);
+    fold_gradients(a, h.head, *h.relative, to);
+  }
+
   void clear(float* x, int64_t rows) const {
     for (int64_t n = 0; n < rows * width; ++n) x[n] = 0.0f;
   }
@@ -290,6 +342,28 @@ void attention_backward(const AttentionBackward& p, AttentionPass pass, const At
   if (p.forward.format == Format::f32) return backward_item<F32>(p, pass, item, scratch);
   if (p.forward.format == Format::bf16) return backward_item<BF16>(p, pass, item, scratch);
   backward_item<F16>(p, pass, item, scratch);
+}
+
+int64_t relative_backward_scratch(const AttentionBackward& p) {
+  return attention_backward_scratch(p, p.forward.max_k);
+}
+
+template <class F>
+void relative_backward_item(const AttentionBackward& p, const RelativeGradients& to,
+                            const AttentionItem& item, void* scratch) {
+  for (int64_t sequence = item.begin; sequence < item.end; ++sequence) {
+    Arena arena = {(char*)scratch};
+    const Head h = head_of(p.forward, sequence, item.head);
+    Backward<F> work(p, sequence, item.head, arena, {0, h.k_length});
+    work.run_relative(to);
+  }
+}
+
+void relative_backward(const AttentionBackward& p, const RelativeGradients& to,
+                       const AttentionItem& item, void* scratch) {
+  if (p.forward.format == Format::f32) return relative_backward_item<F32>(p, to, item, scratch);
+  if (p.forward.format == Format::bf16) return relative_backward_item<BF16>(p, to, item, scratch);
+  relative_backward_item<F16>(p, to, item, scratch);
 }
 
 // Computes one block of the bias gradient. Where the bias is broadcast over a dimension, its

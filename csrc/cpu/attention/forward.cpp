@@ -14,6 +14,8 @@ namespace {
 // The largest number of queries in one item of work, chosen so that the queries stay in the cache.
 constexpr int64_t kLongest = 4 * kAttentionQueries;
 
+}  // namespace
+
 void forward_into(AttentionProblem& problem, const at::Tensor& out, const at::Tensor& lse) {
   Attention& a = problem.kernel;
   a.out = problem.write("out", out);
@@ -31,8 +33,6 @@ void forward_into(AttentionProblem& problem, const at::Tensor& out, const at::Te
   share_out(items, k.attention_scratch(a, longest),
             [&](const Work& work, void* memory) { k.attention_forward(a, work.item, memory); });
 }
-
-}  // namespace
 
 std::tuple<at::Tensor, at::Tensor> attention_forward(
     const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const OptionalTensor& mask,
@@ -84,15 +84,8 @@ std::vector<int64_t> all_or(const at::OptionalIntArrayRef& chosen, int64_t count
 
 }  // namespace
 
-at::Tensor attention_weights(const at::Tensor& q, const at::Tensor& k, const OptionalTensor& mask,
-                             const OptionalTensor& bias, const OptionalTensor& cu_seqlens_q,
-                             const OptionalTensor& cu_seqlens_k, int64_t max_seqlen_q,
-                             int64_t max_seqlen_k, at::OptionalIntArrayRef chosen_heads,
-                             at::OptionalIntArrayRef chosen_rows, double scale, int64_t left,
-                             int64_t right) {
-  AttentionProblem problem(q, k, k,
-                           {mask, bias, cu_seqlens_q, cu_seqlens_k, std::nullopt, max_seqlen_q,
-                            max_seqlen_k, 0.0, scale, left, right});
+at::Tensor weights_of(const AttentionProblem& problem, const at::Tensor& q,
+                      at::OptionalIntArrayRef chosen_heads, at::OptionalIntArrayRef chosen_rows) {
   const Attention& a = problem.kernel;
   const auto heads = all_or(chosen_heads, a.heads);
   auto rows = all_or(chosen_rows, a.max_q);
@@ -134,6 +127,18 @@ at::Tensor attention_weights(const at::Tensor& q, const at::Tensor& k, const Opt
   auto moved = empty_like(weights);
   for (int64_t i = 0; i < count; ++i) moved.select(2, order[i]).copy_(weights.select(2, i));
   return moved;
+}
+
+at::Tensor attention_weights(const at::Tensor& q, const at::Tensor& k, const OptionalTensor& mask,
+                             const OptionalTensor& bias, const OptionalTensor& cu_seqlens_q,
+                             const OptionalTensor& cu_seqlens_k, int64_t max_seqlen_q,
+                             int64_t max_seqlen_k, at::OptionalIntArrayRef heads,
+                             at::OptionalIntArrayRef rows, double scale, int64_t left,
+                             int64_t right) {
+  const AttentionProblem problem(q, k, k,
+                                 {mask, bias, cu_seqlens_q, cu_seqlens_k, std::nullopt,
+                                  max_seqlen_q, max_seqlen_k, 0.0, scale, left, right});
+  return weights_of(problem, q, heads, rows);
 }
 
 }  // namespace fastbert::cpu

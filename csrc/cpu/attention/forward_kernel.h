@@ -9,21 +9,9 @@
 
 #pragma once
 
-#include "scores.h"
+#include "relative.h"
 
 namespace fastbert::cpu::FASTBERT_LEVEL {
-
-// Hands out consecutive pieces of a memory area, each aligned to 64 bytes.
-struct Arena {
-  char* next;
-
-  template <class T>
-  FASTBERT_INLINE T* take(int64_t count) {
-    T* taken = (T*)next;
-    next += (count * (int64_t)sizeof(T) + 63) / 64 * 64;
-    return taken;
-  }
-};
 
 // Sets mask[n] for n < keys: to all ones if dropout keeps the weight between query `query` and key
 // `key` + n, and to 0 if dropout drops the weight.
@@ -97,6 +85,7 @@ inline void running_softmax(const Attention& a, const Head& h, const Block& bloc
 struct ForwardMemory {
   uint32_t *used, *begun;  // begun[i]: whether `out` has a result for block i of queries
   float *q, *out, *maximum, *sum, *keys, *values, *scores, *maxima, *factors;
+  char* relative;
 
   ForwardMemory(const Attention& a, int64_t rows, Arena& arena) {
     const int64_t width = whole_panels(a.head_dim);
@@ -111,6 +100,7 @@ struct ForwardMemory {
     scores = arena.take<float>(kQueries * kScoreStride);
     maxima = arena.take<float>(kQueries);
     factors = arena.take<float>(kQueries);
+    relative = arena.take<char>(relative_scratch(a, rows, false));
   }
 };
 
@@ -168,6 +158,8 @@ void forward_item(const Attention& a, const AttentionItem& item, void* scratch) 
   const ForwardMemory m(a, rows, arena);
   Head h = head_of(a, item.sequence, item.head);
   h.used = used_keys(a, h, m.used);
+  const OptionalTables<F> tables(a, h, item.begin, rows, m.relative);
+  h.relative = tables.get();
   const auto* q = first_row<F>(a, h, a.q, h.q_start) + item.begin * a.q.row;
   const auto* k = first_row<F>(a, h, a.k, h.k_start);
   const auto* v = first_row<F>(a, h, a.v, h.k_start);

@@ -57,6 +57,18 @@ struct AttentionProblem {
   at::Tensor empty_statistic(const at::Tensor& like) const;
 };
 
+// Computes attention. Rows of `out` after the last packed sequence are set to 0.
+void forward_into(AttentionProblem& problem, const at::Tensor& out, const at::Tensor& lse);
+
+// Sets the rows of the gradients after the last packed sequence to 0.
+void zero_slack(const AttentionProblem& problem, const at::Tensor& dq, const at::Tensor& dk,
+                const at::Tensor& dv);
+
+// Returns the softmax weights of the heads in `heads` and the queries in `rows`, where None stands
+// for all of them, in the dtype of q and the shape (B, heads, rows, max_k).
+at::Tensor weights_of(const AttentionProblem& problem, const at::Tensor& q,
+                      at::OptionalIntArrayRef heads, at::OptionalIntArrayRef rows);
+
 struct Work {
   AttentionItem item;
   int64_t cost;  // approximate number of multiplications

@@ -38,9 +38,23 @@ FASTBERT_INLINE float total(Vec v) {
   return v[0];
 }
 
+// Hands out consecutive pieces of a memory area, each aligned to 64 bytes.
+struct Arena {
+  char* next;
+
+  template <class T>
+  FASTBERT_INLINE T* take(int64_t count) {
+    T* taken = (T*)next;
+    next += (count * (int64_t)sizeof(T) + 63) / 64 * 64;
+    return taken;
+  }
+};
+
 FASTBERT_INLINE int64_t clamp(int64_t x, int64_t low, int64_t high) {
   return x < low ? low : x > high ? high : x;
 }
+
+struct RelativeTables;  // relative.h
 
 // One head of one sequence.
 struct Head {
@@ -49,6 +63,8 @@ struct Head {
   // One flag for each key: nonzero if any query attends to the key. The pointer is null if there is
   // no mask and no window, so that every key is used.
   const uint32_t* used;
+  // The gathered tables of relative positions; null if there are none.
+  const RelativeTables* relative = nullptr;
 };
 
 FASTBERT_INLINE Head head_of(const Attention& a, int64_t sequence, int64_t head) {
@@ -229,6 +245,9 @@ FASTBERT_INLINE float finish_row(float* scores, int64_t width, float scale, cons
   return largest(select(maximum[0] > maximum[1], maximum[0], maximum[1]));
 }
 
+void add_relative_terms(const Attention& a, const Head& h, const Block& block, const float* q,
+                        const float* keys, float* scores, int64_t stride);
+
 // Computes the logits of a block from `keys`, which are packed in panels. A logit is -inf where a
 // query does not attend to a key, and in the columns that pad the last panel. `maximum` receives
 // the largest logit of each row.
@@ -237,6 +256,7 @@ inline void logits(const Attention& a, const Head& h, const Block& block, const 
   const int64_t width = whole_panels(block.keys);
   product<Update::store>({q, whole_panels(a.head_dim), 1}, block.rows, keys, a.head_dim * kPanel,
                          width / kPanel, a.head_dim, scores, stride);
+  if (h.relative != nullptr) add_relative_terms(a, h, block, q, keys, scores, stride);
   const Masking masks = masking(a, h, block);
   const bool biased = a.bias.data != nullptr;
   alignas(64) uint32_t allowed[kKeys];

@@ -24,6 +24,7 @@
 #else
 #include "strip_dots.h"
 #endif
+#include "strip_relative.h"
 
 namespace fastbert::cpu::FASTBERT_LEVEL {
 
@@ -40,6 +41,9 @@ struct StripMemory {
   // two buffers of scores alternately.
   uint16_t* weights[2];
   float* scores[2];
+  // The tables of relative positions, if there are any, and their memory.
+  StripTables relative;
+  char* relative_memory;
 
   StripMemory(const Attention& a, int64_t rows, Arena& arena) {
     const int64_t width = whole_panels(a.head_dim), all = whole_strips(rows);
@@ -58,6 +62,7 @@ struct StripMemory {
       scores[i] = arena.take<float>(kStrip * kScoreStride);
     }
     if (!kMayOverlap) weights[1] = weights[0], scores[1] = scores[0];
+    relative_memory = arena.take<char>(strip_relative_scratch(a, rows));
   }
 };
 
@@ -309,6 +314,10 @@ inline void strip_block(const Attention& a, const Head& h, const AttentionItem& 
   if (first < rows) beside.keys = scores_of(first, side);
   while (first < rows) {
     beside.keys.finish();
+    if (a.relative != nullptr) {
+      add_strip_terms(a, h, m.relative, block_of(first), first, m.q + first * width,
+                      m.scores[side]);
+    }
     const int64_t next = seeing(first + kStrip);
     beside.keys = next < rows ? scores_of(next, 1 - side) : StripProduct{};
     const Block block = block_of(first);
@@ -328,9 +337,14 @@ inline void strip_block(const Attention& a, const Head& h, const AttentionItem& 
 inline void strip_item(const Attention& a, const AttentionItem& item, void* scratch) {
   Arena arena = {(char*)scratch};
   const int64_t rows = item.end - item.begin;
-  const StripMemory m(a, rows, arena);
+  StripMemory m(a, rows, arena);
   Head h = head_of(a, item.sequence, item.head);
   h.used = used_keys(a, h, m.used);
+  if (a.relative != nullptr) {
+    Arena memory = {m.relative_memory};
+    m.relative = StripTables(a, item.begin, rows, h.k_length, memory);
+    gather_strip_tables(a, h, m.relative);
+  }
   const int64_t first_keys = clamp(h.k_length, 0, kKeys);
   fetch_rows(a, first_row<BF16>(a, h, a.k, h.k_start), a.k.row, first_keys);
   begin_queries(a, h, item, m);
@@ -340,6 +354,11 @@ inline void strip_item(const Attention& a, const AttentionItem& item, void* scra
     const int64_t keys = clamp(h.k_length - key, 0, kKeys);
     if (!any_used(h, key, key + keys)) continue;
     pack_keys(a, h, key, keys, m);
+    if (a.relative != nullptr) {
+      int64_t stride;
+      const uint16_t* k = rows_of_keys(a, h, a.k, key, keys, m.kept_rows, stride);
+      find_terms_of_keys(a, m.relative, k, stride, key, keys);
+    }
     strip_block(a, h, item, key, keys, m);
   }
   end_strips();

@@ -15,6 +15,7 @@ struct WeightsMemory {
   uint32_t* used;
   int64_t stride;
   float *q, *keys, *scores, *maximum, *maxima;
+  char* relative;
 
   WeightsMemory(const Attention& a, Arena& arena) {
     used = arena.take<uint32_t>(a.max_k);
@@ -24,6 +25,7 @@ struct WeightsMemory {
     scores = arena.take<float>(kWeightRows * stride);
     maximum = arena.take<float>(kWeightRows);
     maxima = arena.take<float>(kWeightRows);
+    relative = arena.take<char>(relative_scratch(a, kWeightRows, false));
   }
 };
 
@@ -64,8 +66,15 @@ void weights_item(const Attention& a, const AttentionItem& item, const int64_t* 
   for (int64_t i = 0; i < (item.end - item.begin) * a.max_k; ++i) out[i] = 0;
   int64_t last = item.end;  // Queries after the end of the sequence have weights of 0.
   while (last > item.begin && queries[last - 1] >= h.q_length) --last;
-  for (int64_t begin = item.begin; begin < last; begin += kWeightRows) {
-    const int64_t rows = clamp(last - begin, 0, kWeightRows);
+  int64_t rows;
+  for (int64_t begin = item.begin; begin < last; begin += rows) {
+    rows = clamp(last - begin, 0, kWeightRows);
+    // Tables of relative positions are gathered for consecutive queries.
+    for (int64_t r = 1; r < rows && a.relative != nullptr; ++r) {
+      if (queries[begin + r] != queries[begin] + r) rows = r;
+    }
+    const OptionalTables<F> tables(a, h, queries[begin], rows, m.relative);
+    h.relative = tables.get();
     for (int64_t r = 0; r < rows; ++r) {
       m.maximum[r] = -kInfinity;
       copy_rows<F>({q + queries[begin + r] * a.q.row, a.q.row, nullptr}, 1, a.head_dim,
@@ -75,7 +84,7 @@ void weights_item(const Attention& a, const AttentionItem& item, const int64_t* 
       const int64_t keys = clamp(h.k_length - key, 0, kKeys);
       const uint32_t* used = h.used == nullptr ? nullptr : h.used + key;
       pack_rows<F>({k + key * a.k.row, a.k.row, used}, keys, a.head_dim, m.keys);
-      const Block block = {0, rows, key, keys, queries + begin};
+      const Block block = {queries[begin], rows, key, keys, queries + begin};
       logits(a, h, block, m.q, m.keys, m.scores + key, m.stride, m.maxima);
       for (int64_t r = 0; r < rows; ++r) {
         m.maximum[r] = m.maxima[r] > m.maximum[r] ? m.maxima[r] : m.maximum[r];

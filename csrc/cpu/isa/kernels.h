@@ -319,6 +319,24 @@ struct ConstPairs {
   int64_t batch, head, row, key;
 };
 
+// The terms of relative positions in the logits of attention (attention/relative.h). The distance of
+// query i and key j of a sequence is the position of the query minus the position of the key. The
+// row of a distance d, -most < d < most, in the tables is index[d + most - 1]. With this row t, the
+// term of a head is
+//
+//     q_i · keys[t] + k_j · queries[t] + bias[head, t] + segment_scores[head, i]
+//
+// where the last summand is present only if the segments of query and key differ. A table or an
+// array that is null has no summand. `bias` is (heads, positions); segments and segment scores have
+// the layout of lse, where the arrays of segments have one head.
+struct RelativeTerms {
+  int64_t positions, most;
+  const int32_t* index;
+  ConstRows keys, queries;
+  const float *bias, *segment_scores;
+  const int32_t *q_segments, *k_segments;
+};
+
 // out = softmax(q kᵀ scale + bias) v over the keys that mask and window allow. lse is the natural
 // log-sum-exp of each row of logits, and -inf for a row without any key. A dense sequence has max_q
 // queries and max_k keys. A packed sequence b has the query rows from cu_q[b] up to cu_q[b + 1],
@@ -327,7 +345,7 @@ struct ConstPairs {
 // to at most `left` keys before its position and `right` keys after its position; -1 means no
 // limit. For the weight of sequence b, head h, query i and key j, let w be word j % 4 of
 // Philox(key, counter = (j / 4, i, h, b)). Dropout keeps the weight if w >> 8 is at least
-// dropout.threshold.
+// dropout.threshold. If `relative` is not null, its terms are added to q kᵀ, before the scale.
 struct Attention {
   Format format;
   int64_t batch, heads, head_dim;
@@ -341,6 +359,7 @@ struct Attention {
   int64_t left, right;
   Dropout dropout;
   float scale;
+  const RelativeTerms* relative;
 };
 
 // The number of queries and the number of keys in a block of attention.
@@ -367,6 +386,13 @@ struct AttentionBackward {
   float *maximum, *sum, *delta;
   float* dbias;
   int64_t dbias_batch, dbias_head, dbias_row, dbias_key;
+};
+
+// The gradients of RelativeTerms; a gradient that is not wanted is null. The tables are contiguous:
+// dkeys and dqueries are (heads, positions, head_dim) and dbias is (heads, positions). An item adds
+// the sums over its sequences to these tables. dsegment_scores has the layout of lse.
+struct RelativeGradients {
+  float *dkeys, *dqueries, *dbias, *dsegment_scores;
 };
 
 // out = softmax(q kᵀ scale) v for single queries over cached keys and values, in the steps of a
@@ -436,6 +462,11 @@ struct Kernels {
   int64_t (*attention_backward_scratch)(const AttentionBackward&, int64_t keys);
   void (*attention_backward)(const AttentionBackward&, AttentionPass, const AttentionItem&,
                              void* scratch);
+  // relative_backward computes all gradients of one head of the sequences [begin, end) of an item,
+  // for attention with relative terms. It needs the scratch memory of relative_backward_scratch.
+  int64_t (*relative_backward_scratch)(const AttentionBackward&);
+  void (*relative_backward)(const AttentionBackward&, const RelativeGradients&,
+                            const AttentionItem&, void* scratch);
   // attention_bias_gradient computes one block of dbias, for the queries from item.begin on and the
   // keys from item.end on. If the bias is broadcast over sequences, the block of the first sequence
   // receives the sum over all sequences. The same holds for a bias that is broadcast over heads,

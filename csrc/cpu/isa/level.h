@@ -46,6 +46,8 @@ FASTBERT_DECLARE(cross_entropy_backward)
 FASTBERT_DECLARE(sum_rows)
 FASTBERT_DECLARE(attention_backward_scratch)
 FASTBERT_DECLARE(attention_backward)
+FASTBERT_DECLARE(relative_backward_scratch)
+FASTBERT_DECLARE(relative_backward)
 FASTBERT_DECLARE(attention_bias_scratch)
 FASTBERT_DECLARE(attention_bias_gradient)
 FASTBERT_DECLARE(attention_weights_scratch)
@@ -119,6 +121,8 @@ extern const Kernels kKernels = {
 #endif
     base::attention_backward_scratch,
     base::attention_backward,
+    base::relative_backward_scratch,
+    base::relative_backward,
     base::attention_bias_scratch,
     base::attention_bias_gradient,
     base::attention_weights_scratch,
