@@ -47,6 +47,43 @@ def is_number(value: Any, least: float, most: float = sys.float_info.max) -> boo
 
 
 @dataclass(frozen=True)
+class RelativePositions:
+    """Relative positions in the logits of attention (DeBERTa); see ``ops.relative_attention``.
+
+    Args:
+        span: Half of the number of rows of the table of positions.
+        farthest: Distance in tokens from which on all distances share a row, if distances above
+            ``span / 2`` are put into buckets. None means one row for each distance.
+        keys: Whether queries are multiplied by keys of the positions (c2p).
+        queries: Whether keys are multiplied by queries of the positions (p2c).
+        shared: Whether positions have the projections of the content.
+        norm: Whether the table has a layer norm.
+
+    Raises:
+        ValueError: If a value is not allowed. The message names the field.
+    """
+
+    span: int
+    farthest: int | None = None
+    keys: bool = True
+    queries: bool = True
+    shared: bool = True
+    norm: bool = True
+
+    def __post_init__(self) -> None:
+        """Check the fields."""
+        check("span", self.span, integer_from(1), is_integer(self.span, 1))
+        farthest, least = self.farthest, self.span // 2 + 2
+        fits = farthest is None or (self.span >= 2 and is_integer(farthest, least))
+        check("farthest", farthest, f"None or {integer_from(least)}", fits)
+        for name in ("keys", "queries", "shared", "norm"):
+            value = getattr(self, name)
+            check(name, value, "True or False", isinstance(value, bool))
+        some = self.keys or self.queries
+        check("keys, queries", (self.keys, self.queries), "at least one that is True", some)
+
+
+@dataclass(frozen=True)
 class Architecture:
     """The properties in which an encoder may differ from BERT; the defaults describe BERT.
 
@@ -61,6 +98,7 @@ class Architecture:
             means that the position of a token is its index in the row.
         distance_buckets: Number of buckets of distances between tokens. Each bucket has a learned
             attention bias, which all layers share (MPNet); 0 means no bias.
+        relative_positions: Relative positions in the logits of attention; None if there are none.
         rotary_bases: Base of the rotary embedding of each layer; empty without rotary embeddings.
         windows: Largest distance, in tokens, between a query and its keys in each layer; -1 allows
             any distance. Empty if no layer has a limit.
@@ -92,6 +130,7 @@ class Architecture:
     type_table: bool = True
     first_position: int | None = None
     distance_buckets: int = 0
+    relative_positions: RelativePositions | None = None
     rotary_bases: tuple[float, ...] = ()
     windows: tuple[int, ...] = ()
     pre_norm: bool = False
@@ -116,6 +155,9 @@ class Architecture:
         allowed = f"None or {integer_from(0)}"
         check("first_position", start, allowed, start is None or is_integer(start, 0))
         check("distance_buckets", buckets, integer_from(0), is_integer(buckets, 0))
+        relative = self.relative_positions
+        known = relative is None or isinstance(relative, RelativePositions)
+        check("relative_positions", relative, "None or RelativePositions", known)
         check("group_size", self.group_size, integer_from(1), is_integer(self.group_size, 1))
         stored = (self.groups or 1) * self.group_size
         check("groups * group_size", stored, integer_from(1, MAX_LAYERS), stored <= MAX_LAYERS)
@@ -235,11 +277,12 @@ class BertConfig:
             "num_attention_heads",
             "intermediate_size",
             "max_position_embeddings",
-            "type_vocab_size",
             "num_labels",
         ):
             value = getattr(self, name)
             check(name, value, integer_from(1), is_integer(value, 1))
+        types, least = self.type_vocab_size, 1 if self.architecture.type_table else 0
+        check("type_vocab_size", types, integer_from(least), is_integer(types, least))
         layers = self.num_hidden_layers
         check("num_hidden_layers", layers, integer_from(1, MAX_LAYERS), layers <= MAX_LAYERS)
         for name in ("hidden_dropout_prob", "attention_probs_dropout_prob"):

@@ -105,7 +105,7 @@ ROOMS = {
 FAMILIES = (
     "bert roberta xlm-roberta",
     "camembert distilbert albert",
-    "electra mpnet modernbert nomic_bert",
+    "electra mpnet modernbert nomic_bert deberta-v2",
 )
 MUTATIONS = 16
 # Name of a gate → arguments of make. A gate that exceeds the time limit is split into parts.

@@ -152,8 +152,13 @@ def _positions(config: BertConfig) -> str:
     choices = config.architecture
     if choices.rotary_bases:
         return f"rotary, base {', '.join(f'{b:g}' for b in sorted(set(choices.rotary_bases)))}"
-    by_distance = ", and a learned bias by distance" if choices.distance_buckets else ""
-    return f"a table for up to {config.max_length} tokens{by_distance}"
+    relative = choices.relative_positions
+    table = f"a table for up to {config.max_length} tokens" if choices.position_table else ""
+    other = "a learned bias by distance" if choices.distance_buckets else ""
+    if relative is not None:
+        kinds = f"{'buckets' if relative.farthest else 'a row'} for each distance"
+        other = f"relative, {2 * relative.span} rows, {kinds}"
+    return ", and ".join(filter(None, (table, other))) or "none"
 
 
 def collect() -> dict[str, Any]:

@@ -52,6 +52,7 @@ OUTPUTS = {
     "AlbertModel": POOLED,
     "MPNetModel": POOLED,
     "NomicBertModel": POOLED,
+    "DebertaV2Model": "BaseModelOutput",
     "DistilBertModel": "BaseModelOutput",
     "ModernBertModel": "BaseModelOutput",
     "MarianEncoder": "BaseModelOutput",

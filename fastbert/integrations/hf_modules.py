@@ -106,9 +106,9 @@ def leaves_of(model: BertModel, hf_model: nn.Module) -> list[Leaf]:
         ValueError: If the HF model lacks a module.
     """
     leaves = []
+    present = {name for name, _ in model.named_modules()}
     for path, hf_paths in families.pairs(model.config):
-        parent, _, name = path.rpartition(".")
-        if path == "pooler.dense" or not model.get_submodule(parent)._modules.get(name):
+        if path == "pooler.dense" or path not in present:
             continue
         place, places = _place(model, path), tuple(_place(hf_model, each) for each in hf_paths)
         if len(places) > 1:
@@ -127,12 +127,14 @@ def drops_of(model: BertModel, hf_model: nn.Module) -> list[Drop]:
     for module in model.modules():
         if "dropout_p" in module.__dict__:
             module.dropout_p = 0.0
-    config = model.config
+    config, modules = model.config, dict(model.named_modules())
     drops = []
     for path, hf_path in families.family_of(config.model_type).dropouts.items():
         for layer in range(len(model.encoder.layer)) if "{layer}" in path else (0,):
             parent, _, name = families.place(hf_path, layer, config).rpartition(".")
-            module = model.get_submodule(path.format(layer=layer))
+            module = modules.get(path.format(layer=layer))
+            if module is None:  # DeBERTa may have no positions in its attention.
+                continue
             drops.append(Drop(module, _submodule(hf_model, parent) if parent else None, name))
     return drops
 

@@ -23,6 +23,7 @@ from fastbert.config import (
     MAX_LAYERS,
     Architecture,
     BertConfig,
+    RelativePositions,
     check,
     integer_from,
     is_integer,
@@ -286,6 +287,50 @@ def _mpnet(content: Content) -> Architecture:
     return Architecture(type_table=False, first_position=2, distance_buckets=buckets)
 
 
+def _deberta_v2(content: Content) -> Architecture:
+    for name, allowed in (
+        ("conv_kernel_size", (0, None)),
+        ("embedding_size", (None, content["hidden_size"])),
+        ("attention_head_size", (None, content["hidden_size"] // content["num_attention_heads"])),
+    ):
+        value = content.get(name)
+        # A convolution after the first layer (v2-xlarge) is not implemented.
+        check(name, value, " or ".join(map(str, allowed)), value in allowed)
+    given = content["pos_att_type"] or []
+    terms = given.lower().split("|") if isinstance(given, str) else given
+    terms = [term.strip() for term in terms if term]
+    check("pos_att_type", given, "c2p, p2c, or both", set(terms) <= {"c2p", "p2c"})
+    relative = content["relative_attention"]
+    check("relative_attention", relative, "True or False", isinstance(relative, bool))
+    # With terms, but without relative attention, transformers scales the logits as with the terms.
+    check("relative_attention", relative, "True if pos_att_type is given", relative or not terms)
+    types = content["type_vocab_size"]
+    return Architecture(
+        position_table=content["position_biased_input"],
+        type_table=types != 0,
+        relative_positions=_relative(content, terms) if terms else None,
+        pooler=False,
+    )
+
+
+def _relative(content: Content, terms: list[str]) -> RelativePositions:
+    farthest = content["max_relative_positions"]
+    if is_integer(farthest, -MAX_LAYERS, 0):
+        farthest = content["max_position_embeddings"]
+    buckets = content["position_buckets"]
+    check("max_relative_positions", farthest, integer_from(1), is_integer(farthest, 1))
+    check("position_buckets", buckets, "an integer", is_integer(buckets, -MAX_LAYERS))
+    norms = [name.strip() for name in content["norm_rel_ebd"].lower().split("|")]
+    return RelativePositions(
+        span=buckets if buckets > 0 else farthest,
+        farthest=farthest if buckets > 0 else None,
+        keys="c2p" in terms,
+        queries="p2c" in terms,
+        shared=content["share_att_key"],
+        norm="layer_norm" in norms,
+    )
+
+
 def _nomic(content: Content) -> Architecture:
     dim, heads = content["head_dim"], content["num_attention_heads"]
     if dim is not None and dim * heads != content["hidden_size"]:
@@ -347,6 +392,7 @@ def _same(*names: str) -> Names:
 
 LAYER = "encoder.layer.{layer}."
 _QKV = LAYER + "attention.self.qkv"
+_POSITIONS = LAYER + "attention.self.positions"
 _ATTENTION = LAYER + "attention.output.dense"
 _ATTENTION_NORM = LAYER + "attention.output.LayerNorm"
 _FIRST = LAYER + "intermediate.dense"
@@ -528,6 +574,38 @@ FAMILIES: dict[str, Family] = {
             _SECOND: (f"encoder.{_LAYERS}mlp.fc2",),
             _NORM: (f"encoder.{_LAYERS}norm2",),
         },
+    ),
+    "deberta-v2": Family(
+        "DebertaV2Model",
+        "deberta.",
+        {
+            **_EMBEDDINGS,
+            "encoder.relative_positions.embeddings": ("encoder.rel_embeddings",),
+            "encoder.relative_positions.LayerNorm": ("encoder.LayerNorm",),
+            _QKV: tuple(f"{LAYER}attention.self.{part}_proj" for part in QKV),
+            f"{_POSITIONS}.key": (f"{LAYER}attention.self.pos_key_proj",),
+            f"{_POSITIONS}.query": (f"{LAYER}attention.self.pos_query_proj",),
+            **_same(_ATTENTION, _ATTENTION_NORM, _FIRST, _SECOND, _NORM),
+        },
+        {**_BERT_DROPOUTS, _POSITIONS: f"{LAYER}attention.self.pos_dropout"},
+        _deberta_v2,
+        defaults={
+            "vocab_size": 128100,
+            "hidden_size": 1536,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 24,
+            "intermediate_size": 6144,
+            "type_vocab_size": 0,
+            "layer_norm_eps": 1e-7,
+            "relative_attention": False,
+            "max_relative_positions": -1,
+            "position_biased_input": True,
+            "position_buckets": -1,
+            "pos_att_type": None,
+            "share_att_key": False,
+            "norm_rel_ebd": "none",
+        },
+        lacks=("classifier_dropout",),
     ),
     "modernbert": Family(
         "ModernBertModel",

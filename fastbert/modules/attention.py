@@ -225,12 +225,19 @@ class BertAttention(nn.Module):
         config: Configuration of the model.
         backend: Requested backend; see ``OperationModule``. None lets each operation choose.
         number: Number of the layer, from 0.
+        kind: Class of the self-attention.
     """
 
-    def __init__(self, config: BertConfig, backend: str | None = None, number: int = 0) -> None:
+    def __init__(
+        self,
+        config: BertConfig,
+        backend: str | None = None,
+        number: int = 0,
+        kind: type[BertSelfAttention] = BertSelfAttention,
+    ) -> None:
         """Create the self-attention and the output projection."""
         super().__init__()
-        self.self = BertSelfAttention(config, backend, number)
+        self.self = kind(config, backend, number)
         self.output = BertSelfOutput(config, backend)
 
     def forward(

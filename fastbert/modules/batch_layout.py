@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fastbert import ops
 from fastbert.modules.positions import Rotation
+from fastbert.modules.relative_positions import Relative
 from fastbert.ops.varlen import sequence_positions
 
 
@@ -37,6 +38,7 @@ class BatchLayout:
             mask (only in a uniform layout), the encoder's bias by distance, or their sum.
         rotations: Maps the base of a rotary embedding to the cosines and sines that rotate the
             queries and keys of the rows.
+        relative: Relative positions in the logits of attention, or None.
         places: Positions of the tokens in the padded batch, int64 of shape ``(batch, max_seqlen)``,
             if a sequence has padding in its middle and attention depends on distances between
             tokens; otherwise None.
@@ -56,6 +58,7 @@ class BatchLayout:
     mask: Tensor | None = None
     bias: Tensor | None = None
     rotations: dict[float, Rotation] = field(default_factory=dict)
+    relative: Relative | None = None
     places: Tensor | None = None
     tokens: Tensor | None = None
     shape: tuple[int, int] | None = None

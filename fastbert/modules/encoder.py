@@ -19,14 +19,16 @@ from fastbert.modules.layer_norm import LayerNorm
 from fastbert.modules.plan import Mode, Plan, plan
 from fastbert.modules.plan_cache import PlanCache
 from fastbert.modules.positions import DistanceBias
+from fastbert.modules.relative_positions import RelativeTable
 from fastbert.ops.backend import Choice
 from fastbert.ops.product import needs_gradient
 
 
 class BertEncoder(nn.Module):
-    """The layers of an encoder, the bias by distance that they share, and the norm after them.
+    """The layers of an encoder, the positions that they share, and the norm after them.
 
-    The bias and the final norm are None if the architecture has none.
+    The bias by distance, the table of relative positions and the final norm are None if the
+    architecture has none.
 
     With ``gradient_checkpointing``, a training step stores only one tensor of shape ``(T, H)`` per
     layer. The backward pass computes the other activations again, with the same dropout masks.
@@ -52,6 +54,9 @@ class BertEncoder(nn.Module):
         )
         buckets, heads = choices.distance_buckets, config.num_attention_heads
         self.relative_attention_bias = DistanceBias(buckets, heads) if buckets else None
+        self.relative_positions = (
+            RelativeTable(config, backend) if choices.relative_positions is not None else None
+        )
         self.final_norm = (
             LayerNorm(
                 config.hidden_size, config.layer_norm_eps, backend=backend, bias=choices.norm_bias
@@ -114,6 +119,10 @@ class BertEncoder(nn.Module):
             bias = self.relative_attention_bias(layout.order(hidden.device))
             given = layout.bias
             layout = dataclasses.replace(layout, bias=bias if given is None else bias + given)
+
+        if self.relative_positions is not None:
+            length = layout.longest if layout.places is None else layout.length
+            layout = dataclasses.replace(layout, relative=self.relative_positions(max(length, 1)))
 
         def after(number: int, rows: Tensor) -> Tensor:
             """Store the rows after `number` layers if chosen; return the next layer's input."""

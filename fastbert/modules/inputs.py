@@ -111,7 +111,7 @@ def enter(
         positions = _counted_positions(layout, given, choices.first_position)
     else:
         positions = _default_positions(layout, given)
-    if choices.distance_buckets or choices.windows:
+    if choices.distance_buckets or choices.windows or choices.relative_positions:
         layout = _with_places(layout)
     if choices.rotary_bases:
         bases = sorted(set(choices.rotary_bases))
@@ -290,7 +290,7 @@ def _padded_layout(
         attention_mask = _mask_of_tokens(attention_mask, batch, length)
         # Under `torch.compile`, the code cannot depend on whether a sequence has padding between
         # its tokens, so attention that depends on distances computes the padding.
-        measures = choices.distance_buckets or choices.windows
+        measures = choices.distance_buckets or choices.windows or choices.relative_positions
         if not unpads or (torch.compiler.is_compiling() and measures):
             exists = attention_mask.bool()
             return BatchLayout(batch, length, mask=exists[:, None, None], tokens=exists)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from fastbert.config import BertConfig
-from fastbert.modules.attention import BertAttention
+from fastbert.modules.attention import BertAttention, BertSelfAttention
 from fastbert.modules.batch_layout import BatchLayout
 from fastbert.modules.dropout import NO_SEEDS, LayerSeeds
 from fastbert.modules.feed_forward import BertIntermediate, BertOutput
+from fastbert.modules.relative_attention import RelativeSelfAttention
 from fastbert.ops.dropout import dropout
 
 
@@ -24,7 +25,9 @@ class BertLayer(nn.Module):
     def __init__(self, config: BertConfig, backend: str | None = None, number: int = 0) -> None:
         """Create attention and feed-forward."""
         super().__init__()
-        self.attention = BertAttention(config, backend, number)
+        relative = config.architecture.relative_positions is not None
+        kind = RelativeSelfAttention if relative else BertSelfAttention
+        self.attention = BertAttention(config, backend, number, kind)
         self.intermediate = BertIntermediate(config)
         self.output = BertOutput(config, backend)
 

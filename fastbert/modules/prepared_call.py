@@ -161,7 +161,8 @@ def _executor(model: Any) -> CpuInference | None:
         return None
     if not all(_defined_in(getattr(ops, name), f"fastbert.ops.{name}") for name in FUNCTIONS):
         return None
-    if encoder.final_norm is not None or encoder.relative_attention_bias is not None:
+    shared = (encoder.relative_attention_bias, encoder.relative_positions)
+    if encoder.final_norm is not None or any(x is not None for x in shared):
         return None
     if any(map(_is_called, (model.embeddings, encoder))):
         return None

@@ -213,7 +213,9 @@ def collect(
             ]
     lacking = prediction is not None and quantized
     note = "The model is quantized, and quantized layers have no gradient." if lacking else ""
-    biased = encoder.encoder.relative_attention_bias is not None
+    layers = encoder.encoder
+    shared = (layers.relative_attention_bias, layers.relative_positions)
+    biased = any(positions is not None for positions in shared)
     return Collected(_name(outer), config, found, prediction, note, biased)
 
 

@@ -121,6 +121,6 @@ def test_a_model_that_cannot_be_served(refused, tmp_path):
     import transformers
 
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = transformers.DebertaV2Config(vocab_size=50, intermediate_size=40, **sizes)
-    transformers.DebertaV2Model(config).save_pretrained(tmp_path)
-    assert "got DebertaV2Model" in refused("check", tmp_path)
+    config = transformers.DebertaConfig(vocab_size=50, intermediate_size=40, **sizes)
+    transformers.DebertaModel(config).save_pretrained(tmp_path)
+    assert "got DebertaModel" in refused("check", tmp_path)

@@ -33,6 +33,7 @@ NAMES = {
     "mpnet": "MPNet",
     "modernbert": "ModernBert",
     "nomic_bert": "NomicBert",
+    "deberta-v2": "DebertaV2",
     "marian": "Marian",
 }
 HEADS = (
@@ -66,6 +67,15 @@ OWN: dict[str, dict[str, Any]] = {
     "albert": {"embedding_size": 16, "num_hidden_groups": 2},
     "distilbert": {"dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 37},
     "electra": {"embedding_size": 16},
+    "deberta-v2": {
+        "relative_attention": True,
+        "position_buckets": 4,
+        "norm_rel_ebd": "layer_norm",
+        "share_att_key": True,
+        "pos_att_type": "p2c|c2p",
+        "position_biased_input": False,
+        "type_vocab_size": 0,
+    },
     # Layers that attend to 4 tokens on each side alternate with layers that attend to all tokens.
     "modernbert": {
         "local_attention": 8,

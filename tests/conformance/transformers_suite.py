@@ -34,6 +34,7 @@ FAMILIES = (
     "mpnet",
     "modernbert",
     "nomic_bert",
+    "deberta-v2",
     "marian",
 )
 # The distribution lacks these two modules, which test_modeling_common.py imports. The modules test

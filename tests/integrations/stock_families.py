@@ -74,6 +74,19 @@ FAMILIES: dict[str, Stock] = {
     ),
     "mpnet": Stock("MPNet", {"pad_token_id": 1}),
     "nomic_bert": Stock("NomicBert", {}),
+    # Distances of more than 4 tokens share rows of the table of positions.
+    "deberta-v2": Stock(
+        "DebertaV2",
+        {
+            "relative_attention": True,
+            "position_buckets": 8,
+            "norm_rel_ebd": "layer_norm",
+            "share_att_key": True,
+            "pos_att_type": "p2c|c2p",
+            "position_biased_input": False,
+            "type_vocab_size": 0,
+        },
+    ),
     # The first and last layers attend to all tokens. The second attends to 4 tokens on each side.
     "modernbert": Stock(
         "ModernBert",

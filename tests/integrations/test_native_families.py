@@ -296,11 +296,17 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("mpnet", {"relative_attention_num_buckets": 16}, r"^relative_attention_num_buckets: got 16"),
     (
         "bert",
-        {"model_type": "deberta-v2"},
-        r"^model_type: got 'deberta-v2', allowed: bert, roberta",
+        {"model_type": "deberta"},
+        r"^model_type: got 'deberta', allowed: bert, roberta",
     ),
     ("roberta", {"is_decoder": True}, r"^is_decoder: got True"),
     ("electra", {"position_embedding_type": "relative_key"}, r"^position_embedding_type: got"),
+    ("deberta-v2", {"conv_kernel_size": 3}, r"^conv_kernel_size: got 3, allowed: 0 or None"),
+    ("deberta-v2", {"embedding_size": 32}, r"^embedding_size: got 32, allowed: None or 144"),
+    ("deberta-v2", {"attention_head_size": 32}, r"^attention_head_size: got 32, allowed: None"),
+    ("deberta-v2", {"pos_att_type": "c2c"}, r"^pos_att_type: got 'c2c', allowed: c2p, p2c"),
+    ("deberta-v2", {"relative_attention": False}, r"^relative_attention: got False, allowed: True"),
+    ("deberta-v2", {"max_relative_positions": 5}, r"^farthest: got 5, allowed: None or an integer"),
     ("distilbert", {"n_heads": 5}, r"^hidden_size: got 144, allowed: a multiple of"),
 ]
 

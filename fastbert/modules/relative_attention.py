@@ -1,0 +1,111 @@
+"""Self-attention with relative positions in its logits (DeBERTa)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastbert import ops
+from fastbert.config import BertConfig
+from fastbert.modules.attention import BertSelfAttention, project
+from fastbert.modules.batch_layout import BatchLayout
+from fastbert.modules.relative_positions import PositionProjections, score_scale
+from fastbert.ops.attention_context import attention_context
+from fastbert.ops.product import needs_gradient
+
+
+class RelativeSelfAttention(BertSelfAttention):
+    """Self-attention ``softmax((q kᵀ + terms) / sqrt(n D)) v`` with n - 1 terms of positions.
+
+    The terms are those of ``ops.relative_attention`` with tables of keys and of queries.
+
+    Args:
+        config: Configuration of the model.
+        backend: Requested backend; see ``OperationModule``. None lets each operation choose.
+        number: Number of the layer, from 0.
+    """
+
+    operation = "relative_attention"
+
+    def __init__(self, config: BertConfig, backend: str | None = None, number: int = 0) -> None:
+        """Create the projections."""
+        super().__init__(config, backend, number)
+        self.positions = PositionProjections(config, backend)
+        self.scale = score_scale(config)
+
+    def forward(
+        self,
+        hidden: Tensor,
+        layout: BatchLayout,
+        output_attentions: bool = False,
+        dropout_seed: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Compute the attention of all heads; see `BertSelfAttention.forward`.
+
+        Raises:
+            ValueError: If `layout` has an additive mask.
+        """
+        if layout.bias is not None:
+            raise ValueError(
+                "attention_mask: got an additive mask with values other than 0 and -1e4 or less, "
+                "allowed: a mask that hides keys, because this family has positions in its logits"
+            )
+        qkv, residual = project(self.qkv, hidden)
+        assert layout.relative is not None
+        relative, tables = self.positions(layout.relative, self.qkv)
+        keys, queries = (None if t is None else self._heads(t) for t in tables)
+        options: dict[str, Any] = {
+            "position_keys": keys, "position_queries": queries, "scale": self.scale,
+            "backend": self.backend,
+        }  # fmt: skip
+        dropout: dict[str, Any] = {
+            "dropout_p": self.dropout_p if self.training else 0.0,
+            "dropout_seed": dropout_seed,
+        }
+        # Distances are those of the padded batch. They are not the distances of the rows if a
+        # sequence has padding between its tokens, and then padding is computed too.
+        between = layout.places is not None
+        ends = None if between else layout.cu_seqlens
+        if between:
+            exists = layout.exists()
+            assert exists is not None
+            qkv, options["mask"] = layout.padded(qkv), exists[:, None, None]
+        else:
+            options["mask"] = layout.mask
+        if ends is None:
+            qkv = qkv.view(layout.batch, layout.length, 3, self.heads, self.head_dim)
+            q, k, v = (x.transpose(1, 2) for x in qkv.unbind(-3))
+        else:
+            q, k, v = qkv.view(-1, 3, self.heads, self.head_dim).unbind(-3)
+            longest = layout.max_seqlen
+            options |= {"cu_seqlens_q": ends, "max_seqlen_q": longest, "max_seqlen_k": longest}
+        weights: Tensor | None = None
+        if not output_attentions:
+            out = ops.relative_attention(q, k, v, relative.index, **options, **dropout)
+        elif needs_gradient(q, *(t for t in tables if t is not None)):
+            # The output is computed from the returned weights, so that a loss has a gradient with
+            # respect to them.
+            _, weights = ops.relative_attention(
+                q, k, v, relative.index, return_weights=True, **options
+            )
+            weights = weights if between else layout.weights(weights)
+            of_rows = weights if between else layout.weights_of_rows(weights)
+            out = attention_context(of_rows, v, ends, **dropout)
+        else:
+            out, weights = ops.relative_attention(
+                q, k, v, relative.index, return_weights=True, **options, **dropout
+            )
+            weights = weights if between else layout.weights(weights)
+        assert isinstance(out, Tensor)
+        if ends is None:
+            out = out.transpose(1, 2)
+        if between:
+            out = layout.rows(out.reshape(layout.batch, layout.length, -1))
+            if weights is not None:
+                weights = weights * exists[:, None, :, None]
+        return out.reshape(hidden.shape), residual, weights
+
+    def _heads(self, table: Tensor) -> Tensor:
+        return table.unflatten(-1, (self.heads, self.head_dim))
