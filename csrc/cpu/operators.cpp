@@ -134,6 +134,7 @@ TORCH_LIBRARY(fastbert_C, m) {
       "int heads, int projections, int inner_projections, int window, bool pre_norm, float eps, "
       "str activation, ScalarType dtype) -> Tensor[]");
   m.def("use_huge_pages(Tensor[] weights) -> ()");
+  m.def("same_bytes(Tensor[] a, Tensor[] b) -> bool");
   m.def("any_outside(Tensor index, int size, int? ignored) -> bool");
   m.def("unpad_indices(Tensor mask) -> (Tensor indices, Tensor cu_seqlens, int max_seqlen)");
   m.def("scatter_rows(Tensor values, Tensor indices, int rows) -> Tensor");
@@ -195,6 +196,7 @@ TORCH_LIBRARY_IMPL(fastbert_C, CPU, m) {
   implement<layer_forward>(m, "layer_forward");
   implement<layer_backward>(m, "layer_backward");
   implement<use_huge_pages>(m, "use_huge_pages");
+  implement<same_bytes>(m, "same_bytes");
   implement<any_outside>(m, "any_outside");
   implement<unpad_indices>(m, "unpad_indices");
   implement<scatter_rows>(m, "scatter_rows");

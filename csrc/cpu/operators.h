@@ -146,8 +146,8 @@ at::Tensor attention_weights(const at::Tensor& q, const at::Tensor& k, const Opt
                              int64_t right);
 
 // The arguments of attention with terms of relative positions, after q, k and v. `index` is int32
-// (2 N - 1,) with the row of each distance. The tables of keys and queries are (positions, H, D) and
-// the bias is (positions, H). The segments are int32 or int64, (B, L) or (T,), and the segment
+// (2 N - 1,) with the row of each distance. The tables of keys and queries are (positions, H, D)
+// and the bias is (positions, H). The segments are int32 or int64, (B, L) or (T,), and the segment
 // scores are (B, H, Lq) or (Tq, H).
 struct RelativeArguments {
   const at::Tensor& index;
@@ -155,20 +155,19 @@ struct RelativeArguments {
   const OptionalTensor &q_segments, &k_segments, &segment_scores;
 };
 
-#define FASTBERT_RELATIVE_ARGUMENTS                                                              \
-  const at::Tensor &index, const OptionalTensor &position_keys,                                  \
-      const OptionalTensor &position_queries, const OptionalTensor &position_bias,               \
-      const OptionalTensor &q_segments, const OptionalTensor &k_segments,                        \
-      const OptionalTensor &segment_scores, const OptionalTensor &mask,                          \
-      const OptionalTensor &cu_seqlens_q, const OptionalTensor &cu_seqlens_k,                    \
+#define FASTBERT_RELATIVE_ARGUMENTS                                                             \
+  const at::Tensor &index, const OptionalTensor &position_keys,                                 \
+      const OptionalTensor &position_queries, const OptionalTensor &position_bias,              \
+      const OptionalTensor &q_segments, const OptionalTensor &k_segments,                       \
+      const OptionalTensor &segment_scores, const OptionalTensor &mask,                         \
+      const OptionalTensor &cu_seqlens_q, const OptionalTensor &cu_seqlens_k,                   \
       const OptionalTensor &seed, int64_t max_seqlen_q, int64_t max_seqlen_k, double dropout_p, \
       double scale
 
-#define FASTBERT_RELATIVE_VALUES                                                             \
-  {index,      position_keys, position_queries, position_bias, q_segments, k_segments,       \
-   segment_scores},                                                                          \
-  {mask, std::nullopt, cu_seqlens_q, cu_seqlens_k, seed, max_seqlen_q, max_seqlen_k, dropout_p, \
-   scale, -1, -1}
+#define FASTBERT_RELATIVE_VALUES                                                                   \
+  {index, position_keys, position_queries, position_bias, q_segments, k_segments, segment_scores}, \
+      {mask,         std::nullopt, cu_seqlens_q, cu_seqlens_k, seed, max_seqlen_q,                 \
+       max_seqlen_k, dropout_p,    scale,        -1,           -1}
 
 // Returns dropout(softmax((q kᵀ + terms) scale)) v, with the terms of relative positions of
 // isa/kernels.h. The layouts are those of attention_forward.
@@ -179,8 +178,8 @@ at::Tensor relative_attention_forward(const at::Tensor& q, const at::Tensor& k, 
 at::Tensor relative_attention_weights(const at::Tensor& q, const at::Tensor& k,
                                       FASTBERT_RELATIVE_ARGUMENTS);
 
-// Returns the gradients of q, k, v, the tables of keys and queries, the bias and the segment scores.
-// The gradient of an absent argument is empty.
+// Returns the gradients of q, k, v, the tables of keys and queries, the bias and the segment
+// scores. The gradient of an absent argument is empty.
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>
 relative_attention_backward(const at::Tensor& dout, const at::Tensor& q, const at::Tensor& k,
                             const at::Tensor& v, FASTBERT_RELATIVE_ARGUMENTS);
@@ -306,6 +305,9 @@ bool worth_a_team(int64_t rows, at::TensorList parameters);
 
 // Moves the memory of `weights` to pages of 2 MiB where the operating system can do so.
 void use_huge_pages(at::TensorList weights);
+
+// Returns whether the tensors of `a` and `b` have the same dtypes, shapes and bytes.
+bool same_bytes(at::TensorList a, at::TensorList b);
 
 // Runs a whole encoder on a batch of token ids, for inference. A padded batch (B, L) has a `mask`
 // that is 1 at tokens and 0 at padding. Packed tokens (T,) have the cumulative lengths `cu_seqlens`

@@ -21,8 +21,10 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from fastbert.integrations.bound_encoder import BOUND, BoundEncoder
+from fastbert.integrations.bound_xlnet import BoundXLNet
 from fastbert.integrations.find_modules import find_modules, reader_of_padding
 from fastbert.integrations.packing import restarts
+from fastbert.integrations.twin_cache import stock_class
 from fastbert.io.families import ACCELERATED
 from fastbert.modules.batch_layout import BatchLayout
 from fastbert.modules.bert import Encoded
@@ -39,6 +41,7 @@ except ImportError as error:
     ) from error
 
 Model = TypeVar("Model")
+Bound = BoundEncoder | BoundXLNet
 
 POOLED = "BaseModelOutputWithPooling"
 CROSSED = "BaseModelOutputWithPoolingAndCrossAttentions"
@@ -57,6 +60,8 @@ OUTPUTS = {
     "ModernBertModel": "BaseModelOutput",
     "MarianEncoder": "BaseModelOutput",
 }
+# Models of transformers that are not a `BertModel` of fastbert → the class that computes them.
+OTHERS = {"XLNetModel": BoundXLNet}
 # Encoders whose output with return_dict=False contains None for the pooler's output if there is no
 # pooler. The output tuple of every other encoder leaves out the fields that are None.
 TUPLES_WITH_POOLED = ("MPNetModel",)
@@ -75,6 +80,8 @@ TAKEN = (
     *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"),
     # The Trainer passes the number of labels, which only a loss reads.
     "num_items_in_batch",
+    # ``generate`` passes it, and no encoder reads it.
+    "next_sequence_length",
 )
 # The arguments of `BertModel.encode_at_once`, which runs all layers in one call.
 AT_ONCE = {"input_ids", "attention_mask", "token_type_ids"}
@@ -168,7 +175,7 @@ def _accelerate(model: Any, probing: Callable[[nn.Module], Any] | None = _unchec
             changed.append((hf_model, kind))
             # A BoundEncoder records the class of its HF model, so the class is set first.
             hf_model.__class__ = _fast_class(kind, stock)
-            hf_model.__dict__[BOUND] = BoundEncoder(hf_model, probing)
+            hf_model.__dict__[BOUND] = _bound_class(stock)(hf_model, probing)
     except ValueError:
         for hf_model, kind in changed:
             hf_model.__class__ = kind
@@ -208,7 +215,7 @@ def _quantize(model: nn.Module, *, inplace: bool) -> nn.Module:
         return quantize(model, bound_encoders(model), inplace=inplace)
 
 
-def bound_encoders(model: Any) -> dict[str, BoundEncoder]:
+def bound_encoders(model: Any) -> dict[str, Bound]:
     """Return the encoders of fastbert that run inside an accelerated model.
 
     Args:
@@ -265,7 +272,7 @@ def _modules(model: Any) -> dict[str, nn.Module]:
 
 def _encoders(outer: nn.Module) -> Iterator[tuple[Any, Any]]:
     """Yield each encoder in a module with its class in transformers."""
-    names = {family.model for family in ACCELERATED.values()}
+    names = {family.model for family in ACCELERATED.values()} | OTHERS.keys()
     for module in outer.modules():
         for kind in type(module).__mro__:
             ours = kind.__name__ in names and kind.__module__.startswith("transformers.models.")
@@ -280,7 +287,8 @@ def _nothing_found(model: Any, modules: dict[str, nn.Module]) -> str:
     for path, outer in modules.items():
         kinds = [m for m in outer.modules() if isinstance(m, PreTrainedModel)] or [outer]
         got += [f"{class_name(kind)}{f' in {path}' if path else ''}" for kind in kinds]
-    words = f"got {', '.join(got)}, allowed: an encoder of transformers: {', '.join(ACCELERATED)}"
+    names = ", ".join((*ACCELERATED, "xlnet"))
+    words = f"got {', '.join(got)}, allowed: an encoder of transformers: {names}"
     return words if isinstance(model, nn.Module) else f"{words}. Pass the attribute that holds one"
 
 
@@ -309,7 +317,7 @@ def _fast_class(kind: Any, stock: Any) -> Any:
         if _exporting() or not _accelerated(self):
             return stock.forward(self, *args, **kwargs)
         unknown = [name for name in given.keys() - taken if given[name] is not None]
-        bound: BoundEncoder | str
+        bound: Bound | str
         if unknown:
             bound = f"{unknown[0]}: got a {type(given[unknown[0]]).__name__}, allowed: None"
         else:
@@ -317,6 +325,8 @@ def _fast_class(kind: Any, stock: Any) -> Any:
         if isinstance(bound, str):
             _warn_once(stock.__name__, bound)
             return stock.forward(self, *args, **kwargs)
+        if isinstance(bound, BoundXLNet):
+            return bound.run(given)
         return _run(self, bound, stock.__name__, given)
 
     def reduce(self: Any, protocol: Any) -> Any:
@@ -344,18 +354,23 @@ def _rebuild(kind: Any, stock: Any) -> Any:
     return made.__new__(made)
 
 
-def _bound(hf_model: Any) -> BoundEncoder:
+def _bound_class(stock: Any) -> type[BoundEncoder] | type[BoundXLNet]:
+    return OTHERS.get(stock.__name__, BoundEncoder)
+
+
+def _bound(hf_model: Any) -> Bound:
     """Return the encoder that is bound to `hf_model`, and bind one if there is none.
 
     A copy and a replica of an HF model each bind a separate encoder.
     """
     bound = hf_model.__dict__.get(BOUND)
     if bound is None or bound.hf_model is not hf_model:
-        bound = hf_model.__dict__[BOUND] = BoundEncoder(hf_model, _unchecked)
+        kind = _bound_class(stock_class(type(hf_model)))
+        bound = hf_model.__dict__[BOUND] = kind(hf_model, _unchecked)
     return bound
 
 
-def _served(hf_model: Any) -> BoundEncoder | str:
+def _served(hf_model: Any) -> Bound | str:
     """Return the encoder of fastbert for `hf_model`, or the reason why stock code must run."""
     if _has_any_global_hook():
         return "there are hooks on all modules"

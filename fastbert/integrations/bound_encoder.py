@@ -237,7 +237,7 @@ class BoundEncoder:
         else:
             problem = self._bind_anew(hf_model)
             cached = self._comparisons[hf_model.training] = CachedComparison(
-                problem, _snapshot(hf_model)
+                problem, snapshot(hf_model)
             )
         self._in_effect = cached
         if cached.problem is None:
@@ -405,7 +405,7 @@ def _none() -> None:
     return None
 
 
-def _snapshot(hf_model: nn.Module) -> Snapshot:
+def snapshot(hf_model: nn.Module) -> Snapshot:
     """Record the facts on which the binding of an HF model depends."""
     outside = facts(hf_model)
     dicts = [vars(hf_model.config), *outside.dicts]

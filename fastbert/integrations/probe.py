@@ -22,6 +22,7 @@ WIDTHS = {
     "intermediate_size": 96,
     "embedding_size": 32,
     "head_dim": 32,
+    "d_head": 32,
 }
 WORDS = 200
 LENGTHS = (11, 4, 1, 7)

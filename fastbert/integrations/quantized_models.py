@@ -36,7 +36,7 @@ METHOD = "fastbert"
 VERSION = 1
 
 
-def quantize(model: nn.Module, encoders: dict[str, BoundEncoder], *, inplace: bool) -> nn.Module:
+def quantize(model: nn.Module, encoders: dict[str, Any], *, inplace: bool) -> nn.Module:
     """Quantize the linear layers of the accelerated encoders in a model; see `fastbert.quantize`.
 
     Args:
@@ -49,7 +49,7 @@ def quantize(model: nn.Module, encoders: dict[str, BoundEncoder], *, inplace: bo
 
     Raises:
         ValueError: If an encoder belongs to an encoder–decoder. The names of its layers in the
-            configuration would also name layers of the decoder.
+            configuration would also name layers of the decoder. XLNet is refused too.
     """
     for path, bound in encoders.items():
         kind, allowed = bound.model.config.model_type, ", ".join(FAMILIES)

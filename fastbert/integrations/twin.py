@@ -47,6 +47,7 @@ TABLES = (
     "embeddings.tok_embeddings",
     "embed_tokens",
     "embed_positions",
+    "word_embedding",
 )
 
 

@@ -18,7 +18,10 @@ from torch import nn
 from fastbert.io.families import ACCELERATED
 
 IMPLEMENTATIONS = ("eager", "sdpa")
-MODULES = {family.model: name.replace("-", "_") for name, family in ACCELERATED.items()}
+MODULES = {
+    **{family.model: name.replace("-", "_") for name, family in ACCELERATED.items()},
+    "XLNetModel": "xlnet",
+}
 # The classes of the activation functions that fastbert computes, by their names in a config.
 ACTIVATIONS = {
     "gelu": "transformers.activations.GELUActivation",
@@ -28,7 +31,13 @@ ACTIVATIONS = {
     "silu": "transformers.activations.SiLUActivation",
     "swish": "torch.nn.modules.activation.SiLU",
 }
-ACTIVATION_FIELDS = ("hidden_act", "activation", "hidden_activation", "activation_function")
+ACTIVATION_FIELDS = (
+    "hidden_act",
+    "activation",
+    "hidden_activation",
+    "activation_function",
+    "ff_activation",
+)
 # All layers of these models are alike except for their numbers, so the twin of such a model has one
 # layer. ALBERT repeats groups of layers, and the layers of ModernBERT have two types of attention.
 ALIKE = frozenset(MODULES) - {"AlbertModel", "ModernBertModel"}

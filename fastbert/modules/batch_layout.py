@@ -162,6 +162,13 @@ class BatchLayout:
             return self.places
         return torch.arange(self.longest, device=device).unsqueeze(0)
 
+    def sequences(self, rows: Tensor) -> Tensor:
+        """Return the number of the sequence of each row, int64 of shape ``(T,)``."""
+        if self.cu_seqlens is not None:
+            sequence = sequence_positions(self.cu_seqlens, rows.shape[0])[0]
+            return sequence.clamp(max=max(self.batch - 1, 0))
+        return torch.arange(self.batch, device=rows.device).repeat_interleave(self.length)
+
     def first(self, rows: Tensor) -> Tensor:
         """Select the first token of each sequence, ``(T, H) → (B, H)``.
 

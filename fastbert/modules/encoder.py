@@ -120,9 +120,7 @@ class BertEncoder(nn.Module):
             given = layout.bias
             layout = dataclasses.replace(layout, bias=bias if given is None else bias + given)
 
-        if self.relative_positions is not None:
-            length = layout.longest if layout.places is None else layout.length
-            layout = dataclasses.replace(layout, relative=self.relative_positions(max(length, 1)))
+        layout = self.with_positions(layout)
 
         def after(number: int, rows: Tensor) -> Tensor:
             """Store the rows after `number` layers if chosen; return the next layer's input."""
@@ -159,6 +157,13 @@ class BertEncoder(nn.Module):
             if weighed:
                 attentions.append(weights)
         return hidden.view(-1, hidden.shape[-1]), states, attentions
+
+    def with_positions(self, layout: BatchLayout) -> BatchLayout:
+        """Return the layout with the relative positions of a call, if the encoder has them."""
+        if self.relative_positions is None:
+            return layout
+        length = layout.longest if layout.places is None else layout.length
+        return dataclasses.replace(layout, relative=self.relative_positions(max(length, 1)))
 
     def plan(self, hidden: Tensor) -> Plan:
         """Return the plan for rows ``(T, H)``; see ``fastbert.modules.plan``."""

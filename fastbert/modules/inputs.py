@@ -112,7 +112,7 @@ def enter(
     else:
         positions = _default_positions(layout, given)
     if choices.distance_buckets or choices.windows or choices.relative_positions:
-        layout = _with_places(layout)
+        layout = with_places(layout)
     if choices.rotary_bases:
         bases = sorted(set(choices.rotary_bases))
         turns = {
@@ -249,7 +249,7 @@ def _check_length(name: str, config: BertConfig, layout: BatchLayout) -> None:
         )
 
 
-def _with_places(layout: BatchLayout) -> BatchLayout:
+def with_places(layout: BatchLayout) -> BatchLayout:
     """Return the layout, with `places` set if a sequence has padding between its tokens."""
     if layout.indices is None or layout.cu_seqlens is None:
         return layout

@@ -11,6 +11,8 @@ from fastbert import ops
 from fastbert.config import BertConfig
 from fastbert.modules.attention import BertSelfAttention, project
 from fastbert.modules.batch_layout import BatchLayout
+from fastbert.modules.linear import Linear
+from fastbert.modules.plain import deviation
 from fastbert.modules.relative_positions import PositionProjections, score_scale
 from fastbert.ops.attention_context import attention_context
 from fastbert.ops.product import needs_gradient
@@ -41,8 +43,20 @@ class RelativeSelfAttention(BertSelfAttention):
         layout: BatchLayout,
         output_attentions: bool = False,
         dropout_seed: Tensor | None = None,
+        queries: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Compute the attention of all heads; see `BertSelfAttention.forward`.
+
+        Args:
+            hidden: As in `BertSelfAttention.forward`.
+            layout: As in `BertSelfAttention.forward`.
+            output_attentions: As in `BertSelfAttention.forward`.
+            dropout_seed: As in `BertSelfAttention.forward`.
+            queries: Rows ``(T, H)`` from which the queries are projected; None means `hidden`. The
+                keys and values are always projected from `hidden`.
+
+        Returns:
+            As `BertSelfAttention.forward`, with `queries` for the residual connection.
 
         Raises:
             ValueError: If `layout` has an additive mask.
@@ -52,7 +66,10 @@ class RelativeSelfAttention(BertSelfAttention):
                 "attention_mask: got an additive mask with values other than 0 and -1e4 or less, "
                 "allowed: a mask that hides keys, because this family has positions in its logits"
             )
-        qkv, residual = project(self.qkv, hidden)
+        if queries is None:
+            qkv, residual = project(self.qkv, hidden)
+        else:
+            qkv, residual = self._with_queries(hidden, queries), queries
         assert layout.relative is not None
         relative, tables = self.positions(layout.relative, self.qkv)
         keys, queries = (None if t is None else self._heads(t) for t in tables)
@@ -67,10 +84,9 @@ class RelativeSelfAttention(BertSelfAttention):
         # Distances are those of the padded batch. They are not the distances of the rows if a
         # sequence has padding between its tokens, and then padding is computed too.
         between = layout.places is not None
+        exists = layout.exists() if between else None
         ends = None if between else layout.cu_seqlens
-        if between:
-            exists = layout.exists()
-            assert exists is not None
+        if exists is not None:
             qkv, options["mask"] = layout.padded(qkv), exists[:, None, None]
         else:
             options["mask"] = layout.mask
@@ -101,11 +117,29 @@ class RelativeSelfAttention(BertSelfAttention):
         assert isinstance(out, Tensor)
         if ends is None:
             out = out.transpose(1, 2)
-        if between:
+        if exists is not None:
             out = layout.rows(out.reshape(layout.batch, layout.length, -1))
             if weights is not None:
                 weights = weights * exists[:, None, :, None]
         return out.reshape(hidden.shape), residual, weights
+
+    def _with_queries(self, hidden: Tensor, queries: Tensor) -> Tensor:
+        """Project `queries` to queries, and `hidden` to keys and values, side by side."""
+        size = hidden.shape[-1]
+        if type(self.qkv) is not Linear or deviation(self.qkv, Linear) is not None:
+            return torch.cat((self.qkv(queries)[..., :size], self.qkv(hidden)[..., size:]), -1)
+        weights, biases = self.qkv.weight.tensor_split((size,)), (None, None)
+        if self.qkv.bias is not None:
+            biases = self.qkv.bias.tensor_split((size,))
+        parts = (queries, hidden)
+        backend = self.qkv.backend
+        return torch.cat(
+            [
+                ops.linear(x, weight, bias, backend=backend)
+                for x, weight, bias in zip(parts, weights, biases, strict=True)
+            ],
+            -1,
+        )
 
     def _heads(self, table: Tensor) -> Tensor:
         return table.unflatten(-1, (self.heads, self.head_dim))

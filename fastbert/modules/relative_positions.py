@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from fastbert import ops
 from fastbert.config import BertConfig, RelativePositions
 from fastbert.modules.joined_linear import JoinedLinear
+from fastbert.modules.kept_result import KeptResult
 from fastbert.modules.layer_norm import LayerNorm
 from fastbert.modules.linear import Linear
 from fastbert.modules.plain import deviation
@@ -125,6 +126,7 @@ class PositionProjections(nn.Module):
         self.key = Linear(size, size, backend) if own and choices.keys else None
         self.query = Linear(size, size, backend) if own and choices.queries else None
         self.dropout_p = config.hidden_dropout_prob
+        self._kept = KeptResult()
 
     def forward(self, relative: Relative, qkv: nn.Module) -> tuple[Relative, list[Tensor | None]]:
         """Project the rows of the table.
@@ -148,33 +150,40 @@ class PositionProjections(nn.Module):
             relative = Relative(table, relative.index - low, 0, high - low)
         rows = dropout(relative.table, self.dropout_p if self.training else 0.0)
         if choices.shared:
-            queries, keys = _shared(qkv, rows)
+            queries, keys = self._by_content(qkv, rows)
             return relative, [keys if choices.keys else None, queries if choices.queries else None]
         return relative, [
             None if part is None else part(rows.unsqueeze(0)).squeeze(0)
             for part in (self.key, self.query)
         ]
 
+    def _by_content(self, qkv: nn.Module, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Project rows to the queries and keys of the content's projection."""
+        size = rows.shape[1]
+        if not _is_plain(qkv) and isinstance(qkv, JoinedLinear):
+            queries, keys = (part(rows.unsqueeze(0)).squeeze(0) for part in list(qkv.parts)[:2])
+            return queries, keys
+        if not _is_plain(qkv) or isinstance(qkv, QuantizedLinear):
+            both = qkv(rows)[:, : 2 * size]
+            return both[:, :size], both[:, size:]
+        weights: list[Tensor]
+        biases: list[Tensor] | None
+        if isinstance(qkv, JoinedLinear):
+            weights, biases = qkv.weights_and_biases()
+            weights, biases = weights[:2], biases and biases[:2]
+        else:
+            weights = [qkv.weight[: 2 * size]]
+            biases = None if qkv.bias is None else [qkv.bias[: 2 * size]]
+
+        def product() -> Tensor:
+            return ops.linear(rows, weights, biases, backend=qkv.backend)
+
+        both = self._kept.of([rows, *weights, *(biases or [])], qkv.backend, product)
+        return both[:, :size], both[:, size:]
+
 
 def _is_plain(projection: nn.Module) -> bool:
     return isinstance(projection, QuantizedLinear) or deviation(projection, Linear) is None
-
-
-def _shared(qkv: nn.Module, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Project rows to the queries and keys of the content's projection."""
-    size = rows.shape[1]
-    if isinstance(qkv, JoinedLinear):
-        if deviation(qkv, Linear) is not None:
-            queries, keys = (part(rows.unsqueeze(0)).squeeze(0) for part in list(qkv.parts)[:2])
-            return queries, keys
-        weights, biases = qkv.weights_and_biases()
-        both = ops.linear(rows, weights[:2], biases and biases[:2], backend=qkv.backend)
-    elif type(qkv) is Linear and deviation(qkv, Linear) is None:
-        bias = None if qkv.bias is None else qkv.bias[: 2 * size]
-        both = ops.linear(rows, qkv.weight[: 2 * size], bias, backend=qkv.backend)
-    else:
-        both = qkv(rows)[:, : 2 * size]
-    return both[:, :size], both[:, size:]
 
 
 def score_scale(config: BertConfig) -> float:

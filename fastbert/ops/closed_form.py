@@ -87,9 +87,11 @@ def relative_terms_backward(
 
     def by_row(gradients, table):
         """Sum gradients (B, H, L, L') over the elements with the same row: (B, H, L, P)."""
-        sums = gradients.new_zeros(*gradients.shape[:3], table.shape[0])
+        # Sums have up to L' terms, which 16 bits would not hold.
+        wide = torch.promote_types(gradients.dtype, torch.float32)
+        sums = gradients.new_zeros(*gradients.shape[:3], table.shape[0], dtype=wide)
         where = rows if gradients is dterms else rows.transpose(-2, -1)
-        return sums.scatter_add_(-1, where, gradients)
+        return sums.scatter_add_(-1, where, gradients.to(wide))
 
     gradients = {"q": torch.zeros_like(q), "k": torch.zeros_like(k)}
     # A row of q or k that is padding or masked may be NaN, and its gradients are 0.
@@ -99,7 +101,7 @@ def relative_terms_backward(
     ):
         if table is None:
             continue
-        sums = by_row(other, table)
+        sums = by_row(other, table).to(q.dtype)
         x = (q if side == "q" else k).masked_fill((sums == 0.0).all(-1, keepdim=True), 0.0)
         gradients[side] = sums @ table.transpose(0, 1)
         gradients[name] = torch.einsum("bhlp,bhld->phd", sums, x)

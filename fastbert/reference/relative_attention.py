@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastbert.reference.attention import attention, attention_varlen
+from fastbert.reference.attention import attention, attention_varlen, hide_unattended
 from fastbert.reference.varlen import longest, pad_rows
 
 
@@ -41,7 +41,7 @@ def relative_terms(
     segment_scores: Tensor | None = None,
     lengths: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """Compute the terms that are added to ``q kᵀ``, of shape (B, H, Lq, Lk).
+    """Compute the terms that are added to ``q kᵀ``, of shape (B, H, Lq, Lk) in the dtype of `q`.
 
     q is (B, H, Lq, D), k is (B, H, Lk, D), the segments are (B, L), and the segment scores are (B,
     H, Lq). The other arguments are those of ``fastbert.ops.relative_attention``.
@@ -62,7 +62,7 @@ def relative_terms(
     if segments is not None and segment_scores is not None:
         differ = segments[0].unsqueeze(2) != segments[1].unsqueeze(1)  # (B, Lq, Lk)
         terms = terms + torch.where(differ.unsqueeze(1), segment_scores.unsqueeze(-1), 0.0)
-    return terms
+    return terms.to(q.dtype)
 
 
 def relative_attention(
@@ -93,8 +93,12 @@ def relative_attention(
         "mask": mask, "dropout_p": dropout_p, "scale": scale, "return_weights": return_weights,
         "dropout_seed": dropout_seed,
     }  # fmt: skip
+    # Terms of keys to which no query attends would be masked, but NaN in such a key would reach the
+    # gradient of the table.
+    allowed = mask[:, None, None, :] if mask is not None and mask.dim() == 2 else mask
     if cu_seqlens_q is None:
-        bias = relative_terms(q, k, *tables, segments, segment_scores) * scale
+        hidden = hide_unattended(k, allowed)
+        bias = relative_terms(q, hidden, *tables, segments, segment_scores) * scale
         return attention(q, k, v, bias=bias, **options)
     cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
     max_seqlen_q = longest(cu_seqlens_q) if max_seqlen_q is None else max_seqlen_q
@@ -108,6 +112,7 @@ def relative_attention(
         )
         segment_scores = pad_rows(segment_scores, cu_seqlens_q, max_seqlen_q)[0].transpose(1, 2)
     lengths = (cu_seqlens_q.diff(), cu_seqlens_k.diff())
+    padded_k = hide_unattended(padded_k, allowed)
     terms = relative_terms(padded_q, padded_k, *tables, segments, segment_scores, lengths)
     return attention_varlen(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, bias=terms * scale,

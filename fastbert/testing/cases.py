@@ -21,6 +21,7 @@ OPS = (
     "attention",
     "attention_varlen",
     "attention_qkvpacked",
+    "relative_attention",
     "layer_norm",
     "rms_norm",
     "rotary",
@@ -118,7 +119,7 @@ class Case:
         salt = zlib.crc32(f"{self.op}/{self.name}/{seed}".encode())
         draw = Draw(torch.Generator().manual_seed(salt), dtype)
         inputs = _BUILDERS[self.op](draw, *self.shape, **self.options)
-        return inputs.map(lambda _, v: v.to(device) if isinstance(v, Tensor) else v)
+        return inputs.map(lambda _, v: _moved(v, device))
 
     def command(self, backend: str, dtype: torch.dtype, seed: int = 0) -> str:
         """Return the command line that runs the case again, with the inputs of `seed`."""
@@ -166,6 +167,13 @@ class Draw:
         lengths = torch.randint(shortest, longest + 1, (batch,), generator=self.generator)
         lengths[0] = longest
         return lengths
+
+
+def _moved(value: Any, device: str) -> Any:
+    """Return an argument whose tensor, or tuple of tensors, is on the device."""
+    if isinstance(value, tuple):
+        return tuple(_moved(element, device) for element in value)
+    return value.to(device) if isinstance(value, Tensor) else value
 
 
 def _present(arguments: dict[str, Any]) -> tuple[str, ...]:
@@ -287,6 +295,49 @@ def _attention_qkvpacked(
     return Inputs(positional, {**options, **keyword}, gradients)
 
 
+def _relative_attention(
+    draw, batch, heads, queries, keys, head_dim, positions, *, tables="kqb", segments=False,
+    packed=False, slack=0, mask=None, dropout_p=0.0, **options,
+):  # fmt: skip
+    """Draw the inputs of attention with relative positions.
+
+    The letters k, q and b of `tables` stand for position_keys, position_queries and position_bias.
+    Packed sequences have at most `queries` queries and `keys` keys, and then `slack` more rows.
+    """
+    shapes: dict[str, tuple[int, ...]] = {"q": (batch, heads, queries, head_dim)}
+    shapes |= dict.fromkeys("kv", (batch, heads, keys, head_dim))
+    keyword = _pairs(draw, (batch, heads, queries, keys), mask, False, dropout_p)
+    of_queries: tuple[int, ...] = (batch, queries)
+    of_keys: tuple[int, ...] = (batch, keys)
+    of_scores: tuple[int, ...] = (batch, heads, queries)
+    if packed:
+        lengths = draw.lengths(batch, queries)
+        key_lengths = lengths if queries == keys else draw.lengths(batch, keys)
+        keyword["cu_seqlens_q"] = _cumulative(tuple(lengths.tolist()))
+        keyword["cu_seqlens_k"] = _cumulative(tuple(key_lengths.tolist()))
+        of_queries, of_keys = (int(lengths.sum()) + slack,), (int(key_lengths.sum()) + slack,)
+        of_scores = (*of_queries, heads)
+        rows = {"q": of_queries, "k": of_keys, "v": of_keys}
+        shapes = {name: (*rows[name], heads, head_dim) for name in "qkv"}
+    # The index has more distances than the sequences.
+    distances = 2 * (max(queries, keys, 1) + 2) - 1
+    positional = {name: draw.normal(*shape) for name, shape in shapes.items()}
+    positional["index"] = draw.integers(positions, distances).int()
+    terms: dict[str, Any] = {}
+    if "k" in tables:
+        terms["position_keys"] = draw.normal(positions, heads, head_dim, scale=0.5)
+    if "q" in tables:
+        terms["position_queries"] = draw.normal(positions, heads, head_dim, scale=0.5)
+    if "b" in tables:
+        # The scale of the logits applies to the bias, too.
+        terms["position_bias"] = draw.normal(positions, heads, scale=head_dim**0.5)
+    if segments:
+        terms["segment_scores"] = draw.normal(*of_scores, scale=head_dim**0.5)
+        keyword["segments"] = (draw.integers(2, *of_queries), draw.integers(2, *of_keys))
+    gradients = ("q", "k", "v", *terms)
+    return Inputs(positional, {**options, **keyword, **terms}, gradients)
+
+
 def _layer_norm(
     draw, rows, columns, *, bias=True, residual=True, x_bias=True, dropout_p=0.0, mean=0.0,
     constant=False,
@@ -393,6 +444,7 @@ _BUILDERS: dict[str, Callable[..., Inputs]] = {
     "attention": _attention,
     "attention_varlen": _attention_varlen,
     "attention_qkvpacked": _attention_qkvpacked,
+    "relative_attention": _relative_attention,
     "layer_norm": _layer_norm,
     "rms_norm": _rms_norm,
     "rotary": _rotary,
@@ -407,6 +459,10 @@ _FLOPS: dict[str, Callable[..., int]] = {
     "attention": lambda b, h, lq, lk, d: 4 * b * h * lq * lk * d,
     "attention_varlen": lambda lengths, h, d, slack=0: 4 * h * d * sum(n * n for n in lengths),
     "attention_qkvpacked": lambda lengths, h, d, slack=0: 4 * h * d * sum(n * n for n in lengths),
+    # Every query and every key is multiplied by the rows of a table.
+    "relative_attention": lambda b, h, lq, lk, d, p: (
+        4 * b * h * lq * lk * d + 2 * b * h * (lq + lk) * p * d
+    ),
     "layer_norm": lambda rows, columns: 8 * rows * columns,
     "rms_norm": lambda rows, columns: 5 * rows * columns,
     "rotary": lambda tokens, total, head_dim, heads: 3 * tokens * heads * head_dim,
@@ -421,6 +477,7 @@ _ELEMENTS: dict[str, Callable[..., int]] = {
     "attention": lambda b, h, lq, lk, d: 2 * b * h * (lq + lk) * d,
     "attention_varlen": lambda lengths, h, d, slack=0: 4 * sum(lengths) * h * d,
     "attention_qkvpacked": lambda lengths, h, d, slack=0: 4 * sum(lengths) * h * d,
+    "relative_attention": lambda b, h, lq, lk, d, p: 2 * h * (b * (lq + lk) + p) * d,
     "layer_norm": lambda rows, columns: 3 * rows * columns,
     "rms_norm": lambda rows, columns: 3 * rows * columns,
     "rotary": lambda tokens, total, head_dim, heads: (2 * total + 1) * tokens * head_dim,
@@ -457,6 +514,16 @@ def _cases() -> Iterator[Case]:
     yield case("attention_varlen", "one_token", (1,), 2, 111)
     yield case("attention_qkvpacked", "packed", (33, 0, 1, 40), 2, 64, 5, quick=True)
     yield case("attention_qkvpacked", "dense", (37, 37), 2, 40, dense=True, dropout_p=0.1)
+    # The shape of this operation ends with the number of rows of the tables.
+    yield case("relative_attention", "deberta", 2, 2, 37, 37, 64, 30, tables="kq", mask="padding",
+               quick=True)  # fmt: skip
+    yield case("relative_attention", "xlnet", 2, 3, 33, 33, 32, 65, tables="kb", segments=True)
+    yield case("relative_attention", "t5", 2, 2, 40, 40, 64, 12, tables="b", quick=True, scale=0.2)
+    yield case("relative_attention", "packed", 4, 2, 37, 37, 64, 20, packed=True, slack=5,
+               segments=True, quick=True)  # fmt: skip
+    yield case("relative_attention", "cross", 3, 2, 21, 70, 40, 33, packed=True, mask="rows")
+    yield case("relative_attention", "keys", 1, 2, 150, 150, 59, 40, tables="k", dropout_p=0.1)
+    yield case("relative_attention", "queries", 2, 2, 70, 31, 80, 9, tables="q", mask="rows")
     yield case("layer_norm", "residual", 37, 768, quick=True)
     yield case("layer_norm", "dropout", 29, 768, dropout_p=0.1, quick=True)
     yield case("layer_norm", "plain", 33, 111, residual=False, x_bias=False)

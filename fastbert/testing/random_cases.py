@@ -204,6 +204,30 @@ def _attention_qkvpacked(pick: Pick) -> Options:
             return shape, {**options, **pick.only(0.4, dense=True)}
 
 
+def _relative_attention(pick: Pick) -> Options:
+    def draw() -> tuple[Options, int]:
+        batch, heads, head_dim, longest = _batch(pick)
+        queries, keys = pick.size(longest), pick.size(longest)
+        queries = keys if pick.chance(0.6) else queries
+        # With one row, every key of a query has the same term, which changes no result.
+        positions = 1 + pick.size(80)
+        options = {
+            "tables": pick.one(("k", "q", "b", "kq", "kb", "qb", "kqb", "kqb")),
+            **pick.only(0.3, segments=True),
+            **pick.only(0.3, scale=pick.one((0.5, 0.25, -0.5)) * head_dim**-0.5),
+            **pick.only(0.5, mask=pick.one(("padding", "rows", "k", "bq", "qk", "bhqk"))),
+            **pick.dropout(),
+        }
+        if pick.chance(0.5):
+            options |= {"packed": True, **pick.only(0.3, slack=pick.size(20))}
+        # The first of packed sequences has the greatest length.
+        sequences = 1 if "packed" in options else batch
+        free = sequences * heads * free_logits(queries, keys)
+        return ((batch, heads, queries, keys, head_dim, positions), options), free
+
+    return _until_free(draw)
+
+
 def _rows(pick: Pick, largest: int = 40) -> int:
     return pick.size(LARGEST_ROWS if pick.gpu_tiles else largest)
 
@@ -295,6 +319,7 @@ GENERATORS: dict[str, Callable[[Pick], Options]] = {
     "attention": _attention,
     "attention_varlen": _attention_varlen,
     "attention_qkvpacked": _attention_qkvpacked,
+    "relative_attention": _relative_attention,
     "layer_norm": _layer_norm,
     "rms_norm": _rms_norm,
     "rotary": _rotary,
@@ -304,7 +329,7 @@ GENERATORS: dict[str, Callable[[Pick], Options]] = {
     "embedding": _embedding,
     "linear_cross_entropy": _linear_cross_entropy,
 }
-# Attention has many options, so it gets five of thirteen cases.
+# Attention has many options, so it gets six of fourteen cases.
 TURNS = (*OPS, "attention", "attention_varlen")
 
 

@@ -129,6 +129,8 @@ def _stock(whole: nn.Module) -> Iterator[tuple[nn.Module, BertModel]]:
         bound = list(host.bound_encoders(whole).values())
         if len(bound) != 1 or outer is None:
             raise ValueError(f"model: got {len(bound)} encoders, allowed: one")
+        if not isinstance(bound[0].model, BertModel):
+            raise ValueError("model: got XLNet, allowed: a model of another family")
         yield outer, bound[0].model
     finally:
         if not before:

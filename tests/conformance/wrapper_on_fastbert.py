@@ -49,8 +49,11 @@ def cut(module: nn.Module, given: Any, out: Tensor) -> Tensor:
     return out
 
 
-def hook(encoder: nn.Module) -> None:
-    encoder.encoder.layer[1].output.dense.register_forward_hook(cut)  # type: ignore[union-attr]
+def hook(encoder: Any) -> None:
+    if hasattr(encoder, "layers"):  # ModernBERT
+        encoder.layers[1].mlp.Wo.register_forward_hook(cut)
+        return
+    encoder.encoder.layer[1].output.dense.register_forward_hook(cut)
 
 
 def compared(name: str, cache: Path) -> dict[str, Any]:

@@ -224,13 +224,55 @@ def gliner(given: Folders) -> Any:
     return GLiNER.from_config(config, backbone_from_pretrained=True).eval()
 
 
-def entity_logits(made: Any) -> list[Tensor]:
+# The random encoders of GLiNER: model type → settings. The vocabulary is MiniLM's.
+BACKBONES: dict[str, dict[str, Any]] = {
+    "deberta-v2": {
+        "position_buckets": 16, "relative_attention": True, "norm_rel_ebd": "layer_norm",
+        "share_att_key": True, "pos_att_type": "p2c|c2p", "position_biased_input": False,
+        "type_vocab_size": 0,
+    },
+    "modernbert": {
+        "local_attention": 8, "pad_token_id": 0, "bos_token_id": 101, "eos_token_id": 102,
+        "cls_token_id": 101, "sep_token_id": 102,
+    },
+}  # fmt: skip
+
+
+def gliner_on(model_type: str) -> Callable[[Folders], Any]:
+    """Return a function that saves a small random encoder, and builds a GLiNER around it."""
+
+    def build(given: Folders) -> Any:
+        folder = Path(given.classifier).with_name(f"random-{model_type}")
+        if not (folder / "tokenizer.json").exists():
+            torch.manual_seed(0)
+            tokenizer = transformers.AutoTokenizer.from_pretrained(given.encoder)
+            sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+            config = transformers.AutoConfig.for_model(
+                model_type, vocab_size=len(tokenizer), intermediate_size=96, **sizes,
+                **BACKBONES[model_type],
+            )  # fmt: skip
+            transformers.AutoModel.from_config(config).save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
+        return gliner(given._replace(encoder=str(folder)))
+
+    return build
+
+
+def entity_logits(made: Any, **options: Any) -> list[Tensor]:
     """Return logits, because nearly equal scores of two tags may give different entities."""
     logits = []
     handle = made.model.register_forward_hook(lambda *given: logits.append(given[-1].logits))
-    made.inference(TEXTS[:3], ENTITIES, threshold=0.0)
+    made.inference(TEXTS[:3], ENTITIES, threshold=0.0, **options)
     handle.remove()
     return logits
+
+
+def entity_logits_of_both(made: Any) -> list[Tensor]:
+    """Return the logits of padded sequences, and those of sequences that share a row."""
+    from gliner.infer_packing import InferencePackingConfig
+
+    packing = InferencePackingConfig(max_length=128, sep_token_id=102, streams_per_batch=1)
+    return entity_logits(made) + entity_logits(made, packing_config=packing)
 
 
 def infinity(given: Folders) -> Any:
@@ -284,6 +326,9 @@ WRAPPERS: dict[str, Wrapper] = {
     ),
     "bertopic": Wrapper(("bertopic",), bertopic, topics),
     "gliner": Wrapper(("gliner",), gliner, entity_logits),
+    "gliner-deberta": Wrapper(("gliner",), gliner_on("deberta-v2"), entity_logits_of_both),
+    # In GLiNER 0.2.29, the packed path of ModernBERT calls a method that transformers 5 lacks.
+    "gliner-modernbert": Wrapper(("gliner",), gliner_on("modernbert"), entity_logits),
     "infinity": Wrapper(
         ("infinity-emb", "requests"), infinity, infinity_embeddings, pins=("numpy<2",)
     ),

@@ -128,6 +128,28 @@ def attention(operator: str) -> Case:
     return Case(call, ends, [10])
 
 
+def relative_attention(operator: str, changing: str) -> Case:
+    """Packed sequences whose boundaries or whose rows of distances change."""
+    ends, index = lengths(), torch.arange(39, dtype=torch.int32) % 7
+    segments = torch.arange(400) % 2
+    q, keys, queries = torch.randn(400, 2, 16), torch.randn(7, 2, 16), torch.randn(7, 2, 16)
+    terms = (index, keys, queries, keys[..., 0], segments, segments, q[..., 0])
+    given = (*terms, None, ends, ends, None, 20, 20, 0.0, 0.25)
+
+    def forward():
+        return OPS.relative_attention_forward(q, q, q, *given)
+
+    def weights():
+        return OPS.relative_attention_weights(q, q, *given)
+
+    def backward():
+        return OPS.relative_attention_backward(q, q, q, q, *given)
+
+    call = {"forward": forward, "weights": weights, "backward": backward}[operator]
+    tensors = {"index": index, "cu_seqlens": ends}
+    return Case(call, tensors[changing], [10])
+
+
 def encoder() -> Case:
     ends, hidden = lengths(), torch.randn(400, 32)
     shapes = [(96, 32), (32, 32), (64, 32), (32, 64)]
@@ -192,6 +214,13 @@ CASES = {
     "attention_forward": lambda: attention("forward"),
     "attention_backward": lambda: attention("backward"),
     "attention_weights": lambda: attention("weights"),
+    **{
+        f"relative_attention_{operator}-{changing}": (
+            lambda operator=operator, changing=changing: relative_attention(operator, changing)
+        )
+        for operator in ("forward", "backward", "weights")
+        for changing in ("index", "cu_seqlens")
+    },
     "encoder": encoder,
     "bert": bert,
     "decoder_step": decoder,

@@ -47,6 +47,7 @@ def good_calls() -> dict[str, list[Call]]:
     calls["scatter_rows"] = [
         {"values": torch.randn(3, H), "indices": i, "rows": 5} for i in (rising, mixed)
     ]
+    _relative_attention(calls)
     return calls
 
 
@@ -171,6 +172,35 @@ def _attention(calls: dict[str, list[Call]]) -> None:
     ]
 
 
+def _relative_attention(calls: dict[str, list[Call]]) -> None:
+    """Add calls of dense sequences with all terms, and of packed sequences with one table."""
+    B, L, D, P = 2, 3, 4, 5
+    dropout = {"seed": torch.tensor([SEED]), "dropout_p": 0.25, "scale": 0.5}
+    index = {"index": torch.tensor([4, 0, 1, 1, 2, 3, 0], dtype=torch.int32)}
+    dense = {name: torch.randn(B, HEADS, L, D) for name in "qkv"} | index | {
+        "position_keys": torch.randn(P, HEADS, D), "position_queries": torch.randn(P, HEADS, D),
+        "position_bias": torch.randn(P, HEADS), "q_segments": torch.randint(0, 2, (B, L)),
+        "k_segments": torch.randint(0, 2, (B, L), dtype=torch.int32),
+        "segment_scores": torch.randn(B, HEADS, L), "mask": torch.rand(B, 1, L, L) < 0.8,
+        "cu_seqlens_q": None, "cu_seqlens_k": None, "max_seqlen_q": L, "max_seqlen_k": L,
+    }  # fmt: skip
+    ends = torch.tensor([0, 2, 5], dtype=torch.int32)
+    packed = {name: torch.randn(T, HEADS, D) for name in "qkv"} | index | {
+        "position_keys": torch.randn(P, HEADS, D), "position_queries": None, "position_bias": None,
+        "q_segments": torch.randint(0, 2, (T,)), "k_segments": torch.randint(0, 2, (T,)),
+        "segment_scores": torch.randn(T, HEADS), "mask": None,
+        "cu_seqlens_q": ends, "cu_seqlens_k": ends.clone(), "max_seqlen_q": L, "max_seqlen_k": L,
+    }  # fmt: skip
+    forms = [call | dropout for call in (dense, packed)]
+    calls["relative_attention_forward"] = forms
+    calls["relative_attention_weights"] = [
+        {k: v for k, v in call.items() if k != "v"} for call in forms
+    ]
+    calls["relative_attention_backward"] = [
+        {"dout": torch.randn_like(call["q"])} | call for call in forms
+    ]
+
+
 def _embedding(ops: Any, calls: dict[str, list[Call]]) -> None:
     indices = {
         "ids": torch.randint(0, 7, (T,)),
@@ -266,6 +296,7 @@ def _encoder(calls: dict[str, list[Call]]) -> None:
             "embedding": [words, positions, *norm, types], "pooler": [], "first_position": None,
         },
     ]  # fmt: skip
+    calls["same_bytes"] = [{"a": [torch.arange(9.0)], "b": [torch.arange(9.0)]}]
     calls["use_huge_pages"] = [{"weights": [torch.randn(64, 64), torch.randn(8)]}]
     plain = {"rotations": [], "windows": [], "inner_projections": 1, "pre_norm": False}
     rest = plain | rest | {"all_states": True}

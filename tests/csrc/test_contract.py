@@ -131,3 +131,53 @@ def test_attention_names_the_argument(operators, name, value, error):
     operators.attention_forward(q, k, v, **options)
     with pytest.raises(error, match=rf"^{name}: got .*allowed"):
         operators.attention_forward(q, k, v, **(options | {name: value}))
+
+
+NUMBERS, ROWS = torch.arange(17).int(), torch.zeros(2, 9, dtype=torch.int64)
+BAD_RELATIVE_ATTENTION = [
+    ("index", NUMBERS.long(), TypeError),
+    ("index", NUMBERS[:16], ValueError),
+    ("index", NUMBERS[:15], ValueError),
+    ("index", NUMBERS[None], ValueError),
+    ("index", NUMBERS - 1, ValueError),
+    ("index", NUMBERS + 1, ValueError),
+    ("position_keys", torch.zeros(16, 3, 8), ValueError),
+    ("position_keys", torch.zeros(17, 3, 8).half(), TypeError),
+    ("position_queries", torch.zeros(17, 3, 7), ValueError),
+    ("position_queries", torch.zeros(17, 3, 8).double(), TypeError),
+    ("position_bias", torch.zeros(17, 2), ValueError),
+    ("position_bias", torch.zeros(17, 3).bfloat16(), TypeError),
+    ("position_bias", torch.zeros(17, 3).bool(), TypeError),
+    ("q_segments", ROWS[:, :8], ValueError),
+    ("q_segments", ROWS.bool(), TypeError),
+    ("k_segments", ROWS[0], ValueError),
+    ("k_segments", ROWS.float(), TypeError),
+    ("segment_scores", None, ValueError),
+    ("segment_scores", torch.zeros(2, 3, 8), ValueError),
+    ("segment_scores", torch.zeros(2, 3, 9).double(), TypeError),
+    ("mask", torch.ones(2, 1, 1, 7, dtype=torch.bool), ValueError),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "error"), BAD_RELATIVE_ATTENTION)
+def test_relative_attention_names_the_argument(operators, name, value, error):
+    q, k, v = torch.randn(3, 2, 3, 9, 8)
+    options = {
+        "index": NUMBERS, "position_keys": torch.randn(17, 3, 8),
+        "position_queries": torch.randn(17, 3, 8), "position_bias": torch.randn(17, 3),
+        "q_segments": ROWS, "k_segments": ROWS, "segment_scores": torch.randn(2, 3, 9),
+        "mask": None, "cu_seqlens_q": None, "cu_seqlens_k": None, "seed": None,
+        "max_seqlen_q": 9, "max_seqlen_k": 9, "dropout_p": 0.0, "scale": 0.3,
+    }  # fmt: skip
+    operators.relative_attention_forward(q, k, v, **options)
+    # A table may have more rows than the other tables have, and then these are named.
+    named = "position_\\w+" if name.startswith("position") else name
+    with pytest.raises(error, match=rf"^{named}: got .*allowed"):
+        operators.relative_attention_forward(q, k, v, **(options | {name: value}))
+
+
+def test_relative_attention_needs_a_table(operators):
+    q = torch.randn(2, 3, 9, 8)
+    nothing = [None] * 10
+    with pytest.raises(ValueError, match=r"^position_keys: got None, allowed: a tensor"):
+        operators.relative_attention_forward(q, q, q, NUMBERS, *nothing, 9, 9, 0.0, 0.3)

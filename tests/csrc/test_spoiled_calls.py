@@ -124,6 +124,8 @@ HARMLESS = (
     (r"bert/.*", r"parameters", r"dtype .*"),
     # These calls read no element of the changed argument.
     (r"use_huge_pages/0", r"weights", r".*"),
+    # Other tensors have other bytes.
+    (r"same_bytes/0", r"a|b", r".*"),
     (r"bert/.*", r"embedding", r"dtype .*"),
     (r"bert/.*", r"pooler", FLOATING),
     (r"bert/.*", r"embedding|pooler|parameters", r"no tensor|one tensor less"),
@@ -142,9 +144,9 @@ HARMLESS = (
     (r"rotary/0|encoder/.*|layer_\w+/.*", r"heads", r"[013]"),
     (r"attention_weights/.*", r"heads|rows", r"\[\]|\[0, 0.*"),
     # Dense attention takes lengths from shapes. The encoder takes the batch size from cu_seqlens.
-    (r"attention_\w+/0", r"max_seqlen_[qk]", NUMBER),
+    (r"(relative_)?attention_\w+/0", r"max_seqlen_[qk]", NUMBER),
     (r"encoder/[13]", r"batch", NUMBER),
-    (r"attention_\w+/1|encoder/[13]", r"max_seqlen(_[qk])?", r"4"),
+    (r"(relative_)?attention_\w+/1|encoder/[13]", r"max_seqlen(_[qk])?", r"4"),
     (r"encoder/3", r"rotations|windows", r"no tensor|\[\]"),
     # Parameters may have any floating-point dtype. An operand that need not match another operand
     # may also have another number of rows.
@@ -166,7 +168,16 @@ HARMLESS = (
     (r".*", r"ids|token_types|positions|labels", INTEGER),
     (r"embedding_.*", r"(word|type|position)_table", r"size \+ 1 of dimension 0"),
     (r"attention_(forward|weights)/1|encoder/[13]", r"q|k|hidden|cu_seqlens", ROWS),
-    (r"attention_\w+/0|encoder/[02]", r"mask|bias", r"size [+-] 1 of dimension [01]"),
+    (
+        r"(relative_)?attention_\w+/0|encoder/[02]",
+        r"mask|bias",
+        r"size [+-] 1 of dimension [01]",
+    ),
+    # Only one of the three tables is needed, and a table may be longer than needed. Two segments
+    # are compared, and any two numbers can be.
+    (r"relative_attention_\w+/0", r"position_(keys|queries|bias)", r"None"),
+    (r"relative_attention_\w+/1", r"position_keys", r"size \+ 1 of dimension 0"),
+    (r"relative_attention_.*", r"[qk]_segments", f"{CONTENT}|{INTEGER}"),
     (r"encoder/.*|linear_of_parts/0", r"parameters|biases", r"no tensor"),
     # The length of the bias sets how many outputs of a padded int8 weight are real.
     (r"encoder/1|bert/2", r"parameters", r"size [+-] 1 of dimension 0"),

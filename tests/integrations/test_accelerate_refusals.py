@@ -18,7 +18,7 @@ from fastbert.modules.class_name import class_name
 
 ENCODERS = (
     "an encoder of transformers: bert, roberta, xlm-roberta, camembert, electra, albert, "
-    "distilbert, mpnet, nomic_bert, deberta-v2, modernbert, marian"
+    "distilbert, mpnet, nomic_bert, deberta-v2, modernbert, marian, xlnet"
 )
 
 

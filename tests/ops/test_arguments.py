@@ -70,6 +70,70 @@ def test_bad_type(argument):
         BAD_TYPES[argument]()
 
 
+R = torch.arange(9, dtype=torch.int32)
+P = torch.randn(9, 3, 8)
+S = (torch.zeros(2, 5, dtype=torch.int64), torch.zeros(2, 5, dtype=torch.int32))
+# Valid arguments of attention with every relative term, dense and packed.
+RELATIVE = {
+    "q": Q, "k": Q, "v": Q, "index": R, "position_keys": P, "position_queries": P,
+    "position_bias": P[..., 0], "segments": S, "segment_scores": Q[..., 0],
+}  # fmt: skip
+PACKED = RELATIVE | {
+    "q": T, "k": T, "v": T, "segments": (IDS, IDS), "segment_scores": T[..., 0],
+    "cu_seqlens_q": CU, "cu_seqlens_k": CU,
+}  # fmt: skip
+BAD_RELATIVE = [
+    (RELATIVE, {"q": Q[0]}, ValueError, "q"),
+    (RELATIVE, {"q": Q.double()}, ValueError, "k"),
+    (RELATIVE, {"k": Q[:, :2], "v": Q[:, :2]}, ValueError, "k"),
+    (RELATIVE, {"v": Q[:, :, :4]}, ValueError, "v"),
+    (RELATIVE, {"index": R.long()}, TypeError, "index"),
+    (RELATIVE, {"index": R[:8]}, ValueError, "index"),
+    (RELATIVE, {"index": R[:7]}, ValueError, "index"),
+    (RELATIVE, {"index": R[None]}, ValueError, "index"),
+    (RELATIVE, {"index": R + 1}, ValueError, "index"),
+    (RELATIVE, {"index": R - 1}, ValueError, "index"),
+    (RELATIVE, {"position_keys": P[:, :2]}, ValueError, "position_keys"),
+    (RELATIVE, {"position_keys": P.bfloat16()}, ValueError, "position_keys"),
+    (RELATIVE, {"position_keys": P[:8]}, ValueError, "position_queries"),
+    (RELATIVE, {"position_queries": P[..., :4]}, ValueError, "position_queries"),
+    (RELATIVE, {"position_queries": P.double()}, ValueError, "position_queries"),
+    (RELATIVE, {"position_bias": P}, ValueError, "position_bias"),
+    (RELATIVE, {"position_bias": P[..., 0].bfloat16()}, ValueError, "position_bias"),
+    (
+        RELATIVE,
+        {"position_keys": None, "position_queries": None, "position_bias": None},
+        ValueError,
+        "position_keys, position_queries, position_bias",
+    ),
+    (RELATIVE, {"segments": None}, ValueError, "segment_scores"),
+    (RELATIVE, {"segment_scores": None}, ValueError, "segment_scores"),
+    (RELATIVE, {"segment_scores": Q[..., :4, 0]}, ValueError, "segment_scores"),
+    (RELATIVE, {"segment_scores": Q[..., 0].double()}, ValueError, "segment_scores"),
+    (RELATIVE, {"segments": (S[0][:, :4], S[1])}, ValueError, "q_segments"),
+    (RELATIVE, {"segments": (S[0], S[1].float())}, TypeError, "k_segments"),
+    (RELATIVE, {"mask": torch.ones(2, 4, dtype=torch.bool)}, ValueError, "mask"),
+    (RELATIVE, {"mask": torch.ones(2, 5)}, TypeError, "mask"),
+    (RELATIVE, {"dropout_p": 1.5}, ValueError, "dropout_p"),
+    (RELATIVE, {"dropout_p": 0.5, "dropout_seed": IDS[:2]}, ValueError, "dropout_seed"),
+    (RELATIVE, {"backend": "cuda"}, ValueError, "backend"),
+    (RELATIVE, {"backend": "tensorrt"}, ValueError, "backend"),
+    (PACKED, {"q": Q}, ValueError, "q"),
+    (PACKED, {"cu_seqlens_q": CU.long()}, TypeError, "cu_seqlens_q"),
+    (PACKED, {"cu_seqlens_k": CU[:2]}, ValueError, "cu_seqlens_k"),
+    (PACKED, {"segments": (IDS[:3], IDS)}, ValueError, "q_segments"),
+    (PACKED, {"segment_scores": T[..., 0].t()}, ValueError, "segment_scores"),
+    (PACKED, {"index": R[:3], "max_seqlen_k": 4}, ValueError, "index"),
+]
+
+
+@pytest.mark.parametrize(("given", "change", "error", "argument"), BAD_RELATIVE)
+def test_bad_relative_attention(given, change, error, argument):
+    ops.relative_attention(**given)
+    with pytest.raises(error, match=rf"^{argument}: got .*, allowed: |^{argument}: '\w+' cannot"):
+        ops.relative_attention(**given | change)
+
+
 def test_mask_of_unpad():
     with pytest.raises(ValueError, match=r"^mask: got shape \(2, 4\), allowed: \(2, 5\)"):
         ops.unpad(torch.randn(2, 5, 3), torch.ones(2, 4))

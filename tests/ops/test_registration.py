@@ -57,6 +57,8 @@ OPERATORS = [
     ("attention", "_attention_backward"),
     ("attention", "_attention_qkvpacked"),
     ("attention", "_attention_qkvpacked_backward"),
+    ("relative_attention", "_relative_attention"),
+    ("relative_attention", "_relative_attention_backward"),
     ("layer_norm", "_layer_norm"),
     ("layer_norm", "_layer_norm_backward"),
     ("rms_norm", "_rms_norm"),
@@ -110,6 +112,21 @@ def test_opcheck_of_attention_weights(device):
             torch.library.opcheck(torch.ops.fastbert.attention_weights.default, arguments)
 
 
+def test_opcheck_of_relative_attention_weights():
+    call = find("relative_attention", "packed")[0].inputs(torch.float32)
+    given, (q, k) = dict(call.items()), (call.positional[name] for name in "qk")
+    lengths = (given["cu_seqlens_q"], given["cu_seqlens_k"])
+    tables = (given[f"position_{name}"] for name in ("keys", "queries", "bias"))
+    terms = (given["index"], *tables, *given["segments"], given["segment_scores"], None)
+    longest = (int(cu_seqlens.diff().max()) for cu_seqlens in lengths)
+    arguments = (q, k, *terms, *lengths, None, *longest, 0.0, 0.125)
+    for backend in ("reference", "cpu"):
+        request = backends.Request("cpu", q.dtype)
+        if backends.refusal("relative_attention_weights", backend, request) is None:
+            operator = torch.ops.fastbert.relative_attention_weights.default
+            torch.library.opcheck(operator, (*arguments, backend))
+
+
 @pytest.mark.each_value
 @pytest.mark.parametrize(("case", "backend", "dtype", "device"), RUNS)
 def test_compiles_in_one_graph(case, backend, dtype, device):
@@ -151,7 +168,11 @@ def test_compiled_dropout_draws_a_new_mask_each_call(inductor, compiler, device)
 
 
 @pytest.mark.parametrize(
-    "op", ["attention", "linear", "linear_gelu", "feed_forward", "linear_cross_entropy"]
+    "op",
+    [
+        *("attention", "relative_attention", "linear", "linear_gelu", "feed_forward"),
+        "linear_cross_entropy",
+    ],
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast(op, dtype, device):
@@ -183,6 +204,19 @@ def test_double_backward_raises_clearly_and_the_reference_has_it(device):
         reference.attention(q, q, q).square().sum(), q, create_graph=True
     )
     gradient.sum().backward()
+
+
+def test_double_backward_of_relative_attention_raises_clearly_and_the_reference_has_it():
+    q, index = torch.randn(1, 1, 4, 8, requires_grad=True), torch.arange(7, dtype=torch.int32)
+    table = torch.randn(7, 1, 8, requires_grad=True)
+
+    def gradient(function):
+        loss = function(q, q, q, index, position_keys=table).square().sum()
+        return torch.autograd.grad(loss, table, create_graph=True)[0]
+
+    with pytest.raises(RuntimeError, match=r"fastbert\.reference"):
+        gradient(ops.relative_attention).sum().backward()
+    gradient(reference.relative_attention).sum().backward()
 
 
 def test_every_public_function_has_a_reference_of_the_same_name():

@@ -12,16 +12,17 @@ from fastbert import ops, reference
 from fastbert.ops import backend as backends
 
 X, W, B = torch.randn(6, 8), torch.randn(8, 8), torch.randn(8)
+TABLES = torch.randn(3, 15, 2, 4)
 OPERANDS = {"linear": (W, B), "linear_gelu": (W, B), "feed_forward": (W, B, W.t(), B)}
-each_op = pytest.mark.parametrize("op", [*OPERANDS, "rotary"])
+each_op = pytest.mark.parametrize("op", [*OPERANDS, "rotary", "relative_attention"])
 
 
 def both(op, **options):
     """Yield the operation `op` and its reference, both as functions of x only."""
     for module, extra in ((ops, options), (reference, {})):
         function = functools.partial(getattr(module, op), **extra)
-        if op == "rotary":
-            yield lambda x, function=function: turned(x, function)
+        if op in FUNCTIONS:
+            yield lambda x, function=function, op=op: FUNCTIONS[op](x, function)
         else:
             yield lambda x, function=function: function(x, *OPERANDS[op])
 
@@ -30,6 +31,23 @@ def turned(x, rotary):
     """View each row of x as two heads of size 4, and rotate only the first head."""
     angles = torch.arange(2.0 * x.shape[0]).view(-1, 2)
     return rotary(x.view(-1, 2, 4), angles.cos(), angles.sin(), heads=1).reshape(x.shape)
+
+
+def attended(x, relative_attention):
+    """View each row of x as two heads of size 4, and let the rows attend to each other."""
+    heads, index = x.view(1, -1, 2, 4).transpose(1, 2), torch.arange(15, dtype=torch.int32)
+    terms = {
+        "position_keys": TABLES[0],
+        "position_queries": TABLES[1],
+        "position_bias": TABLES[2, ..., 0],
+        "segments": (torch.arange(x.shape[0])[None] % 2,) * 2,
+        "segment_scores": heads[..., 0],
+    }
+    out = relative_attention(heads, heads, heads, index, **terms)
+    return out.transpose(1, 2).reshape(x.shape)
+
+
+FUNCTIONS = {"rotary": turned, "relative_attention": attended}
 
 
 @each_op

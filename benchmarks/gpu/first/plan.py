@@ -15,6 +15,7 @@ from pathlib import Path
 
 from benchmarks.gpu.first.canary import FAMILIES
 from benchmarks.gpu.sections import HAS_HOPPER
+from fastbert.ops import backend as backends
 from fastbert.testing.cases import OPS, TABLE_OF
 
 # Seconds that the whole plan may take.
@@ -27,8 +28,8 @@ FAULTS = "benchmarks.gpu.first.faults"
 # Without PyTorch's caching allocator, each tensor is a separate allocation, so that memcheck
 # detects an access between two tensors.
 UNCACHED = ("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
-# The operation that `fastbert check` calls bert is the whole model.
-CHECKED = (*OPS, "bert")
+# The operations that have Triton kernels. What `fastbert check` calls bert is the whole model.
+CHECKED = (*(op for op in OPS if "triton" in backends.TABLES[TABLE_OF[op]]), "bert")
 # Seconds for one case under compute-sanitizer, which slows kernels down.
 SANITIZED_CASE_LIMIT_S = 20
 # The time limits of a rehearsal are longer by this factor, because its processors are slower than a

@@ -242,8 +242,8 @@ struct Backward {
                          width / kPanel, block.rows, m.dk + at, width);
   }
 
-  // Adds the gradients of the relative terms of a block; `wants_segments` tells whether the gradient
-  // of the segment scores is wanted.
+  // Adds the gradients of the relative terms of a block; `wants_segments` tells whether the
+  // gradient of the segment scores is wanted.
   void add_relative(const Block& block, bool wants_segments) const {
     const int64_t key = block.key - keys.low;
     add_relative_gradients(

@@ -33,13 +33,15 @@ struct RelativeProblem : AttentionProblem {
     terms.queries = table("position_queries", r.position_queries, q);
     if (r.position_bias) {
       check_device("position_bias", *r.position_bias, q);
+      check_dtype_or_float("position_bias", *r.position_bias, q.scalar_type(), "q");
       check_shape("position_bias", *r.position_bias, {terms.positions, kernel.heads});
       terms.bias = keep(r.position_bias->t(), at::kFloat).const_data_ptr<float>();
     }
     const bool segmented = r.segment_scores.has_value();
-    TORCH_CHECK_VALUE(r.q_segments.has_value() == segmented && r.k_segments.has_value() == segmented,
-                      "segment_scores: got ", segmented ? "a tensor" : "None",
-                      ", allowed: a tensor if and only if q_segments and k_segments are given");
+    TORCH_CHECK_VALUE(
+        r.q_segments.has_value() == segmented && r.k_segments.has_value() == segmented,
+        "segment_scores: got ", segmented ? "a tensor" : "None",
+        ", allowed: a tensor if and only if q_segments and k_segments are given");
     if (segmented) read_segments(r, q);
     kernel.relative = &terms;
   }
@@ -57,9 +59,10 @@ struct RelativeProblem : AttentionProblem {
     TORCH_CHECK_TYPE(index.scalar_type() == at::kInt, "index: got dtype ", index.scalar_type(),
                      ", allowed: Int");
     const int64_t longest = std::max<int64_t>({1, kernel.max_q, kernel.max_k});
-    TORCH_CHECK_VALUE(index.dim() == 1 && index.numel() % 2 == 1 && index.numel() >= 2 * longest - 1,
-                      "index: got shape ", index.sizes(), ", allowed: (2 N - 1,) with N at least ",
-                      longest, ", the longest sequence");
+    TORCH_CHECK_VALUE(
+        index.dim() == 1 && index.numel() % 2 == 1 && index.numel() >= 2 * longest - 1,
+        "index: got shape ", index.sizes(), ", allowed: (2 N - 1,) with N at least ", longest,
+        ", the longest sequence");
     const auto& copy = keep(index, at::kInt);
     terms.index = copy.const_data_ptr<int32_t>();
     terms.most = (index.numel() + 1) / 2;
@@ -88,11 +91,18 @@ struct RelativeProblem : AttentionProblem {
       } else {
         check_shape(name, t, {kernel.batch, rows});
       }
-      return keep(t, at::kInt).const_data_ptr<int32_t>();
+      const auto& wide = keep(t, at::kLong);
+      const auto* numbers = wide.const_data_ptr<int64_t>();
+      for (int64_t i = 0; i < wide.numel(); ++i) {
+        TORCH_CHECK_VALUE(numbers[i] == (int32_t)numbers[i], name, ": got ", numbers[i],
+                          ", allowed: numbers of 32 bits");
+      }
+      return keep(wide, at::kInt).const_data_ptr<int32_t>();
     };
     terms.q_segments = segments("q_segments", *r.q_segments, q_rows);
     terms.k_segments = segments("k_segments", *r.k_segments, k_rows);
     check_device("segment_scores", *r.segment_scores, q);
+    check_dtype_or_float("segment_scores", *r.segment_scores, q.scalar_type(), "q");
     if (packed()) {
       check_shape("segment_scores", *r.segment_scores, {q_rows, kernel.heads});
       terms.segment_scores = keep(r.segment_scores->t(), at::kFloat).const_data_ptr<float>();
@@ -142,8 +152,7 @@ relative_attention_backward(const at::Tensor& dout, const at::Tensor& q, const a
     return wanted ? zeros(shape, floats) : empty({0}, floats);
   };
   const int64_t positions = problem.terms.positions;
-  const auto dkeys =
-      sums(position_keys.has_value(), {groups, a.heads, positions, a.head_dim});
+  const auto dkeys = sums(position_keys.has_value(), {groups, a.heads, positions, a.head_dim});
   const auto dqueries =
       sums(position_queries.has_value(), {groups, a.heads, positions, a.head_dim});
   const auto dbias = sums(position_bias.has_value(), {groups, a.heads, positions});
@@ -162,8 +171,7 @@ relative_attention_backward(const at::Tensor& dout, const at::Tensor& q, const a
     for (int64_t h = 0; h < a.heads; ++h) items.push_back({{group, h, begin, end}, cost});
   }
   const auto at_group = [&](const at::Tensor& t, int64_t group) {
-    return t.numel() == 0 ? nullptr
-                          : t.mutable_data_ptr<float>() + group * (t.numel() / groups);
+    return t.numel() == 0 ? nullptr : t.mutable_data_ptr<float>() + group * (t.numel() / groups);
   };
   const Kernels& kernel = kernels();
   share_out(items, kernel.relative_backward_scratch(p), [&](const Work& work, void* memory) {
@@ -181,8 +189,13 @@ relative_attention_backward(const at::Tensor& dout, const at::Tensor& q, const a
   if (segment_scores) {
     dscores = (problem.packed() ? dscores.t() : dscores).to(segment_scores->scalar_type());
   }
-  return {dq, dk, dv, finished(dkeys, position_keys), finished(dqueries, position_queries),
-          finished(dbias, position_bias), dscores.contiguous()};
+  return {dq,
+          dk,
+          dv,
+          finished(dkeys, position_keys),
+          finished(dqueries, position_queries),
+          finished(dbias, position_bias),
+          dscores.contiguous()};
 }
 
 }  // namespace fastbert::cpu

@@ -18,6 +18,7 @@
 
 #pragma once
 
+#include "../isa/transpose.h"
 #include "scores.h"
 
 namespace fastbert::cpu::FASTBERT_LEVEL {
@@ -43,9 +44,9 @@ struct GatheredRows {
 struct RelativeTables {
   int64_t begin, rows, keys, columns;  // rows and keys are padded to whole panels
   int64_t first_distance, last_distance;
-  int32_t *of_queries, *of_keys;  // the row of each column in the user's tables
-  float *positions_of_queries, *positions_of_keys;      // packed as right operands of the terms
-  float *rows_of_queries, *rows_of_keys;                // packed as right operands of gradients
+  int32_t *of_queries, *of_keys;                    // the row of each column in the user's tables
+  float *positions_of_queries, *positions_of_keys;  // packed as right operands of the terms
+  float *rows_of_queries, *rows_of_keys;            // packed as right operands of gradients
   float *gradient_of_queries, *gradient_of_keys, *gradient_of_bias;
   float* bias;     // one element for each column of the term of queries
   float* product;  // a strip and a window
@@ -123,8 +124,8 @@ void gather_tables(const Attention& a, const Head& h, RelativeTables& tables) {
   const auto pack = [&](const ConstRows& table, const int32_t* rows, float* positions,
                         float* by_rows) {
     if (table.data == nullptr) return;
-    const GatheredRows<F> gathered = {
-        (const typename F::Storage*)table.data + h.head * table.head, table.row, rows};
+    const GatheredRows<F> gathered = {(const typename F::Storage*)table.data + h.head * table.head,
+                                      table.row, rows};
     pack_rows_of(gathered, tables.columns, a.head_dim, positions);
     if (by_rows == nullptr) return;
     pack_columns_of(gathered, tables.columns, a.head_dim, tables.columns, by_rows);
@@ -133,8 +134,8 @@ void gather_tables(const Attention& a, const Head& h, RelativeTables& tables) {
   pack(terms.queries, tables.of_keys, tables.positions_of_keys, tables.rows_of_keys);
 }
 
-// The gathered tables of a head, or none if attention has no relative terms. `scratch` has the bytes
-// of relative_scratch.
+// The gathered tables of a head, or none if attention has no relative terms. `scratch` has the
+// bytes of relative_scratch.
 template <class F>
 class OptionalTables {
  public:

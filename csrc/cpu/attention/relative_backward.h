@@ -32,9 +32,8 @@ inline void shift_queries(const float* ds, int64_t stride, int64_t count, int64_
   for (int64_t r = 0; r < count; ++r, ds += stride, to += RelativeTables::kProductStride) {
     for (int64_t n = 0; n < width; n += kLanes) store(to + n, Vec{});
     float* shifted = to - r + kPanel;
-    for_each_vector(keys, [&](int64_t n, int lanes) {
-      store(shifted + n, load(ds + n, lanes), lanes);
-    });
+    for_each_vector(keys,
+                    [&](int64_t n, int lanes) { store(shifted + n, load(ds + n, lanes), lanes); });
   }
 }
 

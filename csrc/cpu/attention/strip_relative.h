@@ -12,8 +12,8 @@ namespace fastbert::cpu::FASTBERT_LEVEL {
 
 struct StripTables {
   RelativeTables tables;
-  uint16_t* rows;   // gathered rows of a table, and then the rows of a block of keys
-  float* of_keys;   // the terms of a block of keys, one row for each key
+  uint16_t* rows;  // gathered rows of a table, and then the rows of a block of keys
+  float* of_keys;  // the terms of a block of keys, one row for each key
   int64_t of_keys_stride;
 
   StripTables() = default;
@@ -74,8 +74,13 @@ inline void find_terms_of_keys(const Attention& a, const StripTables& s, const u
   for (int64_t n = 0; n < keys; n += kStrip) {
     const int64_t window = s.tables.window_of_keys(s.tables.begin, key + n);
     const char* table = (const char*)s.tables.positions_of_keys;
-    StripProduct product = {s.rows + n * width, width, table + window / kPanel * steps * kPanelStep,
-                            steps, s.of_keys + n * s.of_keys_stride, s.of_keys_stride, false,
+    StripProduct product = {s.rows + n * width,
+                            width,
+                            table + window / kPanel * steps * kPanelStep,
+                            steps,
+                            s.of_keys + n * s.of_keys_stride,
+                            s.of_keys_stride,
+                            false,
                             s.tables.rows / kPanel + 1};
     product.finish();
   }
@@ -90,8 +95,13 @@ inline void add_strip_terms(const Attention& a, const Head& h, const StripTables
   if (with_keys) {
     const int64_t window = s.tables.window_of_queries(block.query, block.key);
     const char* table = (const char*)s.tables.positions_of_queries;
-    StripProduct product = {q, width, table + window / kPanel * steps * kPanelStep, steps,
-                            s.tables.product, RelativeTables::kProductStride, false,
+    StripProduct product = {q,
+                            width,
+                            table + window / kPanel * steps * kPanelStep,
+                            steps,
+                            s.tables.product,
+                            RelativeTables::kProductStride,
+                            false,
                             whole_panels(block.keys) / kPanel + 1};
     product.finish();
   }

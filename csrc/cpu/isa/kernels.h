@@ -319,10 +319,10 @@ struct ConstPairs {
   int64_t batch, head, row, key;
 };
 
-// The terms of relative positions in the logits of attention (attention/relative.h). The distance of
-// query i and key j of a sequence is the position of the query minus the position of the key. The
-// row of a distance d, -most < d < most, in the tables is index[d + most - 1]. With this row t, the
-// term of a head is
+// The terms of relative positions in the logits of attention (attention/relative.h). The distance
+// of query i and key j of a sequence is the position of the query minus the position of the key.
+// The row of a distance d, -most < d < most, in the tables is index[d + most - 1]. With this row t,
+// the term of a head is
 //
 //     q_i · keys[t] + k_j · queries[t] + bias[head, t] + segment_scores[head, i]
 //
