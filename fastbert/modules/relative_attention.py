@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fastbert import ops
 from fastbert.config import BertConfig
@@ -66,12 +66,9 @@ class RelativeSelfAttention(BertSelfAttention):
                 "attention_mask: got an additive mask with values other than 0 and -1e4 or less, "
                 "allowed: a mask that hides keys, because this family has positions in its logits"
             )
-        if queries is None:
-            qkv, residual = project(self.qkv, hidden)
-        else:
-            qkv, residual = self._with_queries(hidden, queries), queries
+        qkv, residual = self._project(hidden, queries)
         assert layout.relative is not None
-        relative, tables = self.positions(layout.relative, self.qkv)
+        relative, tables = self.positions(layout.relative, self._content())
         keys, queries = (None if t is None else self._heads(t) for t in tables)
         options: dict[str, Any] = {
             "position_keys": keys, "position_queries": queries, "scale": self.scale,
@@ -90,13 +87,18 @@ class RelativeSelfAttention(BertSelfAttention):
             qkv, options["mask"] = layout.padded(qkv), exists[:, None, None]
         else:
             options["mask"] = layout.mask
+        q, k, v = self._split(qkv.view(-1, qkv.shape[-1]))
         if ends is None:
-            qkv = qkv.view(layout.batch, layout.length, 3, self.heads, self.head_dim)
-            q, k, v = (x.transpose(1, 2) for x in qkv.unbind(-3))
+            shape = (layout.batch, layout.length, self.heads, self.head_dim)
+            q, k, v = (x.unflatten(0, shape[:2]).transpose(1, 2) for x in (q, k, v))
         else:
-            q, k, v = qkv.view(-1, 3, self.heads, self.head_dim).unbind(-3)
             longest = layout.max_seqlen
             options |= {"cu_seqlens_q": ends, "max_seqlen_q": longest, "max_seqlen_k": longest}
+
+        def given(weights: Tensor) -> Tensor:
+            """Return weights in the caller's layout, 0 at padding."""
+            return layout.weights(weights) if exists is None else weights * exists[:, None, :, None]
+
         weights: Tensor | None = None
         if not output_attentions:
             out = ops.relative_attention(q, k, v, relative.index, **options, **dropout)
@@ -106,22 +108,34 @@ class RelativeSelfAttention(BertSelfAttention):
             _, weights = ops.relative_attention(
                 q, k, v, relative.index, return_weights=True, **options
             )
-            weights = weights if between else layout.weights(weights)
+            weights = given(weights)
             of_rows = weights if between else layout.weights_of_rows(weights)
             out = attention_context(of_rows, v, ends, **dropout)
         else:
             out, weights = ops.relative_attention(
                 q, k, v, relative.index, return_weights=True, **options, **dropout
             )
-            weights = weights if between else layout.weights(weights)
+            weights = given(weights)
         assert isinstance(out, Tensor)
         if ends is None:
             out = out.transpose(1, 2)
         if exists is not None:
             out = layout.rows(out.reshape(layout.batch, layout.length, -1))
-            if weights is not None:
-                weights = weights * exists[:, None, :, None]
         return out.reshape(hidden.shape), residual, weights
+
+    def _content(self) -> nn.Module:
+        """Return the projection of the content."""
+        return self.qkv
+
+    def _project(self, hidden: Tensor, queries: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the projected content, and the rows for the residual connection."""
+        if queries is None:
+            return project(self.qkv, hidden)
+        return self._with_queries(hidden, queries), queries
+
+    def _split(self, qkv: Tensor) -> tuple[Tensor, ...]:
+        """View the projected content as queries, keys and values, each ``(T, heads, D)``."""
+        return qkv.view(-1, 3, self.heads, self.head_dim).unbind(-3)
 
     def _with_queries(self, hidden: Tensor, queries: Tensor) -> Tensor:
         """Project `queries` to queries, and `hidden` to keys and values, side by side."""

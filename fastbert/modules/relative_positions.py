@@ -126,7 +126,7 @@ class PositionProjections(nn.Module):
         self.key = Linear(size, size, backend) if own and choices.keys else None
         self.query = Linear(size, size, backend) if own and choices.queries else None
         self.dropout_p = config.hidden_dropout_prob
-        self._kept = KeptResult()
+        self._kept, self._kept_own = KeptResult(), dict[str, KeptResult]()
 
     def forward(self, relative: Relative, qkv: nn.Module) -> tuple[Relative, list[Tensor | None]]:
         """Project the rows of the table.
@@ -152,10 +152,17 @@ class PositionProjections(nn.Module):
         if choices.shared:
             queries, keys = self._by_content(qkv, rows)
             return relative, [keys if choices.keys else None, queries if choices.queries else None]
-        return relative, [
-            None if part is None else part(rows.unsqueeze(0)).squeeze(0)
-            for part in (self.key, self.query)
-        ]
+        return relative, [self._by_own(rows, part) for part in (self.key, self.query)]
+
+    def _by_own(self, rows: Tensor, part: nn.Module | None) -> Tensor | None:
+        """Project rows by a projection of the positions."""
+        if part is None:
+            return None
+        if type(part) is not Linear or deviation(part, Linear) is not None:
+            return part(rows.unsqueeze(0)).squeeze(0)
+        bias = [] if part.bias is None else [part.bias]
+        kept = self._kept_own.setdefault("key" if part is self.key else "query", KeptResult())
+        return kept.of([rows, part.weight, *bias], part.backend, lambda: part(rows))
 
     def _by_content(self, qkv: nn.Module, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Project rows to the queries and keys of the content's projection."""

@@ -62,8 +62,8 @@ def relative_attention(
             any strides, D up to 256; fp32, fp16 or bf16, and fp64 with the backend ``"reference"``.
         k: Keys of shape ``(B, H, Lk, D)`` or ``(Tk, H, D)`` in the dtype of `q`.
         v: Values, as `k`.
-        index: Row of each distance from ``1 - N`` to ``N - 1``, int32 of shape ``(2 N - 1,)``, where
-            N is at least Lq and Lk.
+        index: Row of each distance from ``1 - N`` to ``N - 1``, int32 of shape ``(2 N - 1,)``. N is
+            at least Lq and Lk.
         position_keys: Table of shape ``(P, H, D)`` in the dtype of `q`.
         position_queries: Table of shape ``(P, H, D)`` in the dtype of `q`.
         position_bias: Table of shape ``(P, H)`` in the dtype of `q` or fp32.
@@ -126,8 +126,8 @@ def relative_attention(
         return reference.relative_attention(
             q, k, v, index, position_keys=position_keys, position_queries=position_queries,
             position_bias=position_bias, segments=segments, segment_scores=segment_scores,
-            mask=o.mask, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=shape[2],
-            max_seqlen_k=shape[3], dropout_p=dropout_p, scale=o.scale,
+            mask=o.mask, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+            max_seqlen_q=shape[2], max_seqlen_k=shape[3], dropout_p=dropout_p, scale=o.scale,
             return_weights=return_weights, dropout_seed=o.seed,
         )  # fmt: skip
     terms = RelativeOptions(
@@ -190,9 +190,7 @@ def _check_tables(
     require_same_device("q", q.device, index=index, **given)
     if index.device.type == "cpu" and not torch.compiler.is_compiling():
         low, high = (int(x) for x in index.aminmax())
-        require(
-            0 <= low and high < positions, "index", f"{low} to {high}", f"0 to {positions - 1}"
-        )
+        require(low >= 0 and high < positions, "index", f"{low} to {high}", f"0 to {positions - 1}")
 
 
 def _check_segments(

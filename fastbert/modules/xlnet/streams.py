@@ -26,6 +26,10 @@ from fastbert import ops
 from fastbert.activations import ACTIVATIONS, of_config
 from fastbert.modules.kept_result import KeptResult
 from fastbert.ops.dropout import dropout
+from fastbert.ops.product import needs_gradient
+
+# The largest number of rows for which transposed weights are kept.
+FEW_ROWS = 256
 
 
 @dataclass(frozen=True)
@@ -68,12 +72,14 @@ class Runner:
         clamp_len: Largest distance that has its own position; -1 sets no limit.
         backend: Requested backend of every operation, or None.
         kept: The projected positions of each layer, kept between calls.
+        kept_weights: The transposed weights of each layer, kept between calls with few rows.
     """
 
     activation: str
     clamp_len: int = -1
     backend: str | None = None
     kept: dict[int, KeptResult] = field(default_factory=dict)
+    kept_weights: dict[int, KeptResult] = field(default_factory=dict)
 
     def positions(self, batch: Batch, width: int, like: Tensor) -> tuple[Tensor, Tensor]:
         """Return the sinusoids of all distances ``(P, width)``, and the row of each distance."""
@@ -114,7 +120,7 @@ class Runner:
         """
         parts, heads = layer.rel_attn, layer.rel_attn.q.shape[1]
         seen = hidden if memory is None else _joined(memory, hidden, batch.batch)
-        w_q, w_k, w_v = (_matrix(p) for p in (parts.q, parts.k, parts.v))
+        w_q, w_k, w_v = self._projections(number, parts, hidden)
         bias = parts.r_w_bias.flatten()
         if memory is None:
             none = torch.zeros_like(bias)
@@ -148,6 +154,19 @@ class Runner:
         product = ops.linear(x, weight, bias, backend=self.backend)
         assert isinstance(product, Tensor)
         return product
+
+    def _projections(self, number: int, parts: Any, hidden: Tensor) -> list[Tensor]:
+        """Return the weights of the queries, keys and values, each of shape ``(n D, H)``.
+
+        Products with few rows take a third longer with a weight whose rows are not contiguous. The
+        transposed weights are therefore kept between calls with few rows.
+        """
+        given = [parts.q, parts.k, parts.v]
+        views = [_matrix(parameter) for parameter in given]
+        if hidden.shape[0] > FEW_ROWS or needs_gradient(hidden, *given):
+            return views
+        kept = self.kept_weights.setdefault(number, KeptResult())
+        return list(kept.of(given, None, lambda: torch.stack(views)).unbind())
 
     def _keys_of_positions(self, number: int, weight: Tensor, table: Tensor) -> Tensor:
         """Project the sinusoids to keys ``(P, n, D)``."""
