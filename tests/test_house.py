@@ -66,6 +66,7 @@ def test_transformers_is_imported_in_one_place():
         for name in (
             "accelerate",
             "attention_interface",
+            "bound_xlnet",
             "quantized_models",
             "stock_heads",
             "stock_models",
