@@ -79,27 +79,13 @@ TORCH_LIBRARY(fastbert_C, m) {
       "attention_weights(Tensor q, Tensor k, Tensor? mask, Tensor? bias, Tensor? cu_seqlens_q, "
       "Tensor? cu_seqlens_k, int max_seqlen_q, int max_seqlen_k, int[]? heads, int[]? rows, "
       "float scale, int left, int right) -> Tensor");
+  m.def("relative_attention_forward(Tensor q, Tensor k, Tensor v, " FASTBERT_RELATIVE_SCHEMA
+        ") -> Tensor");
+  m.def("relative_attention_weights(Tensor q, Tensor k, " FASTBERT_RELATIVE_SCHEMA ") -> Tensor");
   m.def(
-      "relative_attention_forward(Tensor q, Tensor k, Tensor v, "
-      "Tensor index, Tensor? position_keys, Tensor? position_queries, Tensor? position_bias, "
-      "Tensor? q_segments, Tensor? k_segments, Tensor? segment_scores, Tensor? mask, "
-      "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seed, int max_seqlen_q, "
-      "int max_seqlen_k, float dropout_p, float scale) "
-      "-> Tensor");
-  m.def(
-      "relative_attention_weights(Tensor q, Tensor k, "
-      "Tensor index, Tensor? position_keys, Tensor? position_queries, Tensor? position_bias, "
-      "Tensor? q_segments, Tensor? k_segments, Tensor? segment_scores, Tensor? mask, "
-      "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seed, int max_seqlen_q, "
-      "int max_seqlen_k, float dropout_p, float scale) "
-      "-> Tensor");
-  m.def(
-      "relative_attention_backward(Tensor dout, Tensor q, Tensor k, Tensor v, "
-      "Tensor index, Tensor? position_keys, Tensor? position_queries, Tensor? position_bias, "
-      "Tensor? q_segments, Tensor? k_segments, Tensor? segment_scores, Tensor? mask, "
-      "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seed, int max_seqlen_q, "
-      "int max_seqlen_k, float dropout_p, float scale) "
-      "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dkeys, Tensor dqueries, Tensor dbias, "
+      "relative_attention_backward(Tensor dout, Tensor q, Tensor k, "
+      "Tensor v, " FASTBERT_RELATIVE_SCHEMA
+      ") -> (Tensor dq, Tensor dk, Tensor dv, Tensor dkeys, Tensor dqueries, Tensor dbias, "
       "Tensor dsegment_scores)");
   m.def("matmul(Tensor a, Tensor b, Tensor? addend, ScalarType dtype) -> Tensor");
   m.def(

@@ -164,6 +164,12 @@ struct RelativeArguments {
       const OptionalTensor &seed, int64_t max_seqlen_q, int64_t max_seqlen_k, double dropout_p, \
       double scale
 
+#define FASTBERT_RELATIVE_SCHEMA                                                           \
+  "Tensor index, Tensor? position_keys, Tensor? position_queries, Tensor? position_bias, " \
+  "Tensor? q_segments, Tensor? k_segments, Tensor? segment_scores, Tensor? mask, "         \
+  "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seed, int max_seqlen_q, "           \
+  "int max_seqlen_k, float dropout_p, float scale"
+
 #define FASTBERT_RELATIVE_VALUES                                                                   \
   {index, position_keys, position_queries, position_bias, q_segments, k_segments, segment_scores}, \
       {mask,         std::nullopt, cu_seqlens_q, cu_seqlens_k, seed, max_seqlen_q,                 \

@@ -126,19 +126,50 @@ class CachedComparison(NamedTuple):
     facts: Snapshot
 
 
-class BoundEncoder:
-    """A ``BertModel`` of fastbert that shares the parameters of an encoder of transformers.
+class BoundModel:
+    """fastbert's computation of one model of transformers.
 
     Args:
-        hf_model: The encoder of transformers. The bound encoder keeps only a weak reference to the
-            HF model, so the HF model can be freed.
+        hf_model: The model of transformers. The object keeps only a weak reference to it, so it can
+            be freed.
         probing: Function that accelerates a model without a comparison, for `twin.compare`. With
             None, `hf_model` itself is bound without a comparison.
 
     Attributes:
-        model: The ``BertModel``.
         called: Maps the path of each module in the HF model that fastbert calls to the deviation of
             the module from the stock model.
+    """
+
+    def __init__(self, hf_model: nn.Module, probing: Callable[[nn.Module], Any] | None) -> None:
+        """Refer to `hf_model`, without a comparison."""
+        self._host = weakref.ref(hf_model)
+        self._probing = probing
+        self.called: dict[str, str] = {}
+        # The result of a comparison for training mode, and one for inference.
+        self._comparisons: dict[bool, CachedComparison] = {}
+
+    def __reduce__(self) -> Any:
+        """Replace this object by None in copies and pickles of the HF model.
+
+        A copy of the HF model binds a new object at its first call.
+        """
+        return (_none, ())
+
+    @property
+    def hf_model(self) -> nn.Module | None:
+        """The model of transformers, or None after it was freed."""
+        return self._host()
+
+
+class BoundEncoder(BoundModel):
+    """A ``BertModel`` of fastbert that shares the parameters of an encoder of transformers.
+
+    Args:
+        hf_model: As in `BoundModel`.
+        probing: As in `BoundModel`.
+
+    Attributes:
+        model: The ``BertModel``.
         whole: Whether a module in `called` may depend on padded rows, so that no padding is
             removed.
         calls_embedding: Whether the HF model's embedding is called, because a part of it deviates.
@@ -155,14 +186,10 @@ class BoundEncoder:
         self, hf_model: nn.Module, probing: Callable[[nn.Module], Any] | None = None
     ) -> None:
         """Build the ``BertModel`` on the meta device, and bind it to `hf_model`."""
-        self._host = weakref.ref(hf_model)
-        self._probing = probing
-        self.called: dict[str, str] = {}
+        super().__init__(hf_model, probing)
         self.whole = self.calls_embedding = self.checkpoints = self.asks_gradient = False
         self.watch: Watch | None = None
-        # `_comparisons` has one result for training mode and one for inference. `_in_effect` is
-        # the result of the last call of `bind`.
-        self._comparisons: dict[bool, CachedComparison] = {}
+        # The comparison of the last call of `bind`.
         self._in_effect: CachedComparison | None = None
         self.tables: list[tuple[str, Tensor]] = []
         self.frequencies: dict[float, Tensor] = {}
@@ -181,18 +208,6 @@ class BoundEncoder:
         problem = self.bind()
         if problem is not None:
             raise ValueError(problem)
-
-    def __reduce__(self) -> Any:
-        """Replace this object by None in copies and pickles of the HF model.
-
-        A copy of the HF model binds a new encoder at its first call.
-        """
-        return (_none, ())
-
-    @property
-    def hf_model(self) -> nn.Module | None:
-        """The encoder of transformers, or None after it was freed."""
-        return self._host()
 
     def _build(self, hf_model: nn.Module) -> None:
         """Build the ``BertModel`` and find the modules of `hf_model`, or raise ValueError."""

@@ -7,14 +7,13 @@ parameters in every call. A model that deviates in any module runs the code of t
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
-from fastbert.integrations.bound_encoder import CachedComparison, snapshot
+from fastbert.integrations.bound_encoder import BoundModel, CachedComparison, snapshot
 from fastbert.integrations.twin import compare
 from fastbert.modules.xlnet import XLNetConfig
 from fastbert.modules.xlnet.model import Inputs, XLNetModel, run_model
@@ -22,16 +21,16 @@ from fastbert.modules.xlnet.streams import Runner
 from fastbert.ops import backend as backends
 
 
-class BoundXLNet:
+class BoundXLNet(BoundModel):
     """fastbert's computation of one ``XLNetModel`` of transformers.
 
     Args:
-        hf_model: The model. The object keeps only a weak reference to it.
-        probing: As in ``BoundEncoder``.
+        hf_model: As in `BoundModel`.
+        probing: As in `BoundModel`.
 
     Attributes:
-        model: A model of fastbert with the same configuration, on the meta device.
-        called: The modules of the HF model that fastbert calls; always empty.
+        model: A model of fastbert with the same configuration, on the meta device. `called` stays
+            empty.
 
     Raises:
         ValueError: If fastbert cannot compute the HF model. The message names the obstacle.
@@ -41,10 +40,7 @@ class BoundXLNet:
         self, hf_model: nn.Module, probing: Callable[[nn.Module], Any] | None = None
     ) -> None:
         """Compare the HF model with the stock model."""
-        self._host = weakref.ref(hf_model)
-        self._probing = probing
-        self._comparisons: dict[bool, CachedComparison] = {}
-        self.called: dict[str, str] = {}
+        super().__init__(hf_model, probing)
         config: Any = hf_model.config
         with torch.device("meta"):
             self.model = XLNetModel(XLNetConfig.from_dict(config.to_dict()))
@@ -52,15 +48,6 @@ class BoundXLNet:
         problem = self.bind()
         if problem is not None:
             raise ValueError(problem)
-
-    def __reduce__(self) -> Any:
-        """Replace this object by None in copies and pickles of the HF model."""
-        return (_none, ())
-
-    @property
-    def hf_model(self) -> nn.Module | None:
-        """The HF model, or None after it was freed."""
-        return self._host()
 
     def bind(self) -> str | None:
         """Return why the HF model must run its own code, or None if fastbert computes it."""
@@ -126,7 +113,3 @@ class BoundXLNet:
         if not asked("return_dict", config.return_dict):
             return tuple(value for value in fields.values() if value is not None)
         return XLNetModelOutput(**fields)
-
-
-def _none() -> None:
-    return None

@@ -12,7 +12,7 @@ import os
 import re
 import warnings
 import zipfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -436,6 +436,23 @@ def _own_state(model: StoredModel) -> dict[str, Tensor]:
     """Return the state dict of `model` without the second names of tied parameters."""
     tied = model.tied()
     return {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
+
+
+def check_names(folder: Path, missing: Collection[str], unknown: Collection[str]) -> None:
+    """Check that a checkpoint has all weights of a model, and no others.
+
+    Args:
+        folder: Folder of the checkpoint, for the message.
+        missing: Weights that the checkpoint lacks.
+        unknown: Weights of the checkpoint that the model lacks.
+
+    Raises:
+        ValueError: If there are such weights. The message names the first of them.
+    """
+    for wrong, what in ((missing, "missing"), (unknown, "not in the model of config.json")):
+        if wrong:
+            first = few(sorted(wrong, key=by_number))
+            raise ValueError(f"{folder}: {what}: {len(wrong)} weights: {first}")
 
 
 def check_shapes(folder: Path, tensors: dict[str, Tensor], expected: dict[str, Tensor]) -> None:

@@ -272,9 +272,6 @@ def from_marian(
     lacks = expected.keys() - tensors.keys() - tied.keys() - {_BIAS}
     if config.static_position_embeddings:
         lacks = {name for name in lacks if not name.endswith(_POSITIONS)}
-    for names, what in ((lacks, "missing"), (unknown, "not in the model of config.json")):
-        if names:
-            first = checkpoint.few(sorted(names, key=checkpoint.by_number))
-            raise ValueError(f"{stored.folder}: {what}: {len(names)} weights: {first}")
+    checkpoint.check_names(stored.folder, lacks, unknown)
     checkpoint.check_shapes(stored.folder, tensors, dict(expected))
     return tensors

@@ -12,40 +12,58 @@ from fastbert.io import checkpoint
 from fastbert.xlnet_config import XLNetConfig
 
 PREFIX = "transformer."
-WORDS, TIED, BIAS = "transformer.word_embedding.weight", "lm_loss.weight", "lm_loss.bias"
+BIAS = "lm_loss.bias"
 
 
-def read(
-    path_or_hub_id: str | os.PathLike[str], *, head: bool
-) -> tuple[XLNetConfig, dict[str, Tensor]]:
+def read(path_or_hub_id: str | os.PathLike[str]) -> tuple[checkpoint.Stored, XLNetConfig]:
     """Read a checkpoint of any model of the family.
 
     Args:
         path_or_hub_id: Folder, or hub id if there is no such folder.
-        head: Whether the result has the head of language modelling. Without it, the weights of
-            heads are left out.
 
     Returns:
-        The configuration; and the tensors by the names of the model, with a prefix if `head`.
+        The checkpoint and its configuration.
 
     Raises:
         FileNotFoundError: If there is no checkpoint.
-        ValueError: If the checkpoint is damaged, describes another model, or lacks the head.
+        ValueError: If the checkpoint is damaged or describes another model.
     """
     stored = checkpoint.read(path_or_hub_id)
     with checkpoint.naming_config(stored.folder):
-        config = XLNetConfig.from_dict(stored.content)
-    tensors = dict(stored.tensors)
-    has_prefix = any(name.startswith(PREFIX) for name in tensors)
-    if head:
-        if BIAS not in tensors:
-            raise ValueError(f"{stored.folder}: missing: 1 weights: {BIAS}")
-        kept = {n: t for n, t in tensors.items() if n.startswith(PREFIX) or n in (TIED, BIAS)}
-        kept.setdefault(TIED, kept[WORDS])
-        return config, kept
-    if has_prefix:
-        tensors = {n.removeprefix(PREFIX): t for n, t in tensors.items() if n.startswith(PREFIX)}
-    return config, tensors
+        return stored, XLNetConfig.from_dict(stored.content)
+
+
+def fit(
+    stored: checkpoint.Stored, expected: Mapping[str, Tensor], tied: Mapping[str, str]
+) -> dict[str, Tensor]:
+    """Return the tensors of a checkpoint by the names of a model.
+
+    The weights of heads that the model does not have are left out.
+
+    Args:
+        stored: The checkpoint, of a model with or without a head.
+        expected: The state dict of the model, which may be on the meta device.
+        tied: Map from the second names of tied parameters to their first names.
+
+    Returns:
+        The tensors, without the second names of tied parameters.
+
+    Raises:
+        ValueError: If a weight is missing, unknown or has a wrong shape or dtype.
+    """
+    has_prefix = any(name.startswith(PREFIX) for name in stored.tensors)
+    before, after = PREFIX if has_prefix else "", PREFIX if BIAS in expected else ""
+    tensors = {
+        after + name.removeprefix(before): tensor
+        for name, tensor in stored.tensors.items()
+        if name.startswith(before)
+    }
+    if BIAS in expected and BIAS in stored.tensors:
+        tensors[BIAS] = stored.tensors[BIAS]
+    missing = expected.keys() - tensors.keys() - tied.keys()
+    checkpoint.check_names(stored.folder, missing, tensors.keys() - expected.keys())
+    checkpoint.check_shapes(stored.folder, tensors, dict(expected))
+    return tensors
 
 
 def write(

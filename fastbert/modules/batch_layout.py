@@ -162,6 +162,22 @@ class BatchLayout:
             return self.places
         return torch.arange(self.longest, device=device).unsqueeze(0)
 
+    def positions(self, given: Tensor) -> Tensor:
+        """Return the index of each token in its padded or packed sequence, int64 of shape ``(T,)``.
+
+        The index in a padded sequence counts the padding before the token, as in transformers.
+
+        Args:
+            given: A tensor on the device of the rows; packed rows are counted by its first dim.
+        """
+        if self.packed:
+            assert self.cu_seqlens is not None
+            return sequence_positions(self.cu_seqlens, given.shape[0])[1]
+        if self.indices is not None:
+            return self.indices % max(self.length, 1)
+        places = torch.arange(self.length, device=given.device)
+        return places.expand(self.batch, self.length).reshape(-1)
+
     def sequences(self, rows: Tensor) -> Tensor:
         """Return the number of the sequence of each row, int64 of shape ``(T,)``."""
         if self.cu_seqlens is not None:

@@ -110,7 +110,7 @@ def enter(
     elif choices.first_position is not None:
         positions = _counted_positions(layout, given, choices.first_position)
     else:
-        positions = _default_positions(layout, given)
+        positions = layout.positions(given)
     if choices.distance_buckets or choices.windows or choices.relative_positions:
         layout = with_places(layout)
     if choices.rotary_bases:
@@ -206,20 +206,6 @@ def _default_types(layout: BatchLayout, given: Tensor) -> Tensor:
     return torch.zeros(rows, dtype=torch.int64, device=given.device)
 
 
-def _default_positions(layout: BatchLayout, given: Tensor) -> Tensor:
-    """Return the index of each token in its row of the padded batch, or in its packed sequence.
-
-    The index in a padded row counts the padding before the token, as in transformers.
-    """
-    if layout.packed:
-        assert layout.cu_seqlens is not None
-        return sequence_positions(layout.cu_seqlens, given.shape[0])[1]
-    if layout.indices is not None:
-        return layout.indices % max(layout.length, 1)
-    places = torch.arange(layout.length, device=given.device)
-    return places.expand(layout.batch, layout.length).reshape(-1)
-
-
 def _counted_positions(layout: BatchLayout, given: Tensor, first: int) -> Tensor:
     """Return positions counted from `first` over the tokens that are not padding, as in RoBERTa.
 
@@ -227,7 +213,7 @@ def _counted_positions(layout: BatchLayout, given: Tensor, first: int) -> Tensor
     all tokens are counted.
     """
     if layout.packed or given.dim() == 3:
-        return _default_positions(layout, given) + first
+        return layout.positions(given) + first
     exists = (given != first - 1).long()
     return layout.rows(exists.cumsum(1) * exists + (first - 1))
 

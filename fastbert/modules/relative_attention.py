@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fastbert import ops
 from fastbert.config import BertConfig
@@ -68,7 +68,7 @@ class RelativeSelfAttention(BertSelfAttention):
             )
         qkv, residual = self._project(hidden, queries)
         assert layout.relative is not None
-        relative, tables = self.positions(layout.relative, self._content())
+        relative, tables = self.positions(layout.relative, self.qkv)
         keys, queries = (None if t is None else self._heads(t) for t in tables)
         options: dict[str, Any] = {
             "position_keys": keys, "position_queries": queries, "scale": self.scale,
@@ -122,10 +122,6 @@ class RelativeSelfAttention(BertSelfAttention):
         if exists is not None:
             out = layout.rows(out.reshape(layout.batch, layout.length, -1))
         return out.reshape(hidden.shape), residual, weights
-
-    def _content(self) -> nn.Module:
-        """Return the projection of the content."""
-        return self.qkv
 
     def _project(self, hidden: Tensor, queries: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the projected content, and the rows for the residual connection."""

@@ -312,11 +312,9 @@ def _dense(q: Tensor, k: Tensor, o: RelativeOptions) -> _Dense:
     (k,), pack_k = padded([k], o.cu_seqlens_k, o.max_seqlen_k)
     scores = o.segment_scores
     if segments is not None and scores is not None:
-        segments = (
-            reference.pad_rows(segments[0], o.cu_seqlens_q, o.max_seqlen_q)[0],
-            reference.pad_rows(segments[1], o.cu_seqlens_k, o.max_seqlen_k)[0],
+        segments, scores = reference.padded_segments(
+            segments, scores, (o.cu_seqlens_q, o.cu_seqlens_k), (o.max_seqlen_q, o.max_seqlen_k)
         )
-        scores = reference.pad_rows(scores, o.cu_seqlens_q, o.max_seqlen_q)[0].transpose(1, 2)
     lengths = (o.cu_seqlens_q.diff(), o.cu_seqlens_k.diff())
     return _Dense(q, k, (*tables, segments, scores, lengths), lengths, pack_q, pack_k)
 

@@ -34,6 +34,7 @@ from fastbert.reference.int8_linear import (
 from fastbert.reference.layer_norm import layer_norm
 from fastbert.reference.linear import linear
 from fastbert.reference.relative_attention import (
+    padded_segments,
     position_rows,
     relative_attention,
     relative_terms,
@@ -81,6 +82,7 @@ __all__ = [
     "pack",
     "pad",
     "pad_rows",
+    "padded_segments",
     "philox",
     "position_rows",
     "relative_attention",

@@ -65,6 +65,24 @@ def relative_terms(
     return terms.to(q.dtype)
 
 
+def padded_segments(
+    segments: tuple[Tensor, Tensor],
+    scores: Tensor,
+    cu_seqlens: tuple[Tensor, Tensor],
+    longest: tuple[int, int],
+) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    """Pad packed segments ``(T,)`` to (B, L), and their scores ``(Tq, H)`` to (B, H, Lq).
+
+    `cu_seqlens` and `longest` are those of the queries and of the keys.
+    """
+    of_queries, of_keys = (
+        pad_rows(rows, ends, length)[0]
+        for rows, ends, length in zip(segments, cu_seqlens, longest, strict=True)
+    )
+    padded = pad_rows(scores, cu_seqlens[0], longest[0])[0].transpose(1, 2)
+    return (of_queries, of_keys), padded
+
+
 def relative_attention(
     q: Tensor,
     k: Tensor,
@@ -106,11 +124,9 @@ def relative_attention(
     padded_q = pad_rows(q, cu_seqlens_q, max_seqlen_q)[0].transpose(1, 2)
     padded_k = pad_rows(k, cu_seqlens_k, max_seqlen_k)[0].transpose(1, 2)
     if segments is not None and segment_scores is not None:
-        segments = (
-            pad_rows(segments[0], cu_seqlens_q, max_seqlen_q)[0],
-            pad_rows(segments[1], cu_seqlens_k, max_seqlen_k)[0],
+        segments, segment_scores = padded_segments(
+            segments, segment_scores, (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
         )
-        segment_scores = pad_rows(segment_scores, cu_seqlens_q, max_seqlen_q)[0].transpose(1, 2)
     lengths = (cu_seqlens_q.diff(), cu_seqlens_k.diff())
     padded_k = hide_unattended(padded_k, allowed)
     terms = relative_terms(padded_q, padded_k, *tables, segments, segment_scores, lengths)

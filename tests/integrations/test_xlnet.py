@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch
 pytest.importorskip("transformers")
 
 import transformers
+from safetensors.torch import load_file, save_file
 from xlnet_cases import CALLS, LENGTH, ROWS, arguments, build, call, compare, ids, results, tokens
 
 import fastbert
@@ -151,6 +153,39 @@ def test_save_reopen_copy_pickle_and_restore(tmp_path):
     fastbert.restore(fast)
     assert type(fast.transformer) is transformers.XLNetModel
     assert bound_encoders(fast) == {}
+
+
+@pytest.mark.parametrize("kind", [XLNetModel, XLNetLMHeadModel])
+@pytest.mark.parametrize("name", ["layer.1.rel_attn.q", "word_embedding.weight"])
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (None, "missing: 1 weights: {name}"),
+        (torch.zeros(3, 3), "{name}: got shape (3, 3)"),
+        (torch.zeros(3, dtype=torch.int64), "{name}: got "),
+    ],
+)
+def test_a_damaged_checkpoint_is_refused_by_name(kind, name, value, message, tmp_path):
+    native(build(), tmp_path / "a").transformer.save_pretrained(tmp_path)
+    if kind is XLNetLMHeadModel:
+        native(build(), tmp_path / "a").save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors = {key: tensor.clone() for key, tensor in load_file(path).items()}
+    [name] = [key for key in tensors if key.endswith(name)]
+    del tensors[name]
+    save_file(tensors if value is None else {**tensors, name: value}, path, {"format": "pt"})
+    with pytest.raises(ValueError, match=re.escape(message.format(name=name))):
+        kind.from_pretrained(tmp_path)
+
+
+def test_a_checkpoint_without_a_head_and_one_with_another_weight_are_refused(tmp_path):
+    build().transformer.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r": missing: 1 weights: lm_loss\.bias$"):
+        XLNetLMHeadModel.from_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    save_file({**load_file(path), "other": torch.zeros(2)}, path, {"format": "pt"})
+    with pytest.raises(ValueError, match=r": not in the model of config\.json: 1 weights: other$"):
+        XLNetModel.from_pretrained(tmp_path)
 
 
 def test_every_write_to_a_weight_is_seen():

@@ -909,8 +909,8 @@ ATTENTION_BACKWARD = (
         "gradient_of_keys_without_the_scale",
         "cpu_attention_backward",
         f"{CPU}/attention/backward_kernel.h",
-        "if (!for_keys) return;\n    write(m.dk, keys.high - keys.low, a.scale, p.dk,",
-        "if (!for_keys) return;\n    write(m.dk, keys.high - keys.low, 1.0f, p.dk,",
+        "write(m.dk, keys.high - keys.low, a.scale, p.dk,",
+        "write(m.dk, keys.high - keys.low, 1.0f, p.dk,",
     ),
     Fault(
         "gradient_of_weights_without_the_dropout",
@@ -1179,8 +1179,8 @@ RELATIVE_BACKWARD = (
     Fault(
         "table_gradient_of_keys_added_to_old_memory",
         "cpu_relative_backward",
-        f"{CPU}/attention/backward_kernel.h",
-        "    clear_table(h.relative->gradient_of_keys, width);\n",
+        f"{CPU}/attention/relative_backward.h",
+        "  clear(tables.gradient_of_keys, width);\n",
         "",
     ),
 )

@@ -252,40 +252,6 @@ struct Backward {
          m.dk + key * width, wants_segments ? m.dsegment_scores : nullptr});
   }
 
-  // Computes all gradients of a whole head, and adds the gradients of the tables to `to`.
-  void run_relative(const RelativeGradients& to) {
-    const auto clear_table = [&](float* table, int64_t elements) {
-      for (int64_t n = 0; n < tables.get()->columns * elements && table != nullptr; ++n) {
-        table[n] = 0.0f;
-      }
-    };
-    clear_table(h.relative->gradient_of_queries, width);
-    clear_table(h.relative->gradient_of_keys, width);
-    clear_table(h.relative->gradient_of_bias, 1);
-    clear(m.dk, keys.high - keys.low), clear(m.dv, keys.high - keys.low);
-    for (int64_t query = 0; query < h.q_length; query += kQueries) {
-      const int64_t rows = clamp(h.q_length - query, 0, kQueries);
-      load_queries(query, rows);
-      find_statistics(query, rows);
-      clear(m.dq, rows);
-      for (int64_t r = 0; r < rows; ++r) m.dsegment_scores[r] = 0.0f;
-      for_each_block(query, rows, [&](const Block& block) {
-        if (m.kept_keys == 0) products(block);
-        finish(block);
-        add_dq(block);
-        add_dk_dv(block);
-        add_relative(block, to.dsegment_scores != nullptr);
-      });
-      write(m.dq, rows, a.scale, p.dq, h.q_start + query);
-      if (to.dsegment_scores == nullptr) continue;
-      float* place = statistic(a, h, to.dsegment_scores) + query;
-      for (int64_t r = 0; r < rows; ++r) place[r] = m.dsegment_scores[r] * a.scale;
-    }
-    write(m.dk, keys.high - keys.low, a.scale, p.dk, h.k_start + keys.low);
-    write(m.dv, keys.high - keys.low, 1.0f, p.dv, h.k_start + keys.low);
-    fold_gradients(a, h.head, *h.relative, to);
-  }
-
   void clear(float* x, int64_t rows) const {
     for (int64_t n = 0; n < rows * width; ++n) x[n] = 0.0f;
   }
@@ -301,8 +267,12 @@ struct Backward {
 
   // Computes gradients for the queries [range.low, range.high) and the keys of the item: dq if
   // `for_queries`, and dk and dv if `for_keys`. If `finds`, the function computes the statistics of
-  // the rows; otherwise, it reads the statistics that earlier items stored.
-  void run(Range range, bool finds, bool for_queries, bool for_keys) {
+  // the rows; otherwise, it reads the statistics that earlier items stored. For an item that is a
+  // whole head, `relative` receives the gradients of the relative terms.
+  void run(Range range, bool finds, bool for_queries, bool for_keys,
+           const RelativeGradients* relative = nullptr) {
+    float* of_segments = relative == nullptr ? nullptr : relative->dsegment_scores;
+    if (relative != nullptr) clear_gradients(a, *h.relative);
     if (for_keys) clear(m.dk, keys.high - keys.low), clear(m.dv, keys.high - keys.low);
     for (int64_t query = range.low; query < range.high; query += kQueries) {
       const int64_t rows = clamp(range.high - query, 0, kQueries);
@@ -310,17 +280,24 @@ struct Backward {
       if (finds) find_statistics(query, rows);
       if (p.maximum != nullptr) move_statistics(query, rows, finds);
       clear(m.dq, rows);
+      for (int64_t r = 0; r < rows; ++r) m.dsegment_scores[r] = 0.0f;
       for_each_block(query, rows, [&](const Block& block) {
         if (!finds || m.kept_keys == 0) products(block);
         finish(block);
         if (for_queries) add_dq(block);
         if (for_keys) add_dk_dv(block);
+        if (relative != nullptr) add_relative(block, of_segments != nullptr);
       });
       if (for_queries) write(m.dq, rows, a.scale, p.dq, h.q_start + query);
+      if (of_segments == nullptr) continue;
+      float* place = statistic(a, h, of_segments) + query;
+      for (int64_t r = 0; r < rows; ++r) place[r] = m.dsegment_scores[r] * a.scale;
     }
-    if (!for_keys) return;
-    write(m.dk, keys.high - keys.low, a.scale, p.dk, h.k_start + keys.low);
-    write(m.dv, keys.high - keys.low, 1.0f, p.dv, h.k_start + keys.low);
+    if (for_keys) {
+      write(m.dk, keys.high - keys.low, a.scale, p.dk, h.k_start + keys.low);
+      write(m.dv, keys.high - keys.low, 1.0f, p.dv, h.k_start + keys.low);
+    }
+    if (relative != nullptr) fold_gradients(a, h.head, *h.relative, *relative);
   }
 };
 
@@ -344,10 +321,6 @@ void attention_backward(const AttentionBackward& p, AttentionPass pass, const At
   backward_item<F16>(p, pass, item, scratch);
 }
 
-int64_t relative_backward_scratch(const AttentionBackward& p) {
-  return attention_backward_scratch(p, p.forward.max_k);
-}
-
 template <class F>
 void relative_backward_item(const AttentionBackward& p, const RelativeGradients& to,
                             const AttentionItem& item, void* scratch) {
@@ -355,7 +328,7 @@ void relative_backward_item(const AttentionBackward& p, const RelativeGradients&
     Arena arena = {(char*)scratch};
     const Head h = head_of(p.forward, sequence, item.head);
     Backward<F> work(p, sequence, item.head, arena, {0, h.k_length});
-    work.run_relative(to);
+    work.run({0, h.q_length}, true, true, true, &to);
   }
 }
 

@@ -42,9 +42,7 @@ std::tuple<at::Tensor, at::Tensor> attention_forward(
   AttentionProblem problem(q, k, v,
                            {mask, bias, cu_seqlens_q, cu_seqlens_k, seed, max_seqlen_q,
                             max_seqlen_k, dropout_p, scale, left, right});
-  auto out = problem.packed()
-                 ? empty(q.sizes(), q.options())
-                 : empty({q.size(0), q.size(2), q.size(1), q.size(3)}, q.options()).transpose(1, 2);
+  auto out = problem.empty_result(q);
   auto lse = problem.empty_statistic(q);
   forward_into(problem, out, lse);
   return {out, lse};

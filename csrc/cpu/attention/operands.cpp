@@ -151,6 +151,12 @@ Rows AttentionProblem::write(const char* name, const at::Tensor& x) const {
                   : Rows{x.mutable_data_ptr(), x.stride(0), x.stride(1), x.stride(2)};
 }
 
+at::Tensor AttentionProblem::empty_result(const at::Tensor& like) const {
+  if (packed()) return empty(like.sizes(), like.options());
+  return empty({like.size(0), like.size(2), like.size(1), like.size(3)}, like.options())
+      .transpose(1, 2);
+}
+
 at::Tensor AttentionProblem::empty_statistic(const at::Tensor& like) const {
   const auto options = like.options().dtype(at::kFloat);
   return packed() ? empty({kernel.heads, q_rows}, options)

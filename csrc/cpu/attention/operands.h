@@ -53,6 +53,9 @@ struct AttentionProblem {
   // write; error messages call the tensor `name`.
   ConstRows read(const at::Tensor& x);
   Rows write(const char* name, const at::Tensor& x) const;
+  // Returns an empty tensor with the shape and dtype of q, k or v. The heads of a token are one
+  // after another in memory.
+  at::Tensor empty_result(const at::Tensor& like) const;
   // Returns an empty fp32 tensor with one element for each query, such as the log-sum-exp.
   at::Tensor empty_statistic(const at::Tensor& like) const;
 };

@@ -123,8 +123,8 @@ void copy_rows(const Source<F>& source, int64_t rows, int64_t columns, float* to
 
 // Packs the matrix `source` (rows, columns) as a right operand with the same rows and columns. Each
 // panel has memory for `depth` rows, and only its first `rows` rows are written.
-template <class Rows>
-void pack_columns_of(const Rows& source, int64_t rows, int64_t columns, int64_t depth, float* to) {
+template <class F, class Rows = Source<F>>
+void pack_columns(const Rows& source, int64_t rows, int64_t columns, int64_t depth, float* to) {
   for (int64_t n = 0; n < columns; n += kPanel, to += depth * kPanel) {
     for (int64_t r = 0; r < rows; ++r) {
       for (int i = 0; i < 2; ++i) {
@@ -137,16 +137,10 @@ void pack_columns_of(const Rows& source, int64_t rows, int64_t columns, int64_t 
   }
 }
 
-template <class F>
-void pack_columns(const Source<F>& source, int64_t rows, int64_t columns, int64_t depth,
-                  float* to) {
-  pack_columns_of(source, rows, columns, depth, to);
-}
-
 // Packs the transpose of the matrix `source` (rows, columns) as a right operand. Each panel is
 // (columns, kPanel), and zeros pad the last panel.
-template <class Rows>
-void pack_rows_of(const Rows& source, int64_t rows, int64_t columns, float* to) {
+template <class F, class Rows = Source<F>>
+void pack_rows(const Rows& source, int64_t rows, int64_t columns, float* to) {
   for (int64_t first = 0; first < whole_panels(rows); first += 4) {
     float* panel = to + first / kPanel * columns * kPanel + first % kPanel;
     for_each_vector(columns, [&](int64_t n, int count) {
@@ -167,11 +161,6 @@ void pack_rows_of(const Rows& source, int64_t rows, int64_t columns, float* to) 
       }
     });
   }
-}
-
-template <class F>
-void pack_rows(const Source<F>& source, int64_t rows, int64_t columns, float* to) {
-  pack_rows_of(source, rows, columns, to);
 }
 
 }  // namespace fastbert::cpu::FASTBERT_LEVEL

@@ -113,18 +113,12 @@ struct RelativeProblem : AttentionProblem {
   }
 };
 
-at::Tensor empty_result(const AttentionProblem& problem, const at::Tensor& like) {
-  if (problem.packed()) return empty(like.sizes(), like.options());
-  return empty({like.size(0), like.size(2), like.size(1), like.size(3)}, like.options())
-      .transpose(1, 2);
-}
-
 }  // namespace
 
 at::Tensor relative_attention_forward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                       FASTBERT_RELATIVE_ARGUMENTS) {
   RelativeProblem problem(q, k, v, FASTBERT_RELATIVE_VALUES);
-  const auto out = empty_result(problem, q);
+  const auto out = problem.empty_result(q);
   forward_into(problem, out, problem.empty_statistic(q));
   return out;
 }
@@ -141,8 +135,8 @@ relative_attention_backward(const at::Tensor& dout, const at::Tensor& q, const a
   RelativeProblem problem(q, k, v, FASTBERT_RELATIVE_VALUES);
   check_same("dout", dout, q);
   const Attention& a = problem.kernel;
-  const auto dq = empty_result(problem, q), dk = empty_result(problem, k);
-  const auto dv = empty_result(problem, v);
+  const auto dq = problem.empty_result(q), dk = problem.empty_result(k);
+  const auto dv = problem.empty_result(v);
   AttentionBackward p = {a, problem.read(dout), problem.write("dq", dq), problem.write("dk", dk),
                          problem.write("dv", dv)};
   zero_slack(problem, dq, dk, dv);
@@ -174,13 +168,14 @@ relative_attention_backward(const at::Tensor& dout, const at::Tensor& q, const a
     return t.numel() == 0 ? nullptr : t.mutable_data_ptr<float>() + group * (t.numel() / groups);
   };
   const Kernels& kernel = kernels();
-  share_out(items, kernel.relative_backward_scratch(p), [&](const Work& work, void* memory) {
-    const int64_t group = work.item.sequence;
-    const RelativeGradients gradients = {
-        at_group(dkeys, group), at_group(dqueries, group), at_group(dbias, group),
-        segment_scores ? dscores.mutable_data_ptr<float>() : nullptr};
-    kernel.relative_backward(p, gradients, work.item, memory);
-  });
+  share_out(items, kernel.attention_backward_scratch(p, a.max_k),
+            [&](const Work& work, void* memory) {
+              const int64_t group = work.item.sequence;
+              const RelativeGradients gradients = {
+                  at_group(dkeys, group), at_group(dqueries, group), at_group(dbias, group),
+                  segment_scores ? dscores.mutable_data_ptr<float>() : nullptr};
+              kernel.relative_backward(p, gradients, work.item, memory);
+            });
   // Adds the groups and returns the gradient in the layout and dtype of the argument.
   const auto finished = [&](const at::Tensor& t, const OptionalTensor& like) {
     if (!like) return t;

@@ -126,9 +126,9 @@ void gather_tables(const Attention& a, const Head& h, RelativeTables& tables) {
     if (table.data == nullptr) return;
     const GatheredRows<F> gathered = {(const typename F::Storage*)table.data + h.head * table.head,
                                       table.row, rows};
-    pack_rows_of(gathered, tables.columns, a.head_dim, positions);
+    pack_rows<F>(gathered, tables.columns, a.head_dim, positions);
     if (by_rows == nullptr) return;
-    pack_columns_of(gathered, tables.columns, a.head_dim, tables.columns, by_rows);
+    pack_columns<F>(gathered, tables.columns, a.head_dim, tables.columns, by_rows);
   };
   pack(terms.keys, tables.of_queries, tables.positions_of_queries, tables.rows_of_queries);
   pack(terms.queries, tables.of_keys, tables.positions_of_keys, tables.rows_of_keys);

@@ -108,6 +108,19 @@ inline void add_relative_gradients(const Attention& a, const Head& h, const Rela
   }
 }
 
+// Sets the gradients of a head's gathered tables to 0.
+inline void clear_gradients(const Attention& a, const RelativeTables& tables) {
+  const auto clear = [&](float* gradient, int64_t elements) {
+    for (int64_t n = 0; n < tables.columns * elements && gradient != nullptr; ++n) {
+      gradient[n] = 0.0f;
+    }
+  };
+  const int64_t width = whole_panels(a.head_dim);
+  clear(tables.gradient_of_queries, width);
+  clear(tables.gradient_of_keys, width);
+  clear(tables.gradient_of_bias, 1);
+}
+
 // Adds the gradients of a head's gathered tables, times the scale, to the gradients of the tables.
 inline void fold_gradients(const Attention& a, int64_t head, const RelativeTables& tables,
                            const RelativeGradients& to) {

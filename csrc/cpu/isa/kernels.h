@@ -463,8 +463,8 @@ struct Kernels {
   void (*attention_backward)(const AttentionBackward&, AttentionPass, const AttentionItem&,
                              void* scratch);
   // relative_backward computes all gradients of one head of the sequences [begin, end) of an item,
-  // for attention with relative terms. It needs the scratch memory of relative_backward_scratch.
-  int64_t (*relative_backward_scratch)(const AttentionBackward&);
+  // for attention with relative terms. It needs the scratch memory of attention_backward for max_k
+  // keys.
   void (*relative_backward)(const AttentionBackward&, const RelativeGradients&,
                             const AttentionItem&, void* scratch);
   // attention_bias_gradient computes one block of dbias, for the queries from item.begin on and the

@@ -46,7 +46,6 @@ FASTBERT_DECLARE(cross_entropy_backward)
 FASTBERT_DECLARE(sum_rows)
 FASTBERT_DECLARE(attention_backward_scratch)
 FASTBERT_DECLARE(attention_backward)
-FASTBERT_DECLARE(relative_backward_scratch)
 FASTBERT_DECLARE(relative_backward)
 FASTBERT_DECLARE(attention_bias_scratch)
 FASTBERT_DECLARE(attention_bias_gradient)
@@ -121,7 +120,6 @@ extern const Kernels kKernels = {
 #endif
     base::attention_backward_scratch,
     base::attention_backward,
-    base::relative_backward_scratch,
     base::relative_backward,
     base::attention_bias_scratch,
     base::attention_bias_gradient,

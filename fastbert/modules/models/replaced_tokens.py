@@ -25,7 +25,6 @@ from fastbert.modules.linear import Linear
 from fastbert.modules.models.task_model import label_rows
 from fastbert.modules.operation import OperationModule
 from fastbert.modules.relative_attention import RelativeSelfAttention
-from fastbert.ops.varlen import sequence_positions
 
 # How the discriminator uses the word embeddings of the generator.
 SHARING = ("gdes", "es", "none")
@@ -71,19 +70,10 @@ class MaskDecoder(nn.Module):
         """
         layer = encoder.running()[-1]
         layout = encoder.with_positions(layout)
-        queries = hidden + self.position_embeddings(_places(layout, hidden))
+        queries = hidden + self.position_embeddings(layout.positions(hidden))
         for _ in range(self.RUNS):
             queries = _run_on_queries(layer, hidden, queries, layout)
         return queries
-
-
-def _places(layout: BatchLayout, rows: Tensor) -> Tensor:
-    """Return the position of each row in its padded or packed sequence, int64 of shape (T,)."""
-    if layout.indices is not None:
-        return layout.indices % max(layout.length, 1)
-    if layout.cu_seqlens is not None:
-        return sequence_positions(layout.cu_seqlens, rows.shape[0])[1]
-    return torch.arange(layout.length, device=rows.device).repeat(layout.batch)
 
 
 def _run_on_queries(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -11,13 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastbert import ops
-from fastbert.io import xlnet as files
 from fastbert.modules.batch_layout import BatchLayout
 from fastbert.modules.heads import IGNORED
 from fastbert.modules.inputs import check_range, with_places
-from fastbert.modules.model import Model
 from fastbert.modules.outputs import ModelOutput, as_asked
 from fastbert.modules.xlnet.layer import XLNetLayer
+from fastbert.modules.xlnet.pretrained import XLNetPreTrainedModel
 from fastbert.modules.xlnet.streams import Batch, Runner, with_segments
 from fastbert.ops.arguments import require, require_shape
 from fastbert.ops.dropout import dropout
@@ -248,7 +246,7 @@ def _memory(config: Any, hidden: Tensor, before: Tensor | None) -> Tensor:
     return rows[-config.mem_len :].detach() if config.mem_len else rows.detach()
 
 
-class XLNetModel(Model):
+class XLNetModel(XLNetPreTrainedModel):
     """XLNet without a head, with the state-dict names and outputs of transformers' ``XLNetModel``.
 
     Args:
@@ -269,8 +267,6 @@ class XLNetModel(Model):
         >>> second.last_hidden_state.shape, second.mems[0].shape
         (torch.Size([2, 12, 32]), torch.Size([24, 2, 32]))
     """
-
-    config: Any
 
     def __init__(self, config: XLNetConfig, *, backend: str | None = None) -> None:
         """Create the modules and initialise their parameters."""
@@ -352,38 +348,8 @@ class XLNetModel(Model):
         )  # fmt: skip
         return as_asked(output, self.flag("return_dict", return_dict, True))
 
-    @classmethod
-    def from_pretrained(
-        cls, path_or_hub_id: str | os.PathLike[str], *, backend: str | None = None
-    ) -> XLNetModel:
-        """Load a checkpoint of transformers, with or without a head, in eval mode.
 
-        Args:
-            path_or_hub_id: Folder, or hub id if there is no such folder.
-            backend: As in the constructor.
-
-        Returns:
-            The model.
-
-        Raises:
-            ValueError: If the checkpoint cannot be read, or lacks a weight.
-        """
-        config, state = files.read(path_or_hub_id, head=False)
-        with torch.device("meta"):
-            model = cls(config, backend=backend)
-        model.load_state_dict(state, assign=True)
-        return model.eval()
-
-    def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
-        """Save the model as transformers' ``XLNetModel``.
-
-        Args:
-            folder: The folder; it is created if it does not exist.
-        """
-        files.write(folder, self.config, self.state_dict(), "XLNetModel")
-
-
-class XLNetLMHeadModel(Model):
+class XLNetLMHeadModel(XLNetPreTrainedModel):
     """XLNet with the head of permutation language modelling, as transformers' class of this name.
 
     The weight of the head is that of the word embeddings.
@@ -392,8 +358,6 @@ class XLNetLMHeadModel(Model):
         config: Configuration of the model.
         backend: Requested backend; None lets every operation choose.
     """
-
-    config: Any
 
     def __init__(self, config: XLNetConfig, *, backend: str | None = None) -> None:
         """Create the model and the bias of the head."""
@@ -446,35 +410,3 @@ class XLNetLMHeadModel(Model):
         assert isinstance(logits, Tensor)
         result = XLNetLMOutput(loss, logits, output.mems, output.hidden_states, output.attentions)
         return as_asked(result, self.flag("return_dict", return_dict, True))
-
-    @classmethod
-    def from_pretrained(
-        cls, path_or_hub_id: str | os.PathLike[str], *, backend: str | None = None
-    ) -> XLNetLMHeadModel:
-        """Load a checkpoint of transformers' class of this name; as `XLNetModel.from_pretrained`.
-
-        Args:
-            path_or_hub_id: Folder, or hub id if there is no such folder.
-            backend: As in the constructor.
-
-        Returns:
-            The model in eval mode.
-
-        Raises:
-            ValueError: If the checkpoint cannot be read, or lacks a weight.
-        """
-        config, state = files.read(path_or_hub_id, head=True)
-        with torch.device("meta"):
-            model = cls(config, backend=backend)
-        model.load_state_dict(state, assign=True)
-        model.tie_weights()
-        return model.eval()
-
-    def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
-        """Save the model as transformers' class of this name.
-
-        Args:
-            folder: The folder; it is created if it does not exist.
-        """
-        state = {n: t for n, t in self.state_dict().items() if n not in self.tied()}
-        files.write(folder, self.config, state, "XLNetLMHeadModel")
