@@ -58,6 +58,9 @@ class RelativePositions:
         queries: Whether keys are multiplied by queries of the positions (p2c).
         shared: Whether positions have the projections of the content.
         norm: Whether the table has a layer norm.
+        interleaved: Whether the projection of the content has the query, key and value of one head
+            after another, with biases of the queries and values alone (DeBERTa v1). Positions then
+            have projections of their own.
 
     Raises:
         ValueError: If a value is not allowed. The message names the field.
@@ -69,6 +72,7 @@ class RelativePositions:
     queries: bool = True
     shared: bool = True
     norm: bool = True
+    interleaved: bool = False
 
     def __post_init__(self) -> None:
         """Check the fields."""
@@ -76,9 +80,11 @@ class RelativePositions:
         farthest, least = self.farthest, self.span // 2 + 2
         fits = farthest is None or (self.span >= 2 and is_integer(farthest, least))
         check("farthest", farthest, f"None or {integer_from(least)}", fits)
-        for name in ("keys", "queries", "shared", "norm"):
+        for name in ("keys", "queries", "shared", "norm", "interleaved"):
             value = getattr(self, name)
             check(name, value, "True or False", isinstance(value, bool))
+        both = self.shared and self.interleaved
+        check("shared", self.shared, "False with an interleaved projection", not both)
         some = self.keys or self.queries
         check("keys, queries", (self.keys, self.queries), "at least one that is True", some)
 
@@ -183,6 +189,11 @@ class Architecture:
             check(name, value, allowed, value is None or is_number(value, 0.0, 1.0))
         value = self.inner_dropout
         check("inner_dropout", value, "a number in [0, 1]", is_number(value, 0.0, 1.0))
+
+    @property
+    def interleaved(self) -> bool:
+        """Whether the projection of the content has one head after another (DeBERTa v1)."""
+        return self.relative_positions is not None and self.relative_positions.interleaved
 
     def order(self, layers: int) -> tuple[int, ...]:
         """Return the index of the stored layer that runs at each step of an encoder.

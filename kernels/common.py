@@ -72,6 +72,26 @@ def proxy_fence(_semantic=None):
         )  # fmt: skip
 
 
+@tl.core.builtin
+def _hidden_zero(_semantic=None):
+    return tl.inline_asm_elementwise(
+        "mov.b32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1, _semantic=_semantic
+    )
+
+
+@triton.jit
+def in_place(x):
+    """Return the integer tensor `x`, which the compiler then computes where it is used.
+
+    The compiler computes a tensor that is the same in each step of a loop before the loop, and
+    keeps it in registers. If the registers do not suffice for that, they spill.
+    """
+    if INTERPRETED:
+        return x
+    else:
+        return x + _hidden_zero()
+
+
 @triton.jit
 def dot(a, b, acc):
     """Return acc + a b in fp32; fp32 operands are multiplied in IEEE fp32, never in tf32."""

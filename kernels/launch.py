@@ -85,6 +85,8 @@ class Launch(NamedTuple):
         fp_fusion: Whether the compiler may contract ``a * b + c`` to one operation with one
             rounding. A contracted ``a * b - c`` may differ from 0 if c is the rounded product of a
             and b.
+        max_registers: Number of registers of a thread that ptxas may use; None leaves the choice to
+            ptxas, which may let a few registers spill so that more programs run at a time.
     """
 
     name: str
@@ -94,6 +96,7 @@ class Launch(NamedTuple):
     num_warps: int
     num_stages: int
     fp_fusion: bool = True
+    max_registers: int | None = None
 
     def options(self) -> dict[str, Any]:
         """Return the options with which Triton compiles the kernel."""
@@ -102,6 +105,7 @@ class Launch(NamedTuple):
             "num_warps": self.num_warps,
             "num_stages": self.num_stages,
             "enable_fp_fusion": self.fp_fusion,
+            **({} if self.max_registers is None else {"maxnreg": self.max_registers}),
         }
 
     def run(self, on: Tensor) -> Any:

@@ -112,6 +112,59 @@ def attention_tile(
     return Tile(128, 64, num_warps=8, num_stages=3)
 
 
+def relative_tile(pass_name: str, head_dim: int, dtype: torch.dtype, target: int = 90) -> Tile:
+    """Return the tile of a kernel of relative attention: block_m queries and block_n keys.
+
+    The kernels multiply the queries and the keys by a window of block_m + block_n rows of each
+    table. With equal numbers of queries and keys, the window is a power of two without padding. The
+    tiles are small, because the addresses of the gathers take many registers.
+
+    Args:
+        pass_name: "forward", "weights", "statistics", "dq", "dkv" or "sums".
+        head_dim: Head dim D, 1 to 256.
+        dtype: Dtype of q, k and v.
+        target: Architecture of the GPU, such as 90 for sm_90.
+
+    Raises:
+        ValueError: If `head_dim` is not allowed.
+    """
+    width = padded_head_dim(head_dim)
+    if IS_INTERPRETED:
+        return Tile(64, 64, num_warps=4, num_stages=1)
+    is_forward = pass_name == "forward"
+    if dtype == torch.float32:
+        return Tile(16, 16, num_warps=8, num_stages=2 if is_forward and width <= 64 else 1)
+    if pass_name == "sums" or (width > 128 and not is_forward):
+        return Tile(16, 16, num_warps=8, num_stages=1)
+    if width > 64:
+        return Tile(16, 16, num_warps=4, num_stages=1)
+    if pass_name == "dkv" and 100 <= target < 120:
+        return Tile(32, 16, num_warps=8, num_stages=1)
+    return Tile(32, 32, num_warps=4, num_stages=2)
+
+
+def relative_registers(head_dim: int, dtype: torch.dtype) -> int | None:
+    """Return the ``max_registers`` of a launch of `relative_tile`.
+
+    Where a tile takes most registers of a thread, ptxas would let some spill for more programs.
+    """
+    return 255 if dtype == torch.float32 or padded_head_dim(head_dim) > 64 else None
+
+
+def table_sums_columns(head_dim: int, dtype: torch.dtype) -> int:
+    """Return the number of columns of a table whose gradient one program of the sums computes.
+
+    The sums of more columns do not fit into the registers, so that several programs compute the
+    gradient of the logits for the same pairs.
+    """
+    return min(padded_head_dim(head_dim), 64 if dtype == torch.float32 else 128)
+
+
+def table_rows_tile(columns: int) -> Tile:
+    """Return the tile of the kernel that adds the sums by distance to block_m rows of a table."""
+    return Tile(16, min(32, padded_head_dim(columns)), num_warps=4, num_stages=1)
+
+
 # Bytes of shared memory that a program may use, by architecture. Consumer GPUs have the least.
 SHARED_MEMORY = {
     80: 163 * 1024,

@@ -105,7 +105,8 @@ ROOMS = {
 FAMILIES = (
     "bert roberta xlm-roberta",
     "camembert distilbert albert",
-    "electra mpnet modernbert nomic_bert deberta-v2",
+    "electra mpnet modernbert nomic_bert",
+    "deberta-v2 deberta xlnet",
 )
 MUTATIONS = 16
 # Name of a gate → arguments of make. A gate that exceeds the time limit is split into parts.

@@ -109,12 +109,16 @@ class Bound:
 
 
 def cases() -> tuple[Case, ...]:
-    """Return the shapes of the goals, of `fastbert.bench.choice` and of the masked-LM loss."""
+    """Return the shapes of the goals, of the choice of backends, of the loss and of DeBERTa."""
     made = []
     for head_dim in (64, 32, 128):
         for length in (128, 256, 512, 1024, 2048):
             sizes = (TOKENS // length, HIDDEN // head_dim, length, length, head_dim)
             made.append(Case("attention", f"S{length} D{head_dim}", sizes))
+    for batch, length in ((8, 128), (16, 512)):
+        # The distances of sequences of 128 tokens have 255 rows, and longer ones have 512 buckets.
+        tables = (batch, 12, length, length, 64, min(2 * length - 1, 512))
+        made.append(Case("relative_attention", f"{batch}×{length}", tables, {"tables": "kq"}))
     for columns in (1024, 768):
         made.append(Case("layer_norm", f"{TOKENS}×{columns}", (TOKENS, columns)))
         dropped = {"dropout_p": 0.1}

@@ -56,6 +56,7 @@ OUTPUTS = {
     "MPNetModel": POOLED,
     "NomicBertModel": POOLED,
     "DebertaV2Model": "BaseModelOutput",
+    "DebertaModel": "BaseModelOutput",
     "DistilBertModel": "BaseModelOutput",
     "ModernBertModel": "BaseModelOutput",
     "MarianEncoder": "BaseModelOutput",

@@ -110,7 +110,7 @@ class Watch(NamedTuple):
             )
             and all(("forward" in now) == then for now, then in self.attributes)
             and all(own[name] is hf.get(name) for own, hf, name in self.parameters)
-            and all(own.eps == hf.eps for own, hf in self.norms)
+            and all(own.eps == eps_of(hf) for own, hf in self.norms)
         )
 
 
@@ -382,6 +382,11 @@ class BoundEncoder(BoundModel):
                 self.model.config = config
 
 
+def eps_of(norm: Any) -> float:
+    """Return the term that a layer norm of an HF model adds to the variance."""
+    return norm.eps if hasattr(norm, "eps") else norm.variance_epsilon
+
+
 def _versions(tensors: Iterable[Tensor]) -> list[tuple[Tensor, int, int]]:
     """Return each tensor with the number of writes to it, and its address.
 
@@ -463,14 +468,14 @@ def _bind(leaf: Leaf, called: Mapping[str, str]) -> None:
         return
     leaf.own_place.put(module)
     if isinstance(module, LayerNorm):
-        module.eps = hf_module.eps
+        module.eps = eps_of(hf_module)
     if isinstance(module, nn.Embedding):
         module.padding_idx = hf_module.padding_idx
     _share(module, hf_module)
 
 
 def _share(module: nn.Module, hf_module: nn.Module) -> None:
-    for name in ("weight", "bias"):
+    for name in module._parameters:
         parameter = hf_module._parameters.get(name)
-        if name in module._parameters and module._parameters[name] is not parameter:
+        if module._parameters[name] is not parameter:
             module._parameters[name] = parameter

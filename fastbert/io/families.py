@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -174,7 +174,7 @@ def to_fastbert(tensors: Mapping[str, Tensor], config: BertConfig) -> dict[str, 
     }
     for stored in (True, False):
         left = _renamed(
-            left, ((hf_names, _in_state(name)) for name, hf_names in pairs(config, stored))
+            left, ((hf_names, _in_state(name, config)) for name, hf_names in pairs(config, stored))
         )
     return left
 
@@ -195,17 +195,20 @@ def _never_runs(name: str, config: BertConfig) -> bool:
 
 def to_transformers(tensors: Mapping[str, Tensor], config: BertConfig) -> dict[str, Tensor]:
     """Rename tensors to their names in a checkpoint; the inverse of `to_fastbert`."""
-    names = ((_in_state(name), others) for name, others in pairs(config, stored=True))
+    names = ((_in_state(name, config), others) for name, others in pairs(config, stored=True))
     return _renamed(dict(tensors), names)
 
 
-def _in_state(module: str) -> tuple[str, ...]:
+def _in_state(module: str, config: BertConfig) -> tuple[str, ...]:
     """Return the names of a module in fastbert's state dict.
 
-    The fused projection ``qkv`` has three names: ``query``, ``key`` and ``value``.
+    The fused projection ``qkv`` has three names, ``query``, ``key`` and ``value``, unless it is
+    interleaved.
     """
     parent, _, name = module.rpartition(".")
-    return tuple(f"{parent}.{part}" for part in QKV) if name == "qkv" else (module,)
+    if name != "qkv" or config.architecture.interleaved:
+        return (module,)
+    return tuple(f"{parent}.{part}" for part in QKV)
 
 
 def _renamed(left: dict[str, Tensor], names: Iterator[tuple[tuple[str, ...], tuple[str, ...]]]):
@@ -311,6 +314,19 @@ def _deberta_v2(content: Content) -> Architecture:
         relative_positions=_relative(content, terms) if terms else None,
         pooler=False,
     )
+
+
+def _deberta(content: Content) -> Architecture:
+    for name, only in (("talking_head", False), ("relative_attention", True)):
+        value = content.get(name, False)
+        check(name, value, str(only), value is only)
+    # DeBERTa v1 lacks these choices of v2, and ignores their keys.
+    absent = {"conv_kernel_size": None, "attention_head_size": None, "position_buckets": -1}
+    choices = _deberta_v2(content | absent | {"norm_rel_ebd": "none", "share_att_key": False})
+    terms = choices.relative_positions
+    if terms is None:
+        raise ValueError("pos_att_type: got no terms, allowed: c2p, p2c, or both")
+    return replace(choices, relative_positions=replace(terms, interleaved=True))
 
 
 def _relative(content: Content, terms: list[str]) -> RelativePositions:
@@ -598,12 +614,43 @@ FAMILIES: dict[str, Family] = {
             "type_vocab_size": 0,
             "layer_norm_eps": 1e-7,
             "relative_attention": False,
+            "max_position_embeddings": 512,
             "max_relative_positions": -1,
             "position_biased_input": True,
             "position_buckets": -1,
             "pos_att_type": None,
             "share_att_key": False,
             "norm_rel_ebd": "none",
+        },
+        lacks=("classifier_dropout",),
+    ),
+    "deberta": Family(
+        "DebertaModel",
+        "deberta.",
+        {
+            **_EMBEDDINGS,
+            "encoder.relative_positions.embeddings": ("encoder.rel_embeddings",),
+            LAYER + "attention.self": (LAYER + "attention.self",),
+            _QKV: (LAYER + "attention.self.in_proj",),
+            f"{_POSITIONS}.key": (f"{LAYER}attention.self.pos_proj",),
+            f"{_POSITIONS}.query": (f"{LAYER}attention.self.pos_q_proj",),
+            **_same(_ATTENTION, _ATTENTION_NORM, _FIRST, _SECOND, _NORM),
+        },
+        {**_BERT_DROPOUTS, _POSITIONS: f"{LAYER}attention.self.pos_dropout"},
+        _deberta,
+        defaults={
+            "vocab_size": 50265,
+            "hidden_size": 768,
+            "num_hidden_layers": 12,
+            "num_attention_heads": 12,
+            "intermediate_size": 3072,
+            "type_vocab_size": 0,
+            "layer_norm_eps": 1e-7,
+            "relative_attention": False,
+            "max_position_embeddings": 512,
+            "max_relative_positions": -1,
+            "position_biased_input": True,
+            "pos_att_type": None,
         },
         lacks=("classifier_dropout",),
     ),

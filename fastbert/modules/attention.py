@@ -58,7 +58,12 @@ class BertSelfAttention(OperationModule):
         self.dropout_p = Probabilities.of(config).attention
         size = config.hidden_size
         self.qkv = Linear(size, 3 * size, backend, bias=choices.attention_bias)
-        store_in_parts(self, "qkv", QKV)
+        if not choices.interleaved:
+            store_in_parts(self, "qkv", QKV)
+
+    def content(self, hidden: Tensor) -> Tensor:
+        """Project rows ``(T, H)`` to queries, keys and values, side by side, ``(T, 3H)``."""
+        return self.qkv(hidden)
 
     def forward(
         self,

@@ -9,7 +9,7 @@ from fastbert.modules.attention import BertAttention, BertSelfAttention
 from fastbert.modules.batch_layout import BatchLayout
 from fastbert.modules.dropout import NO_SEEDS, LayerSeeds
 from fastbert.modules.feed_forward import BertIntermediate, BertOutput
-from fastbert.modules.relative_attention import RelativeSelfAttention
+from fastbert.modules.relative_attention import InterleavedSelfAttention, RelativeSelfAttention
 from fastbert.ops.dropout import dropout
 
 
@@ -25,9 +25,7 @@ class BertLayer(nn.Module):
     def __init__(self, config: BertConfig, backend: str | None = None, number: int = 0) -> None:
         """Create attention and feed-forward."""
         super().__init__()
-        relative = config.architecture.relative_positions is not None
-        kind = RelativeSelfAttention if relative else BertSelfAttention
-        self.attention = BertAttention(config, backend, number, kind)
+        self.attention = BertAttention(config, backend, number, _kind(config))
         self.intermediate = BertIntermediate(config)
         self.output = BertOutput(config, backend)
 
@@ -52,6 +50,14 @@ class BertLayer(nn.Module):
         """
         hidden, weights = self.attention(hidden, layout, output_attentions, seeds)
         return self.output(hidden, self.intermediate, seeds), weights
+
+
+def _kind(config: BertConfig) -> type[BertSelfAttention]:
+    """Return the class of self-attention that a configuration needs."""
+    choices = config.architecture
+    if choices.relative_positions is None:
+        return BertSelfAttention
+    return InterleavedSelfAttention if choices.interleaved else RelativeSelfAttention
 
 
 class PreNormLayer(BertLayer):

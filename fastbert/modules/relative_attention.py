@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fastbert import ops
 from fastbert.config import BertConfig
@@ -153,3 +153,48 @@ class RelativeSelfAttention(BertSelfAttention):
 
     def _heads(self, table: Tensor) -> Tensor:
         return table.unflatten(-1, (self.heads, self.head_dim))
+
+
+class InterleavedSelfAttention(RelativeSelfAttention):
+    """The self-attention of DeBERTa v1, whose projection has one head after another.
+
+    The projection ``qkv`` has no bias. Its 3H outputs are the query, key and value of the first
+    head, then those of the second head, and so on. ``q_bias`` and ``v_bias`` have the shape
+    ``(H,)``.
+
+    Args:
+        config: Configuration of the model.
+        backend: Requested backend; see ``OperationModule``. None lets each operation choose.
+        number: Number of the layer, from 0.
+    """
+
+    def __init__(self, config: BertConfig, backend: str | None = None, number: int = 0) -> None:
+        """Create the projection and its biases."""
+        super().__init__(config, backend, number)
+        size = config.hidden_size
+        self.qkv = Linear(size, 3 * size, backend, bias=False)
+        self.q_bias, self.v_bias = (nn.Parameter(torch.zeros(size)) for _ in range(2))
+
+    def content(self, hidden: Tensor) -> Tensor:
+        """Project rows; see `BertSelfAttention.content`."""
+        return torch.stack(self._split(self._project(hidden, None)[0]), 1).flatten(1)
+
+    def _project(self, hidden: Tensor, queries: Tensor | None) -> tuple[Tensor, Tensor]:
+        shape = (self.heads, self.head_dim)
+        q_bias, v_bias = self.q_bias.view(shape), self.v_bias.view(shape)
+        bias = torch.stack((q_bias, torch.zeros_like(q_bias), v_bias), 1).flatten()
+        projected, residual = self._biased(hidden, bias), hidden
+        if queries is not None:
+            of_queries = self._biased(queries, bias)
+            q, (_, k, v) = self._split(of_queries)[0], self._split(projected)
+            projected, residual = torch.stack((q, k, v), 2).flatten(1), queries
+        return projected, residual
+
+    def _biased(self, rows: Tensor, bias: Tensor) -> Tensor:
+        projection = self.qkv
+        if deviation(projection, Linear) is not None:
+            return projection(rows) + bias
+        return ops.linear(rows, projection.weight, bias, backend=projection.backend)
+
+    def _split(self, qkv: Tensor) -> tuple[Tensor, ...]:
+        return qkv.view(-1, self.heads, 3, self.head_dim).unbind(-2)

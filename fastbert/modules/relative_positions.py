@@ -123,7 +123,8 @@ class PositionProjections(nn.Module):
         self.choices = choices
         size = config.hidden_size
         own = not choices.shared
-        self.key = Linear(size, size, backend) if own and choices.keys else None
+        bias = not choices.interleaved
+        self.key = Linear(size, size, backend, bias=bias) if own and choices.keys else None
         self.query = Linear(size, size, backend) if own and choices.queries else None
         self.dropout_p = config.hidden_dropout_prob
         self._kept, self._kept_own = KeptResult(), dict[str, KeptResult]()

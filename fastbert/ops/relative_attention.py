@@ -79,7 +79,8 @@ def relative_attention(
         scale: Factor of the logits; ``D ** -0.5`` by default.
         return_weights: Whether the softmax weights are returned too. If a gradient is wanted, plain
             PyTorch computes both, because the kernels have no gradient of the weights.
-        backend: ``"reference"`` or ``"cpu"``; None lets ``fastbert.ops.backend.resolve`` choose.
+        backend: ``"reference"``, ``"triton"`` or ``"cpu"``; None lets
+            ``fastbert.ops.backend.resolve`` choose.
         dropout_seed: As in `attention`.
 
     Returns:
@@ -375,6 +376,38 @@ def _reference_weights(q: Tensor, k: Tensor, *options: Any) -> Tensor:
     return weights.contiguous()
 
 
+def _triton_options(q: Tensor, *options: Any) -> dict[str, Any]:
+    """Return the arguments of the launchers after q, k and v."""
+    o = RelativeOptions(*options)
+    if o.mask is None:
+        return o._asdict()
+    # The kernels take a view of the full shape, with stride 0 where a dimension is broadcast.
+    batch = q.shape[0] if o.cu_seqlens_q is None else o.cu_seqlens_q.shape[0] - 1
+    shape = (batch, q.shape[1], o.max_seqlen_q, o.max_seqlen_k)
+    return {**o._asdict(), "mask": o.mask.expand(shape)}
+
+
+def _triton_forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> Tensor:
+    from fastbert.kernels.relative_attention import relative_attention_forward
+
+    return relative_attention_forward(q, k, v, **_triton_options(q, *options))
+
+
+def _triton_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *options: Any
+) -> tuple[Tensor, ...]:
+    from fastbert.kernels.relative_attention_backward import relative_attention_backward
+
+    gradients = relative_attention_backward(dout, q, k, v, **_triton_options(q, *options))
+    return tuple(q.new_empty(0) if x is None else x for x in gradients)
+
+
+def _triton_weights(q: Tensor, k: Tensor, *options: Any) -> Tensor:
+    from fastbert.kernels.relative_attention import relative_attention_weights
+
+    return relative_attention_weights(q, k, **_triton_options(q, *options))
+
+
 def _extension_forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> Tensor:
     return torch.ops.fastbert_C.relative_attention_forward(q, k, v, *options)
 
@@ -397,9 +430,11 @@ backends.TABLES["relative_attention"] = {
     "reference": backends.Implementation(
         _reference_forward, _reference_backward, backends.ALL_DTYPES
     ),
+    "triton": backends.Implementation(_triton_forward, _triton_backward),
     "cpu": backends.Implementation(_extension_forward, _extension_backward),
 }
 backends.TABLES["relative_attention_weights"] = {
     "reference": backends.Implementation(_reference_weights, _no_gradient, backends.ALL_DTYPES),
+    "triton": backends.Implementation(_triton_weights, _no_gradient),
     "cpu": backends.Implementation(_extension_weights, _no_gradient),
 }

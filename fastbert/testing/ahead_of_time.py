@@ -35,8 +35,26 @@ MATRIX_UNITS = {
     100: ("UTCHMMA", "HMMA"),
     120: ("HMMA",),
 }
+# These kernels may use another unit too for 16-bit operands. The first element is the unit, and the
+# second is the reason.
+_SMALL_TILES = (
+    "HMMA",
+    "a warpgroup multiplies 64 rows, but gathers take many registers, so the tiles are smaller",
+)
+_SUMS_IN_FP32 = ("none", "the operands of the product are in fp32; the result alone has 16 bits")
+OTHER_UNITS: dict[str, tuple[str, str]] = {
+    "relative_attention_forward": _SMALL_TILES,
+    "relative_attention_weights": _SMALL_TILES,
+    "relative_attention_statistics": _SMALL_TILES,
+    "relative_attention_dq": _SMALL_TILES,
+    "relative_attention_dkv": _SMALL_TILES,
+    "relative_attention_sums": _SMALL_TILES,
+    "relative_attention_table_rows": _SUMS_IN_FP32,
+    "relative_attention_bias_rows": _SUMS_IN_FP32,
+}
 # Instructions of 16 bytes per thread must load at least this share of a kernel's loaded bytes.
 WIDE_SHARE = 0.5
+_TERMS = "the tiles are small, and the index, the segments and a mask of pairs have 1 to 8 bytes"
 # These kernels need only a smaller share. The first element is the share, and the second the
 # reason.
 NARROWER: dict[str, tuple[float, str]] = {
@@ -44,12 +62,20 @@ NARROWER: dict[str, tuple[float, str]] = {
     "attention_dkv": (0.1, "as in attention_dq, and a statistic of a row is 4 bytes"),
     "attention_short_backward": (0.3, "as in attention_dkv"),
     "embedding_run_sums": (0.3, "the key of a row is loaded in two layouts"),
+    "relative_attention_forward": (0.3, _TERMS),
+    "relative_attention_weights": (0.3, _TERMS),
+    "relative_attention_statistics": (0.3, _TERMS),
+    "relative_attention_dq": (0.3, _TERMS),
 }
+_EIGHT_WARPS = "a tile of 16 rows has 4 or 8 bytes for each of 256 threads"
 # These kernels need no wide loads at all. The values are the reasons.
 NARROW_LOADS: dict[str, str] = {
     "embedding_keys": "each row has one index, at any stride",
     "cross_entropy_partition": "any number of rows runs the same binary, so each has its own mask",
     "cross_entropy_reduce": "as in cross_entropy_partition",
+    "relative_attention_dkv": _EIGHT_WARPS,
+    "relative_attention_sums": _EIGHT_WARPS,
+    "relative_attention_bias_rows": "a row has one element for each head",
 }
 
 
@@ -138,8 +164,9 @@ def judge(compiled: Compiled) -> list[str]:
         faults.append(f"{compiled.stack} bytes of stack: registers spill")
     if compiled.shared > (limit := shared_memory(compiled.arch)):
         faults.append(f"{compiled.shared} bytes of shared memory, allowed: {limit}")
-    if compiled.has_dot and compiled.half and compiled.matrix not in MATRIX_UNITS[compiled.arch]:
-        allowed = " or ".join(MATRIX_UNITS[compiled.arch])
+    units = (*MATRIX_UNITS[compiled.arch], *OTHER_UNITS.get(compiled.name, ())[:1])
+    if compiled.has_dot and compiled.half and compiled.matrix not in units:
+        allowed = " or ".join(units)
         faults.append(f"matrix unit {compiled.matrix}, expected {allowed}")
     if compiled.tf32:
         faults.append("tf32 where IEEE fp32 is promised")

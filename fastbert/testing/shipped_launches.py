@@ -24,6 +24,8 @@ from fastbert.kernels import (
     feed_forward_backward,
     layer_norm,
     reduction,
+    relative_attention,
+    relative_attention_backward,
     rms_norm,
     rotary,
     tiles,
@@ -33,6 +35,8 @@ from fastbert.kernels.attention_problem import allocate_rows, canonical, problem
 from fastbert.kernels.attention_statistics import allocate_statistics
 from fastbert.kernels.attention_weights import weights_launch
 from fastbert.kernels.launch import Launch
+from fastbert.kernels.relative_tables import allocate_sums
+from fastbert.kernels.relative_terms import relative_inputs, relative_problem
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 BATCH, HEADS = 8, 12
@@ -75,6 +79,20 @@ ATTENTION_SHORT: tuple[tuple[torch.dtype, int, int, bool, dict[str, Any]], ...] 
     (BF16, 64, 256, True, {}),
     (BF16, 32, 256, False, {}),
     (BF16, 64, 512, True, {}),
+)
+
+# The columns are dtype, head dim, whether packed, the tables as in ``cases.py``, whether there are
+# segments, and options as in `ATTENTION`.
+RELATIVE_ATTENTION: tuple[tuple[torch.dtype, int, bool, str, bool, dict[str, Any]], ...] = (
+    (BF16, 64, True, "kq", False, {}),
+    (FP16, 64, False, "kb", True, {"mask": "keys", "dropout_p": 0.1}),
+    (BF16, 64, True, "b", False, {}),
+    (BF16, 64, False, "kqb", True, {"mask": "pairs", "dropout_p": 0.1}),
+    (BF16, 32, True, "kq", False, {}),
+    (BF16, 128, False, "kqb", True, {"mask": "pairs", "dropout_p": 0.1}),
+    (BF16, 256, False, "kq", False, {"mask": "keys"}),
+    (FP32, 64, False, "kq", False, {"mask": "keys", "dropout_p": 0.1}),
+    (FP32, 64, True, "kqb", True, {"dropout_p": 0.1}),
 )
 
 # The columns are number of rows, dtype and activation.
@@ -281,6 +299,35 @@ def _reduction() -> Iterator[Launch]:
         yield reduction.sum_partials_launch(partials, x[0])
 
 
+def _relative_attention() -> Iterator[Launch]:
+    for dtype, head_dim, is_packed, letters, has_segments, wanted in RELATIVE_ATTENTION:
+        length, positions = 512, 1023
+        (q, k, v), _, options = _attention_inputs(dtype, head_dim, length, is_packed, wanted)
+        table = _empty(dtype, positions, HEADS, head_dim)
+        tables = {
+            "position_keys": table if "k" in letters else None,
+            "position_queries": table if "q" in letters else None,
+            "position_bias": table[:, :, 0].contiguous() if "b" in letters else None,
+        }
+        if has_segments:
+            segments = _empty(torch.int64, *((BATCH * length,) if is_packed else (BATCH, length)))
+            options |= {"q_segments": segments, "k_segments": segments}
+            options["segment_scores"] = _empty(dtype, *q.shape[:-1])
+        index = _empty(torch.int32, 2 * length - 1)
+        inputs, numbers = relative_inputs(q, k, v, index, **tables, **options)
+        problem = relative_problem(inputs, numbers)
+        yield relative_attention.forward_launch(problem, allocate_rows(q, is_packed))
+        if not is_packed:
+            weights = _empty(dtype, BATCH, HEADS, length, length)
+            yield relative_attention.weights_launch(problem, weights)
+        gradients = [allocate_rows(x, is_packed) for x in (q, k, v)]
+        statistics = relative_attention_backward.allocate_statistics(problem)
+        yield from relative_attention_backward.backward_launches(
+            problem, q, *gradients, inputs.segment_scores, statistics,
+            tuple(tables.values()), allocate_sums(problem),
+        )  # fmt: skip
+
+
 def _rms_norm() -> Iterator[Launch]:
     for dtype, columns in ((BF16, 768), (FP32, 8192)):
         x, row, rstd = _empty(dtype, 512, columns), _empty(FP32, columns), _empty(FP32, 512)
@@ -307,6 +354,7 @@ LAUNCHES: dict[str, Callable[[], Iterator[Launch]]] = {
     "feed_forward_backward": _feed_forward_backward,
     "layer_norm": _layer_norm,
     "reduction": _reduction,
+    "relative_attention": _relative_attention,
     "rms_norm": _rms_norm,
     "rotary": _rotary,
 }

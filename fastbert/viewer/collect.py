@@ -261,7 +261,7 @@ def _layer(
 ) -> Layer:
     module, layout = seen.module, seen.layout
     heads, size = module.heads, module.head_dim
-    qkv = module.qkv(seen.hidden)
+    qkv = module.content(seen.hidden)
     if module.rotary is not None:
         qkv = module.rotary(qkv.view(-1, 3 * heads, size), layout.rotations, 2 * heads)
     padded = layout.given(qkv.reshape(-1, 3 * heads * size))[0].float()

@@ -18,8 +18,8 @@ void copy(Warp& w, const Instr& i, Mask m) {
   each_lane(m, [&](int l) {
     AsyncCopy c;
     c.lane = l;
-    c.to = b.shared_offset(w.get(i.reg[0], l) + (uint64_t)i.offset, bytes, bytes);
-    c.from = w.get(i.reg[1], l) + (uint64_t)i.offsets[1];
+    c.to = b.shared_offset(w.address(i.reg[0], l, i.offset), bytes, bytes);
+    c.from = w.address(i.reg[1], l, i.offsets[1]);
     c.filled = bytes;
     c.bytes = bytes;
     if (i.arg[1] == 1) c.bytes = (uint32_t)w.get(i.reg[2], l);
@@ -136,7 +136,7 @@ void trap(Warp&, const Instr&, Mask m) { fault("trap", "the kernel trapped", __b
 
 uint32_t barrier_at(Warp& w, const Instr& i, Reg r, int l) {
   w.need(r, 1u << l, "an address");
-  return w.block->shared_offset(w.get(r, l) + (uint64_t)i.offset, 8, 8);
+  return w.block->shared_offset(w.address(r, l, i.offset), 8, 8);
 }
 
 void mbarrier_init(Warp& w, const Instr& i, Mask m) {
@@ -177,7 +177,7 @@ void mbarrier_arrive(Warp& w, const Instr& i, Mask m) {
   if (i.arg[2]) w.need(r[1], m, "the count of an arrival");
   each_lane(m, [&](int l) {
     w.need(r[0], 1u << l, "an address");
-    uint64_t address = w.get(r[0], l) + (uint64_t)i.offset;
+    uint64_t address = w.address(r[0], l, i.offset);
     Block& b = i.arg[3] ? w.block->cluster->home(w, l, address) : *w.block;
     if (i.arg[3]) address = in_block(address);
     MBarrier& mb = existing(w, b, b.shared_offset(address, 8, 8), l);

@@ -93,7 +93,7 @@ void atomic(Warp& w, const Instr& i, Mask m) {
   const Atom op = (Atom)i.arg[3];
   Mask valid[8] = {};
   each_lane(m, [&](int l) {
-    const uint64_t address = w.get(source[0], l) + (uint64_t)i.offset;
+    const uint64_t address = w.address(source[0], l, i.offset);
     const Place p = reach(w, l, (Space)i.arg[0], address, size * n, true, scope_of(i));
     std::lock_guard<std::mutex> guard(strong_accesses);
     acquire_at(w, i, l, address);

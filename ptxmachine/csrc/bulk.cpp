@@ -261,7 +261,7 @@ void settle(Warp& w, int l, std::vector<BulkCopy>& group) {
 
 uint64_t address(Warp& w, Reg r, int l, int64_t offset) {
   w.need(r, 1u << l, "an address");
-  return w.get(r, l) + (uint64_t)offset;
+  return w.address(r, l, offset);
 }
 
 // Returns the element type for a value of .elemtype in tensormap.replace.

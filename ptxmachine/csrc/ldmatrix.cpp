@@ -19,7 +19,7 @@ void load_matrix(Warp& w, const Instr& i, Mask m) {
     const uint8_t* ok[8];
     for (int r = 0; r < 8; ++r) {
       const int l = 8 * j + r;
-      address[l] = w.get(base, l) + (uint64_t)i.offset;
+      address[l] = w.address(base, l, i.offset);
       const uint32_t o = b.shared_offset(address[l], 16, 16);
       b.note_read(w, l, o, 16, b.now(w, l));
       row[r] = b.shared.data() + o, ok[r] = b.shared_valid.data() + o;
@@ -58,7 +58,7 @@ void store_matrix(Warp& w, const Instr& i, Mask m) {
       }
     for (int r = 0; r < 8; ++r) {
       const int l = 8 * j + r;
-      address[l] = w.get(i.reg[0], l) + (uint64_t)i.offset;
+      address[l] = w.address(i.reg[0], l, i.offset);
       const Place p = reach(w, l, Space::shared, address[l], 16, true, Scope::weak, data[r]);
       std::memcpy(p.at, data[r], 16);
       std::memcpy(p.valid, ok[r], 16);

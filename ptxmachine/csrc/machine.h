@@ -295,6 +295,12 @@ struct Warp {
     if (r.width == Width::pred) return file[r.at] >> lane & 1;
     return word(r)[lane];
   }
+  // Returns the address [r+offset]. With a register of 32 bits, it is the sum modulo 2^32, so that
+  // a negative register and a positive offset may reach shared memory, as compilers assume.
+  uint64_t address(Reg r, int lane, int64_t offset) {
+    const uint64_t sum = get(r, lane) + (uint64_t)offset;
+    return r.width == Width::wide ? sum : (uint32_t)sum;
+  }
   void set(Reg r, int lane, uint64_t value) {
     if (r.width == Width::wide) {
       wide(r)[lane] = value;

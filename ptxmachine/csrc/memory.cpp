@@ -27,7 +27,7 @@ void load(Warp& w, const Instr& i, Mask m) {
   uint64_t address[kLanes];
   uint8_t valid[16][kLanes];
   each_lane(m, [&](int l) {
-    address[l] = w.get(i.reg[n], l) + (uint64_t)i.offset;
+    address[l] = w.address(i.reg[n], l, i.offset);
     const Place p = reach(w, l, (Space)i.arg[0], address[l], size * n, false, scope_of(i));
     std::unique_lock<std::mutex> guard(strong_accesses, std::defer_lock);
     if (i.arg[2]) guard.lock(), acquire_at(w, i, l, address[l]);
@@ -88,7 +88,7 @@ void store(Warp& w, const Instr& i, Mask m) {
   w.need(i.reg[0], m, "an address");
   uint64_t address[kLanes];
   uint8_t value[64];
-  each_lane(m, [&](int l) { address[l] = w.get(i.reg[0], l) + (uint64_t)i.offset; });
+  each_lane(m, [&](int l) { address[l] = w.address(i.reg[0], l, i.offset); });
   each_lane(winners(w, i, m, address), [&](int l) {
     bool all = true, any = false;
     for (int e = 0; e < n; ++e) {

@@ -107,7 +107,7 @@ void replace(Warp& w, const Instr& i, Mask m) {
   w.need(i.reg[0], m, "an address");
   w.need(value, m, "a value for a tensor map");
   each_lane(m, [&](int l) {
-    const uint64_t address = w.get(i.reg[0], l) + (uint64_t)i.offset;
+    const uint64_t address = w.address(i.reg[0], l, i.offset);
     uint8_t bytes[128];
     TensorMap map;
     read(w, l, i.arg[2], address, bytes);
@@ -126,9 +126,9 @@ void copy_map(Warp& w, const Instr& i, Mask m) {
   w.need(i.reg[1], m, "an address");
   const int lane = __builtin_ctz(m);
   uint8_t bytes[128];
-  read(w, lane, kElementShared, w.get(i.reg[1], lane) + (uint64_t)i.offsets[1], bytes);
+  read(w, lane, kElementShared, w.address(i.reg[1], lane, i.offsets[1]), bytes);
   w.block->sync_lanes(w, m);
-  write(w, lane, kElementGlobal, w.get(i.reg[0], lane) + (uint64_t)i.offset, bytes);
+  write(w, lane, kElementGlobal, w.address(i.reg[0], lane, i.offset), bytes);
   w.block->sync_lanes(w, m);
   each_lane(m, [&](int l) { w.block->fence(w, l, (Scope)i.arg[0]); });
 }
@@ -138,7 +138,7 @@ void acquire_map(Warp& w, const Instr& i, Mask m) {
   w.need(i.reg[0], m, "an address");
   each_lane(m, [&](int l) {
     w.block->fence(w, l, (Scope)i.arg[0]);
-    w.block->map_fences[w.get(i.reg[0], l) + (uint64_t)i.offset] = w.block->now(w, l);
+    w.block->map_fences[w.address(i.reg[0], l, i.offset)] = w.block->now(w, l);
   });
 }
 

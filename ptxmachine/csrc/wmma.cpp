@@ -31,7 +31,7 @@ void wmma_load(Warp& w, const Instr& i, Mask m) {
       const int number = 32 * e + l, row = number / columns, column = number % columns;
       const uint64_t at = i.arg[2] ? column * stride + row : row * stride + column;
       const Element x =
-          element_at(w, l, (int)i.arg[4], w.get(address, l) + i.offset + at * size, size);
+          element_at(w, l, (int)i.arg[4], w.address(address, l, i.offset) + at * size, size);
       if (!x.ok) valid[e / per] &= ~(1u << l);
       w.word(i.reg[e / per])[l] |= (uint32_t)x.bits << (8 * size * (e % per));
     }
@@ -49,7 +49,7 @@ void wmma_store(Warp& w, const Instr& i, Mask m) {
       const int number = 32 * e + l, row = number / columns, column = number % columns;
       const uint64_t at = i.arg[2] ? column * stride + row : row * stride + column;
       const Reg r = i.reg[1 + e / per];
-      put_element(w, l, (int)i.arg[4], w.get(address, l) + i.offset + at * size, size,
+      put_element(w, l, (int)i.arg[4], w.address(address, l, i.offset) + at * size, size,
                   w.word(r)[l] >> (8 * size * (e % per)), w.ok(r) >> l & 1);
     }
 }

@@ -6,6 +6,8 @@ import pytest
 import torch
 from small_kernels import launch
 
+import ptxmachine as ptx
+
 VALUES = [0, 1, 2, 7, 8, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFE, 0xFFFFFFFF]
 TRIPLES = [(old, b, c) for old in VALUES for b in VALUES for c in (5, old)]
 
@@ -76,6 +78,24 @@ st.global.b32 [%d6], %r2;
     kinds = {"s8": torch.int8, "u8": torch.uint8, "s16": torch.int16, "u16": torch.uint16}
     narrow = given.view(kinds[f"{sign}{bits}"])[:: 32 // bits]
     assert out.tolist() == narrow.tolist()
+
+
+def test_a_negative_register_and_a_positive_offset_reach_shared_memory():
+    """An address in a register of 32 bits is the sum modulo 2^32, which compilers rely on."""
+    out = torch.zeros(32, dtype=torch.int32)
+    body = """
+mov.u32 %r1, memory;
+mad.lo.u32 %r2, %r0, 4, %r1;
+sub.u32 %r3, %r2, 4096;
+st.shared.b32 [%r3+4096], %r0;
+ld.shared.b32 %r4, [%r2];
+mad.wide.u32 %d4, %r0, 4, %d0;
+st.global.b32 [%d4], %r4;
+"""
+    launch(body, [out], shared=128)
+    assert out.tolist() == list(range(32))
+    with pytest.raises(ptx.PtxFault, match="out of bounds"):
+        launch(body.replace("+4096", "+4224"), [out], shared=128)
 
 
 def test_each_lane_has_its_own_local_memory():

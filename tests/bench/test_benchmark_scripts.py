@@ -35,6 +35,16 @@ def test_gpu_dry_run_lists_and_plays():
     assert "dry run: no fault" in result.stdout
 
 
+@pytest.mark.every_case
+def test_relative_positions_on_small_models(tmp_path):
+    pytest.importorskip("transformers")
+    options = ["--quick", "--rounds", "1", "--no-memory", "--out", str(tmp_path)]
+    result = run("benchmarks.relative_positions", *options)
+    assert result.returncode == 0, result.stderr
+    assert "| XLNet-base | bf16 | 4×512 half padded |" in result.stdout
+    assert (tmp_path / "relative_positions.md").read_text().startswith("| model | format |")
+
+
 @no_gpu
 @pytest.mark.every_case
 def test_suite_runs_on_small_shapes():

@@ -113,7 +113,7 @@ def test_bad_input(refused, model_folder, tmp_path):
     assert "no such folder" in refused("check", tmp_path / "missing")
     assert "INPUT" in refused("check", model_folder, tmp_path)
     assert "missing.txt" in refused("check", model_folder, tmp_path / "missing.txt")
-    (tmp_path / "config.json").write_text('{"model_type": "deberta"}', encoding="utf-8")
+    (tmp_path / "config.json").write_text('{"model_type": "convbert"}', encoding="utf-8")
     assert str(tmp_path) in refused("check", tmp_path)
 
 
@@ -121,6 +121,6 @@ def test_a_model_that_cannot_be_served(refused, tmp_path):
     import transformers
 
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = transformers.DebertaConfig(vocab_size=50, intermediate_size=40, **sizes)
-    transformers.DebertaModel(config).save_pretrained(tmp_path)
-    assert "got DebertaModel" in refused("check", tmp_path)
+    config = transformers.ConvBertConfig(vocab_size=50, intermediate_size=40, **sizes)
+    transformers.ConvBertModel(config).save_pretrained(tmp_path)
+    assert "got ConvBertModel" in refused("check", tmp_path)

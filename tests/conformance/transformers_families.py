@@ -34,7 +34,9 @@ NAMES = {
     "modernbert": "ModernBert",
     "nomic_bert": "NomicBert",
     "deberta-v2": "DebertaV2",
+    "deberta": "Deberta",
     "marian": "Marian",
+    "xlnet": "XLNet",
 }
 HEADS = (
     "Model",
@@ -47,6 +49,8 @@ HEADS = (
     "ForQuestionAnswering",
     "ForMultipleChoice",
 )
+if FAMILY == "xlnet":
+    HEADS = (*HEADS, "LMHeadModel", "ForQuestionAnsweringSimple")
 SIZES: dict[str, Any] = {
     "vocab_size": 99,
     "hidden_size": 32,
@@ -76,6 +80,12 @@ OWN: dict[str, dict[str, Any]] = {
         "position_biased_input": False,
         "type_vocab_size": 0,
     },
+    "deberta": {
+        "relative_attention": True,
+        "pos_att_type": "p2c|c2p",
+        "position_biased_input": False,
+        "type_vocab_size": 0,
+    },
     # Layers that attend to 4 tokens on each side alternate with layers that attend to all tokens.
     "modernbert": {
         "local_attention": 8,
@@ -83,6 +93,7 @@ OWN: dict[str, dict[str, Any]] = {
         "cls_token_id": None,
         "sep_token_id": None,
     },
+    "xlnet": {"d_model": 32, "n_layer": 2, "n_head": 4, "d_inner": 37, "mem_len": 10},
     "marian": {
         **{f"{side}_layers": 2 for side in ("encoder", "decoder")},
         **{f"{side}_attention_heads": 4 for side in ("encoder", "decoder")},
@@ -163,7 +174,8 @@ def accelerate_every_encoder() -> None:
     reads the arguments of ``Module.to``. A refused encoder remains stock, and the table counts the
     warning.
     """
-    name, read = ACCELERATED[FAMILY].model, torch._C._nn._parse_to
+    name = "XLNetModel" if FAMILY == "xlnet" else ACCELERATED[FAMILY].model
+    read = torch._C._nn._parse_to
     kind = getattr(sys.modules[Conformance.all_model_classes[0].__module__], name)
     tried: weakref.WeakSet[Any] = weakref.WeakSet()
 

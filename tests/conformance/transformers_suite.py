@@ -7,7 +7,7 @@ unpacks its tests into ``build/conformance``, and runs them for the families tha
 encoders. The script prints a table of the passed tests. The exit status is 1 if a test passes with
 stock encoders only.
 
-    python tests/conformance/transformers_suite.py                  # eleven families
+    python tests/conformance/transformers_suite.py                  # all families
     python tests/conformance/transformers_suite.py bert mpnet       # two of them
 
 The script needs pytest, parameterized and, once, the package index. It is not part of the test
@@ -35,7 +35,9 @@ FAMILIES = (
     "modernbert",
     "nomic_bert",
     "deberta-v2",
+    "deberta",
     "marian",
+    "xlnet",
 )
 # The distribution lacks these two modules, which test_modeling_common.py imports. The modules test
 # export and text generation, which these runs do not need.

@@ -87,6 +87,17 @@ FAMILIES: dict[str, Stock] = {
             "type_vocab_size": 0,
         },
     ),
+    # Distances of more than 9 tokens share rows of the table of positions.
+    "deberta": Stock(
+        "Deberta",
+        {
+            "relative_attention": True,
+            "max_relative_positions": 10,
+            "pos_att_type": "p2c|c2p",
+            "position_biased_input": True,
+            "type_vocab_size": 2,
+        },
+    ),
     # The first and last layers attend to all tokens. The second attends to 4 tokens on each side.
     "modernbert": Stock(
         "ModernBert",

@@ -18,7 +18,7 @@ from fastbert.modules.class_name import class_name
 
 ENCODERS = (
     "an encoder of transformers: bert, roberta, xlm-roberta, camembert, electra, albert, "
-    "distilbert, mpnet, nomic_bert, deberta-v2, modernbert, marian, xlnet"
+    "distilbert, mpnet, nomic_bert, deberta-v2, deberta, modernbert, marian, xlnet"
 )
 
 
@@ -28,8 +28,8 @@ def gpt2() -> nn.Module:
     return transformers.GPT2Model(transformers.GPT2Config(**sizes, **ends))
 
 
-def deberta() -> nn.Module:
-    return transformers.DebertaModel(transformers.DebertaConfig(**SIZES))
+def convbert() -> nn.Module:
+    return transformers.ConvBertModel(transformers.ConvBertConfig(**SIZES))
 
 
 def with_another_activation() -> nn.Module:
@@ -74,7 +74,7 @@ def one_of_two() -> nn.Module:
 MODELS: dict[str, tuple[Any, str]] = {
     "gpt2": (gpt2, f"got GPT2Model of transformers, allowed: {ENCODERS}"),
     "linear": (lambda: nn.Linear(2, 2), f"got Linear of torch, allowed: {ENCODERS}"),
-    "deberta": (deberta, f"got DebertaModel of transformers, allowed: {ENCODERS}"),
+    "convbert": (convbert, f"got ConvBertModel of transformers, allowed: {ENCODERS}"),
     "decoder": (
         lambda: model(is_decoder=True),
         "is_decoder: got True, allowed: false for an encoder",

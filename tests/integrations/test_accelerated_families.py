@@ -257,7 +257,10 @@ def test_masks_of_pairs_mean_what_they_say(family, rank, kind) -> None:
                 near = (places[:, None] - places).abs() <= 4
                 local = additive(seen & near, right.dtype)[:, None]
                 right = {"full_attention": right, "sliding_attention": local}
-            if family == "deberta-v2":  # Only the encoder of DeBERTa takes a mask of pairs.
+            if family in (
+                "deberta",
+                "deberta-v2",
+            ):  # Only the encoder of DeBERTa takes a mask of pairs.
                 embedded = call(side.embeddings, {"input_ids": ids})
                 out = call(side.encoder, {"hidden_states": embedded, "attention_mask": seen})
                 runs.append(Outputs(torch.stack(out.hidden_states), None, None))
@@ -405,7 +408,7 @@ def test_hidden_states_of_chosen_layers(family) -> None:
             values = fast(**batch, output_hidden_states=wanted, return_dict=False)
         expected = stock.get("hidden_states")
         # MPNet and DeBERTa take only a bool.
-        if family in ("mpnet", "deberta-v2") and wanted and wanted is not True:
+        if family in ("mpnet", "deberta", "deberta-v2") and wanted and wanted is not True:
             numbers = [wanted] if isinstance(wanted, int) else wanted
             chosen = {number % 3 for number in numbers if number < 3}
             expected = tuple(s if i in chosen else None for i, s in enumerate(expected))

@@ -296,8 +296,8 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("mpnet", {"relative_attention_num_buckets": 16}, r"^relative_attention_num_buckets: got 16"),
     (
         "bert",
-        {"model_type": "deberta"},
-        r"^model_type: got 'deberta', allowed: bert, roberta",
+        {"model_type": "convbert"},
+        r"^model_type: got 'convbert', allowed: bert, roberta",
     ),
     ("roberta", {"is_decoder": True}, r"^is_decoder: got True"),
     ("electra", {"position_embedding_type": "relative_key"}, r"^position_embedding_type: got"),
@@ -307,6 +307,9 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("deberta-v2", {"pos_att_type": "c2c"}, r"^pos_att_type: got 'c2c', allowed: c2p, p2c"),
     ("deberta-v2", {"relative_attention": False}, r"^relative_attention: got False, allowed: True"),
     ("deberta-v2", {"max_relative_positions": 5}, r"^farthest: got 5, allowed: None or an integer"),
+    ("deberta", {"talking_head": True}, r"^talking_head: got True, allowed: False"),
+    ("deberta", {"relative_attention": False}, r"^relative_attention: got False, allowed: True"),
+    ("deberta", {"pos_att_type": None}, r"^pos_att_type: got no terms, allowed: c2p, p2c"),
     ("distilbert", {"n_heads": 5}, r"^hidden_size: got 144, allowed: a multiple of"),
 ]
 
@@ -324,9 +327,11 @@ def test_a_config_that_cannot_be_computed_is_refused(family, changes, message, t
 
 @every_family
 def test_missing_keys_mean_what_they_mean_in_transformers(family) -> None:
-    stock = getattr(transformers, f"{FAMILIES[family].name}Config")()
+    # A DeBERTa v1 without relative positions is refused.
+    given = {"relative_attention": True, "pos_att_type": "p2c"} if family == "deberta" else {}
+    stock = getattr(transformers, f"{FAMILIES[family].name}Config")(**given)
     right = families.read_config(stock.to_dict())
-    actual = families.read_config({"model_type": family})
+    actual = families.read_config({"model_type": family, **given})
     assert actual.architecture == right.architecture
     for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads",
                  "intermediate_size", "hidden_act", "hidden_dropout_prob", "layer_norm_eps",
@@ -341,6 +346,9 @@ def test_keys_of_other_families_mean_nothing(tmp_path) -> None:
     assert config("distilbert", **foreign) == config("distilbert")
     assert config("mpnet", type_vocab_size=7) == config("mpnet")
     assert config("modernbert", layer_norm_eps=0.5) == config("modernbert")
+    foreign = {"position_buckets": 8, "norm_rel_ebd": "layer_norm", "share_att_key": True}
+    given = {"relative_attention": True, "pos_att_type": "p2c"}
+    assert config("deberta", **given, **foreign) == config("deberta", **given)
     for family in ("modernbert", "nomic_bert"):  # These families have no table of positions.
         assert config(family, position_embedding_type="sans_pos") == config(family)
 

@@ -16,7 +16,7 @@ from fastbert.testing.random_cases import random_cases
 OP = "relative_attention"
 BACKENDS = [
     name
-    for name in ("reference", "cpu")
+    for name in ("reference", "triton", "cpu")
     if backends.refusal(OP, name, backends.Request("cpu", torch.float32)) is None
 ]
 each_backend = pytest.mark.parametrize("backend", BACKENDS)

@@ -84,7 +84,7 @@ def test_queries_and_keys_give_the_weights(family):
     assert len(collected.layers) == len(collected.config.architecture.order(
         collected.config.num_hidden_layers
     ))  # fmt: skip
-    assert collected.biased == (family in ("mpnet", "deberta-v2"))
+    assert collected.biased == (family in ("mpnet", "deberta", "deberta-v2"))
     for layer in collected.layers:
         logits = layer.queries @ layer.keys.transpose(1, 2) / layer.queries.shape[-1] ** 0.5
         places = torch.arange(LENGTH)

@@ -1,0 +1,236 @@
+"""Time and peak memory of DeBERTa-base and XLNet-base, beside transformers and BERT-base.
+
+    python -m benchmarks.relative_positions --out FOLDER [--threads 2] [--rounds 5]
+
+The models have random weights and real sizes. The time is that of a call of the encoder in eval
+mode: stock transformers, the same model after ``fastbert.accelerate``, and fastbert's BERT-base of
+the same shape. The three take turns, and the table has the shortest of their times. Before a shape
+is timed, the accelerated model is compared with stock fp32. The memory is the peak of the resident
+memory in a process of its own, less the resident memory with the loaded model; a training step is
+forward and backward of the mean square of the hidden states, in fp32 and without dropout.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import dataclasses
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import fastbert
+from fastbert import json_file
+from fastbert.bench.encoder import half_padded
+from fastbert.machine import describe
+
+SHAPES = {
+    "1×128": (128,),
+    "8×128 full": (128,) * 8,
+    "8×128 half padded": half_padded(8, 128),
+    "4×512 full": (512,) * 4,
+    "4×512 half padded": half_padded(4, 512),
+}
+FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16}
+# The largest error of a hidden state against stock fp32. Hidden states are normal numbers.
+ERRORS = {"fp32": 1e-3, "bf16": 0.25}
+MODELS = ("DeBERTa-base", "XLNet-base")
+MEMORY = ((16, 512, "forward"), (16, 512, "training"))
+# The largest size of a process whose memory is measured, with code and model.
+LIMIT = 20 << 30
+HEADER = """| model | format | shape | fastbert, ms | transformers | BERT-base | × BERT | speed-up |
+|---|---|---|---:|---:|---:|---:|---:|"""
+MEMORY_HEADER = """| model | call | fastbert, MiB | transformers, MiB | ratio |
+|---|---|---:|---:|---:|"""
+
+
+def build(name: str, layers: int = 12) -> Any:
+    """Return an encoder of transformers with random weights and without dropout, in eval mode."""
+    import transformers
+
+    torch.manual_seed(0)
+    config: Any
+    if name == "DeBERTa-base":
+        config = transformers.DebertaV2Config(
+            vocab_size=128100, hidden_size=768, num_hidden_layers=layers, num_attention_heads=12,
+            intermediate_size=3072, relative_attention=True, position_buckets=256,
+            norm_rel_ebd="layer_norm", share_att_key=True, pos_att_type="p2c|c2p",
+            position_biased_input=False, type_vocab_size=0, hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
+        )  # fmt: skip
+        return transformers.DebertaV2Model(config).eval()
+    if name == "XLNet-base":
+        config = transformers.XLNetConfig(
+            d_model=768, n_layer=layers, n_head=12, d_inner=3072, dropout=0.0, use_mems_eval=False
+        )
+        return transformers.XLNetModel(config).eval()
+    config = transformers.BertConfig(
+        num_hidden_layers=layers, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0
+    )
+    return transformers.BertModel(config, add_pooling_layer=False).eval()
+
+
+def batch(lengths: tuple[int, ...]) -> dict[str, Tensor]:
+    """Return random ids, and a mask if the lengths differ."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(10, 20000, (len(lengths), max(lengths)), generator=generator)
+    exists = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+    return {"input_ids": ids, "attention_mask": exists.long()}
+
+
+def contest(name: str, form: str, rounds: int, quick: bool) -> list[dict[str, Any]]:
+    """Return a row for each shape of a model in one format.
+
+    Args:
+        name: Name of the model.
+        form: Format of the weights, a key of `FORMATS`.
+        rounds: Number of calls of each implementation.
+        quick: Whether the model has one layer, so that the times are no result.
+
+    Raises:
+        RuntimeError: If the accelerated model does not agree with stock fp32.
+    """
+    layers = 1 if quick else 12
+    exact = build(name, layers)
+    sides = {
+        "transformers": copy.deepcopy(exact).to(FORMATS[form]),
+        "fastbert": fastbert.accelerate(copy.deepcopy(exact)).to(FORMATS[form]),
+        "BERT": fastbert.accelerate(build("BERT-base", layers)).to(FORMATS[form]),
+    }
+    rows = []
+    for shape, lengths in SHAPES.items():
+        given = batch(lengths)
+        real = given["attention_mask"].bool()
+        with torch.inference_mode():
+            expected = exact(**given).last_hidden_state[real]
+            error = (sides["fastbert"](**given).last_hidden_state[real] - expected).abs().max()
+            if not error <= ERRORS[form]:
+                raise RuntimeError(f"{name} {form} {shape}: error {error}, allowed {ERRORS[form]}")
+            seconds: dict[str, list[float]] = {side: [] for side in sides}
+            for turn in range(rounds + 1):
+                for side, model in sides.items():
+                    start = time.perf_counter()
+                    model(**given)
+                    if turn:  # The first call allocates memory.
+                        seconds[side].append(time.perf_counter() - start)
+        rows.append(
+            {
+                "model": name, "format": form, "shape": shape, "error": float(error),
+                **{f"{side} seconds": min(times) for side, times in seconds.items()},
+                **{f"{side} all seconds": times for side, times in seconds.items()},
+            }
+        )  # fmt: skip
+        print(row_of(rows[-1]), flush=True)
+    return rows
+
+
+def row_of(row: dict[str, Any]) -> str:
+    """Return a row of the table of times."""
+    own, stock, bert = (row[f"{side} seconds"] for side in ("fastbert", "transformers", "BERT"))
+    return (
+        f"| {row['model']} | {row['format']} | {row['shape']} | {1e3 * own:,.1f} | "
+        f"{1e3 * stock:,.1f} | {1e3 * bert:,.1f} | {own / bert:.2f} | {stock / own:.2f} × |"
+    )
+
+
+def peak(name: str, engine: str, size: int, length: int, call: str, layers: int) -> int:
+    """Return the bytes that a call needs beyond the loaded model; runs in its own process."""
+    resource.setrlimit(resource.RLIMIT_AS, (LIMIT, LIMIT))
+    model = build(name, layers)
+    if engine == "fastbert":
+        fastbert.accelerate(model)
+    model.requires_grad_(call == "training")
+    given = batch((length,) * size)
+    with torch.inference_mode():
+        model(**batch((16,)))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    if call == "training":
+        model(**given).last_hidden_state.square().mean().backward()
+    else:
+        with torch.inference_mode():
+            model(**given)
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+
+
+def memory(name: str, threads: int, quick: bool) -> list[dict[str, Any]]:
+    """Return a row for each call of a model, with the peak memory of both implementations."""
+    rows = []
+    for size, length, call in MEMORY:
+        row: dict[str, Any] = {"model": name, "call": f"{call} {size}×{length} fp32"}
+        for engine in ("fastbert", "transformers"):
+            arguments = [name, engine, size, length, call, 1 if quick else 12]
+            command = [sys.executable, "-m", "benchmarks.relative_positions", "--peak"]
+            done = subprocess.run(
+                [*command, json.dumps(arguments), "--threads", str(threads)],
+                capture_output=True, text=True,
+            )  # fmt: skip
+            row[engine] = int(done.stdout) if done.returncode == 0 else None
+        rows.append(row)
+        print(memory_row(row), flush=True)
+    return rows
+
+
+def memory_row(row: dict[str, Any]) -> str:
+    """Return a row of the table of memory."""
+    own, stock = row["fastbert"], row["transformers"]
+    shown = [f"{x / 2**20:,.0f}" if x else f"more than {LIMIT >> 30} GiB" for x in (own, stock)]
+    ratio = f"{stock / own:.1f} ×" if own and stock else "–"
+    return f"| {row['model']} | {row['call']} | {shown[0]} | {shown[1]} | {ratio} |"
+
+
+def page(content: dict[str, Any]) -> str:
+    """Return the tables as Markdown."""
+    times = [HEADER, *map(row_of, content["rows"])]
+    needs = [MEMORY_HEADER, *map(memory_row, content["memory"])]
+    return "\n".join([*times, "", *needs, ""])
+
+
+def main() -> None:
+    """Measure all models, and write ``relative_positions.json`` and ``.md``."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("out/relative_positions"))
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--rounds", type=int, default=5, help="timed calls of each engine")
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--quick", action="store_true", help="one layer; the times are no result")
+    parser.add_argument("--no-memory", action="store_true", help="measure the times only")
+    parser.add_argument("--no-times", action="store_true", help="measure the memory only")
+    parser.add_argument("--peak", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    if options.peak:
+        print(peak(*json.loads(options.peak)))
+        return
+    print(HEADER)
+    rows = [
+        row
+        for name in (() if options.no_times else options.models)
+        for form in FORMATS
+        for row in contest(name, form, options.rounds, options.quick)
+    ]
+    needs = [
+        row
+        for name in (() if options.no_memory else options.models)
+        for row in memory(name, options.threads, options.quick)
+    ]
+    content = {
+        "machine": dataclasses.asdict(describe()),
+        "threads": options.threads,
+        "rows": rows,
+        "memory": needs,
+    }
+    options.out.mkdir(parents=True, exist_ok=True)
+    json_file.write(options.out / "relative_positions.json", content, json_file.record)
+    (options.out / "relative_positions.md").write_text(page(content), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
