@@ -168,7 +168,9 @@ def build_sharded(folder: Path) -> None:
 
 def build_families(folder: Path) -> None:
     for family in families.FAMILIES:
-        content = families.write_config(families.read_config({"model_type": family}))
+        # DeBERTa v1 has no default that can be read, and other families ignore these keys.
+        terms = {"relative_attention": True, "pos_att_type": "c2p"}
+        content = families.write_config(families.read_config({"model_type": family, **terms}))
         write_json(folder / family / "config.json", content)
 
 
