@@ -29,12 +29,14 @@ class Relative(NamedTuple):
     Attributes:
         table: Embedded positions of shape ``(P, H)``, one row for each position or bucket.
         index: Row of each distance, int32 of shape ``(2 L - 1,)``; see ``ops.relative_attention``.
+        index_from_low: `index` less `low`.
         low: First row that a distance has.
         high: Last row that a distance has.
     """
 
     table: Tensor
     index: Tensor
+    index_from_low: Tensor
     low: int
     high: int
 
@@ -62,18 +64,20 @@ class RelativeTable(nn.Module):
     def forward(self, length: int) -> Relative:
         """Return the relative positions of sequences of up to `length` tokens."""
         weight = self.embeddings.weight
-        index, low, high = _rows(length, self.choices, weight.device)
+        rows = _rows(length, self.choices, weight.device)
         table = weight if self.LayerNorm is None else self.LayerNorm(weight)
-        return Relative(table, index, low, high)
+        return Relative(table, *rows)
 
 
 @functools.lru_cache(maxsize=256)
-def _rows(length: int, choices: RelativePositions, device: torch.device) -> tuple[Tensor, int, int]:
-    """Return the index of `Relative`, and its smallest and largest element."""
+def _rows(
+    length: int, choices: RelativePositions, device: torch.device
+) -> tuple[Tensor, Tensor, int, int]:
+    """Return the fields of `Relative` after the table."""
     with torch.inference_mode(False):
         index = rows_of_distances(length, choices).to(device)
-    low, high = index.aminmax()
-    return index, int(low), int(high)
+        low, high = (int(x) for x in index.aminmax())
+        return index, index - low, low, high
 
 
 def rows_of_distances(length: int, choices: RelativePositions) -> Tensor:
@@ -146,9 +150,8 @@ class PositionProjections(nn.Module):
         choices = self.choices
         parts = [qkv] if choices.shared else [p for p in (self.key, self.query) if p is not None]
         if all(map(_is_plain, parts)):
-            low, high = relative.low, relative.high
-            table = relative.table[low : high + 1]
-            relative = Relative(table, relative.index - low, 0, high - low)
+            _, _, index, low, high = relative
+            relative = Relative(relative.table[low : high + 1], index, index, 0, high - low)
         rows = dropout(relative.table, self.dropout_p if self.training else 0.0)
         if choices.shared:
             queries, keys = self._by_content(qkv, rows)
