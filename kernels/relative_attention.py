@@ -1,10 +1,10 @@
 """Attention with relative positions and segments in its logits: forward and softmax weights.
 
 ``relative_terms.py`` describes the terms. One program computes a block of queries of one head in a
-loop over tiles of keys, as in attention.py. A tile of 64 × 64 pairs multiplies the queries by the
-128 rows of `position_keys` in its window and the keys by those of `position_queries`, so that the
-forward computes 1.5 times the products of plain attention for each table in addition. The gathers
-through shared memory take about as long again. Nothing of this was measured on a GPU.
+loop over tiles of keys, as in attention.py. A tile of 32 × 32 pairs multiplies the queries by the
+64 rows of `position_keys` in its window and the keys by those of `position_queries`, so that each
+table adds as many products as plain attention has. By the counts of the PTX machine, shared memory
+is busy several times as long as the matrix units. Nothing of this was measured on a GPU.
 """
 
 from __future__ import annotations

@@ -257,10 +257,8 @@ def test_masks_of_pairs_mean_what_they_say(family, rank, kind) -> None:
                 near = (places[:, None] - places).abs() <= 4
                 local = additive(seen & near, right.dtype)[:, None]
                 right = {"full_attention": right, "sliding_attention": local}
-            if family in (
-                "deberta",
-                "deberta-v2",
-            ):  # Only the encoder of DeBERTa takes a mask of pairs.
+            # Only the encoder of DeBERTa takes a mask of pairs.
+            if family in ("deberta", "deberta-v2"):
                 embedded = call(side.embeddings, {"input_ids": ids})
                 out = call(side.encoder, {"hidden_states": embedded, "attention_mask": seen})
                 runs.append(Outputs(torch.stack(out.hidden_states), None, None))
