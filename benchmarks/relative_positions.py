@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 import fastbert
+from benchmarks.cpu.worker import resident_peak
 from fastbert import json_file
 from fastbert.bench.encoder import half_padded
 from fastbert.machine import describe
@@ -151,13 +152,21 @@ def peak(name: str, engine: str, size: int, length: int, call: str, layers: int)
     given = batch((length,) * size)
     with torch.inference_mode():
         model(**batch((16,)))
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = _resident_peak()
     if call == "training":
         model(**given).last_hidden_state.square().mean().backward()
     else:
         with torch.inference_mode():
             model(**given)
-    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+    return _resident_peak() - before
+
+
+def _resident_peak() -> int:
+    # `ru_maxrss` would be no less than the resident memory of the process that started this one.
+    peak = resident_peak()
+    if peak is None:
+        raise RuntimeError("/proc/self/status: got no VmHWM, allowed: a system that reports it")
+    return peak
 
 
 def memory(name: str, threads: int, quick: bool) -> list[dict[str, Any]]:
@@ -181,8 +190,10 @@ def memory(name: str, threads: int, quick: bool) -> list[dict[str, Any]]:
 def memory_row(row: dict[str, Any]) -> str:
     """Return a row of the table of memory."""
     own, stock = row["fastbert"], row["transformers"]
-    shown = [f"{x / 2**20:,.0f}" if x else f"more than {LIMIT >> 30} GiB" for x in (own, stock)]
-    ratio = f"{stock / own:.1f} ×" if own and stock else "–"
+    shown = [
+        f"more than {LIMIT >> 30} GiB" if x is None else f"{x / 2**20:,.0f}" for x in (own, stock)
+    ]
+    ratio = "–" if None in (own, stock) else f"{stock / own:.1f} ×"
     return f"| {row['model']} | {row['call']} | {shown[0]} | {shown[1]} | {ratio} |"
 
 

@@ -222,9 +222,9 @@ std::tuple<std::vector<at::Tensor>, int64_t> bert(
     with_context("embedding", embed);
     OptionalTensor cu_seqlens;
     if (tokens.cu_seqlens.defined()) cu_seqlens = tokens.cu_seqlens;
-    rows = encoder(rows, parameters, scales, cu_seqlens, std::nullopt, std::nullopt, {}, {},
-                   tokens.batch, tokens.longest, heads, projections, 1, false, eps, activation,
-                   dtype, false)
+    rows = encoder(rows, parameters, scales, cu_seqlens, std::nullopt, std::nullopt, {}, {}, {},
+                   std::nullopt, tokens.batch, tokens.longest, heads, projections, 1, false, eps,
+                   activation, dtype, false)
                .back();
     if (!pooler.empty()) with_context("pooler", pool);
   };

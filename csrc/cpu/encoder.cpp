@@ -21,11 +21,16 @@ namespace {
 constexpr size_t kQkvScale = 0, kProjectionScale = 2, kInnerScale = 4, kOuterScale = 6;
 constexpr size_t kScales = 8;  // number of tensors in `scales` for a layer
 
+// The indices of the tensors of an encoder layer in the argument `positions`, and their number.
+enum { kDistanceRows, kKeyTable, kQueryTable, kRelativeTensors };
+
 // The division of the rows into sequences, and the settings of the layers.
 struct Stack {
   const OptionalTensor &cu_seqlens, &mask, &bias;
   at::TensorList rotations;  // cosines and sines for each layer, or empty
   at::IntArrayRef windows;   // largest distance between a query and a key for each layer, or empty
+  at::TensorList positions;  // kRelativeTensors tensors for each layer, or empty
+  std::optional<double> scale;  // of the attention logits; None for the default
   int64_t batch, max_seqlen, heads;
   // The number of weight tensors of the projections to q, k and v, and the number of weight tensors
   // of the first product of the feed-forward.
@@ -76,6 +81,18 @@ void check(const at::Tensor& hidden, at::TensorList parameters, at::TensorList s
   TORCH_CHECK_VALUE(s.windows.empty() || s.windows.size() == layers, "windows: got ",
                     s.windows.size(), " numbers, allowed: none, or one for each of ", layers,
                     " layers");
+  TORCH_CHECK_VALUE(s.positions.empty() || s.positions.size() == layers * kRelativeTensors,
+                    "positions: got ", s.positions.size(), " tensors, allowed: none, or ",
+                    (int)kRelativeTensors, " for each of ", layers, " layers");
+  TORCH_CHECK_VALUE(s.positions.empty() || (!s.bias && s.windows.empty()),
+                    "positions: got tensors with a bias or with windows, allowed: none");
+  for (size_t i = 0; i < s.positions.size(); ++i) {
+    const at::Tensor& table = s.positions[i];
+    if (i % kRelativeTensors == kDistanceRows || table.numel() == 0) continue;
+    TORCH_CHECK_VALUE(table.dim() == 2 && table.size(1) == hidden.size(1), "positions[", i,
+                      "]: got shape ", table.sizes(), ", allowed: (P, ", hidden.size(1),
+                      "), or no elements");
+  }
   TORCH_CHECK_VALUE(s.heads >= 1 && hidden.size(1) % s.heads == 0, "heads: got ", s.heads,
                     ", allowed: a divisor of ", hidden.size(1),
                     ", the number of columns of hidden");
@@ -103,14 +120,26 @@ void check(const at::Tensor& hidden, at::TensorList parameters, at::TensorList s
 }
 
 // Computes attention of q, k and v, which follow one another in each row of `qkv`. If the model has
-// rotary embeddings, q and k are first rotated in place.
+// rotary embeddings, q and k are first rotated in place. Relative positions take no bias and no
+// window.
 at::Tensor attention(const at::Tensor& qkv, const Layer& layer, const Stack& s) {
   const int64_t rows = qkv.size(0), head_dim = qkv.size(1) / (3 * s.heads);
-  const double scale = 1.0 / std::sqrt((double)head_dim);
+  const double scale = s.scale.value_or(1.0 / std::sqrt((double)head_dim));
   if (!s.rotations.empty()) {
     const at::Tensor* rotation = &s.rotations[2 * layer.number];
     rotate_in_place(qkv.view({rows, 3 * s.heads, head_dim}), rotation[0], rotation[1], 2 * s.heads,
                     false);
+  }
+  if (!s.positions.empty()) {
+    const at::Tensor* given = &s.positions[kRelativeTensors * layer.number];
+    const auto table = [&](const at::Tensor& t) {
+      return t.numel() == 0 ? std::nullopt : OptionalTensor(t.unflatten(-1, {s.heads, head_dim}));
+    };
+    const OptionalTensor keys = table(given[kKeyTable]), none;
+    const OptionalTensor queries = table(given[kQueryTable]);
+    return relative_attention_of_rows(qkv, s.heads,
+                                      {given[kDistanceRows], keys, queries, none, none, none, none},
+                                      s.mask, s.cu_seqlens, s.batch, s.max_seqlen, scale);
   }
   const int64_t window = s.windows.empty() ? -1 : s.windows[layer.number];
   OptionalTensor bias;
@@ -218,14 +247,15 @@ bool worth_a_team(int64_t rows, at::TensorList parameters) {
 std::vector<at::Tensor> encoder(at::Tensor hidden, at::TensorList parameters, at::TensorList scales,
                                 const OptionalTensor& cu_seqlens, const OptionalTensor& mask,
                                 const OptionalTensor& bias, at::TensorList rotations,
-                                at::IntArrayRef windows, int64_t batch, int64_t max_seqlen,
+                                at::IntArrayRef windows, at::TensorList positions,
+                                std::optional<double> scale, int64_t batch, int64_t max_seqlen,
                                 int64_t heads, int64_t projections, int64_t inner_projections,
                                 bool pre_norm, double eps, const std::string& activation,
                                 at::ScalarType dtype, bool all_states) {
   OptionalTensor lengths = cu_seqlens;
-  const Stack stack = {lengths,  mask,       bias,       rotations,   windows,
-                       batch,    max_seqlen, heads,      projections, inner_projections,
-                       pre_norm, eps,        activation, dtype};
+  const Stack stack = {lengths,  mask,  bias,       rotations, windows,     positions,
+                       scale,    batch, max_seqlen, heads,     projections, inner_projections,
+                       pre_norm, eps,   activation, dtype};
   check(hidden, parameters, scales, stack);
   if (lengths) {
     // All layers use one private copy of the lengths, so that other threads cannot change the

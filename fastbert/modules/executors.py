@@ -19,6 +19,7 @@ from fastbert import ops
 from fastbert.modules.batch_layout import BatchLayout
 from fastbert.modules.chosen_rows import ChosenRows
 from fastbert.modules.dropout import NO_SEEDS, LayerSeeds
+from fastbert.modules.relative_attention import RelativeSelfAttention
 from fastbert.ops.backend import Request
 from fastbert.ops.cpu_layer import LayerSettings, Sequences, cpu_layer
 from fastbert.ops.gpu_layer import gpu_layer
@@ -31,7 +32,7 @@ from fastbert.ops.register import TENSOR_TYPES, is_watched
 class Settings(NamedTuple):
     """The settings that the layers of a plan share, and the settings of each layer.
 
-    Only `scales`, `dropouts`, `bases` and `windows` have entries for each layer.
+    Only `scales`, `dropouts`, `bases`, `windows` and `relative` have entries for each layer.
 
     Attributes:
         heads: Number of attention heads.
@@ -48,6 +49,7 @@ class Settings(NamedTuple):
         bases: Base of the rotary embedding of each layer; empty without rotary embeddings.
         windows: Largest distance between a query and its keys in each layer, -1 without a limit;
             empty if no layer has a limit.
+        relative: The self-attention of each layer with relative positions; empty without them.
         pre_norm: Whether the layer norms are before attention and feed-forward.
     """
 
@@ -61,6 +63,7 @@ class Settings(NamedTuple):
     dropouts: tuple[tuple[float, ...], ...] = ()
     bases: tuple[float, ...] = ()
     windows: tuple[int, ...] = ()
+    relative: tuple[RelativeSelfAttention, ...] = ()
     pre_norm: bool = False
 
 
@@ -141,9 +144,12 @@ class CpuInference(Executor):
     """Runs all layers in one C++ call, without gradients."""
 
     def refuses(self, call: Call) -> str | None:
-        """Refuse attention windows if a sequence has padding between its tokens."""
-        if self.settings.windows and call.layout.places is not None:
-            return "a window over padding in a sequence"
+        """Refuse distances over padding between tokens, and a bias with relative positions."""
+        distances = self.settings.windows or self.settings.relative
+        if distances and call.layout.places is not None:
+            return "a window or relative positions over padding in a sequence"
+        if self.settings.relative and call.layout.bias is not None:
+            return "attention has relative positions and an additive mask"
         return None
 
     def run(self, call: Call) -> Tensor:
@@ -152,6 +158,7 @@ class CpuInference(Executor):
 
     def _run(self, call: Call, parts: Parts) -> Tensor:
         settings, layout = self.settings, call.layout
+        relative = settings.relative
         outputs = ops.encoder(
             call.hidden,
             self.parameters,
@@ -165,6 +172,8 @@ class CpuInference(Executor):
             bias=layout.bias,
             rotations=[part for base in settings.bases for part in layout.rotations[base]],
             windows=settings.windows,
+            positions=[table for a in relative for table in a.tables(layout, settings.dtype)],
+            scale=relative[0].scale if relative else None,
             inner_projections=self.inner_projections,
             pre_norm=settings.pre_norm,
             eps=settings.eps,

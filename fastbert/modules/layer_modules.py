@@ -15,10 +15,12 @@ from fastbert.modules.operation import OperationModule
 from fastbert.modules.plain import deviation, has_backward_hooks
 from fastbert.modules.positions import Rotary
 from fastbert.modules.quantized_linear import QuantizedLinear
+from fastbert.modules.relative_attention import RelativeSelfAttention
 
 # `MODULES` has the path of each module of a layer and the class that the module must have. A
-# QuantizedLinear may replace any linear layer. Linear layers and layer norms are in the order of
-# the fields of `LayerWeights`.
+# QuantizedLinear may replace any linear layer. A RelativeSelfAttention may replace the
+# self-attention; its projections of positions may be of any class, because they are called. Linear
+# layers and layer norms are in the order of the fields of `LayerWeights`.
 ATTENTION, OUTPUT = "attention.self", "output"
 QKV, INNER = "attention.self.qkv", "intermediate.dense"
 MODULES: tuple[tuple[str, type[nn.Module]], ...] = (
@@ -93,6 +95,8 @@ def walk(layer: Any) -> Walked:
             kind = QuantizedLinear
         elif type(module) is nn.Identity and pre_norm and path == NORMS[0]:
             kind = nn.Identity
+        elif type(module) is RelativeSelfAttention and path == ATTENTION:
+            kind = RelativeSelfAttention
         problem = deviation(module, kind)
         if problem is None:
             modules[path] = module
@@ -122,4 +126,5 @@ def may_choose_rows(walked: Walked) -> bool:
         return False
     attention = modules[ATTENTION]
     int8 = type(modules[QKV]) is QuantizedLinear
-    return attention.rotary is None and attention.window is None and not int8
+    plain = type(attention) is BertSelfAttention
+    return plain and attention.rotary is None and attention.window is None and not int8

@@ -148,7 +148,8 @@ class Model(nn.Module):
                 choices[part.operation] = resolve(part.operation, part.backend, request)
         for part in self.modules():
             if isinstance(part, BertEncoder):
-                layers = choices["attention"].backend
+                of_attention = choices.get("attention") or choices["relative_attention"]
+                layers = of_attention.backend
                 choices["encoder"] = part.choice(device, weight.dtype, layers, length)
         return choices
 

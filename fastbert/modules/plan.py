@@ -43,6 +43,7 @@ from fastbert.modules.layer_modules import (
 )
 from fastbert.modules.plain import has_backward_hooks
 from fastbert.modules.quantized_linear import QuantizedLinear
+from fastbert.modules.relative_attention import RelativeSelfAttention
 from fastbert.ops.backend import LOW_PRECISION, ORDER, Request
 from fastbert.ops.encoder import INT8_OPERATIONS, OPERATIONS, choose
 from fastbert.ops.gpu_times import MANY_ROWS, rows_class
@@ -183,6 +184,7 @@ def _training(layers: list[Modules], mode: Mode) -> _Planned:
     # Of the training executors, only that of the CPU supports joined linear layers.
     _require(on_cpu or JoinedLinear not in kinds, "a linear layer is joined")
     _require_uniform_parts(layers)
+    _require(not _relative(layers), "attention has relative positions")
     beyond = _beyond_bert(layers)
     absent = _absent() if on_cpu else None
     weights = [_weights(modules, absent) for modules in layers]
@@ -232,6 +234,8 @@ def _inference(layers: list[Modules], mode: Mode) -> _Planned:
     beyond = _beyond_bert(layers)
     _require(beyond is None or on_cpu, str(beyond))
     _require(beyond is None or not int8, f"a linear layer is int8, and {beyond}")
+    relative = _relative(layers)
+    _require(on_cpu or not relative, "attention has relative positions")
     scales: tuple[Tensor, ...] = ()
     if int8:
         weights, scales = _int8_weights(layers)
@@ -253,7 +257,7 @@ def _inference(layers: list[Modules], mode: Mode) -> _Planned:
         dtype,
         INT8_OPERATIONS if int8 else OPERATIONS,
     )
-    settings = settings._replace(scales=scales)
+    settings = settings._replace(scales=scales, relative=relative)
     if settings.backend == "cpu":
         return CpuInference, weights, settings, reason
     dtypes = {mode.dtype, *(tensor.dtype for layer in weights for tensor in layer.of_products())}
@@ -304,6 +308,14 @@ def _beyond_bert(layers: list[Modules]) -> str | None:
     return None
 
 
+def _relative(layers: list[Modules]) -> tuple[RelativeSelfAttention, ...]:
+    """Return the self-attention of each layer if the layers have relative positions, or ()."""
+    attentions = [modules[ATTENTION] for modules in layers]
+    kinds = {(type(attention), getattr(attention, "scale", None)) for attention in attentions}
+    _require(len(kinds) == 1, "the layers differ in their relative positions")
+    return tuple(a for a in attentions if type(a) is RelativeSelfAttention)
+
+
 def _agreed(
     layers: list[Modules],
     asking: Sequence[str],
@@ -338,7 +350,8 @@ def _agreed(
         mode.device, dtype, columns // common, ("window",) if windows else (), activation,
         columns=columns, length=mode.length, rows=mode.rows, trained=mode.gradient,
     )  # fmt: skip
-    choice = choose(request, requested, (*operations, "rotary") if rotaries else operations)
+    own = [layers[0][ATTENTION].operation if name == "attention" else name for name in operations]
+    choice = choose(request, requested, (*own, "rotary") if rotaries else own)
     if not choice.together:
         raise _NoExecutor(choice.reason, choice.backend)
     settings = Settings(

@@ -13,7 +13,7 @@ from fastbert.modules.attention import BertSelfAttention, project
 from fastbert.modules.batch_layout import BatchLayout
 from fastbert.modules.linear import Linear
 from fastbert.modules.plain import deviation
-from fastbert.modules.relative_positions import PositionProjections, score_scale
+from fastbert.modules.relative_positions import PositionProjections, Relative, score_scale
 from fastbert.ops.attention_context import attention_context
 from fastbert.ops.product import needs_gradient
 
@@ -67,8 +67,7 @@ class RelativeSelfAttention(BertSelfAttention):
                 "allowed: a mask that hides keys, because this family has positions in its logits"
             )
         qkv, residual = self._project(hidden, queries)
-        assert layout.relative is not None
-        relative, tables = self.positions(layout.relative, self.qkv)
+        relative, tables = self._tables(layout)
         keys, queries = (None if t is None else self._heads(t) for t in tables)
         options: dict[str, Any] = {
             "position_keys": keys, "position_queries": queries, "scale": self.scale,
@@ -122,6 +121,18 @@ class RelativeSelfAttention(BertSelfAttention):
         if exists is not None:
             out = layout.rows(out.reshape(layout.batch, layout.length, -1))
         return out.reshape(hidden.shape), residual, weights
+
+    def tables(self, layout: BatchLayout, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the index of the distances and both tables of positions for ``ops.encoder``."""
+        relative, tables = self._tables(layout)
+        absent = relative.table.new_empty(0)
+        keys, queries = (absent if table is None else table.to(dtype) for table in tables)
+        return relative.index, keys, queries
+
+    def _tables(self, layout: BatchLayout) -> tuple[Relative, list[Tensor | None]]:
+        """Project the table; see `PositionProjections.forward`."""
+        assert layout.relative is not None
+        return self.positions(layout.relative, self.qkv)
 
     def _project(self, hidden: Tensor, queries: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the projected content, and the rows for the residual connection."""

@@ -44,6 +44,8 @@ def encoder(
     bias: Tensor | None = None,
     rotations: Sequence[Tensor] = (),
     windows: Sequence[int] = (),
+    positions: Sequence[Tensor] = (),
+    scale: float | None = None,
     inner_projections: int = 1,
     pre_norm: bool = False,
     eps: float = 1e-12,
@@ -57,8 +59,9 @@ def encoder(
 ) -> list[Tensor]:
     """Run all layers of a BERT encoder in one call, without dropout and without gradients.
 
-    The backend ``"triton"`` runs layers of BERT only: it refuses `rotations`, `windows`, two
-    `inner_projections`, `pre_norm`, a gated `activation` and absent parameters.
+    The backend ``"triton"`` runs layers of BERT only: it refuses `rotations`, `windows`,
+    `positions`, `scale`, two `inner_projections`, `pre_norm`, a gated `activation` and absent
+    parameters.
 
     Args:
         hidden: Rows of shape ``(T, H)``: packed sequences if `cu_seqlens` is given, and otherwise
@@ -86,6 +89,11 @@ def encoder(
             without rotary embeddings.
         windows: For each layer, the largest distance between a query and a key that the query
             attends to, where -1 sets no limit; empty if no layer has a limit.
+        positions: For each layer three tensors: `index`, `position_keys` and `position_queries` of
+            `relative_attention`, where both tables have the shape ``(P, H)``; a table without
+            elements is absent. Empty without relative positions, which take neither `bias` nor
+            `windows`.
+        scale: Factor of the attention logits; ``D ** -0.5`` by default.
         inner_projections: Number of linear layers whose results, side by side, are the first
             product of the feed-forward: 1 or 2, and only 1 with int8 weights.
         pre_norm: Whether the layer norms come before attention and the feed-forward. A layer then
@@ -138,9 +146,9 @@ def encoder(
         require(part in PART_BACKENDS, name, repr(part), ", ".join(PART_BACKENDS))
     return _encoder(
         hidden, list(parameters), list(scales), cu_seqlens, mask, bias, list(rotations),
-        list(windows), batch, max_seqlen, heads, projections, inner_projections, pre_norm, eps,
-        activation, hidden.dtype if dtype is None else dtype, all_states, attention_backend,
-        feed_forward_backend, layer_norm_backend, backend,
+        list(windows), list(positions), scale, batch, max_seqlen, heads, projections,
+        inner_projections, pre_norm, eps, activation, hidden.dtype if dtype is None else dtype,
+        all_states, attention_backend, feed_forward_backend, layer_norm_backend, backend,
     )  # fmt: skip
 
 
@@ -182,7 +190,7 @@ def choose(
     Raises:
         ValueError: If a requested backend cannot serve its operation.
     """
-    allowed: Sequence[str] = INT8_BACKENDS if operations is INT8_OPERATIONS else BACKENDS
+    allowed: Sequence[str] = INT8_BACKENDS if "int8_linear" in operations else BACKENDS
     others = []
     for op in operations:
         choice = backends.resolve(op, requested.get(op), request)
@@ -217,6 +225,8 @@ def _triton_forward(
     bias: Tensor | None,
     rotations: list[Tensor],
     windows: list[int],
+    positions: list[Tensor],
+    scale: float | None,
     batch: int,
     max_seqlen: int,
     heads: int,
@@ -231,8 +241,9 @@ def _triton_forward(
     from fastbert.kernels.encoder import encoder_forward
 
     require(projections == 1, "projections", projections, "1 on the triton backend")
-    for name, got in (("rotations", rotations), ("windows", windows)):
+    for name, got in (("rotations", rotations), ("windows", windows), ("positions", positions)):
         require(not got, name, f"{len(got)} entries", "none on the triton backend")
+    require(scale is None, "scale", scale, "None on the triton backend")
     allowed = "1 on the triton backend"
     require(inner_projections == 1, "inner_projections", inner_projections, allowed)
     require(not pre_norm, "pre_norm", pre_norm, "False on the triton backend")
@@ -308,10 +319,10 @@ def _backward(ctx: Any, *gradients: Any) -> dict[str, Tensor]:
 
 _encoder = operator(
     "encoder(Tensor hidden, Tensor[] parameters, Tensor[] scales, Tensor? cu_seqlens, "
-    "Tensor? mask, Tensor? bias, Tensor[] rotations, int[] windows, SymInt batch, "
-    "SymInt max_seqlen, int heads, int projections, int inner_projections, bool pre_norm, "
-    "float eps, str activation, ScalarType dtype, bool all_states, str attention, "
-    "str feed_forward, str layer_norm, str backend) -> Tensor[]",
+    "Tensor? mask, Tensor? bias, Tensor[] rotations, int[] windows, Tensor[] positions, "
+    "float? scale, SymInt batch, SymInt max_seqlen, int heads, int projections, "
+    "int inner_projections, bool pre_norm, float eps, str activation, ScalarType dtype, "
+    "bool all_states, str attention, str feed_forward, str layer_norm, str backend) -> Tensor[]",
     _fake,
     forward=_forward,
 )

@@ -13,6 +13,7 @@ from fastbert.reference.attention import attention_qkvpacked
 from fastbert.reference.feed_forward import activate
 from fastbert.reference.int8_linear import Int8Weight, int8_linear
 from fastbert.reference.layer_norm import layer_norm
+from fastbert.reference.relative_attention import relative_attention
 from fastbert.reference.rotary import rotary
 
 
@@ -30,6 +31,8 @@ def encoder(
     bias: Tensor | None = None,
     rotations: Sequence[Tensor] = (),
     windows: Sequence[int] = (),
+    positions: Sequence[Tensor] = (),
+    scale: float | None = None,
     inner_projections: int = 1,
     pre_norm: bool = False,
     eps: float = 1e-12,
@@ -44,17 +47,28 @@ def encoder(
     dtype = hidden.dtype if dtype is None else dtype
     rows = (-1,) if cu_seqlens is not None else (batch, max_seqlen)
 
-    def product(x: Tensor, of_layer: tuple[Any, Any], scale: Sequence[Tensor]) -> Tensor:
+    def product(x: Tensor, of_layer: tuple[Any, Any], of_int8: Sequence[Tensor]) -> Tensor:
         weight, b = of_layer
-        if not scale:
+        if not of_int8:
             b = None if b is None else b.to(dtype)
             return F.linear(x.to(dtype), weight.to(dtype), b)
-        int8 = Int8Weight(weight, scale[0], scale[1], b.shape[0], x.shape[1])
+        int8 = Int8Weight(weight, of_int8[0], of_int8[1], b.shape[0], x.shape[1])
         return int8_linear(x, int8, b).to(dtype)
 
     def joined(own: list[Tensor], first: int, count: int) -> Tensor | None:
         given = [t for t in own[first : first + count] if t.numel() > 0]
         return torch.cat(given) if count > 1 and given else next(iter(given), None)
+
+    def relative(qkv: Tensor, index: Tensor, *tables: Tensor) -> Tensor:
+        q, k, v = (x if cu_seqlens is not None else x.transpose(1, 2) for x in qkv.unbind(-3))
+        keys, queries = (
+            None if t.numel() == 0 else t.unflatten(-1, (heads, -1)).to(dtype) for t in tables
+        )
+        x: Any = relative_attention(
+            q, k, v, index, position_keys=keys, position_queries=queries, mask=mask,
+            cu_seqlens_q=cu_seqlens, max_seqlen_q=max_seqlen, max_seqlen_k=max_seqlen, scale=scale,
+        )  # fmt: skip
+        return x if cu_seqlens is not None else x.transpose(1, 2)
 
     states = []
     count = 8 + 2 * (projections + inner_projections)
@@ -79,7 +93,12 @@ def encoder(
             qkv = rotary(turned, *rotations[2 * layer : 2 * layer + 2], heads=2 * heads)
         qkv = qkv.view(*rows, 3, heads, hidden.shape[1] // heads)
         window = windows[layer] if windows and windows[layer] >= 0 else None
-        x = attention_qkvpacked(qkv, cu_seqlens, max_seqlen, mask=mask, bias=bias, window=window)
+        if positions:
+            x = relative(qkv, *positions[3 * layer : 3 * layer + 3])
+        else:
+            x = attention_qkvpacked(
+                qkv, cu_seqlens, max_seqlen, mask=mask, bias=bias, window=window, scale=scale
+            )
         x = product(x.reshape(hidden.shape), attention_pair, out_scale).to(hidden.dtype)
         if pre_norm:
             hidden = hidden + x

@@ -298,14 +298,23 @@ def _encoder(calls: dict[str, list[Call]]) -> None:
     ]  # fmt: skip
     calls["same_bytes"] = [{"a": [torch.arange(9.0)], "b": [torch.arange(9.0)]}]
     calls["use_huge_pages"] = [{"weights": [torch.randn(64, 64), torch.randn(8)]}]
-    plain = {"rotations": [], "windows": [], "inner_projections": 1, "pre_norm": False}
+    plain = {
+        "rotations": [], "windows": [], "positions": [], "scale": None, "inner_projections": 1,
+        "pre_norm": False,
+    }  # fmt: skip
+    index, tables = torch.tensor([4, 3, 2, 1, 0], dtype=torch.int32), torch.randn(4, 5, H)
+    positions = [index, *tables[:2], index, *tables[2:]]
     rest = plain | rest | {"all_states": True}
     calls["encoder"] = [
         {"hidden": hidden, "parameters": floating, "scales": [], **dense, **rest},
         {"hidden": hidden, "parameters": integer, "scales": scales, **packed_batch, **rest},
         {"hidden": hidden, "parameters": parted, "scales": [], **dense, **rest, "projections": 3},
         {"hidden": hidden, "scales": [], **packed_batch, **rest, **_rotated_layers(hidden)},
-    ]
+        {
+            "hidden": hidden, "parameters": floating, "scales": [], **packed_batch, **rest,
+            "positions": positions, "scale": 0.25,
+        },
+    ]  # fmt: skip
 
 
 def _decoder(calls: dict[str, list[Call]]) -> None:
@@ -337,7 +346,7 @@ def _layer(ops: Any, calls: dict[str, list[Call]]) -> None:
     attention and feed-forward, but lacks the first norm. It has a rotation, a window and a gate.
     """
     calls["sum_rows"] = [{"x": torch.randn(T, H).to(dtype)} for dtype in PRODUCTS]
-    _, _, parted, rotated = calls["encoder"]
+    _, _, parted, rotated, _ = calls["encoder"]
     every = {
         "hidden": torch.randn(T, H), "parameters": calls["encoder"][0]["parameters"][:12],
         "rotation": [], "batch": 2, "max_seqlen_k": 3, "heads": HEADS, "projections": 1,

@@ -75,8 +75,8 @@ def test_the_bits_of_the_operators_inside(isa, operators, rows, products, length
     hidden = torch.randn(sum(lengths), HIDDEN).to(rows)
     expected = one_by_one(operators, hidden, layers, ends, max(lengths), "gelu", products)
     actual = operators.encoder(
-        hidden, *flat(layers), ends, None, None, [], [], len(lengths), max(lengths), HEADS, 1, 1,
-        False, 1e-6, "gelu", products, True,
+        hidden, *flat(layers), ends, None, None, [], [], [], None, len(lengths), max(lengths),
+        HEADS, 1, 1, False, 1e-6, "gelu", products, True,
     )  # fmt: skip
     assert actual[0].dtype == rows
     assert len(actual) == LAYERS

@@ -145,9 +145,12 @@ HARMLESS = (
     (r"attention_weights/.*", r"heads|rows", r"\[\]|\[0, 0.*"),
     # Dense attention takes lengths from shapes. The encoder takes the batch size from cu_seqlens.
     (r"(relative_)?attention_\w+/0", r"max_seqlen_[qk]", NUMBER),
-    (r"encoder/[13]", r"batch", NUMBER),
-    (r"(relative_)?attention_\w+/1|encoder/[13]", r"max_seqlen(_[qk])?", r"4"),
+    (r"encoder/[134]", r"batch", NUMBER),
+    (r"(relative_)?attention_\w+/1|encoder/[134]", r"max_seqlen(_[qk])?", r"4"),
     (r"encoder/3", r"rotations|windows", r"no tensor|\[\]"),
+    # A table of positions without elements is absent.
+    (r"encoder/4", r"positions", r"no tensor|empty|size 0 of dimension [01]"),
+    (r"encoder/4", r"scale", r"None"),
     # Parameters may have any floating-point dtype. An operand that need not match another operand
     # may also have another number of rows.
     (
@@ -167,7 +170,7 @@ HARMLESS = (
     (r"(rotary|int8_linear)/0", r"x", r"size [+-] 1 of dimension 1"),
     (r".*", r"ids|token_types|positions|labels", INTEGER),
     (r"embedding_.*", r"(word|type|position)_table", r"size \+ 1 of dimension 0"),
-    (r"attention_(forward|weights)/1|encoder/[13]", r"q|k|hidden|cu_seqlens", ROWS),
+    (r"attention_(forward|weights)/1|encoder/[134]", r"q|k|hidden|cu_seqlens", ROWS),
     (
         r"(relative_)?attention_\w+/0|encoder/[02]",
         r"mask|bias",

@@ -354,7 +354,7 @@ def test_operator() -> None:
     cu_seqlens = torch.tensor([0, 7, 12], dtype=torch.int32)
     parameters = [p.detach() for p in run.parameters]
     rest = (1, False, 1e-12, "gelu", torch.float32)
-    arguments = (parameters, [], cu_seqlens, None, None, [], [], 2, 7, 2, 1, *rest)
+    arguments = (parameters, [], cu_seqlens, None, None, [], [], [], None, 2, 7, 2, 1, *rest)
     for all_states in (False, True):
         torch.library.opcheck(
             torch.ops.fastbert.encoder.default,
@@ -386,7 +386,7 @@ def test_several_projections_have_the_bits_of_one(projections) -> None:
         parted += [part for t in whole[first : first + 2] for part in t.split(sizes)]
         parted += whole[first + 2 : first + 12]
     ends = torch.tensor([0, 7, 12], dtype=torch.int32)
-    arguments = (ends, None, None, [], [], 2, 7, 2)
+    arguments = (ends, None, None, [], [], [], None, 2, 7, 2)
     rest = (1, False, 1e-12, "gelu", torch.float32, True, "triton", "triton", "triton", "cpu")
     hidden = torch.randn(12, 64)
     torch.library.opcheck(

@@ -52,21 +52,13 @@ at::Tensor attention_of_rows(const at::Tensor& qkv, int64_t heads, const Optiona
                              const OptionalTensor& bias, const OptionalTensor& cu_seqlens,
                              int64_t batch, int64_t max_seqlen, double scale, int64_t left,
                              int64_t right) {
-  const int64_t rows = qkv.size(0), columns = qkv.size(1) / 3, head_dim = columns / heads;
-  auto out = empty({rows, columns}, qkv.options());
-  // Returns a view of `columns` columns of `t`, from column `first` on, that is divided into heads.
-  // Its shape is (rows, heads, head_dim) for packed sequences, and (batch, heads, max_seqlen,
-  // head_dim) otherwise.
-  const auto of_heads = [&](const at::Tensor& t, int64_t first) {
-    const int64_t width = t.stride(0);
-    if (cu_seqlens) return strided(t, {rows, heads, head_dim}, {width, head_dim, 1}, first);
-    return strided(t, {batch, heads, max_seqlen, head_dim},
-                   {max_seqlen * width, head_dim, width, 1}, first);
-  };
-  AttentionProblem problem(of_heads(qkv, 0), of_heads(qkv, columns), of_heads(qkv, 2 * columns),
+  const int64_t columns = qkv.size(1) / 3;
+  auto out = empty({qkv.size(0), columns}, qkv.options());
+  const HeadsOfRows of = {heads, columns / heads, batch, max_seqlen, cu_seqlens.has_value()};
+  AttentionProblem problem(of.part(qkv, 0), of.part(qkv, 1), of.part(qkv, 2),
                            {mask, bias, cu_seqlens, cu_seqlens, std::nullopt, max_seqlen,
                             max_seqlen, 0.0, scale, left, right});
-  const auto result = of_heads(out, 0);
+  const auto result = of.part(out, 0);
   forward_into(problem, result, problem.empty_statistic(result));
   return out;
 }

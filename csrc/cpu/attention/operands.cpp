@@ -163,4 +163,13 @@ at::Tensor AttentionProblem::empty_statistic(const at::Tensor& like) const {
                   : empty({kernel.batch, kernel.heads, q_rows}, options);
 }
 
+at::Tensor HeadsOfRows::part(const at::Tensor& rows, int64_t number) const {
+  const int64_t width = rows.stride(0), first = number * heads * head_dim;
+  if (packed) {
+    return strided(rows, {rows.size(0), heads, head_dim}, {width, head_dim, 1}, first);
+  }
+  return strided(rows, {batch, heads, max_seqlen, head_dim},
+                 {max_seqlen * width, head_dim, width, 1}, first);
+}
+
 }  // namespace fastbert::cpu

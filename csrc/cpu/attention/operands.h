@@ -72,6 +72,16 @@ void zero_slack(const AttentionProblem& problem, const at::Tensor& dq, const at:
 at::Tensor weights_of(const AttentionProblem& problem, const at::Tensor& q,
                       at::OptionalIntArrayRef heads, at::OptionalIntArrayRef rows);
 
+// Views of rows (T, n H D), in which `n` parts with H heads each follow one another.
+struct HeadsOfRows {
+  int64_t heads, head_dim, batch, max_seqlen;
+  bool packed;
+
+  // Returns a part of the rows, (T, H, D) if the sequences are packed and (batch, H, max_seqlen, D)
+  // otherwise.
+  at::Tensor part(const at::Tensor& rows, int64_t number) const;
+};
+
 struct Work {
   AttentionItem item;
   int64_t cost;  // approximate number of multiplications

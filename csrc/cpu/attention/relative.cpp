@@ -123,6 +123,21 @@ at::Tensor relative_attention_forward(const at::Tensor& q, const at::Tensor& k, 
   return out;
 }
 
+at::Tensor relative_attention_of_rows(const at::Tensor& qkv, int64_t heads,
+                                      const RelativeArguments& relative, const OptionalTensor& mask,
+                                      const OptionalTensor& cu_seqlens, int64_t batch,
+                                      int64_t max_seqlen, double scale) {
+  const int64_t columns = qkv.size(1) / 3;
+  auto out = empty({qkv.size(0), columns}, qkv.options());
+  const HeadsOfRows of = {heads, columns / heads, batch, max_seqlen, cu_seqlens.has_value()};
+  RelativeProblem problem(of.part(qkv, 0), of.part(qkv, 1), of.part(qkv, 2), relative,
+                          {mask, std::nullopt, cu_seqlens, cu_seqlens, std::nullopt, max_seqlen,
+                           max_seqlen, 0.0, scale, -1, -1});
+  const auto result = of.part(out, 0);
+  forward_into(problem, result, problem.empty_statistic(result));
+  return out;
+}
+
 at::Tensor relative_attention_weights(const at::Tensor& q, const at::Tensor& k,
                                       FASTBERT_RELATIVE_ARGUMENTS) {
   RelativeProblem problem(q, k, k, FASTBERT_RELATIVE_VALUES);

@@ -1,7 +1,8 @@
-"""One call computes all layers with rotary positions, gated feed-forward, windows or pre-norm.
+"""One call computes all layers of ModernBERT, NomicBERT and DeBERTa.
 
-The layers are like those of ModernBERT and NomicBERT. The results agree with float64 and with a
-call per layer, and do not depend on other sequences of the batch.
+Their layers have rotary or relative positions, a gated feed-forward, windows or norms before the
+blocks. The results agree with float64 and with a call per layer, and do not depend on other
+sequences of the batch.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fastbert import modules, ops, reference
+from fastbert import modules, ops, quantize, reference
 from fastbert.io import families
 from fastbert.modules.plan import Mode, plan
 from fastbert.ops import backend as backends
@@ -43,6 +44,21 @@ FAMILIES = {
         "norm_bias": True,
     },
     "nomic_bert": {},
+    "deberta-v2": {
+        "relative_attention": True,
+        "position_buckets": 16,
+        "norm_rel_ebd": "layer_norm",
+        "share_att_key": True,
+        "pos_att_type": "p2c|c2p",
+        "position_biased_input": False,
+        "type_vocab_size": 0,
+    },
+    "deberta-v2 with keys of its own": {
+        "relative_attention": True,
+        "max_relative_positions": 40,
+        "pos_att_type": "c2p",
+        "type_vocab_size": 0,
+    },
 }
 LENGTHS = (70, 23, 9, 1)
 ONE_CALL = ("cpu", "all layers in one call")
@@ -114,8 +130,9 @@ def test_the_operation_agrees_with_its_reference(family) -> None:
     def expected(dtype: torch.dtype) -> Tensor:
         hidden, parameters, *rest = given
         doubled = [p.to(dtype) for p in parameters]
-        rotations = [t.to(dtype) for t in options["rotations"]]
-        changed = options | {"dtype": dtype, "rotations": rotations}
+        changed = options | {"dtype": dtype}
+        for name in ("rotations", "positions"):
+            changed[name] = [t.to(dtype) if t.is_floating_point() else t for t in options[name]]
         return torch.stack(reference.encoder(hidden.to(dtype), doubled, *rest, **changed))
 
     with torch.inference_mode():
@@ -163,9 +180,10 @@ def test_a_write_is_seen(family, write) -> None:
     assert_close(write, actual, oracle, Yardstick(lambda: states(built, inputs)))
 
 
-def test_a_window_over_padding_in_the_middle_runs_layer_by_layer() -> None:
-    """A window over padding in the middle runs layer by layer, since packing changes distances."""
-    built, inputs = model("modernbert"), batch((40, 40))
+@pytest.mark.parametrize("family", ["modernbert", "deberta-v2"])
+def test_distances_over_padding_in_the_middle_run_layer_by_layer(family) -> None:
+    """Packing would change the distances that a window or relative positions depend on."""
+    built, inputs = model(family), batch((40, 40))
     inputs["attention_mask"][0, 10:20] = 0
     actual = states(built, inputs)
     built.set_backend("reference")
@@ -187,12 +205,16 @@ def test_hidden_states_stay_in_fp32_under_autocast(family) -> None:
     assert_close("autocast", actual, oracle, yardstick)
 
 
+HOOKED = ("", "attention.self", "attention.self.qkv", "intermediate.dense", "output.LayerNorm")
+
+
 @pytest.mark.parametrize(
-    "name",
-    ["", "attention.self", "attention.self.rotary", "attention.self.qkv", "intermediate.dense",
-     "output.LayerNorm"],
-)  # fmt: skip
-@every_family
+    ("family", "name"),
+    [
+        *((family, name) for family in FAMILIES for name in HOOKED),
+        *((family, "attention.self.rotary") for family in ("modernbert", "nomic_bert")),
+    ],
+)
 def test_a_hook_fires(family, name) -> None:
     built, inputs, fired = model(family), batch(), []
     expected = states(built, inputs)
@@ -203,6 +225,68 @@ def test_a_hook_fires(family, name) -> None:
         torch.testing.assert_close(states(built, inputs), expected, rtol=1e-4, atol=1e-4)
     assert fired
     assert one_call(built)
+
+
+@pytest.mark.parametrize("name", ["", ".key"])
+def test_the_projections_of_positions_are_called(name) -> None:
+    """The one call takes their results, so a hook on them or another class does not prevent it."""
+    built, inputs, fired = model("deberta-v2 with keys of its own"), batch(), []
+    expected = states(built, inputs)
+    attention = built.encoder.layer[1].attention.self
+    part = attention.get_submodule(f"positions{name}")
+    with part.register_forward_hook(lambda *_: fired.append(name)):
+        assert one_call(built)
+        torch.testing.assert_close(states(built, inputs), expected)
+    assert len(fired) == 1
+    attention.positions.key = nn.Sequential(attention.positions.key, nn.Tanh())
+    assert one_call(built)
+    actual = states(built, inputs)
+    assert not torch.equal(actual, expected)
+    built.set_backend("reference")
+    oracle = states(copy.deepcopy(built).double(), inputs)
+    assert_close(name, actual, oracle, Yardstick(lambda: states(built, inputs)))
+
+
+@pytest.mark.parametrize("family", ["deberta-v2", "deberta-v2 with keys of its own"])
+def test_a_write_to_the_positions_is_seen(family) -> None:
+    built, inputs = model(family), batch()
+    before = states(built, inputs)
+    with torch.no_grad():
+        built.encoder.relative_positions.embeddings.weight[3:9].mul_(3.0)
+    actual = states(built, inputs)
+    assert one_call(built)
+    assert not torch.equal(actual, before)
+    built.set_backend("reference")
+    oracle = states(copy.deepcopy(built).double(), inputs)
+    assert_close(family, actual, oracle, Yardstick(lambda: states(built, inputs)))
+
+
+@pytest.mark.parametrize("kind", ["bool", "additive"])
+def test_masks_of_pairs_beside_relative_positions(kind) -> None:
+    built, ids = model("deberta-v2"), batch((40, 40))["input_ids"]
+    may = (torch.rand(2, 1, 40, 40) < 0.7) | torch.eye(40, dtype=torch.bool)
+    with torch.inference_mode():
+        if kind == "additive":
+            with pytest.raises(ValueError, match=r"^attention_mask: got an additive mask"):
+                built(ids, attention_mask=may * 0.5)
+        given = may if kind == "bool" else torch.zeros(may.shape).masked_fill(~may, -1e30)
+        actual = built(ids, attention_mask=given).last_hidden_state
+        built.set_backend("reference")
+        oracle = copy.deepcopy(built).double()(ids, attention_mask=may).last_hidden_state
+        yardstick = Yardstick(lambda: built(ids, attention_mask=may).last_hidden_state)
+        assert_close(kind, actual, oracle, yardstick)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["deberta-v2", "deberta-v2 with keys of its own"])
+def test_int8_layers_with_relative_positions(isa, family, dtype) -> None:
+    built, inputs = quantize(model(family, dtype)), batch()
+    assert one_call(built)
+    actual = states(built, inputs)
+    with built.encoder.layer[0].register_forward_hook(lambda *_: None):
+        assert not one_call(built)
+        expected = states(built, inputs)
+    assert torch.equal(actual, expected)
 
 
 def test_layers_that_one_call_cannot_run() -> None:
@@ -218,16 +302,40 @@ def test_layers_that_one_call_cannot_run() -> None:
     built = model("modernbert")
     built.encoder.layer[0].attention.output.LayerNorm = nn.Dropout()
     assert "layer.0.attention.output.LayerNorm is a torch.nn" in reason(built)
+    built = model("deberta-v2")
+    built.encoder.layer[1].attention.self.scale = 0.5
+    assert "differ in their relative positions" in reason(built)
+    for mode in (
+        Mode.now("cuda", torch.bfloat16, gradient=False),
+        Mode.now("cpu", torch.float32, gradient=True),
+    ):
+        planned = plan(model("deberta-v2").encoder.running(), mode)
+        assert planned.run is None
+        assert planned.reason == "layer by layer: attention has relative positions"
     mode = Mode.now("cuda", torch.bfloat16, gradient=False)
-    planned = plan(model("nomic_bert").encoder.running(), mode)
-    assert planned.run is None
+    assert plan(model("nomic_bert").encoder.running(), mode).run is None
 
 
 def bad_calls() -> dict[str, tuple[dict[str, Any], str]]:
-    cos = torch.ones(4, 2)
+    cos, empty = torch.ones(4, 2), torch.empty(0)
+    index, table = torch.arange(3, dtype=torch.int32), torch.randn(5, 8)
     return {
         "rotations": ({"rotations": [cos]}, r"^rotations: got 1 tensors, allowed: none, or 2"),
         "windows": ({"windows": [1]}, r"^windows: got 1 numbers, allowed: none, or one"),
+        "positions": ({"positions": [cos]}, r"^positions: got 1 tensors, allowed: none, or 3"),
+        "positions and windows": (
+            {"positions": [cos] * 6, "windows": [1, 1]},
+            r"^positions: got tensors with a bias or with windows, allowed: none",
+        ),
+        "a table": (
+            {"positions": [index, table, table[:, :4]] * 2},
+            r"^positions\[2\]: got shape \[5, 4\], allowed: \(P, 8\), or no elements",
+        ),
+        "no table": (
+            {"positions": [index, empty, empty] * 2},
+            r"^position_keys: got None, allowed: a tensor",
+        ),
+        "index": ({"positions": [index[1:], table, table] * 2}, r"^index: got shape \[2\]"),
         "inner": ({"inner_projections": 3}, r"^inner_projections: got 3, allowed: 1 or 2"),
         "activation": ({"activation": "glu"}, r"^activation: got 'glu', allowed: gelu"),
         "angles": ({"rotations": [cos[:3]] * 4}, r"^cos: got shape \[3, 2\]"),
@@ -242,6 +350,6 @@ def test_bad_input(case) -> None:
     call = {"batch": 2, "heads": 2} | changes
     with torch.no_grad(), pytest.raises(ValueError, match=message):
         ops.encoder(torch.randn(4, 8), one * 2, None, 2, **call)
-    if case != "activation" and case != "angles":
-        with torch.no_grad(), pytest.raises(ValueError, match=f"^{case.split()[0]}"):
+    if case in ("rotations", "windows", "inner", "positions"):
+        with torch.no_grad(), pytest.raises(ValueError, match=f"^{case}"):
             ops.encoder(torch.randn(4, 8), one * 2, None, 2, backend="triton", **call)
