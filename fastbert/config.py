@@ -100,6 +100,9 @@ class Architecture:
             ``hidden_size``. None means tables of the width ``hidden_size``, without a projection.
         position_table: Whether positions have an embedding table.
         type_table: Whether token types have an embedding table.
+        task_types: Number of task types, which have an embedding table as token types do (ERNIE); 0
+            means that there is no such table.
+        embedding_norm: Whether the sum of the embeddings has a layer norm.
         first_position: Position of the first token if padding has no positions (RoBERTa). None
             means that the position of a token is its index in the row.
         distance_buckets: Number of buckets of distances between tokens. Each bucket has a learned
@@ -110,10 +113,13 @@ class Architecture:
             any distance. Empty if no layer has a limit.
         pre_norm: Whether the layer norms are before attention and feed-forward, with another layer
             norm after the last layer (ModernBERT).
+        first_norm: Whether the first layer has a norm before attention, if `pre_norm` is set.
         gated: Whether the first projection of the feed-forward is twice as wide and its output
             becomes ``act(first half) * second half``.
         attention_bias: Whether the projections of attention have a bias.
         feed_forward_bias: Whether the projections of the feed-forward have a bias.
+        gate_bias: Whether the first projection of a gated feed-forward has a bias, if
+            `feed_forward_bias` is set.
         norm_bias: Whether the layer norms have a bias.
         pooler: Whether the encoder has a pooler.
         groups: Number of groups of layers that run repeatedly (ALBERT). None means that each layer
@@ -134,15 +140,19 @@ class Architecture:
     embedding_size: int | None = None
     position_table: bool = True
     type_table: bool = True
+    task_types: int = 0
+    embedding_norm: bool = True
     first_position: int | None = None
     distance_buckets: int = 0
     relative_positions: RelativePositions | None = None
     rotary_bases: tuple[float, ...] = ()
     windows: tuple[int, ...] = ()
     pre_norm: bool = False
+    first_norm: bool = False
     gated: bool = False
     attention_bias: bool = True
     feed_forward_bias: bool = True
+    gate_bias: bool = True
     norm_bias: bool = True
     pooler: bool = True
     groups: int | None = None
@@ -161,6 +171,16 @@ class Architecture:
         allowed = f"None or {integer_from(0)}"
         check("first_position", start, allowed, start is None or is_integer(start, 0))
         check("distance_buckets", buckets, integer_from(0), is_integer(buckets, 0))
+        tasks = self.task_types
+        check("task_types", tasks, integer_from(0), is_integer(tasks, 0))
+        fits = tasks == 0 or self.type_table
+        check("task_types", tasks, "0 without a table of token types", fits)
+        check(
+            "first_norm",
+            self.first_norm,
+            "False without pre_norm",
+            not self.first_norm or self.pre_norm,
+        )
         relative = self.relative_positions
         known = relative is None or isinstance(relative, RelativePositions)
         check("relative_positions", relative, "None or RelativePositions", known)
@@ -174,10 +194,13 @@ class Architecture:
         for name in (
             "position_table",
             "type_table",
+            "embedding_norm",
             "pre_norm",
+            "first_norm",
             "gated",
             "attention_bias",
             "feed_forward_bias",
+            "gate_bias",
             "norm_bias",
             "pooler",
         ):

@@ -51,10 +51,17 @@ OUTPUTS = {
     "RobertaModel": CROSSED,
     "XLMRobertaModel": CROSSED,
     "CamembertModel": CROSSED,
+    "Data2VecTextModel": CROSSED,
+    "ErnieModel": CROSSED,
+    "RobertaPreLayerNormModel": CROSSED,
+    "XLMRobertaXLModel": CROSSED,
+    "MegatronBertModel": CROSSED,
     "ElectraModel": "BaseModelOutputWithPastAndCrossAttentions",
     "AlbertModel": POOLED,
     "MPNetModel": POOLED,
     "NomicBertModel": POOLED,
+    "GteModel": POOLED,
+    "JinaEmbeddingsV3Model": POOLED,
     "DebertaV2Model": "BaseModelOutput",
     "DebertaModel": "BaseModelOutput",
     "DistilBertModel": "BaseModelOutput",
@@ -87,7 +94,7 @@ TAKEN = (
 # The arguments of `BertModel.encode_at_once`, which runs all layers in one call.
 AT_ONCE = {"input_ids", "attention_mask", "token_type_ids"}
 # The arguments that the embedding of an encoder of transformers may take.
-EMBEDDED = ("input_ids", "token_type_ids", "position_ids", "inputs_embeds")
+EMBEDDED = ("input_ids", "token_type_ids", "task_type_ids", "position_ids", "inputs_embeds")
 # The lock prevents two threads from accelerating or restoring a model at the same time.
 LOCK = threading.RLock()
 
@@ -483,6 +490,7 @@ def _arguments(
     choices = bound.model.config.architecture
     names = ["input_ids", "attention_mask", "position_ids", "inputs_embeds"]
     names += ["token_type_ids"] if choices.type_table else []
+    names += ["task_type_ids"] if choices.task_types else []
     arguments = {name: given.get(name) for name in names}
     mask = arguments["attention_mask"]
     if mask is not None and not isinstance(mask, Tensor):

@@ -353,8 +353,8 @@ class BoundEncoder(BoundModel):
         dropping = False
         for drop in self.drops:
             probability = drop.probability(hf_model)
-            if drop.module.dropout_p != probability:
-                drop.module.dropout_p = probability
+            if getattr(drop.module, drop.attribute) != probability:
+                setattr(drop.module, drop.attribute, probability)
             dropping |= probability > 0.0
         if self.model.training != dropping:
             self.model.training = dropping

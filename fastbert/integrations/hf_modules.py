@@ -70,13 +70,14 @@ class Leaf(NamedTuple):
 
 
 class Drop(NamedTuple):
-    """A module of fastbert with a ``dropout_p``, and the source of its value in the HF model.
+    """An attribute of a module of fastbert with a dropout probability, and its source.
 
     The source is the attribute `name` of `hf_module`: a dropout module or a number. If `hf_module`
     is None, the source is an attribute of the HF model itself, to which a `Drop` has no reference.
     """
 
     module: Any
+    attribute: str
     hf_module: nn.Module | None
     name: str
 
@@ -125,17 +126,21 @@ def drops_of(model: BertModel, hf_model: nn.Module) -> list[Drop]:
     The dropouts are those of the model family in ``fastbert.io.families``.
     """
     for module in model.modules():
-        if "dropout_p" in module.__dict__:
-            module.dropout_p = 0.0
+        for attribute in ("dropout_p", "output_dropout_p"):
+            if attribute in module.__dict__:
+                setattr(module, attribute, 0.0)
     config, modules = model.config, dict(model.named_modules())
     drops = []
     for path, hf_path in families.family_of(config.model_type).dropouts.items():
         for layer in range(len(model.encoder.layer)) if "{layer}" in path else (0,):
             parent, _, name = families.place(hf_path, layer, config).rpartition(".")
-            module = modules.get(path.format(layer=layer))
-            if module is None:  # DeBERTa may have no positions in its attention.
-                continue
-            drops.append(Drop(module, _submodule(hf_model, parent) if parent else None, name))
+            ours, attribute = path.format(layer=layer), "dropout_p"
+            if ours not in modules:
+                ours, _, attribute = ours.rpartition(".")
+            if attribute not in modules[ours].__dict__:
+                continue  # DeBERTa may have no positions in its attention.
+            hf_module = _submodule(hf_model, parent) if parent else None
+            drops.append(Drop(modules[ours], attribute, hf_module, name))
     return drops
 
 

@@ -1,7 +1,7 @@
 """The functions of transformers whose semantics fastbert implements, pinned by digests.
 
 Code that equals its file may still compute something new after a release of transformers. The table
-``stock_digests.json`` therefore holds the digests of the files and of the functions that the ten
+``stock_digests.json`` therefore holds the digests of the files and of the functions that the
 families reach, for versions whose outputs and gradients were compared with fastbert's. A function
 with another digest is unknown, and needs the comparison of `fastbert.integrations.probe`.
 
@@ -164,8 +164,7 @@ def _kinds() -> frozenset[type]:
     """Return the classes of the modules in the families' default models, and other activations."""
     kinds = set()
     for name, module in MODULES.items():
-        home = importlib.import_module(f"transformers.models.{module}.modeling_{module}")
-        stock = getattr(home, name)
+        stock = getattr(importlib.import_module(module), name)
         with torch.device("meta"):
             kinds |= {type(each) for each in stock(stock.config_class()).modules()}
     for activation in ("NewGELUActivation", "GELUTanh", "SiLUActivation"):

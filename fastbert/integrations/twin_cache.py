@@ -18,9 +18,17 @@ from torch import nn
 from fastbert.io.families import ACCELERATED
 
 IMPLEMENTATIONS = ("eager", "sdpa")
+
+def _module(model_type: str) -> str:
+    name = model_type.replace("-", "_")
+    folder = {"data2vec_text": "data2vec"}.get(name, name)
+    return f"transformers.models.{folder}.modeling_{name}"
+
+
+# The name of each encoder class → the name of its Python module.
 MODULES = {
-    **{family.model: name.replace("-", "_") for name, family in ACCELERATED.items()},
-    "XLNetModel": "xlnet",
+    **{family.model: _module(name) for name, family in ACCELERATED.items()},
+    "XLNetModel": _module("xlnet"),
 }
 # The classes of the activation functions that fastbert computes, by their names in a config.
 ACTIVATIONS = {
@@ -103,7 +111,7 @@ def stock_class(kind: type) -> Any:
         # own class. Such a class is skipped.
         if name is None or "fastbert_restores" in vars(base):
             continue
-        if base.__module__ == f"transformers.models.{name}.modeling_{name}":
+        if base.__module__ == name:
             return base
     return None
 

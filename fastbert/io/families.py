@@ -13,25 +13,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fastbert.config import (
-    MAX_LAYERS,
-    Architecture,
-    BertConfig,
-    RelativePositions,
-    check,
-    integer_from,
-    is_integer,
-    is_number,
-)
+from fastbert.config import Architecture, BertConfig
+from fastbert.io import architectures
+from fastbert.io.architectures import Content
 from fastbert.io.names import BUFFERS, ENCODER, QKV, modernise
 
-Content = dict[str, Any]
 Names = dict[str, tuple[str, ...]]
 
 
@@ -44,7 +36,8 @@ class Family:
         prefix: Prefix of the names of the encoder's weights in a model with a head.
         modules: Modules with parameters: the name in fastbert → the names in transformers.
         dropouts: Modules with dropout: the name in fastbert → the name of the module or attribute
-            in transformers that has the dropout probability.
+            in transformers that has the dropout probability. The name in fastbert is that of a
+            module with the attribute ``dropout_p``, or that of another attribute of a module.
         architecture: Function from the content of ``config.json`` to the differences from BERT.
         settings: Settings whose names differ: the field of `BertConfig` → the key in
             ``config.json``.
@@ -52,6 +45,9 @@ class Family:
         lacks: Fields of `BertConfig` that have no key in ``config.json``.
         stored: Modules whose names in a checkpoint differ from those in the model of transformers:
             the name in fastbert → the names in the checkpoint.
+        exchanged: Modules in `stored` whose tensors have their halves in the opposite order in a
+            checkpoint.
+        former: Other prefixes that the names of the encoder's weights may have in a checkpoint.
     """
 
     model: str
@@ -63,6 +59,8 @@ class Family:
     defaults: Content = field(default_factory=dict)
     lacks: tuple[str, ...] = ()
     stored: Names = field(default_factory=dict)
+    exchanged: tuple[str, ...] = ()
+    former: tuple[str, ...] = ()
 
 
 def family_of(model_type: str) -> Family:
@@ -164,19 +162,32 @@ def to_fastbert(tensors: Mapping[str, Tensor], config: BertConfig) -> dict[str, 
     Returns:
         The tensors by their new names.
     """
-    prefix = family_of(config.model_type).prefix
-    if any(name.startswith(prefix) for name in tensors):
-        tensors = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
+    family = family_of(config.model_type)
+    for prefix in (family.prefix, *family.former):
+        if any(name.startswith(prefix) for name in tensors):
+            own = {n: t for n, t in tensors.items() if n.startswith(prefix)}
+            tensors = {name.removeprefix(prefix): tensor for name, tensor in own.items()}
+            break
     left = {
         modernise(name): tensor
         for name, tensor in tensors.items()
         if name not in BUFFERS and not _never_runs(name, config)
     }
     for stored in (True, False):
-        left = _renamed(
-            left, ((hf_names, _in_state(name, config)) for name, hf_names in pairs(config, stored))
-        )
+        exchanged = _exchanged(config) if stored else set()
+        names = ((hf_names, _in_state(name, config)) for name, hf_names in pairs(config, stored))
+        left = _renamed(left, names, exchanged)
     return left
+
+
+def _exchanged(config: BertConfig) -> set[str]:
+    """Return the names in a checkpoint of the modules whose halves are in the opposite order."""
+    family = family_of(config.model_type)
+    return {
+        place(family.stored[name][0], layer, config)
+        for name in family.exchanged
+        for layer in range(config.num_hidden_layers)
+    }
 
 
 def _never_runs(name: str, config: BertConfig) -> bool:
@@ -196,7 +207,7 @@ def _never_runs(name: str, config: BertConfig) -> bool:
 def to_transformers(tensors: Mapping[str, Tensor], config: BertConfig) -> dict[str, Tensor]:
     """Rename tensors to their names in a checkpoint; the inverse of `to_fastbert`."""
     names = ((_in_state(name, config), others) for name, others in pairs(config, stored=True))
-    return _renamed(dict(tensors), names)
+    return _renamed(dict(tensors), names, _exchanged(config))
 
 
 def _in_state(module: str, config: BertConfig) -> tuple[str, ...]:
@@ -211,7 +222,11 @@ def _in_state(module: str, config: BertConfig) -> tuple[str, ...]:
     return tuple(f"{parent}.{part}" for part in QKV)
 
 
-def _renamed(left: dict[str, Tensor], names: Iterator[tuple[tuple[str, ...], tuple[str, ...]]]):
+def _renamed(
+    left: dict[str, Tensor],
+    names: Iterator[tuple[tuple[str, ...], tuple[str, ...]]],
+    exchanged: set[str],
+) -> dict[str, Tensor]:
     named: dict[str, Tensor] = {}
     for old, new in names:
         for kind in ("weight", "bias"):
@@ -221,6 +236,8 @@ def _renamed(left: dict[str, Tensor], names: Iterator[tuple[tuple[str, ...], tup
                 continue  # The caller reports missing weights.
             if len(old) == len(new):
                 renamed = present
+                if not exchanged.isdisjoint((*old, *new)):
+                    renamed = [torch.cat(part.chunk(2)[::-1]) for part in present]
             else:
                 whole = torch.cat(present)
                 renamed = [part.contiguous() for part in whole.chunk(len(new))]
@@ -229,177 +246,6 @@ def _renamed(left: dict[str, Tensor], names: Iterator[tuple[tuple[str, ...], tup
 
 
 # The tables
-
-
-def _layers(content: Content) -> int:
-    """Return ``num_hidden_layers``, or raise ValueError before a caller builds a list of layers."""
-    layers = content["num_hidden_layers"]
-    allowed = integer_from(1, MAX_LAYERS)
-    check("num_hidden_layers", layers, allowed, is_integer(layers, 1, MAX_LAYERS))
-    return layers
-
-
-def _rotary(content: Content, name: str, default: float) -> float:
-    """Return the base of the rotary embedding of one kind of layer.
-
-    Raises:
-        ValueError: If the embedding is scaled or partial.
-    """
-    given = content.get("rope_parameters") or {}
-    parameters = given.get(name, given) or {} if isinstance(given, dict) else given
-    check("rope_parameters", given, "an object", isinstance(parameters, dict))
-    kind = parameters.get("rope_type", "default")
-    if kind != "default" or content.get("rope_scaling"):
-        raise ValueError(f"rope_parameters: got rope_type {kind!r}, allowed: 'default', unscaled")
-    if parameters.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError("partial_rotary_factor: got a part of the head, allowed: 1.0")
-    base = parameters.get("rope_theta", default)
-    check("rope_theta", base, "a number >= 1", is_number(base, 1.0))
-    return float(base)
-
-
-def _after_padding(content: Content) -> Architecture:
-    padding = content["pad_token_id"]
-    check("pad_token_id", padding, integer_from(0), is_integer(padding, 0))
-    return Architecture(first_position=padding + 1)
-
-
-def _electra(content: Content) -> Architecture:
-    narrow = content["embedding_size"] != content["hidden_size"]
-    return Architecture(embedding_size=content["embedding_size"] if narrow else None, pooler=False)
-
-
-def _albert(content: Content) -> Architecture:
-    return Architecture(
-        embedding_size=content["embedding_size"],
-        groups=content["num_hidden_groups"],
-        group_size=content["inner_group_num"],
-        output_dropout=0.0,
-    )
-
-
-def _distilbert(content: Content) -> Architecture:
-    return Architecture(type_table=False, attention_output_dropout=0.0, pooler=False)
-
-
-def _mpnet(content: Content) -> Architecture:
-    buckets = content["relative_attention_num_buckets"]
-    if buckets != 32:  # transformers always computes with 32 buckets.
-        raise ValueError(f"relative_attention_num_buckets: got {buckets}, allowed: 32")
-    # The first position of MPNet is 2, independently of pad_token_id.
-    return Architecture(type_table=False, first_position=2, distance_buckets=buckets)
-
-
-def _deberta_v2(content: Content) -> Architecture:
-    for name, allowed in (
-        ("conv_kernel_size", (0, None)),
-        ("embedding_size", (None, content["hidden_size"])),
-        ("attention_head_size", (None, content["hidden_size"] // content["num_attention_heads"])),
-    ):
-        value = content.get(name)
-        # A convolution after the first layer (v2-xlarge) is not implemented.
-        check(name, value, " or ".join(map(str, allowed)), value in allowed)
-    given = content["pos_att_type"] or []
-    terms = given.lower().split("|") if isinstance(given, str) else given
-    terms = [term.strip() for term in terms if term]
-    check("pos_att_type", given, "c2p, p2c, or both", set(terms) <= {"c2p", "p2c"})
-    relative = content["relative_attention"]
-    check("relative_attention", relative, "True or False", isinstance(relative, bool))
-    # With terms, but without relative attention, transformers scales the logits as with the terms.
-    check("relative_attention", relative, "True if pos_att_type is given", relative or not terms)
-    types = content["type_vocab_size"]
-    return Architecture(
-        position_table=content["position_biased_input"],
-        type_table=types != 0,
-        relative_positions=_relative(content, terms) if terms else None,
-        pooler=False,
-    )
-
-
-def _deberta(content: Content) -> Architecture:
-    for name, only in (("talking_head", False), ("relative_attention", True)):
-        value = content.get(name, False)
-        check(name, value, str(only), value is only)
-    # DeBERTa v1 lacks these choices of v2, and ignores their keys.
-    absent = {"conv_kernel_size": None, "attention_head_size": None, "position_buckets": -1}
-    choices = _deberta_v2(content | absent | {"norm_rel_ebd": "none", "share_att_key": False})
-    terms = choices.relative_positions
-    if terms is None:
-        raise ValueError("pos_att_type: got no terms, allowed: c2p, p2c, or both")
-    return replace(choices, relative_positions=replace(terms, interleaved=True))
-
-
-def _relative(content: Content, terms: list[str]) -> RelativePositions:
-    farthest = content["max_relative_positions"]
-    if is_integer(farthest, -MAX_LAYERS, 0):
-        farthest = content["max_position_embeddings"]
-    buckets = content["position_buckets"]
-    check("max_relative_positions", farthest, integer_from(1), is_integer(farthest, 1))
-    check("position_buckets", buckets, "an integer", is_integer(buckets, -MAX_LAYERS))
-    norms = [name.strip() for name in content["norm_rel_ebd"].lower().split("|")]
-    return RelativePositions(
-        span=buckets if buckets > 0 else farthest,
-        farthest=farthest if buckets > 0 else None,
-        keys="c2p" in terms,
-        queries="p2c" in terms,
-        shared=content["share_att_key"],
-        norm="layer_norm" in norms,
-    )
-
-
-def _nomic(content: Content) -> Architecture:
-    dim, heads = content["head_dim"], content["num_attention_heads"]
-    if dim is not None and dim * heads != content["hidden_size"]:
-        raise ValueError(f"head_dim: got {content['head_dim']}, allowed: hidden_size / heads")
-    base = _rotary(content, "", 1000.0)
-    return Architecture(
-        position_table=False,
-        rotary_bases=(base,) * _layers(content),
-        gated=True,
-        attention_bias=False,
-        feed_forward_bias=False,
-        pooler=False,
-    )
-
-
-def _modernbert(content: Content) -> Architecture:
-    layers, every = _layers(content), content.get("global_attn_every_n_layers", 3)
-    check("global_attn_every_n_layers", every, integer_from(1), is_integer(every, 1))
-    kinds = content.get("layer_types") or [
-        "sliding_attention" if i % every else "full_attention" for i in range(layers)
-    ]
-    bases = {
-        "full_attention": content.get("global_rope_theta", 160_000.0),
-        "sliding_attention": content.get("local_rope_theta", 10_000.0),
-    }
-    unknown = set(kinds) - set(bases)
-    if unknown or len(kinds) != layers:
-        raise ValueError(f"layer_types: got {kinds}, allowed: {layers} of {', '.join(bases)}")
-    reach = content["local_attention"]
-    check("local_attention", reach, integer_from(0), is_integer(reach, 0))
-    window = reach // 2
-    return Architecture(
-        position_table=False,
-        type_table=False,
-        rotary_bases=tuple(_rotary(content, kind, bases[kind]) for kind in kinds),
-        windows=tuple(window if kind == "sliding_attention" else -1 for kind in kinds),
-        pre_norm=True,
-        gated=True,
-        attention_bias=content["attention_bias"],
-        feed_forward_bias=content["mlp_bias"],
-        norm_bias=content["norm_bias"],
-        embedding_dropout=content["embedding_dropout"],
-        attention_output_dropout=content["attention_dropout"],
-        inner_dropout=content["mlp_dropout"],
-        output_dropout=0.0,
-        pooler=False,
-    )
-
-
-def _marian(content: Content) -> Architecture:
-    skipped = content["encoder_layerdrop"]
-    check("encoder_layerdrop", skipped, "0.0", skipped == 0)
-    return Architecture(type_table=False, inner_dropout=content["activation_dropout"], pooler=False)
 
 
 def _same(*names: str) -> Names:
@@ -440,11 +286,29 @@ _ALBERT_LAYER = "encoder.albert_layer_groups.{group}.albert_layers.{inner}."
 _SHARED_LAYER = re.compile(r"encoder\.albert_layer_groups\.(\d+)\.albert_layers\.(\d+)\.")
 _DISTILBERT_LAYER = "transformer.layer.{layer}."
 _LAYERS = "layers.{layer}."
+_WITHOUT_NORM = {name: names for name, names in _BERT.items() if name != "embeddings.LayerNorm"}
+# The dropout before the second residual addition of a layer belongs to the layer itself.
+_PRE_NORM_DROPOUTS = {
+    "embeddings": "embeddings.dropout",
+    LAYER + "attention.self": LAYER + "attention.self.dropout",
+    LAYER[:-1]: LAYER + "attention.output.dropout",
+    LAYER + "output_dropout_p": LAYER + "output.dropout",
+}
+# The modules that the families with rotary positions and norms after the blocks share.
+_ROTARY_LAYERS: Names = {
+    **{name: hf_names for name, hf_names in _EMBEDDINGS.items() if "position" not in name},
+    _QKV: tuple(f"{_LAYERS}self_attn.{part}_proj" for part in "qkv"),
+    _ATTENTION: (f"{_LAYERS}self_attn.o_proj",),
+    _ATTENTION_NORM: (f"{_LAYERS}post_attention_layernorm",),
+    _NORM: (f"{_LAYERS}post_mlp_layernorm",),
+    **_POOLER,
+}
 
 
-def _roberta(model: str, **defaults: Any) -> Family:
+def _roberta(model: str, prefix: str = "roberta.", **defaults: Any) -> Family:
     defaults["pad_token_id"] = 1
-    return Family(model, "roberta.", _BERT, _BERT_DROPOUTS, _after_padding, defaults=defaults)
+    reader = architectures.after_padding
+    return Family(model, prefix, _BERT, _BERT_DROPOUTS, reader, defaults=defaults)
 
 
 FAMILIES: dict[str, Family] = {
@@ -452,12 +316,151 @@ FAMILIES: dict[str, Family] = {
     "roberta": _roberta("RobertaModel", vocab_size=50265),
     "xlm-roberta": _roberta("XLMRobertaModel"),
     "camembert": _roberta("CamembertModel"),
+    "data2vec-text": _roberta("Data2VecTextModel", "data2vec_text."),
+    "ernie": Family(
+        "ErnieModel",
+        "ernie.",
+        {**_BERT, **_same("embeddings.task_type_embeddings")},
+        _BERT_DROPOUTS,
+        architectures.ernie,
+        defaults={"use_task_id": False, "task_type_vocab_size": 3},
+    ),
+    "roberta-prelayernorm": Family(
+        "RobertaPreLayerNormModel",
+        "roberta_prelayernorm.",
+        {
+            **_BERT,
+            _ATTENTION_NORM: (f"{LAYER}attention.LayerNorm",),
+            _NORM: (f"{LAYER}intermediate.LayerNorm",),
+            "encoder.final_norm": ("LayerNorm",),
+        },
+        _PRE_NORM_DROPOUTS,
+        architectures.roberta_pre_norm,
+        defaults={"vocab_size": 50265, "pad_token_id": 1},
+    ),
+    "xlm-roberta-xl": Family(
+        "XLMRobertaXLModel",
+        "roberta.",
+        {
+            **_WITHOUT_NORM,
+            _ATTENTION_NORM: (f"{LAYER}attention.self_attn_layer_norm",),
+            _NORM: (f"{LAYER}LayerNorm",),
+            "encoder.final_norm": ("encoder.LayerNorm",),
+        },
+        {name: drop for name, drop in _PRE_NORM_DROPOUTS.items() if "output_dropout" not in name},
+        architectures.xlm_roberta_xl,
+        defaults={
+            "vocab_size": 250880,
+            "hidden_size": 2560,
+            "num_hidden_layers": 36,
+            "num_attention_heads": 32,
+            "intermediate_size": 10240,
+            "max_position_embeddings": 514,
+            "type_vocab_size": 1,
+            "layer_norm_eps": 1e-5,
+            "pad_token_id": 1,
+        },
+    ),
+    "megatron-bert": Family(
+        "MegatronBertModel",
+        "bert.",
+        {
+            **_WITHOUT_NORM,
+            _ATTENTION_NORM: (f"{LAYER}attention.ln",),
+            _NORM: (f"{LAYER}ln",),
+            "encoder.final_norm": ("encoder.ln",),
+        },
+        _PRE_NORM_DROPOUTS,
+        architectures.megatron,
+        defaults={
+            "vocab_size": 29056,
+            "hidden_size": 1024,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 16,
+            "intermediate_size": 4096,
+        },
+        lacks=("classifier_dropout",),
+    ),
+    "gte": Family(
+        "GteModel",
+        "gte.",
+        {
+            **_ROTARY_LAYERS,
+            _FIRST: (f"{_LAYERS}mlp.gate_proj", f"{_LAYERS}mlp.up_proj"),
+            _SECOND: (f"{_LAYERS}mlp.down_proj",),
+        },
+        {
+            "embeddings": "embeddings.dropout",
+            LAYER + "attention.self": f"{_LAYERS}self_attn.attention_dropout",
+            _ATTENTION_NORM: f"{_LAYERS}post_attention_dropout",
+            LAYER + "output": f"{_LAYERS}mlp.dropout",
+            _NORM: f"{_LAYERS}post_mlp_dropout",
+        },
+        architectures.gte,
+        defaults={
+            "vocab_size": 250048,
+            "hidden_size": 768,
+            "num_hidden_layers": 12,
+            "num_attention_heads": 12,
+            "hidden_dropout_prob": 0.1,
+            "attention_probs_dropout_prob": 0.0,
+            "max_position_embeddings": 8192,
+            "type_vocab_size": 1,
+            "pad_token_id": 1,
+        },
+        stored={
+            _QKV: (f"{LAYER}attention.qkv_proj",),
+            _ATTENTION: (f"{LAYER}attention.o_proj",),
+            _ATTENTION_NORM: (f"{LAYER}attn_ln",),
+            _FIRST: (f"{LAYER}mlp.up_gate_proj",),
+            _SECOND: (f"{LAYER}mlp.down_proj",),
+            _NORM: (f"{LAYER}mlp_ln",),
+        },
+        exchanged=(_FIRST,),
+        former=("new.",),
+    ),
+    "jina_embeddings_v3": Family(
+        "JinaEmbeddingsV3Model",
+        "roberta.",
+        {
+            **_ROTARY_LAYERS,
+            _FIRST: (f"{_LAYERS}mlp.fc1",),
+            _SECOND: (f"{_LAYERS}mlp.fc2",),
+        },
+        {
+            "embeddings": "embeddings.dropout",
+            LAYER + "attention.self": f"{_LAYERS}self_attn.attention_dropout",
+            _ATTENTION_NORM: f"{_LAYERS}post_attention_dropout",
+            _NORM: f"{_LAYERS}post_mlp_dropout",
+        },
+        architectures.jina,
+        defaults={
+            "vocab_size": 250002,
+            "hidden_size": 1024,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 16,
+            "intermediate_size": 4096,
+            "max_position_embeddings": 8194,
+            "type_vocab_size": 1,
+            "layer_norm_eps": 1e-5,
+            "pad_token_id": 1,
+        },
+        stored={
+            "embeddings.LayerNorm": ("emb_ln",),
+            _QKV: (f"encoder.{_LAYERS}mixer.Wqkv",),
+            _ATTENTION: (f"encoder.{_LAYERS}mixer.out_proj",),
+            _ATTENTION_NORM: (f"encoder.{_LAYERS}norm1",),
+            _FIRST: (f"encoder.{_LAYERS}mlp.fc1",),
+            _SECOND: (f"encoder.{_LAYERS}mlp.fc2",),
+            _NORM: (f"encoder.{_LAYERS}norm2",),
+        },
+    ),
     "electra": Family(
         "ElectraModel",
         "electra.",
         {**_BERT, "embeddings.projection": ("embeddings_project",)},
         _BERT_DROPOUTS,
-        _electra,
+        architectures.electra,
         defaults={
             "embedding_size": 128,
             "hidden_size": 256,
@@ -484,7 +487,7 @@ FAMILIES: dict[str, Family] = {
             LAYER + "attention.self": f"{_ALBERT_LAYER}attention.attention_dropout",
             _ATTENTION_NORM: f"{_ALBERT_LAYER}attention.output_dropout",
         },
-        _albert,
+        architectures.albert,
         defaults={
             "vocab_size": 30000,
             "embedding_size": 128,
@@ -516,7 +519,7 @@ FAMILIES: dict[str, Family] = {
             LAYER + "attention.self": f"{_DISTILBERT_LAYER}attention.dropout",
             _NORM: f"{_DISTILBERT_LAYER}ffn.dropout",
         },
-        _distilbert,
+        architectures.distilbert,
         settings={
             "hidden_size": "dim",
             "num_hidden_layers": "n_layers",
@@ -546,7 +549,7 @@ FAMILIES: dict[str, Family] = {
             _ATTENTION_NORM: f"{LAYER}attention.dropout",
             _NORM: f"{LAYER}output.dropout",
         },
-        _mpnet,
+        architectures.mpnet,
         defaults={"vocab_size": 30527, "pad_token_id": 1, "relative_attention_num_buckets": 32},
         lacks=("type_vocab_size", "classifier_dropout"),
     ),
@@ -554,14 +557,9 @@ FAMILIES: dict[str, Family] = {
         "NomicBertModel",
         "nomic_bert.",
         {
-            **{name: hf_names for name, hf_names in _EMBEDDINGS.items() if "position" not in name},
-            _QKV: tuple(f"{_LAYERS}self_attn.{part}_proj" for part in "qkv"),
-            _ATTENTION: (f"{_LAYERS}self_attn.o_proj",),
-            _ATTENTION_NORM: (f"{_LAYERS}post_attention_layernorm",),
+            **_ROTARY_LAYERS,
             _FIRST: (f"{_LAYERS}mlp.gate_proj", f"{_LAYERS}mlp.up_proj"),
             _SECOND: (f"{_LAYERS}mlp.down_proj",),
-            _NORM: (f"{_LAYERS}post_mlp_layernorm",),
-            **_POOLER,
         },
         {
             "embeddings": "embeddings.dropout",
@@ -569,7 +567,7 @@ FAMILIES: dict[str, Family] = {
             _ATTENTION_NORM: f"{_LAYERS}post_attention_dropout",
             _NORM: f"{_LAYERS}post_mlp_dropout",
         },
-        _nomic,
+        architectures.nomic,
         defaults={
             "vocab_size": 30528,
             "hidden_size": 768,
@@ -604,7 +602,7 @@ FAMILIES: dict[str, Family] = {
             **_same(_ATTENTION, _ATTENTION_NORM, _FIRST, _SECOND, _NORM),
         },
         {**_BERT_DROPOUTS, _POSITIONS: f"{LAYER}attention.self.pos_dropout"},
-        _deberta_v2,
+        architectures.deberta_v2,
         defaults={
             "vocab_size": 128100,
             "hidden_size": 1536,
@@ -637,7 +635,7 @@ FAMILIES: dict[str, Family] = {
             **_same(_ATTENTION, _ATTENTION_NORM, _FIRST, _SECOND, _NORM),
         },
         {**_BERT_DROPOUTS, _POSITIONS: f"{LAYER}attention.self.pos_dropout"},
-        _deberta,
+        architectures.deberta,
         defaults={
             "vocab_size": 50265,
             "hidden_size": 768,
@@ -674,7 +672,7 @@ FAMILIES: dict[str, Family] = {
             LAYER[:-1]: f"{_LAYERS}attn.out_drop",
             LAYER + "output": f"{_LAYERS}mlp.drop",
         },
-        _modernbert,
+        architectures.modernbert,
         settings={
             "hidden_act": "hidden_activation",
             "layer_norm_eps": "norm_eps",
@@ -721,7 +719,7 @@ ACCELERATED: dict[str, Family] = {
             LAYER + "output": f"{_LAYERS}activation_dropout",
             _NORM: f"{_LAYERS}dropout",
         },
-        _marian,
+        architectures.marian,
         settings={
             "hidden_size": "d_model",
             "num_hidden_layers": "encoder_layers",

@@ -143,7 +143,7 @@ class BertModel(BertPreTrainedModel):
             return_dict: Whether the result is an output object; False returns a tuple instead. None
                 takes the value of the configuration, whose default is True.
             **options: Keyword arguments of `encode`: `output_attentions`, `output_hidden_states`,
-                `cu_seqlens` and `max_seqlen`.
+                `cu_seqlens`, `max_seqlen` and `task_type_ids`.
 
         Returns:
             ``last_hidden_state`` of shape ``(B, L, H)``, exactly 0 at padding; ``(T, H)`` if
@@ -179,6 +179,7 @@ class BertModel(BertPreTrainedModel):
         output_hidden_states: bool | Sequence[int] | None = None,
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
+        task_type_ids: Tensor | None = None,
         reads: Reads | None = None,
     ) -> Encoded:
         """Encode a batch for a head, without the padded result of `forward`.
@@ -205,6 +206,8 @@ class BertModel(BertPreTrainedModel):
                 ``(B + 1,)``; None if the input is padded.
             max_seqlen: Length of the longest packed sequence, or an upper bound. With None, the
                 length is computed from `cu_seqlens`; on a GPU, the CPU waits for this length.
+            task_type_ids: Task types of the shape of `input_ids`, or ``(1, L)``; 0 by default. Only
+                ERNIE has task types.
             reads: Function that takes the layout and returns a mask of the rows that the head reads
                 besides the first tokens, bool of shape ``(T,)``. The function returns None if the
                 head reads only the first tokens. In training on the CPU, the last layer may then
@@ -237,6 +240,7 @@ class BertModel(BertPreTrainedModel):
             and states <= {last}
             and position_ids is None
             and inputs_embeds is None
+            and task_type_ids is None
             and (cu_seqlens is not None or max_seqlen is None)
         ):
             result = self.encode_at_once(
@@ -256,6 +260,7 @@ class BertModel(BertPreTrainedModel):
             inputs_embeds,
             cu_seqlens,
             max_seqlen,
+            task_type_ids=task_type_ids,
         )
         return self.encode_rows(tokens, want_attentions, want_states, reads)
 

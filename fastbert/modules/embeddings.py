@@ -6,6 +6,7 @@ import functools
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastbert import ops
@@ -16,6 +17,7 @@ from fastbert.modules.layer_norm import LayerNorm
 from fastbert.modules.linear import Linear
 from fastbert.modules.operation import OperationModule
 from fastbert.modules.plain import deviation
+from fastbert.ops.dropout import dropout
 
 
 class BertEmbeddings(OperationModule):
@@ -23,8 +25,9 @@ class BertEmbeddings(OperationModule):
 
     Devlin et al. 2019, figure 2, describes this sum. The result has shape ``(T, H)``. If the tables
     have another width than H, a projection maps the result of the dropout to H columns. A table
-    that the architecture lacks is None and adds nothing. A word table that was replaced or has
-    hooks is called as a module.
+    that the architecture lacks is None and adds nothing, and so is the layer norm. A table of task
+    types adds one more row for each token (ERNIE). A word table that was replaced or has hooks is
+    called as a module.
 
     Args:
         config: Configuration of the model.
@@ -52,8 +55,13 @@ class BertEmbeddings(OperationModule):
         self.token_type_embeddings = (
             nn.Embedding(config.type_vocab_size, size) if choices.type_table else None
         )
-        self.LayerNorm = LayerNorm(
-            size, config.layer_norm_eps, backend=backend, bias=choices.norm_bias
+        self.task_type_embeddings = (
+            nn.Embedding(choices.task_types, size) if choices.task_types else None
+        )
+        self.LayerNorm = (
+            LayerNorm(size, config.layer_norm_eps, backend=backend, bias=choices.norm_bias)
+            if choices.embedding_norm
+            else None
         )
         self.projection = (
             Linear(size, config.hidden_size, backend) if choices.embedding_size else None
@@ -81,6 +89,11 @@ class BertEmbeddings(OperationModule):
         if ids is not None and deviation(words, nn.Embedding) is not None:
             embeds = words(ids)
         types, type_table = _look_up(tokens.token_types, self.token_type_embeddings)
+        if self.task_type_embeddings is not None and type_table is not None:
+            tasks, task_table = _look_up(tokens.task_types, self.task_type_embeddings)
+            assert task_table is not None
+            assert types is not None
+            types, type_table = _both_types(types, type_table, tasks, task_table)
         positions, position_table = _look_up(tokens.positions, self.position_embeddings)
         if embeds is None:
             table, padding_idx = words.weight, words.padding_idx
@@ -88,6 +101,11 @@ class BertEmbeddings(OperationModule):
             # `embeds` is used as the word table, and token i has the id i.
             ids, padding_idx = torch.arange(embeds.shape[0], device=embeds.device), None
             table, type_table, position_table = _promoted(embeds, type_table, position_table)
+        if norm is None:
+            rows = F.embedding(ids, table, padding_idx)
+            for index, added in ((types, type_table), (positions, position_table)):
+                rows = rows if added is None else rows + F.embedding(index, added)
+            return dropout(rows, dropout_p, dropout_seed=dropout_seed, backend=self.backend)
         return ops.embedding(
             ids,
             types,
@@ -115,6 +133,19 @@ def _look_up(
     if table.padding_idx is not None and weight.requires_grad and torch.is_grad_enabled():
         weight = _FixedRow.apply(weight, table.padding_idx)
     return index, weight
+
+
+def _both_types(
+    types: Tensor, type_table: Tensor, tasks: Tensor | None, task_table: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return one index and one table for the sums of token types and task types.
+
+    Without `tasks`, every token has the task type 0.
+    """
+    if tasks is None:
+        return types, type_table + task_table[0]
+    table = type_table[:, None] + task_table
+    return types * task_table.shape[0] + tasks, table.flatten(0, 1)
 
 
 class _FixedRow(torch.autograd.Function):

@@ -30,7 +30,8 @@ class BertIntermediate(nn.Module):
         super().__init__()
         choices = config.architecture
         size = config.intermediate_size * (2 if choices.gated else 1)
-        self.dense = nn.Linear(config.hidden_size, size, bias=choices.feed_forward_bias)
+        bias = choices.feed_forward_bias and (choices.gate_bias or not choices.gated)
+        self.dense = nn.Linear(config.hidden_size, size, bias=bias)
 
 
 class BertOutput(OperationModule):

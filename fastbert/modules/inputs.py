@@ -35,6 +35,8 @@ class EncoderInput(NamedTuple):
         layout: Division of the rows into sequences.
         embedded: Rows of shape ``(T, hidden_size)`` before the first layer, if the caller has
             embedded the tokens; otherwise None.
+        task_types: Task types, int64 or int32 of shape ``(T,)``; None for the type 0 at every
+            token, or without a table of task types.
     """
 
     ids: Tensor | None
@@ -43,6 +45,7 @@ class EncoderInput(NamedTuple):
     positions: Tensor
     layout: BatchLayout
     embedded: Tensor | None = None
+    task_types: Tensor | None = None
 
 
 def enter(
@@ -55,6 +58,7 @@ def enter(
     cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None,
     *,
+    task_type_ids: Tensor | None = None,
     unpads: bool = True,
 ) -> EncoderInput:
     """Check the arguments of ``BertModel.forward`` and convert the tokens to rows.
@@ -69,6 +73,7 @@ def enter(
         inputs_embeds: As in ``BertModel.forward``.
         cu_seqlens: As in ``BertModel.encode``.
         max_seqlen: As in ``BertModel.encode``.
+        task_type_ids: As in ``BertModel.encode``.
         unpads: Whether padding is removed. If False, the layers compute padding as transformers
             does, and `BatchLayout.whole` is set.
 
@@ -103,6 +108,10 @@ def enter(
         types = layout.rows(types)
     elif choices.type_table:
         types = _default_types(layout, given)
+    if task_type_ids is not None and not choices.task_types:
+        allowed = f"None: {config.model_type} has no task types"
+        raise ValueError(f"task_type_ids: got a tensor, allowed: {allowed}")
+    tasks = _index("task_type_ids", task_type_ids, shape, choices.task_types)
     last = config.max_position_embeddings if choices.position_table else LAST_POSITION
     given_positions = _index("position_ids", position_ids, shape, last)
     if given_positions is not None:
@@ -126,6 +135,7 @@ def enter(
         types,
         positions,
         layout,
+        task_types=None if tasks is None else layout.rows(tasks),
     )
 
 

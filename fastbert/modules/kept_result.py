@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from fastbert.ops import backend as backends
 from fastbert.ops.arguments import autocast_dtype, transformed
+
+# A tensor, or a tuple of tensors.
+Result = TypeVar("Result")
 
 
 class KeptResult:
@@ -24,15 +28,15 @@ class KeptResult:
 
     def __init__(self) -> None:
         """Keep nothing so far."""
-        self._kept: tuple[Hashable, list[Tensor], Tensor] | None = None
+        self._kept: tuple[Hashable, list[Tensor], Any] | None = None
 
     def __reduce__(self) -> tuple[type[KeptResult], tuple[()]]:
         """Leave the tensors out of a copy or a pickle."""
         return (KeptResult, ())
 
     def of(
-        self, tensors: Sequence[Tensor], settings: Hashable, compute: Callable[[], Tensor]
-    ) -> Tensor:
+        self, tensors: Sequence[Tensor], settings: Hashable, compute: Callable[[], Result]
+    ) -> Result:
         """Return ``compute()``, or the kept result if the arguments equal those of the last call.
 
         Args:

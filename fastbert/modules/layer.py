@@ -65,8 +65,8 @@ class PreNormLayer(BertLayer):
 
     The layer computes ``hidden = hidden + attention(LN(hidden))``, and then
     ``hidden + feed_forward(LN(hidden))``. In a state dict, the norm before a block has the name
-    that BERT gives to the norm after the same block. The first layer has no norm before attention,
-    because the embeddings end in a layer norm.
+    that BERT gives to the norm after the same block. In some architectures, the first layer has no
+    norm before attention, because the embeddings end in a layer norm.
 
     Args:
         config: Configuration of the model.
@@ -81,7 +81,7 @@ class PreNormLayer(BertLayer):
         self.dropout_p, self.output_dropout_p = (norm.dropout_p for norm in norms)
         for norm in norms:
             norm.dropout_p = 0.0
-        if number == 0:
+        if number == 0 and not config.architecture.first_norm:
             self.attention.output.LayerNorm = nn.Identity()
 
     def forward(

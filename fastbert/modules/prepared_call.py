@@ -222,6 +222,8 @@ def _embedding(model: Any) -> list[Tensor] | None:
         return None
     if embeddings.training and embeddings.dropout_p > 0.0:
         return None
+    if norm is None or config.architecture.task_types:
+        return None
     if deviation(norm, LayerNorm) is not None or norm.bias is None or positions is None:
         return None
     sizes = (config.vocab_size, config.max_position_embeddings, config.type_vocab_size)

@@ -48,6 +48,13 @@ FAMILIES: dict[str, Stock] = {
     "roberta": Stock("Roberta", ROBERTA),
     "xlm-roberta": Stock("XLMRoberta", ROBERTA),
     "camembert": Stock("Camembert", ROBERTA),
+    "data2vec-text": Stock("Data2VecText", ROBERTA),
+    "ernie": Stock("Ernie", {"use_task_id": True}),
+    "roberta-prelayernorm": Stock("RobertaPreLayerNorm", ROBERTA),
+    "xlm-roberta-xl": Stock("XLMRobertaXL", ROBERTA),
+    "megatron-bert": Stock("MegatronBert", {}),
+    "gte": Stock("Gte", {"pad_token_id": 1}),
+    "jina_embeddings_v3": Stock("JinaEmbeddingsV3", {"pad_token_id": 1}),
     "electra": Stock("Electra", {"embedding_size": 32}),
     # This ALBERT runs its four stored layers in the order 0, 1, 0, 1, 2, 3.
     "albert": Stock(

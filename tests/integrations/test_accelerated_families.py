@@ -405,8 +405,9 @@ def test_hidden_states_of_chosen_layers(family) -> None:
             actual = fast(**batch, output_hidden_states=wanted)
             values = fast(**batch, output_hidden_states=wanted, return_dict=False)
         expected = stock.get("hidden_states")
-        # MPNet and DeBERTa take only a bool.
-        if family in ("mpnet", "deberta", "deberta-v2") and wanted and wanted is not True:
+        # MPNet, DeBERTa and Megatron BERT take only a bool.
+        only_bool = ("mpnet", "deberta", "deberta-v2", "megatron-bert")
+        if family in only_bool and wanted and wanted is not True:
             numbers = [wanted] if isinstance(wanted, int) else wanted
             chosen = {number % 3 for number in numbers if number < 3}
             expected = tuple(s if i in chosen else None for i, s in enumerate(expected))

@@ -16,6 +16,7 @@ from torch import Tensor
 pytest.importorskip("transformers")
 
 import transformers
+from safetensors.torch import load_file, save_file
 from stock_families import (
     FAMILIES,
     LENGTH,
@@ -251,7 +252,6 @@ def test_the_folder_of_a_model_with_a_head_is_read(family, head, tmp_path) -> No
 
 
 def test_a_missing_weight_is_named(tmp_path) -> None:
-    from safetensors.torch import load_file, save_file
 
     for family, name, ours in (
         ("modernbert", "layers.1.attn.Wqkv.weight", "encoder.layer.1.attention.self.query.weight"),
@@ -266,6 +266,17 @@ def test_a_missing_weight_is_named(tmp_path) -> None:
         save_file(tensors, file)
         with pytest.raises(ValueError, match=f"of the encoder are missing: .*{ours}"):
             modules.BertModel.from_pretrained(folder)
+
+
+def test_the_prefix_of_older_checkpoints_of_gte(tmp_path) -> None:
+    """Before GTE was in transformers, the names in checkpoints with a head had another prefix."""
+    expected = native(build("gte"), tmp_path).state_dict()
+    file = tmp_path / "model.safetensors"
+    tensors = {f"new.{name}": tensor for name, tensor in load_file(file).items()}
+    save_file(tensors | {"classifier.weight": torch.ones(2, 2)}, file)
+    actual = modules.BertModel.from_pretrained(tmp_path).state_dict()
+    assert actual.keys() == expected.keys()
+    assert all(torch.equal(actual[name], expected[name]) for name in actual)
 
 
 # Configurations
@@ -285,6 +296,14 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
         r"^partial_rotary_factor: got a part",
     ),
     ("nomic_bert", {"head_dim": 7}, r"^head_dim: got 7"),
+    ("gte", {"rope_parameters": SCALED}, r"^rope_parameters: got rope_type 'linear'"),
+    ("gte", {"head_dim": 7}, r"^head_dim: got 7, allowed: None or hidden_size / num_"),
+    ("gte", {"hidden_act": "relu"}, r"^hidden_act: got 'relu', allowed: gelu, silu"),
+    ("jina_embeddings_v3", {"rope_parameters": SCALED}, r"^rope_parameters: got rope_type 'linear"),
+    ("jina_embeddings_v3", {"head_dim": 7}, r"^head_dim: got 7, allowed: None or hidden_size"),
+    ("ernie", {"use_task_id": 1}, r"^use_task_id: got 1, allowed: True or False"),
+    ("ernie", {"task_type_vocab_size": -1}, r"^task_types: got -1, allowed: an integer >= 0"),
+    ("megatron-bert", {"is_decoder": True}, r"^is_decoder: got True"),
     ("nomic_bert", {"hidden_act": "relu"}, r"^hidden_act: got 'relu', allowed: gelu, silu"),
     (
         "modernbert",

@@ -1,4 +1,4 @@
-"""One call computes all layers of ModernBERT, NomicBERT and DeBERTa.
+"""One call computes all layers of ModernBERT, NomicBERT, GTE, Megatron BERT and DeBERTa.
 
 Their layers have rotary or relative positions, a gated feed-forward, windows or norms before the
 blocks. The results agree with float64 and with a call per layer, and do not depend on other
@@ -44,6 +44,10 @@ FAMILIES = {
         "norm_bias": True,
     },
     "nomic_bert": {},
+    # The gate has no bias, and the other products have one.
+    "gte": {"type_vocab_size": 2},
+    # The first layer has a norm before attention, and the embeddings have none.
+    "megatron-bert": {},
     "deberta-v2": {
         "relative_attention": True,
         "position_buckets": 16,
@@ -212,7 +216,7 @@ HOOKED = ("", "attention.self", "attention.self.qkv", "intermediate.dense", "out
     ("family", "name"),
     [
         *((family, name) for family in FAMILIES for name in HOOKED),
-        *((family, "attention.self.rotary") for family in ("modernbert", "nomic_bert")),
+        *((family, "attention.self.rotary") for family in ("modernbert", "nomic_bert", "gte")),
     ],
 )
 def test_a_hook_fires(family, name) -> None:

@@ -129,10 +129,10 @@ class Runner:
         else:
             q = self._linear(hidden, w_q, bias)
             k, v = self._linear(seen, [w_k, w_v], None).chunk(2, -1)
-        table = self._keys_of_positions(number, parts.r, positions[0])
+        table, position_bias = self._positions(number, parts, positions[0])
         attend = functools.partial(
             self._attend, parts, k=batch.heads(k, heads), v=batch.heads(v, heads), table=table,
-            index=positions[1], batch=batch, want_weights=want_weights,
+            position_bias=position_bias, index=positions[1], batch=batch, want_weights=want_weights,
         )  # fmt: skip
         vectors, weights = attend(batch.heads(q, heads), mask=batch.mask)
         all_weights = [] if weights is None else [weights]
@@ -168,13 +168,15 @@ class Runner:
         kept = self.kept_weights.setdefault(number, KeptResult())
         return list(kept.of(given, None, lambda: torch.stack(views)).unbind())
 
-    def _keys_of_positions(self, number: int, weight: Tensor, table: Tensor) -> Tensor:
-        """Project the sinusoids to keys ``(P, n, D)``."""
+    def _positions(self, number: int, parts: Any, table: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the keys of the positions ``(P, n, D)`` and their bias ``(P, n)``."""
+
+        def compute() -> tuple[Tensor, Tensor]:
+            keys = self._linear(table, _matrix(parts.r), None).unflatten(-1, parts.r.shape[1:])
+            return keys, ((parts.r_r_bias - parts.r_w_bias) * keys).sum(-1)
+
         kept = self.kept.setdefault(number, KeptResult())
-        keys = kept.of(
-            [table, weight], self.backend, lambda: self._linear(table, _matrix(weight), None)
-        )
-        return keys.unflatten(-1, weight.shape[1:])
+        return kept.of([table, parts.r, parts.r_r_bias, parts.r_w_bias], self.backend, compute)
 
     def _attend(
         self,
@@ -183,6 +185,7 @@ class Runner:
         k: Tensor,
         v: Tensor,
         table: Tensor,
+        position_bias: Tensor,
         index: Tensor,
         batch: Batch,
         mask: Tensor | None,
@@ -193,9 +196,9 @@ class Runner:
         Returns:
             The output of the heads as rows ``(T, n D)``, and the weights before dropout or None.
         """
-        bias = ((parts.r_r_bias - parts.r_w_bias) * table).sum(-1)
         options: dict[str, Any] = {
-            "position_keys": table, "position_bias": bias, "mask": mask, "backend": self.backend,
+            "position_keys": table, "position_bias": position_bias, "mask": mask,
+            "backend": self.backend,
         }  # fmt: skip
         if batch.segments is not None:
             step = parts.seg_embed[1] - parts.seg_embed[0]  # (n, D)
