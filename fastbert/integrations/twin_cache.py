@@ -19,6 +19,7 @@ from fastbert.io.families import ACCELERATED
 
 IMPLEMENTATIONS = ("eager", "sdpa")
 
+
 def _module(model_type: str) -> str:
     name = model_type.replace("-", "_")
     folder = {"data2vec_text": "data2vec"}.get(name, name)
