@@ -102,6 +102,8 @@ class Architecture:
         type_table: Whether token types have an embedding table.
         task_types: Number of task types, which have an embedding table as token types do (ERNIE); 0
             means that there is no such table.
+        box_positions: Number of the coordinates of boxes on a page, which have embedding tables
+            (LayoutLM); 0 means that there are no such tables.
         embedding_norm: Whether the sum of the embeddings has a layer norm.
         first_position: Position of the first token if padding has no positions (RoBERTa). None
             means that the position of a token is its index in the row.
@@ -141,6 +143,7 @@ class Architecture:
     position_table: bool = True
     type_table: bool = True
     task_types: int = 0
+    box_positions: int = 0
     embedding_norm: bool = True
     first_position: int | None = None
     distance_buckets: int = 0
@@ -171,8 +174,9 @@ class Architecture:
         allowed = f"None or {integer_from(0)}"
         check("first_position", start, allowed, start is None or is_integer(start, 0))
         check("distance_buckets", buckets, integer_from(0), is_integer(buckets, 0))
-        tasks = self.task_types
+        tasks, boxes = self.task_types, self.box_positions
         check("task_types", tasks, integer_from(0), is_integer(tasks, 0))
+        check("box_positions", boxes, integer_from(0), is_integer(boxes, 0))
         fits = tasks == 0 or self.type_table
         check("task_types", tasks, "0 without a table of token types", fits)
         check(

@@ -60,6 +60,7 @@ OUTPUTS = {
     "AlbertModel": POOLED,
     "MPNetModel": POOLED,
     "NomicBertModel": POOLED,
+    "LayoutLMModel": POOLED,
     "GteModel": POOLED,
     "JinaEmbeddingsV3Model": POOLED,
     "DebertaV2Model": "BaseModelOutput",
@@ -72,7 +73,7 @@ OUTPUTS = {
 OTHERS = {"XLNetModel": BoundXLNet}
 # Encoders whose output with return_dict=False contains None for the pooler's output if there is no
 # pooler. The output tuple of every other encoder leaves out the fields that are None.
-TUPLES_WITH_POOLED = ("MPNetModel",)
+TUPLES_WITH_POOLED = ("MPNetModel", "MegatronBertModel")
 # Arguments of the encoders of transformers that no encoder of fastbert supports.
 REFUSED = (
     "head_mask",
@@ -94,7 +95,10 @@ TAKEN = (
 # The arguments of `BertModel.encode_at_once`, which runs all layers in one call.
 AT_ONCE = {"input_ids", "attention_mask", "token_type_ids"}
 # The arguments that the embedding of an encoder of transformers may take.
-EMBEDDED = ("input_ids", "token_type_ids", "task_type_ids", "position_ids", "inputs_embeds")
+EMBEDDED = (
+    *("input_ids", "token_type_ids", "task_type_ids"),
+    *("bbox", "position_ids", "inputs_embeds"),
+)
 # The lock prevents two threads from accelerating or restoring a model at the same time.
 LOCK = threading.RLock()
 
@@ -470,6 +474,13 @@ def _run(hf_model: Any, bound: BoundEncoder, stock: str, given: dict[str, Any]) 
 def _embedded(bound: BoundEncoder, given: dict[str, Any], tokens: EncoderInput) -> Tensor:
     """Call the HF model's embedding, and return the rows ``(T, H)`` of the T tokens."""
     arguments = {name: given.get(name) for name in EMBEDDED}
+    if bound.model.config.architecture.box_positions and arguments["bbox"] is None:
+        given_tokens: Any = given.get("input_ids")
+        given_tokens = given.get("inputs_embeds") if given_tokens is None else given_tokens
+        shape = given_tokens.shape[:2]
+        arguments["bbox"] = torch.zeros(
+            *shape, 4, dtype=torch.int64, device=tokens.positions.device
+        )
     if tokens.layout.shape is not None:
         arguments["position_ids"] = tokens.positions.view(tokens.layout.shape)
     return tokens.layout.rows(bound.embed(arguments))
@@ -491,6 +502,7 @@ def _arguments(
     names = ["input_ids", "attention_mask", "position_ids", "inputs_embeds"]
     names += ["token_type_ids"] if choices.type_table else []
     names += ["task_type_ids"] if choices.task_types else []
+    names += ["bbox"] if choices.box_positions else []
     arguments = {name: given.get(name) for name in names}
     mask = arguments["attention_mask"]
     if mask is not None and not isinstance(mask, Tensor):

@@ -81,6 +81,7 @@ ALLOWED = (
     Allowed("pooler_activation", "root", "it is called as the HF model calls it"),
     Allowed("name_or_path", "root", "no computation reads it"),
     Allowed("warnings_issued", "root", "no computation reads it"),
+    Allowed("quantization_method", "root", "only moving a model reads it; its layers are compared"),
     Allowed("gradient_checkpointing", "any", "it is honoured per layer"),
     Allowed("_gradient_checkpointing_func", "any", "it is honoured per layer"),
     Allowed("_compiled_call_impl", "any", "the compiled call runs the same forward"),

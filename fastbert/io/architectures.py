@@ -191,6 +191,11 @@ def ernie(content: Content) -> Architecture:
     return Architecture(task_types=types if used else 0)
 
 
+def layoutlm(content: Content) -> Architecture:
+    """Return the architecture of LayoutLM, whose embeddings contain the boxes of tokens."""
+    return Architecture(box_positions=content["max_2d_position_embeddings"])
+
+
 def roberta_pre_norm(content: Content) -> Architecture:
     """Return the architecture of RoBERTa with norms before the blocks, also in the first layer."""
     return replace(after_padding(content), pre_norm=True, first_norm=True)

@@ -325,6 +325,15 @@ FAMILIES: dict[str, Family] = {
         architectures.ernie,
         defaults={"use_task_id": False, "task_type_vocab_size": 3},
     ),
+    "layoutlm": Family(
+        "LayoutLMModel",
+        "layoutlm.",
+        {**_BERT, **_same(*(f"embeddings.{side}_position_embeddings" for side in "xyhw"))},
+        {**_BERT_DROPOUTS, LAYER + "attention.self": LAYER + "attention.self.attention_dropout"},
+        architectures.layoutlm,
+        defaults={"max_2d_position_embeddings": 1024},
+        lacks=("classifier_dropout",),
+    ),
     "roberta-prelayernorm": Family(
         "RobertaPreLayerNormModel",
         "roberta_prelayernorm.",

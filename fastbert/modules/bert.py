@@ -143,7 +143,7 @@ class BertModel(BertPreTrainedModel):
             return_dict: Whether the result is an output object; False returns a tuple instead. None
                 takes the value of the configuration, whose default is True.
             **options: Keyword arguments of `encode`: `output_attentions`, `output_hidden_states`,
-                `cu_seqlens`, `max_seqlen` and `task_type_ids`.
+                `cu_seqlens`, `max_seqlen`, `task_type_ids` and `bbox`.
 
         Returns:
             ``last_hidden_state`` of shape ``(B, L, H)``, exactly 0 at padding; ``(T, H)`` if
@@ -180,6 +180,7 @@ class BertModel(BertPreTrainedModel):
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
         task_type_ids: Tensor | None = None,
+        bbox: Tensor | None = None,
         reads: Reads | None = None,
     ) -> Encoded:
         """Encode a batch for a head, without the padded result of `forward`.
@@ -208,6 +209,10 @@ class BertModel(BertPreTrainedModel):
                 length is computed from `cu_seqlens`; on a GPU, the CPU waits for this length.
             task_type_ids: Task types of the shape of `input_ids`, or ``(1, L)``; 0 by default. Only
                 ERNIE has task types.
+            bbox: Box of each token on its page, int64 or int32 of shape ``(B, L, 4)``; the shape is
+                ``(T, 4)`` if packed. A box has its left, upper, right and lower side, each at least
+                0 and less than ``config.architecture.box_positions``; 0 by default. Only LayoutLM
+                has boxes.
             reads: Function that takes the layout and returns a mask of the rows that the head reads
                 besides the first tokens, bool of shape ``(T,)``. The function returns None if the
                 head reads only the first tokens. In training on the CPU, the last layer may then
@@ -241,6 +246,7 @@ class BertModel(BertPreTrainedModel):
             and position_ids is None
             and inputs_embeds is None
             and task_type_ids is None
+            and bbox is None
             and (cu_seqlens is not None or max_seqlen is None)
         ):
             result = self.encode_at_once(
@@ -261,6 +267,7 @@ class BertModel(BertPreTrainedModel):
             cu_seqlens,
             max_seqlen,
             task_type_ids=task_type_ids,
+            bbox=bbox,
         )
         return self.encode_rows(tokens, want_attentions, want_states, reads)
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fastbert import ops
 from fastbert.config import BertConfig
 from fastbert.modules.dropout import Probabilities
-from fastbert.modules.inputs import EncoderInput
+from fastbert.modules.inputs import EncoderInput, check_range
 from fastbert.modules.layer_norm import LayerNorm
 from fastbert.modules.linear import Linear
 from fastbert.modules.operation import OperationModule
@@ -26,8 +26,9 @@ class BertEmbeddings(OperationModule):
     Devlin et al. 2019, figure 2, describes this sum. The result has shape ``(T, H)``. If the tables
     have another width than H, a projection maps the result of the dropout to H columns. A table
     that the architecture lacks is None and adds nothing, and so is the layer norm. A table of task
-    types adds one more row for each token (ERNIE). A word table that was replaced or has hooks is
-    called as a module.
+    types adds one more row for each token (ERNIE), and four tables of coordinates add six rows for
+    the box of each token (LayoutLM). A word table that was replaced or has hooks is called as a
+    module.
 
     Args:
         config: Configuration of the model.
@@ -58,6 +59,11 @@ class BertEmbeddings(OperationModule):
         self.task_type_embeddings = (
             nn.Embedding(choices.task_types, size) if choices.task_types else None
         )
+        boxes = choices.box_positions
+        self.x_position_embeddings = nn.Embedding(boxes, size) if boxes else None
+        self.y_position_embeddings = nn.Embedding(boxes, size) if boxes else None
+        self.h_position_embeddings = nn.Embedding(boxes, size) if boxes else None
+        self.w_position_embeddings = nn.Embedding(boxes, size) if boxes else None
         self.LayerNorm = (
             LayerNorm(size, config.layer_norm_eps, backend=backend, bias=choices.norm_bias)
             if choices.embedding_norm
@@ -88,6 +94,11 @@ class BertEmbeddings(OperationModule):
         ids, embeds = tokens.ids, tokens.embeds
         if ids is not None and deviation(words, nn.Embedding) is not None:
             embeds = words(ids)
+        if self.x_position_embeddings is not None:
+            if embeds is None:
+                assert ids is not None
+                embeds = F.embedding(ids, words.weight, words.padding_idx)
+            embeds = embeds + self._of_boxes(tokens)
         types, type_table = _look_up(tokens.token_types, self.token_type_embeddings)
         if self.task_type_embeddings is not None and type_table is not None:
             tasks, task_table = _look_up(tokens.task_types, self.task_type_embeddings)
@@ -121,6 +132,28 @@ class BertEmbeddings(OperationModule):
             backend=self.backend,
             dropout_seed=dropout_seed,
         )
+
+    def _of_boxes(self, tokens: EncoderInput) -> Tensor:
+        """Return the sums of the embeddings of the boxes' sides, heights and widths, ``(T, E)``."""
+        boxes = tokens.boxes
+        if boxes is None:
+            boxes = tokens.positions.new_zeros(tokens.positions.shape[0], 4)
+        left, upper, right, lower = boxes.unbind(-1)
+        rows: Tensor | None = None
+        for name, table, index in (
+            ("left", self.x_position_embeddings, left),
+            ("upper", self.y_position_embeddings, upper),
+            ("right", self.x_position_embeddings, right),
+            ("lower", self.y_position_embeddings, lower),
+            ("lower - upper", self.h_position_embeddings, lower - upper),
+            ("right - left", self.w_position_embeddings, right - left),
+        ):
+            assert table is not None
+            check_range(f"bbox, {name}", index, table.weight.shape[0])
+            row = F.embedding(index, table.weight)
+            rows = row if rows is None else rows + row
+        assert rows is not None
+        return rows
 
 
 def _look_up(

@@ -37,6 +37,8 @@ class EncoderInput(NamedTuple):
             embedded the tokens; otherwise None.
         task_types: Task types, int64 or int32 of shape ``(T,)``; None for the type 0 at every
             token, or without a table of task types.
+        boxes: Coordinates of the left, upper, right and lower side of each token's box, int64 or
+            int32 of shape ``(T, 4)``; None for zeros, or without tables of boxes.
     """
 
     ids: Tensor | None
@@ -46,6 +48,7 @@ class EncoderInput(NamedTuple):
     layout: BatchLayout
     embedded: Tensor | None = None
     task_types: Tensor | None = None
+    boxes: Tensor | None = None
 
 
 def enter(
@@ -59,6 +62,7 @@ def enter(
     max_seqlen: int | None = None,
     *,
     task_type_ids: Tensor | None = None,
+    bbox: Tensor | None = None,
     unpads: bool = True,
 ) -> EncoderInput:
     """Check the arguments of ``BertModel.forward`` and convert the tokens to rows.
@@ -74,6 +78,7 @@ def enter(
         cu_seqlens: As in ``BertModel.encode``.
         max_seqlen: As in ``BertModel.encode``.
         task_type_ids: As in ``BertModel.encode``.
+        bbox: As in ``BertModel.encode``.
         unpads: Whether padding is removed. If False, the layers compute padding as transformers
             does, and `BatchLayout.whole` is set.
 
@@ -136,7 +141,23 @@ def enter(
         positions,
         layout,
         task_types=None if tasks is None else layout.rows(tasks),
+        boxes=_boxes(config, bbox, shape, layout),
     )
+
+
+def _boxes(
+    config: BertConfig, bbox: Tensor | None, shape: tuple[int, ...], layout: BatchLayout
+) -> Tensor | None:
+    """Return the boxes of the rows after checks, or None if `bbox` is None."""
+    count = config.architecture.box_positions
+    if bbox is None:
+        return None
+    if not count:
+        raise ValueError(f"bbox: got a tensor, allowed: None: {config.model_type} has no boxes")
+    if bbox.dim() != 3 or tuple(bbox.shape) != (1, *shape[1:], 4):
+        require_shape("bbox", bbox, (*shape, 4))
+    check_range("bbox", bbox, count)
+    return layout.rows(bbox)
 
 
 def check_range(name: str, index: Tensor, size: int, ignored: int | None = None) -> None:

@@ -222,7 +222,7 @@ def _embedding(model: Any) -> list[Tensor] | None:
         return None
     if embeddings.training and embeddings.dropout_p > 0.0:
         return None
-    if norm is None or config.architecture.task_types:
+    if norm is None or config.architecture.task_types or config.architecture.box_positions:
         return None
     if deviation(norm, LayerNorm) is not None or norm.bias is None or positions is None:
         return None

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from fastbert.io.families import FAMILIES
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 
@@ -43,6 +45,16 @@ def test_relative_positions_on_small_models(tmp_path):
     assert result.returncode == 0, result.stderr
     assert "| XLNet-base | bf16 | 4×512 half padded |" in result.stdout
     assert (tmp_path / "relative_positions.md").read_text().startswith("| model | format |")
+
+
+@pytest.mark.every_case
+def test_every_family_on_small_models(tmp_path):
+    pytest.importorskip("transformers")
+    result = run("benchmarks.families", "--quick", "--rounds", "1", "--out", str(tmp_path))
+    assert result.returncode == 0, result.stderr
+    for family in FAMILIES:
+        assert f"| {family} | bf16 | 8×128 half padded |" in result.stdout
+    assert (tmp_path / "families.md").read_text().startswith("| family | format |")
 
 
 @no_gpu

@@ -29,6 +29,7 @@ NAMES = {
     "camembert": "Camembert",
     "data2vec-text": "Data2VecText",
     "ernie": "Ernie",
+    "layoutlm": "LayoutLM",
     "roberta-prelayernorm": "RobertaPreLayerNorm",
     "xlm-roberta-xl": "XLMRobertaXL",
     "megatron-bert": "MegatronBert",

@@ -30,6 +30,7 @@ FAMILIES = (
     "camembert",
     "data2vec-text",
     "ernie",
+    "layoutlm",
     "roberta-prelayernorm",
     "xlm-roberta-xl",
     "megatron-bert",

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import copy
 import operator
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
 import transformers
+from quick_cases import long_case
 from torch import Tensor, nn
 from transformers.models.marian.modeling_marian import MarianEncoder
 
@@ -50,6 +52,7 @@ FAMILIES: dict[str, Stock] = {
     "camembert": Stock("Camembert", ROBERTA),
     "data2vec-text": Stock("Data2VecText", ROBERTA),
     "ernie": Stock("Ernie", {"use_task_id": True}),
+    "layoutlm": Stock("LayoutLM", {"max_2d_position_embeddings": 60}),
     "roberta-prelayernorm": Stock("RobertaPreLayerNorm", ROBERTA),
     "xlm-roberta-xl": Stock("XLMRobertaXL", ROBERTA),
     "megatron-bert": Stock("MegatronBert", {}),
@@ -136,8 +139,16 @@ ACCELERATED: dict[str, Stock] = {
         },
     ),
 }
+# These families differ from RoBERTa in the names of their classes and weights. `make test` runs
+# them in one test of accelerated models and in one of native models.
+LIKE_ROBERTA = ("xlm-roberta", "camembert", "data2vec-text")
 PADDINGS = ("none", "right", "left", "middle")
 LENGTH = 21
+
+
+def distinct(names: Iterable[str]) -> list[Any]:
+    """Return names of families for a test that `make test` need not run for `LIKE_ROBERTA`."""
+    return [long_case(name) if name in LIKE_ROBERTA else name for name in names]
 
 
 def build(family: str, head: str = "Model", seed: int = 0, **changes: Any) -> Any:

@@ -21,6 +21,7 @@ from stock_families import (
     assert_gradients_close,
     build,
     call,
+    distinct,
     gradients,
     in_dtype,
     inputs,
@@ -39,7 +40,7 @@ pytestmark = [
     pytest.mark.each_value,
 ]
 
-every_family = pytest.mark.parametrize("family", FAMILIES)
+every_family = pytest.mark.parametrize("family", distinct(FAMILIES))
 BOTH = {"output_hidden_states": True, "output_attentions": True}
 
 

@@ -23,6 +23,7 @@ from stock_families import (
     PADDINGS,
     assert_gradients_close,
     build,
+    distinct,
     gradients,
     in_dtype,
     inputs,
@@ -52,11 +53,11 @@ def calls(monkeypatch):
 
 # These families use the attention implementation by its name. MPNet and DeBERTa accept the name but
 # ignore it.
-DISPATCHING = [
+DISPATCHING = distinct(
     family
     for family in FAMILIES
     if "deberta" not in family and family not in ("mpnet", "megatron-bert")
-]
+)
 
 
 @pytest.mark.parametrize("padding", PADDINGS)

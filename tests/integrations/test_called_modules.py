@@ -19,6 +19,7 @@ from stock_families import (
     assert_gradients_close,
     assert_outputs_close,
     build,
+    distinct,
     gradients,
     inputs,
     run,
@@ -136,7 +137,7 @@ CHANGES: dict[str, Change] = {
 @pytest.mark.each_value
 @pytest.mark.parametrize("padding", ["right", "left", "none"])
 @pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", distinct(FAMILIES))
 def test_outputs_and_gradients_of_every_family(family, change, padding) -> None:
     stock = build(family)
     pair = sides(stock)

@@ -338,7 +338,7 @@ def test_a_path_in_modules_json(folder: Path) -> None:
         ),
         (
             {"model_type": "nomic_bert", "num_attention_heads": 0, "head_dim": 4},
-            "head_dim: got 4, allowed: hidden_size / heads",
+            "head_dim: got 4, allowed: None or hidden_size / num_attention_heads",
         ),
         (
             {"model_type": "modernbert", "global_attn_every_n_layers": 0},
