@@ -6,10 +6,13 @@ name returns. The tables come from the code and from the records of the benchmar
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +70,54 @@ def gpu_times() -> str:
         rows.append([f"`{cells[0]}`", *cells[1:5], row["pass"], *cells[5:], row["kind"]])
     names = ["operation", "code", "GPU", "dtype", "shape", "pass"]
     return table([*names, "`cuda`, µs", "`triton`, µs", "times are"], rows)
+
+
+# Which family is supported, by the tests that show it
+
+
+@functools.cache
+def _shown() -> dict[str, dict[str, str]]:
+    command = [sys.executable, str(ROOT / "tests" / "collected_families.py")]
+    done = subprocess.run(command, capture_output=True, text=True, encoding="utf-8", check=False)
+    if done.returncode != 0:
+        raise RuntimeError(f"tests/collected_families.py: {done.stderr}")
+    return json.loads(done.stdout)
+
+
+def support(record: str) -> str:
+    """Return families by claims, each marked if a test shows it, and the speed in a record."""
+    speed = {
+        (row["family"], row["format"]): row["transformers seconds"] / row["fastbert seconds"]
+        for row in measured_families(record)
+        if row["shape"] == "8×128 half padded"
+    }
+    claims = list(dict.fromkeys(claim for found in _shown().values() for claim in found))
+    rows = [
+        [
+            f"`{family}`",
+            *("✓" if claim in found else "–" for claim in claims),
+            *(
+                f"{speed[family, form]:.2f} ×" if (family, form) in speed else "–"
+                for form in ("fp32", "bf16")
+            ),
+        ]
+        for family, found in _shown().items()
+    ]
+    return table(["family", *claims, "speed fp32", "speed bf16"], rows)
+
+
+def evidence() -> str:
+    """Return a list of the claims of `support`, with the tests that show them."""
+    tests: dict[str, dict[str, None]] = {}
+    for found in _shown().values():
+        for claim, test in found.items():
+            tests.setdefault(claim, {})[f"`tests/{test}`"] = None
+    return "\n".join(f"- {claim}: {', '.join(names)}" for claim, names in tests.items())
+
+
+def measured_families(record: str) -> list[dict[str, Any]]:
+    """Return the rows of ``families.json`` in a record."""
+    return json.loads((RESULTS / record / "families.json").read_text(encoding="utf-8"))["rows"]
 
 
 # Speed

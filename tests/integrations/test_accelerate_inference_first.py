@@ -95,6 +95,7 @@ def check(model: nn.Module, batch: dict[str, Tensor], dtype: torch.dtype) -> Non
         assert torch.equal(actual[name], tensor), name
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("part", [everything, the_head, the_embeddings, the_last_layer])
 @pytest.mark.parametrize("family", distinct(FAMILIES))

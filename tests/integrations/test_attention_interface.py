@@ -60,6 +60,7 @@ DISPATCHING = distinct(
 )
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("padding", PADDINGS)
 @pytest.mark.parametrize("family", DISPATCHING)
 def test_a_family_agrees_with_its_eager_attention(calls, family, padding) -> None:

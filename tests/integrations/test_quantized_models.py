@@ -39,6 +39,7 @@ def same(a, b):
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("family", stock_families.distinct(stock_families.FAMILIES))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_every_family_has_the_bits_of_a_model_of_fastbert(family, dtype, tmp_path):
