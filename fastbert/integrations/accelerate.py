@@ -31,6 +31,7 @@ from fastbert.modules.bert import Encoded
 from fastbert.modules.class_name import class_name
 from fastbert.modules.inputs import EncoderInput, enter
 from fastbert.modules.positions import rotation
+from fastbert.ops.varlen import sequence_positions
 
 try:
     from transformers import PreTrainedModel, modeling_outputs
@@ -60,6 +61,7 @@ OUTPUTS = {
     "AlbertModel": POOLED,
     "MPNetModel": POOLED,
     "NomicBertModel": POOLED,
+    "EsmModel": CROSSED,
     "LayoutLMModel": POOLED,
     "GteModel": POOLED,
     "JinaEmbeddingsV3Model": POOLED,
@@ -97,7 +99,7 @@ AT_ONCE = {"input_ids", "attention_mask", "token_type_ids"}
 # The arguments that the embedding of an encoder of transformers may take.
 EMBEDDED = (
     *("input_ids", "token_type_ids", "task_type_ids"),
-    *("bbox", "position_ids", "inputs_embeds"),
+    *("bbox", "position_ids", "inputs_embeds", "attention_mask"),
 )
 # The lock prevents two threads from accelerating or restoring a model at the same time.
 LOCK = threading.RLock()
@@ -473,7 +475,12 @@ def _run(hf_model: Any, bound: BoundEncoder, stock: str, given: dict[str, Any]) 
 
 def _embedded(bound: BoundEncoder, given: dict[str, Any], tokens: EncoderInput) -> Tensor:
     """Call the HF model's embedding, and return the rows ``(T, H)`` of the T tokens."""
+    if bound.family.own_embedding and tokens.layout.packed and tokens.ids is not None:
+        return _embedded_by_sequence(bound, tokens)
     arguments = {name: given.get(name) for name in EMBEDDED}
+    mask = arguments["attention_mask"]
+    if mask is not None and mask.dim() > 2:
+        arguments["attention_mask"] = None
     if bound.model.config.architecture.box_positions and arguments["bbox"] is None:
         given_tokens: Any = given.get("input_ids")
         given_tokens = given.get("inputs_embeds") if given_tokens is None else given_tokens
@@ -484,6 +491,26 @@ def _embedded(bound: BoundEncoder, given: dict[str, Any], tokens: EncoderInput) 
     if tokens.layout.shape is not None:
         arguments["position_ids"] = tokens.positions.view(tokens.layout.shape)
     return tokens.layout.rows(bound.embed(arguments))
+
+
+def _embedded_by_sequence(bound: BoundEncoder, tokens: EncoderInput) -> Tensor:
+    """Call the HF model's embedding with packed sequences as a padded batch; return the rows.
+
+    The embedding of ESM divides by the share of a row's tokens that are not masked, so a row must
+    hold one sequence.
+    """
+    layout, ids = tokens.layout, tokens.ids
+    assert layout.cu_seqlens is not None
+    assert ids is not None
+    sequence, position = sequence_positions(layout.cu_seqlens, ids.shape[0])
+    used = sequence < layout.batch
+    places = (sequence[used], position[used])
+    shape, padding = (layout.batch, layout.length), bound.model.config.pad_token_id
+    padded = ids.new_full(shape, padding or 0).index_put(places, ids[used])
+    exists = torch.zeros_like(padded).index_put(places, torch.ones_like(ids[used]))
+    embedded = bound.embed({"input_ids": padded, "attention_mask": exists})
+    rows = embedded.new_zeros(ids.shape[0], embedded.shape[-1])
+    return rows.index_put((used.nonzero().flatten(),), embedded[places])
 
 
 def _flag(hf_model: Any, given: dict[str, Any], name: str) -> Any:

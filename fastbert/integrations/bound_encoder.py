@@ -229,6 +229,11 @@ class BoundEncoder(BoundModel):
         parents = (hf_model, *(each.module for each in self.inside))
         self.sizes = [(module._modules, len(module._modules)) for module in parents]
 
+    @property
+    def family(self) -> families.Family:
+        """The table of the family of the HF model."""
+        return families.family_of(self.model.config.model_type)
+
     def _fits(self) -> bool:
         """Return whether the HF model still has the same modules at the same paths."""
         return all(place.get() is module for _, place, module in self.inside) and all(
@@ -314,10 +319,12 @@ class BoundEncoder(BoundModel):
     def must_embed(self) -> bool:
         """Return whether the HF model's embedding must be called.
 
-        The embedding must be called if one of its modules deviates. It must also be called if the
-        word table is frozen and a hook of transformers makes the output of the embedding require
-        gradients.
+        The embedding must be called if one of its modules deviates, or if the family has an
+        embedding of its own. It must also be called if the word table is frozen and a hook of
+        transformers makes the output of the embedding require gradients.
         """
+        if self.family.own_embedding:
+            return True
         if self.calls_embedding or not torch.is_grad_enabled():
             return self.calls_embedding
         words: Any = self.model.embeddings.word_embeddings
@@ -334,6 +341,9 @@ class BoundEncoder(BoundModel):
         """
         hf_model = self.hf_model
         assert hf_model is not None
+        embeds = given.get("inputs_embeds")
+        if self.family.own_embedding and embeds is not None:
+            return embeds
         embedding: Any = hf_model._modules.get(EMBEDDING)
         if embedding is None:
             return _embed_by_tables(hf_model, given)

@@ -69,7 +69,8 @@ def _frequency_problem(name: str, buffer: Tensor, expected: Tensor, config: Any)
         return f"got {buffer.dtype} of {shapes}"
     if buffer.is_meta:
         return None
-    rotary = config.rope_parameters
+    # The base of ESM is a field of its own.
+    rotary = getattr(config, "rope_parameters", None) or {"rope_theta": config.rope_theta}
     kind = name.removesuffix("inv_freq").removesuffix("original_").removesuffix("_")
     base = float((rotary[kind] if kind else rotary)["rope_theta"])
     dim = 2 * len(buffer)

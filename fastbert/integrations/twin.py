@@ -90,6 +90,7 @@ ALLOWED = (
     Allowed("p", "Dropout", "the probability is read from the module at every call"),
     Allowed("attention_dropout", "any", "the probability is read from the module at every call"),
     Allowed("dropout", "root", "the probability is read from the module at every call"),
+    Allowed("dropout", "EsmSelfAttention", "as at the root"),
     Allowed("dropout", "MarianEncoderLayer", "as at the root"),
     Allowed("dropout", "MarianAttention", "as at the root"),
     Allowed("activation_dropout", "MarianEncoderLayer", "as at the root"),

@@ -48,8 +48,9 @@ ACTIVATION_FIELDS = (
     "ff_activation",
 )
 # All layers of these models are alike except for their numbers, so the twin of such a model has one
-# layer. ALBERT repeats groups of layers, and the layers of ModernBERT have two types of attention.
-ALIKE = frozenset(MODULES) - {"AlbertModel", "ModernBertModel"}
+# layer. ALBERT repeats groups of layers, the layers of ModernBERT have two types of attention, and
+# a head of ESM has weights for every layer.
+ALIKE = frozenset(MODULES) - {"AlbertModel", "ModernBertModel", "EsmModel"}
 # If the cache has more twins than this number, the least recently used twins are removed.
 KEPT = 16
 
@@ -129,7 +130,9 @@ def _build(stock: Any, config: Any, alike: bool, options: dict[str, bool]) -> Tw
 
 def _activation_problem(model: nn.Module, config: Any) -> str | None:
     """Return why an activation of the twin is not the one its name denotes, or None if it is."""
-    field = next(field for field in ACTIVATION_FIELDS if hasattr(config, field))
+    field = next((field for field in ACTIVATION_FIELDS if hasattr(config, field)), None)
+    if field is None:  # The activation of ESM is a function in its file.
+        return None
     name = getattr(config, field)
     expected = ACTIVATIONS.get(name) if isinstance(name, str) else None
     if expected is None:

@@ -196,6 +196,27 @@ def layoutlm(content: Content) -> Architecture:
     return Architecture(box_positions=content["max_2d_position_embeddings"])
 
 
+def esm(content: Content) -> Architecture:
+    """Return the architecture of ESM-2: rotary positions, and norms before the blocks."""
+    for name, allowed in (
+        ("position_embedding_type", ("rotary",)),  # ESM-1b has a table of positions.
+        ("emb_layer_norm_before", (False, None)),
+    ):
+        value = content[name]
+        check(name, value, " or ".join(map(repr, allowed)), value in allowed)
+    base = content["rope_theta"]
+    check("rope_theta", base, "a number >= 1", is_number(base, 1.0))
+    return Architecture(
+        position_table=False,
+        type_table=False,
+        embedding_norm=False,
+        rotary_bases=(float(base),) * _layers(content),
+        pre_norm=True,
+        first_norm=True,
+        embedding_dropout=0.0,
+    )
+
+
 def roberta_pre_norm(content: Content) -> Architecture:
     """Return the architecture of RoBERTa with norms before the blocks, also in the first layer."""
     return replace(after_padding(content), pre_norm=True, first_norm=True)

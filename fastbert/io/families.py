@@ -48,6 +48,9 @@ class Family:
         exchanged: Modules in `stored` whose tensors have their halves in the opposite order in a
             checkpoint.
         former: Other prefixes that the names of the encoder's weights may have in a checkpoint.
+        own_embedding: Whether the embedding computes more than a sum of tables and a norm, so that
+            an accelerated model calls it. Such a model of transformers takes ``inputs_embeds`` as
+            the input of its layers.
     """
 
     model: str
@@ -61,6 +64,7 @@ class Family:
     stored: Names = field(default_factory=dict)
     exchanged: tuple[str, ...] = ()
     former: tuple[str, ...] = ()
+    own_embedding: bool = False
 
 
 def family_of(model_type: str) -> Family:
@@ -708,6 +712,33 @@ FAMILIES: dict[str, Family] = {
 # The encoders that `fastbert.accelerate` serves.
 ACCELERATED: dict[str, Family] = {
     **FAMILIES,
+    "esm": Family(
+        "EsmModel",
+        "esm.",
+        {
+            **_same("embeddings.word_embeddings"),
+            _QKV: _BERT[_QKV],
+            **_same(_ATTENTION, _FIRST, _SECOND),
+            _ATTENTION_NORM: (f"{LAYER}attention.LayerNorm",),
+            _NORM: (f"{LAYER}LayerNorm",),
+            "encoder.final_norm": ("encoder.emb_layer_norm_after",),
+            **_POOLER,
+        },
+        {
+            LAYER + "attention.self": LAYER + "attention.self.dropout",
+            LAYER[:-1]: LAYER + "attention.output.dropout",
+            LAYER + "output_dropout_p": LAYER + "output.dropout",
+        },
+        architectures.esm,
+        defaults={
+            "max_position_embeddings": 1026,
+            "rope_theta": 10_000.0,
+            "position_embedding_type": "absolute",
+            "emb_layer_norm_before": None,
+        },
+        lacks=("hidden_act", "type_vocab_size", "classifier_dropout"),
+        own_embedding=True,
+    ),
     "marian": Family(
         "MarianEncoder",
         "model.encoder.",

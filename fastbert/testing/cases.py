@@ -295,6 +295,11 @@ def _attention_qkvpacked(
     return Inputs(positional, {**options, **keyword}, gradients)
 
 
+def _falling(count: int, longest: int) -> tuple[int, ...]:
+    """Return `count` lengths that fall from `longest` to 0 in equal steps, up to rounding."""
+    return tuple(longest - longest * i // max(count - 1, 1) for i in range(count))
+
+
 def _relative_attention(
     draw, batch, heads, queries, keys, head_dim, positions, *, tables="kqb", segments=False,
     packed=False, slack=0, mask=None, dropout_p=0.0, **options,
@@ -302,7 +307,8 @@ def _relative_attention(
     """Draw the inputs of attention with relative positions.
 
     The letters k, q and b of `tables` stand for position_keys, position_queries and position_bias.
-    Packed sequences have at most `queries` queries and `keys` keys, and then `slack` more rows.
+    Packed sequences have at most `queries` queries and `keys` keys, and then `slack` more rows. The
+    lengths do not depend on the seed, because the results of several seeds are stacked.
     """
     shapes: dict[str, tuple[int, ...]] = {"q": (batch, heads, queries, head_dim)}
     shapes |= dict.fromkeys("kv", (batch, heads, keys, head_dim))
@@ -311,11 +317,12 @@ def _relative_attention(
     of_keys: tuple[int, ...] = (batch, keys)
     of_scores: tuple[int, ...] = (batch, heads, queries)
     if packed:
-        lengths = draw.lengths(batch, queries)
-        key_lengths = lengths if queries == keys else draw.lengths(batch, keys)
-        keyword["cu_seqlens_q"] = _cumulative(tuple(lengths.tolist()))
-        keyword["cu_seqlens_k"] = _cumulative(tuple(key_lengths.tolist()))
-        of_queries, of_keys = (int(lengths.sum()) + slack,), (int(key_lengths.sum()) + slack,)
+        lengths = _falling(batch, queries)
+        # The sequence with the fewest queries has the second most keys.
+        key_lengths = (keys, *_falling(batch, keys)[:0:-1]) if queries != keys else lengths
+        keyword["cu_seqlens_q"] = _cumulative(lengths)
+        keyword["cu_seqlens_k"] = _cumulative(key_lengths)
+        of_queries, of_keys = (sum(lengths) + slack,), (sum(key_lengths) + slack,)
         of_scores = (*of_queries, heads)
         rows = {"q": of_queries, "k": of_keys, "v": of_keys}
         shapes = {name: (*rows[name], heads, head_dim) for name in "qkv"}

@@ -43,6 +43,7 @@ NAMES = {
     "nomic_bert": "NomicBert",
     "deberta-v2": "DebertaV2",
     "deberta": "Deberta",
+    "esm": "Esm",
     "marian": "Marian",
     "xlnet": "XLNet",
 }

@@ -44,6 +44,7 @@ FAMILIES = (
     "nomic_bert",
     "deberta-v2",
     "deberta",
+    "esm",
     "marian",
     "xlnet",
 )

@@ -123,6 +123,16 @@ FAMILIES: dict[str, Stock] = {
 # The families that fastbert.accelerate serves. The head "Model" of Marian is the encoder alone.
 ACCELERATED: dict[str, Stock] = {
     **FAMILIES,
+    "esm": Stock(
+        "Esm",
+        {
+            "pad_token_id": 1,
+            "mask_token_id": 0,
+            "position_embedding_type": "rotary",
+            "emb_layer_norm_before": False,
+            "token_dropout": True,
+        },
+    ),
     "marian": Stock(
         "Marian",
         {

@@ -264,6 +264,12 @@ def test_masks_of_pairs_mean_what_they_say(family, rank, kind) -> None:
                 out = call(side.encoder, {"hidden_states": embedded, "attention_mask": seen})
                 runs.append(Outputs(torch.stack(out.hidden_states), None, None))
                 continue
+            # With a mask of pairs, ESM takes embeddings only.
+            if family == "esm":
+                embedded = call(side.embeddings, {"input_ids": ids})
+                given = {"inputs_embeds": embedded, "attention_mask": right}
+                runs.append(run(side, given))
+                continue
             # Only the layers of LayoutLM take a mask of pairs.
             if family == "layoutlm":
                 boxes = torch.zeros(*ids.shape, 4, dtype=torch.int64)

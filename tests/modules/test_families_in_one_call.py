@@ -266,7 +266,7 @@ def test_a_write_to_the_positions_is_seen(family) -> None:
 
 
 @pytest.mark.parametrize("kind", ["bool", "additive"])
-def test_masks_of_pairs_beside_relative_positions(kind) -> None:
+def test_masks_of_pairs_beside_relative_positions(isa, kind) -> None:
     built, ids = model("deberta-v2"), batch((40, 40))["input_ids"]
     may = (torch.rand(2, 1, 40, 40) < 0.7) | torch.eye(40, dtype=torch.bool)
     with torch.inference_mode():
