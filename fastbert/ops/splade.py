@@ -75,12 +75,12 @@ def splade(
     dtype = hidden.dtype if cast is None else cast
     request = backends.Request(hidden.device.type, dtype, transformed=transformed())
     choice = backends.resolve("splade", backend, request)
-    rows = rows_of(hidden, dtype)
-    weight, bias = parameters_for(choice.backend, dtype, weight, bias)
     if request.transformed or 0 in weight.shape:
         # Transforms of torch.func and forward-mode AD need plain PyTorch. A product with K = 0 or
         # V = 0 needs no kernel.
-        return reference.splade(rows, weight, bias, cu_seqlens=cu_seqlens)
+        return reference.splade(hidden, weight, bias, cu_seqlens=cu_seqlens)
+    rows = rows_of(hidden, dtype)
+    weight, bias = parameters_for(choice.backend, dtype, weight, bias)
     save = needs_gradient(rows, weight, bias)
     y, _, _ = _splade(rows, weight, bias, cu_seqlens, save, choice.backend)
     return y

@@ -16,12 +16,14 @@ def splade(
 
     The function is increasing, so it is applied once, to the largest logit of each sequence.
     """
+    # Under autocast, the dtype of the logits is not that of `hidden`.
+    nothing = F.linear(hidden[:0], weight, bias)
     highest = [
         F.linear(hidden[begin:end], weight, bias).max(dim=0).values
         if begin < end
-        else hidden.new_zeros(weight.shape[0])
+        else nothing.new_zeros(weight.shape[0])
         for begin, end in pairwise(cu_seqlens.tolist())
     ]
-    logits = torch.stack(highest) if highest else hidden.new_zeros(0, weight.shape[0])
+    logits = torch.stack(highest) if highest else nothing
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return wide.relu().log1p().to(logits.dtype)
