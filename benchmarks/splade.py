@@ -71,7 +71,7 @@ def build(form: str, layers: int = 6) -> Any:
 
 def texts_of(quick: bool) -> dict[str, list[str]]:
     """Return lists of texts by their description."""
-    count = 16 if quick else 256
+    count = 16 if quick else 128
     sentences = real_sentences(count)
     return {
         f"{count} sentences": sentences,

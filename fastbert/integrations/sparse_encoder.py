@@ -55,7 +55,10 @@ GELU = "transformers.activations.GELUActivation"
 
 
 class Head(NamedTuple):
-    """The modules of a masked-LM model of transformers: paths, and the classes of containers."""
+    """The modules of a masked-LM model of transformers: paths, and the classes of containers.
+
+    If `activation` is "", the head calls the function ``gelu`` of the Python module of its model.
+    """
 
     encoder: str
     dense: str
@@ -63,6 +66,14 @@ class Head(NamedTuple):
     norm: str
     decoder: str
     containers: dict[str, str]
+
+
+def _roberta(module: str, prefix: str) -> tuple[str, Head]:
+    """Return the class of a model like RoBERTa, and its head."""
+    module = f"transformers.models.{module}.modeling_{module}"
+    containers = {"lm_head": f"{module}.{prefix}LMHead"}
+    paths = ("roberta", "lm_head.dense", "", "lm_head.layer_norm", "lm_head.decoder")
+    return f"{module}.{prefix}ForMaskedLM", Head(*paths, containers)
 
 
 _TRANSFORM = "cls.predictions.transform"
@@ -83,6 +94,14 @@ HEADS = {
     ),
     "transformers.models.distilbert.modeling_distilbert.DistilBertForMaskedLM": Head(
         "distilbert", "vocab_transform", "activation", "vocab_layer_norm", "vocab_projector", {}
+    ),
+    **dict(
+        _roberta(*names)
+        for names in (
+            ("roberta", "Roberta"),
+            ("xlm_roberta", "XLMRoberta"),
+            ("camembert", "Camembert"),
+        )
     ),
 }
 
@@ -236,8 +255,12 @@ def _plan(model: Any) -> Plan | str:
         return kept[0]
     plan = plan_of(model)
     functions = [function for function in _functions(model) if isinstance(function, FunctionType)]
-    configs = [vars(m.config) for m in model.modules() if hasattr(m, "config") and m is not model]
-    plans.kept[model.training] = plan, Snapshot(model, PLANS, configs, (), functions)
+    mlm = model._modules["0"]._modules.get("model")
+    others = [] if mlm is None else [vars(mlm.config), _names_of(mlm)]
+    gelu = others[1].get("gelu") if others else None
+    if isinstance(gelu, nn.Module):
+        others += [vars(gelu), *(value for value in vars(gelu).values() if isinstance(value, dict))]
+    plans.kept[model.training] = plan, Snapshot(model, PLANS, others, (), functions)
     return plan
 
 
@@ -270,10 +293,10 @@ def _compared(model: Any) -> Plan:
     _check_settings(transformer, pooling, mlm.config)
     expected = head.containers | {
         head.dense: _path(nn.Linear),
-        head.activation: GELU,
         head.norm: _path(nn.LayerNorm),
         head.decoder: _path(nn.Linear),
     }
+    expected |= {head.activation: GELU} if head.activation else {}
     inside = {path: _module(mlm, path) for path in (head.encoder, *expected)}
     for path, kind in expected.items():
         got = _path(type(inside[path]))
@@ -285,9 +308,10 @@ def _compared(model: Any) -> Plan:
     dense, norm, decoder = (inside[path] for path in (head.dense, head.norm, head.decoder))
     for path in (head.dense, head.norm, head.decoder):
         _check_parameters(f"0.model.{path}", inside[path], decoder.weight)
-    function = vars(inside[head.activation]).get("act")
-    builtin = isinstance(function, BuiltinFunctionType) and function.__name__ == "gelu"
-    _require(builtin, f"0.model.{head.activation}.act", shown(function), "torch's gelu")
+    if head.activation:
+        _check_gelu(f"0.model.{head.activation}", inside[head.activation])
+    else:
+        _check_gelu(f"{type(mlm).__module__}.gelu", _names_of(mlm).get("gelu"))
     shape, whole = tuple(norm.normalized_shape), tuple(norm.weight.shape)
     _require(shape == whole, f"0.model.{head.norm}.normalized_shape", shape, str(whole))
     return Plan(inside[head.encoder], dense, norm, decoder, pooling)
@@ -328,6 +352,20 @@ def _check_calls(path: str, module: nn.Module) -> None:
     _require("forward" not in module.__dict__, path, "a forward of its own", "that of its class")
     for name, text in hook_problems("head", module):
         raise _Differs(f"{path}.{name}: {text}")
+
+
+def _check_gelu(path: str, activation: Any) -> None:
+    got = _path(type(activation))
+    _require(got == GELU, path, f"a {got}", GELU.rpartition(".")[2])
+    _check_calls(path, activation)
+    function = vars(activation).get("act")
+    builtin = isinstance(function, BuiltinFunctionType) and function.__name__ == "gelu"
+    _require(builtin, f"{path}.act", shown(function), "torch's gelu")
+
+
+def _names_of(mlm: Any) -> dict[str, Any]:
+    """Return the names in the Python module of a model."""
+    return vars(sys.modules[type(mlm).__module__])
 
 
 def _check_parameters(path: str, module: Any, like: Tensor) -> None:

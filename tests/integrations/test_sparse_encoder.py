@@ -51,6 +51,13 @@ CONFIGS: dict[str, Any] = {
         attention_probs_dropout_prob=0.0, pad_token_id=0,
     ),
 }  # fmt: skip
+ROBERTA = {
+    "vocab_size": len(WORDS), "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 3,
+    "intermediate_size": 80, "max_position_embeddings": 44, "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0, "pad_token_id": 0,
+}  # fmt: skip
+for _name in ("Roberta", "XLMRoberta", "Camembert"):
+    CONFIGS[_name] = getattr(transformers, f"{_name}Config")(**ROBERTA)
 
 
 @pytest.fixture(scope="module")
@@ -283,6 +290,7 @@ HEAD_OF = {
         "cls.predictions.transform.LayerNorm", "cls.predictions.decoder",
     ),
     "DistilBert": ("vocab_transform", "activation", "vocab_layer_norm", "vocab_projector"),
+    "Roberta": ("lm_head", "lm_head.dense", "lm_head.layer_norm", "lm_head.decoder"),
 }  # fmt: skip
 PATHS = [
     (family, path.format(encoder=family.lower()))
@@ -422,6 +430,24 @@ def test_a_patched_class_runs_the_stock_head(folders, monkeypatch):
     _stock_runs(model, stock, "SpladePooling.forward: got .*, allowed: the function in its file")
 
 
+def test_a_patched_gelu_runs_the_stock_head(folders, monkeypatch):
+    from transformers.models.roberta import modeling_roberta
+
+    model, stock = fastbert.accelerate(build(folders("Roberta"))), build(folders("Roberta"))
+    assert _computes_without_padding(model)
+    monkeypatch.setattr(modeling_roberta, "gelu", torch.tanh)
+    _stock_runs(model, stock, "gelu")
+    monkeypatch.undo()
+    assert _computes_without_padding(model)
+    monkeypatch.setattr(modeling_roberta.gelu, "act", torch.tanh)
+    _stock_runs(model, stock, "gelu.act: got .*tanh, allowed: torch's gelu")
+    monkeypatch.undo()
+    assert _computes_without_padding(model)
+    hook = modeling_roberta.gelu.register_forward_hook(lambda *_: None)
+    _stock_runs(model, stock, "gelu.forward_hooks")
+    hook.remove()
+
+
 def test_an_untested_version_runs_the_stock_head(folders, monkeypatch):
     monkeypatch.setitem(splade.DIGESTS, f"{splade.POOLING}.forward", ("0" * 16,))
     model, stock = fastbert.accelerate(build(folders("Bert"))), build(folders("Bert"))
@@ -431,14 +457,11 @@ def test_an_untested_version_runs_the_stock_head(folders, monkeypatch):
 
 
 def test_other_families_run_the_stock_head(folders, tmp_path):
-    config = transformers.RobertaConfig(
-        vocab_size=len(WORDS), hidden_size=48, num_hidden_layers=1, num_attention_heads=3,
-        intermediate_size=80, max_position_embeddings=44, pad_token_id=0,
-    )  # fmt: skip
-    transformers.RobertaForMaskedLM(config).save_pretrained(tmp_path)
+    config = transformers.ElectraConfig(**ROBERTA)
+    transformers.ElectraForMaskedLM(config).save_pretrained(tmp_path)
     _tokenizer("right").save_pretrained(tmp_path)
     model, stock = fastbert.accelerate(build(tmp_path)), build(tmp_path)
-    _stock_runs(model, stock, "0.model: got a RobertaForMaskedLM, allowed: BertForMaskedLM")
+    _stock_runs(model, stock, "0.model: got a ElectraForMaskedLM, allowed: BertForMaskedLM")
 
 
 def test_autocast_runs_the_stock_head(folders):
