@@ -160,14 +160,18 @@ def _reference_backward(
     dy: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None, logits: Tensor, rows: Tensor
 ) -> tuple[Tensor, ...]:
     # The derivative of log(1 + relu(x)) is 1 / (1 + x) for x > 0, and 0 otherwise.
-    dlogits = torch.where(rows >= 0, dy / (1 + logits), 0.0)
-    dhidden = torch.zeros_like(hidden, dtype=logits.dtype, memory_format=torch.contiguous_format)
+    dhighest = torch.where(rows >= 0, dy / (1 + logits), 0.0)
+    dhidden = torch.zeros_like(hidden, memory_format=torch.contiguous_format)
+    # dweight is a sum over the sequences, computed in the dtype of the logits.
     dweight = torch.zeros_like(weight, dtype=logits.dtype, memory_format=torch.contiguous_format)
-    for row, gradient in zip(rows.clamp(min=0).long(), dlogits, strict=True):
-        dhidden.index_add_(0, row, gradient[:, None] * weight)
-        dweight += gradient[:, None] * hidden[row]
-    dbias = hidden.new_empty(0) if bias is None else dlogits.sum(dim=0).to(bias.dtype)
-    return dhidden.to(hidden.dtype), dweight.to(weight.dtype), dbias
+    for row, gradient in zip(rows.clamp(min=0).long(), dhighest, strict=True):
+        tokens, place = row.unique(return_inverse=True)
+        dlogits = gradient.new_zeros(tokens.shape[0], row.shape[0])
+        dlogits = dlogits.scatter_(0, place[None], gradient[None]).to(hidden.dtype)
+        dhidden.index_add_(0, tokens, dlogits @ weight)
+        dweight += dlogits.t() @ hidden[tokens]
+    dbias = hidden.new_empty(0) if bias is None else dhighest.sum(dim=0).to(bias.dtype)
+    return dhidden, dweight.to(weight.dtype), dbias
 
 
 def _extension_forward(*arguments: Any) -> tuple[Tensor, ...]:
