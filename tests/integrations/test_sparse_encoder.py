@@ -229,6 +229,23 @@ def test_a_copy_is_accelerated(folders, copied):
     assert _computes_without_padding(made)
 
 
+def test_an_int8_copy_computes_its_head_without_padding(folders):
+    model = fastbert.accelerate(build(folders("Bert")))
+    small = fastbert.quantize(model)
+    assert _computes_without_padding(small)
+    expected = dense(model)
+    assert (dense(small) - expected).abs().max() < 0.1 * expected.max()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_other_dtypes(folders, dtype):
+    model = fastbert.accelerate(build(folders("DistilBert"), dtype))
+    assert _computes_without_padding(model)
+    exact = dense(build(folders("DistilBert"), torch.float64))
+    error = (dense(model) - exact).abs().max()
+    assert error < (1e-2 if dtype == torch.float16 else 1e-12)
+
+
 def test_saved_and_opened_again(folders, tmp_path):
     model = fastbert.accelerate(build(folders("Bert")))
     model.save_pretrained(str(tmp_path))
