@@ -55,6 +55,12 @@ TORCH_LIBRARY(fastbert_C, m) {
       "Tensor labels, Tensor statistics, Tensor order, str reduction) "
       "-> (Tensor dhidden, Tensor dweight, Tensor dbias)");
   m.def(
+      "splade_forward(Tensor hidden, Tensor weight, Tensor? bias, Tensor cu_seqlens, bool save) "
+      "-> (Tensor y, Tensor logits, Tensor rows)");
+  m.def(
+      "splade_backward(Tensor dy, Tensor hidden, Tensor weight, Tensor? bias, Tensor logits, "
+      "Tensor rows) -> (Tensor dhidden, Tensor dweight, Tensor dbias)");
+  m.def(
       "linear(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, str activation, bool save) "
       "-> (Tensor y, Tensor h)");
   m.def("linear_of_parts(Tensor x, Tensor[] weights, Tensor[] biases, str activation) -> Tensor");
@@ -164,6 +170,8 @@ TORCH_LIBRARY_IMPL(fastbert_C, CPU, m) {
   implement<embedding_backward>(m, "embedding_backward");
   implement<linear_cross_entropy_forward>(m, "linear_cross_entropy_forward");
   implement<linear_cross_entropy_backward>(m, "linear_cross_entropy_backward");
+  implement<splade_forward>(m, "splade_forward");
+  implement<splade_backward>(m, "splade_backward");
   implement<linear>(m, "linear");
   implement<linear_of_parts>(m, "linear_of_parts");
   implement<linear_layer_norm>(m, "linear_layer_norm");

@@ -246,6 +246,20 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> linear_cross_entropy_backward(
     const OptionalTensor& bias, const at::Tensor& labels, const at::Tensor& statistics,
     const at::Tensor& order, const std::string& reduction);
 
+// Returns y (B, V), the maximum of log(1 + relu(hidden Wᵀ + bias)) over the rows of each sequence.
+// W is `weight`, which is (V, K) and has the dtype of `hidden` or fp32. `cu_seqlens` is int32 (B +
+// 1,). With `save`, also returns the largest logits in fp32 and their rows in int32, both (B, V). A
+// row is -1 if the logit is not positive.
+std::tuple<at::Tensor, at::Tensor, at::Tensor> splade_forward(const at::Tensor& hidden,
+                                                              const at::Tensor& weight,
+                                                              const OptionalTensor& bias,
+                                                              const at::Tensor& cu_seqlens,
+                                                              bool save);
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> splade_backward(
+    const at::Tensor& dy, const at::Tensor& hidden, const at::Tensor& weight,
+    const OptionalTensor& bias, const at::Tensor& logits, const at::Tensor& rows);
+
 // Returns whether any element of `index` is outside [0, size) and is not `ignored`.
 bool any_outside(const at::Tensor& index, int64_t size, std::optional<int64_t> ignored);
 

@@ -24,6 +24,7 @@ from fastbert.integrations.bound_encoder import BOUND, BoundEncoder
 from fastbert.integrations.bound_xlnet import BoundXLNet
 from fastbert.integrations.find_modules import find_modules, reader_of_padding
 from fastbert.integrations.packing import restarts
+from fastbert.integrations.sparse_encoder import PLANS, fast_class, is_splade
 from fastbert.integrations.twin_cache import stock_class
 from fastbert.io.families import ACCELERATED
 from fastbert.modules.batch_layout import BatchLayout
@@ -124,6 +125,8 @@ def accelerate(model: Model, *, strict: bool = True) -> Model:
       again at each sequence. The encoder of an encoder–decoder refuses packed sequences.
     - ``output_attentions`` may be a list of layer numbers.
     - A query whose whole attention window is padding gives 0 instead of NaN.
+    - A ``SparseEncoder`` whose head is served by ``fastbert.integrations.sparse_encoder`` returns
+      no logits under ``"token_embeddings"``.
 
     A later call of the encoder raises ValueError for an argument of transformers that fastbert does
     not support, such as ``past_key_values``. If fastbert can no longer run the encoder, for example
@@ -131,8 +134,9 @@ def accelerate(model: Model, *, strict: bool = True) -> Model:
 
     Args:
         model: A model of transformers with any head or with none, a ``SentenceTransformer``, a
-            ``CrossEncoder``, a module of your own around such an encoder, or any object that holds
-            one of these, such as a pipeline or ``HuggingFaceEmbeddings`` of langchain-huggingface.
+            ``CrossEncoder``, a ``SparseEncoder``, a module of your own around such an encoder, or
+            any object that holds one of these, such as a pipeline or ``HuggingFaceEmbeddings`` of
+            langchain-huggingface.
             `find_modules` says where the encoder may be.
         strict: Whether the function raises ValueError if fastbert cannot run the encoder. With
             False, the function warns and returns the model unchanged.
@@ -195,6 +199,10 @@ def _accelerate(model: Any, probing: Callable[[nn.Module], Any] | None = _unchec
             hf_model.__class__ = kind
             hf_model.__dict__.pop(BOUND, None)
         raise
+    for outer in modules.values():
+        for module in filter(is_splade, outer.modules()):
+            kind = type(module)
+            module.__class__ = fast_class(kind, _encode_tokens)
 
 
 def restore(model: Model) -> Model:
@@ -218,6 +226,9 @@ def restore(model: Model) -> Model:
                 if _accelerated(module):
                     module.__class__ = type(module).fastbert_restores
                     module.__dict__.pop(BOUND, None)
+                elif hasattr(type(module), "fastbert_head_restores"):
+                    module.__class__ = type(module).fastbert_head_restores
+                    module.__dict__.pop(PLANS, None)
     return model
 
 
@@ -428,6 +439,35 @@ def _run(hf_model: Any, bound: BoundEncoder, stock: str, given: dict[str, Any]) 
         raise ValueError(f"cu_seq_lens_q: got a value, allowed: {allowed}")
     states = _flag(hf_model, given, "output_hidden_states")
     weights = _flag(hf_model, given, "output_attentions")
+    encoded = _encoded(hf_model, bound, given, states, weights)
+    values = {
+        "last_hidden_state": encoded.last_hidden_state,
+        "pooler_output": _pooled(hf_model, encoded, given.get("attention_mask")),
+    }
+    if encoded.hidden_states is not None:
+        values["hidden_states"] = _selected(encoded.hidden_states, states)
+    if weights:
+        values["attentions"] = encoded.attentions
+        # An encoder has no cross-attention, and transformers also returns an empty tuple.
+        values["cross_attentions"] = ()
+    fields = getattr(modeling_outputs, OUTPUTS[stock])
+    out = fields(**{k: v for k, v in values.items() if k in fields.__dataclass_fields__})
+    wanted = given.get("return_dict")
+    wanted = getattr(hf_model.config, "return_dict", True) if wanted is None else wanted
+    if wanted:
+        return out
+    last, *others = out.to_tuple()
+    absent = stock in TUPLES_WITH_POOLED and out.pooler_output is None
+    return (last, None, *others) if absent else (last, *others)
+
+
+def _encoded(
+    hf_model: Any, bound: BoundEncoder, given: dict[str, Any], states: Any, weights: Any
+) -> Encoded:
+    """Run the bound encoder with the arguments of the HF model.
+
+    `states` and `weights` are the values of output_hidden_states and output_attentions.
+    """
     arguments, packed = _arguments(bound, given)
     recompute = bound.checkpoints and hf_model.training and torch.is_grad_enabled()
     bound.model.encoder.gradient_checkpointing = recompute
@@ -452,25 +492,25 @@ def _run(hf_model: Any, bound: BoundEncoder, stock: str, given: dict[str, Any]) 
             list(weights) if isinstance(weights, (list, tuple)) else bool(weights),
             bool(states),
         )
-    values = {
-        "last_hidden_state": encoded.last_hidden_state,
-        "pooler_output": _pooled(hf_model, encoded, given.get("attention_mask")),
-    }
-    if encoded.hidden_states is not None:
-        values["hidden_states"] = _selected(encoded.hidden_states, states)
-    if weights:
-        values["attentions"] = encoded.attentions
-        # An encoder has no cross-attention, and transformers also returns an empty tuple.
-        values["cross_attentions"] = ()
-    fields = getattr(modeling_outputs, OUTPUTS[stock])
-    out = fields(**{k: v for k, v in values.items() if k in fields.__dataclass_fields__})
-    wanted = given.get("return_dict")
-    wanted = getattr(hf_model.config, "return_dict", True) if wanted is None else wanted
-    if wanted:
-        return out
-    last, *others = out.to_tuple()
-    absent = stock in TUPLES_WITH_POOLED and out.pooler_output is None
-    return (last, None, *others) if absent else (last, *others)
+    return encoded
+
+
+def _encode_tokens(hf_model: Any, given: dict[str, Any]) -> Encoded | None:
+    """Run an accelerated encoder for a head that reads rows without padding.
+
+    Returns:
+        The hidden states of the tokens, or None if the encoder runs the code of transformers or if
+        padding is among the rows. The encoder must then be called as usual.
+    """
+    kind = type(hf_model)
+    if _exporting() or not _accelerated(hf_model) or kind.fastbert_restores != stock_class(kind):
+        return None
+    bound = _served(hf_model)
+    if not isinstance(bound, BoundEncoder) or bound.whole:
+        return None
+    encoded = _encoded(hf_model, bound, given, states=False, weights=False)
+    layout = encoded.layout
+    return encoded if layout.mask is None and layout.tokens is None else None
 
 
 def _embedded(bound: BoundEncoder, given: dict[str, Any], tokens: EncoderInput) -> Tensor:

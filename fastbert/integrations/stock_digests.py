@@ -50,7 +50,7 @@ def unknown(kinds: Iterable[type]) -> list[str]:
         module = function.__globals__["__name__"]
         if _file_digest(module) in table["files"]:
             continue
-        name, digest = _pin(function)
+        name, digest = pin_of(function)
         if digest not in table["functions"].get(name, ()):
             names.add(name)
     return sorted(names)
@@ -73,7 +73,8 @@ def _functions(kinds: Iterable[type]) -> Iterator[FunctionType]:
                     yield subject
 
 
-def _pin(function: FunctionType) -> tuple[str, str]:
+def pin_of(function: FunctionType) -> tuple[str, str]:
+    """Return the name and the digest of a function, whose code must be the code of its file."""
     module = function.__globals__["__name__"]
     code = function.__code__
     name, digest = _digests(module).get((code.co_name, code.co_firstlineno), (code.co_name, ""))
@@ -153,7 +154,7 @@ def main() -> None:
     for module in _modules():
         table["files"][_file_digest(module)] = f"{module} {version}"
     for function in _functions(_kinds()):
-        name, digest = _pin(function)
+        name, digest = pin_of(function)
         table["functions"][name] = sorted({digest, *table["functions"].get(name, ())})
     table = {part: dict(sorted(table[part].items())) for part in ("files", "functions")}
     TABLE.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")

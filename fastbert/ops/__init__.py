@@ -23,6 +23,7 @@ from fastbert.ops.linear import linear
 from fastbert.ops.relative_attention import relative_attention
 from fastbert.ops.rms_norm import rms_norm
 from fastbert.ops.rotary import rotary
+from fastbert.ops.splade import splade
 from fastbert.ops.varlen import Packed, pad, unpad
 
 __all__ = [
@@ -45,5 +46,6 @@ __all__ = [
     "relative_attention",
     "rms_norm",
     "rotary",
+    "splade",
     "unpad",
 ]

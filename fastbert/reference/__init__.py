@@ -41,6 +41,7 @@ from fastbert.reference.relative_attention import (
 )
 from fastbert.reference.rms_norm import rms_norm
 from fastbert.reference.rotary import rotary
+from fastbert.reference.splade import splade
 from fastbert.reference.varlen import (
     Packed,
     existing_queries,
@@ -91,6 +92,7 @@ __all__ = [
     "rotary",
     "sequence_positions",
     "softmax_weights",
+    "splade",
     "unpack",
     "unpad",
     "unpad_rows",

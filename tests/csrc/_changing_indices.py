@@ -206,6 +206,19 @@ def cross_entropy(backward: bool) -> Case:
     )  # fmt: skip
 
 
+def splade(backward: bool) -> Case:
+    hidden, weight = torch.randn(ROWS, COLUMNS), torch.randn(16, COLUMNS)
+    ends = torch.arange(0, ROWS + 1, 8, dtype=torch.int32)
+    arguments = (hidden, weight, None, ends)
+    y, logits, rows = OPS.splade_forward(*arguments, True)
+    if not backward:
+        return Case(lambda: OPS.splade_forward(*arguments, True), ends, [ROWS // 16, ROWS // 8])
+    return Case(
+        lambda: OPS.splade_backward(y, hidden, weight, None, logits, rows),
+        rows.view(-1), [0, rows.numel() // 2, rows.numel() - 1],
+    )  # fmt: skip
+
+
 CASES = {
     "embedding_forward": lambda: embedding(False),
     "embedding_backward": lambda: embedding(True),
@@ -226,6 +239,8 @@ CASES = {
     "decoder_step": decoder,
     "linear_cross_entropy_forward": lambda: cross_entropy(False),
     "linear_cross_entropy_backward": lambda: cross_entropy(True),
+    "splade_forward": lambda: splade(False),
+    "splade_backward": lambda: splade(True),
 }
 
 

@@ -35,6 +35,7 @@ def good_calls() -> dict[str, list[Call]]:
     _attention(calls)
     _embedding(ops, calls)
     _cross_entropy(ops, calls)
+    _splade(ops, calls)
     _encoder(calls)
     _decoder(calls)
     _layer(ops, calls)
@@ -238,6 +239,15 @@ def _cross_entropy(ops: Any, calls: dict[str, list[Call]]) -> None:
         calls["linear_cross_entropy_backward"].append(
             {"dloss": torch.ones_like(loss)} | call | kept
         )
+
+
+def _splade(ops: Any, calls: dict[str, list[Call]]) -> None:
+    call = {"hidden": torch.randn(T, H), "weight": torch.randn(7, H), "bias": torch.randn(7)}
+    ends = torch.tensor([0, 2, 5], dtype=torch.int32)
+    calls["splade_forward"] = [call | {"cu_seqlens": ends, "save": save} for save in (True, False)]
+    _, logits, rows = ops.splade_forward(**calls["splade_forward"][0])
+    kept = {"logits": logits, "rows": rows}
+    calls["splade_backward"] = [{"dy": torch.randn(2, 7)} | call | kept]
 
 
 def _encoder(calls: dict[str, list[Call]]) -> None:

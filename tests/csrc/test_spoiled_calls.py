@@ -118,6 +118,12 @@ HARMLESS = (
     (r"layer_norm_backward/0", r"x", FLOATING),
     # In the loss, the hidden states may have a narrower dtype than the weight.
     (r"linear_cross_entropy_\w+ward/.*", r"hidden", FLOATING),
+    # The same holds for SPLADE. It does not read rows after the last sequence, and the row -1 means
+    # that no logit is positive.
+    (r"splade_forward/.*", r"hidden", f"{FLOATING}|{ROWS}"),
+    (r"splade_forward/.*", r"cu_seqlens", r"size - 1 of dimension 0"),
+    (r"splade_backward/.*", r"hidden", r"size [+-] 1 of dimension 0"),
+    (r"splade_backward/.*", r"rows", r"(all )?-1( at -?\d)?"),
     # `bert` returns an empty result for arguments that it does not support.
     (r"bert/.*", r"ids|mask|token_types|cu_seqlens", r".*"),
     (r"bert/.*", r"dtype", r".*"),

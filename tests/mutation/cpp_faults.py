@@ -49,6 +49,7 @@ UNITS: dict[str, Unit] = {
     "cpu_rms_norm": level("avx2", "rows/rms_norm_kernel.h"),
     "cpu_rotary": level("avx2", "rows/rotary_kernel.h"),
     "cpu_row_norm": level("avx2", "rows/layer_norm_kernel.h"),
+    "cpu_splade": level("avx2", "rows/splade_kernel.h"),
     "cpu_activation_operands": source("rows/activation"),
     "cpu_attention_operands": source("attention/operands"),
     "cpu_attention_pieces": source("attention/forward"),
@@ -69,6 +70,8 @@ UNITS: dict[str, Unit] = {
     "cpu_relative_operands": source("attention/relative"),
     "cpu_rms_norm_operands": source("rows/rms_norm"),
     "cpu_rotary_operands": source("rows/rotary"),
+    "cpu_splade_blocks": source("gemm/gemm"),
+    "cpu_splade_operands": source("rows/splade"),
     "cpu_varlen": source("varlen"),
     "cpu_workers": source("workers"),
     "cpu_attention_pieces_of_rows": source("attention/forward"),
@@ -107,6 +110,9 @@ CPP_SELECTIONS: dict[str, list[str]] = {
     "cpu_rms_norm": ["tests/csrc/test_rms_norm.py", "-k", "avx2"],
     "cpu_rotary": ["tests/csrc/test_rotary.py", "-k", "avx2"],
     "cpu_row_norm": [*PRODUCTS, "-k", "avx2"],
+    "cpu_splade": ["tests/csrc/test_splade.py", "-k", "avx2"],
+    "cpu_splade_blocks": ["tests/csrc/test_splade.py", "-k", "avx2"],
+    "cpu_splade_operands": ["tests/csrc/test_splade.py", "-k", "avx2 or names"],
     "cpu_activation_operands": [
         "tests/csrc/test_feed_forward.py",
         "tests/csrc/test_contract.py",
@@ -1492,6 +1498,197 @@ CROSS_ENTROPY = (
     ),
 )
 
+SPLADE = (
+    Fault(
+        "last_of_equal_logits_taken",
+        "cpu_splade",
+        f"{CPU}/rows/splade_kernel.h",
+        "(v > highest[u]) | (v != v)",
+        "(v >= highest[u]) | (v != v)",
+    ),
+    Fault(
+        "nan_of_a_logit_lost",
+        "cpu_splade",
+        f"{CPU}/rows/splade_kernel.h",
+        "(v > highest[u]) | (v != v)",
+        "(v > highest[u])",
+    ),
+    Fault(
+        "row_counted_from_its_block",
+        "cpu_splade",
+        f"{CPU}/rows/splade_kernel.h",
+        "WordVec{} + (uint32_t)(p.first_row + row)",
+        "WordVec{} + (uint32_t)row",
+    ),
+    Fault(
+        "last_columns_of_a_maximum_left_out",
+        "cpu_splade",
+        f"{CPU}/rows/splade_kernel.h",
+        "  for (; n < p.columns; n += kLanes) {\n"
+        "    const int64_t left = p.columns - n;\n"
+        "    splade_columns<1>",
+        "  for (; n + kLanes <= p.columns; n += kLanes) {\n"
+        "    const int64_t left = p.columns - n;\n"
+        "    splade_columns<1>",
+    ),
+    Fault(
+        "bias_after_the_function",
+        "cpu_splade",
+        f"{CPU}/rows/splade_kernel.h",
+        "    if (p.bias) logits += load(p.bias + n, count);\n"
+        "    const IntVec positive = logits > 0.0f;",
+        "    const IntVec positive = logits > 0.0f;\n"
+        "    if (p.bias) logits += load(p.bias + n, count);",
+    ),
+    Fault(
+        "row_kept_where_no_logit_is_positive",
+        "cpu_splade",
+        f"{CPU}/rows/splade_kernel.h",
+        "(Vec)choose(positive, row, WordVec{} - 1u)",
+        "(Vec)row",
+    ),
+    Fault(
+        "rounding_of_one_plus_x_not_corrected",
+        "cpu_splade",
+        f"{CPU}/rows/splade_kernel.h",
+        " + (x - (u - 1.0f)) / u;",
+        ";",
+    ),
+    Fault(
+        "logarithm_of_infinity_is_nan",
+        "cpu_splade",
+        f"{CPU}/rows/splade_kernel.h",
+        "return select(x < __builtin_inff(), log, x);",
+        "return log;",
+    ),
+    Fault(
+        "exponent_of_the_logarithm_off_by_half_an_octave",
+        "cpu_splade",
+        f"{CPU}/rows/splade_kernel.h",
+        "(bits - 0x3f3504f3u) >> 23",
+        "(bits - 0x3f800000u) >> 23",
+    ),
+    Fault(
+        "weight_gradient_of_the_last_sequence_alone",
+        "cpu_splade",
+        f"{CPU}/rows/splade_kernel.h",
+        "sums[u] = fma(splat(scale[i]), From::load(row + u * kLanes, count), sums[u]);",
+        "sums[u] = splat(scale[i]) * From::load(row + u * kLanes, count);",
+    ),
+    Fault(
+        "hidden_gradient_takes_the_row_of_the_first_sequence",
+        "cpu_splade",
+        f"{CPU}/rows/splade_kernel.h",
+        "float* sum = sums + rows[i] * kSpladeStrip;",
+        "float* sum = sums + rows[0] * kSpladeStrip;",
+    ),
+    Fault(
+        "sums_of_earlier_classes_overwritten",
+        "cpu_splade",
+        f"{CPU}/rows/splade_kernel.h",
+        "store(out + j, load(out + j, count) + load(sum + j, count), count);",
+        "store(out + j, load(sum + j, count), count);",
+    ),
+    Fault(
+        "sums_of_earlier_classes_added_again",
+        "cpu_splade",
+        f"{CPU}/rows/splade_kernel.h",
+        "i < p.out_rows * kSpladeStrip; i += kLanes) store(scratch + i, Vec{});",
+        "first == 0 && i < p.out_rows * kSpladeStrip; i += kLanes) store(scratch + i, Vec{});",
+    ),
+    Fault(
+        "maximum_begins_at_zero",
+        "cpu_splade_operands",
+        f"{CPU}/rows/splade.cpp",
+        "std::fill_n(highest, block.columns, -std::numeric_limits<float>::infinity());",
+        "std::fill_n(highest, block.columns, 0.0f);",
+    ),
+    Fault(
+        "maximum_of_the_sequence_before_kept",
+        "cpu_splade_operands",
+        f"{CPU}/rows/splade.cpp",
+        "if (row == ends_[b]) {",
+        "if (row == 0) {",
+    ),
+    Fault(
+        "sequence_begins_anew_in_each_block",
+        "cpu_splade_operands",
+        f"{CPU}/rows/splade.cpp",
+        "if (row == ends_[b]) {",
+        "if (row == ends_[b] || row == block.row) {",
+    ),
+    Fault(
+        "tokens_of_a_block_counted_from_its_sequence",
+        "cpu_splade_operands",
+        f"{CPU}/rows/splade.cpp",
+        "kernels().splade_maximum(params, row - block.row, stop - block.row);",
+        "kernels().splade_maximum(params, 0, stop - row);",
+    ),
+    Fault(
+        "bias_of_the_first_classes",
+        "cpu_splade_operands",
+        f"{CPU}/rows/splade.cpp",
+        "bias_ ? bias_ + block.column : nullptr",
+        "bias_",
+    ),
+    Fault(
+        "row_equal_to_the_tokens_taken",
+        "cpu_splade_operands",
+        f"{CPU}/rows/splade.cpp",
+        "from[i] >= -1 && from[i] < tokens",
+        "from[i] >= -1 && from[i] <= tokens",
+    ),
+    Fault(
+        "slope_of_the_logarithm_left_out",
+        "cpu_splade_operands",
+        f"{CPU}/rows/splade.cpp",
+        "gradient[i] / (1.0f + logit[i])",
+        "gradient[i]",
+    ),
+    Fault(
+        "empty_sequence_keeps_a_row",
+        "cpu_splade_operands",
+        f"{CPU}/rows/splade.cpp",
+        "    rows.select(0, b).fill_(-1);\n",
+        "    rows.select(0, b).fill_(0);\n",
+    ),
+    Fault(
+        "gradient_of_the_bias_over_one_sequence_less",
+        "cpu_splade_operands",
+        f"{CPU}/rows/splade.cpp",
+        "for (int64_t b = 0; b < sequences; ++b) sum += from[v * sequences + b];",
+        "for (int64_t b = 1; b < sequences; ++b) sum += from[v * sequences + b];",
+    ),
+    Fault(
+        "padding_of_the_last_sequence_taken",
+        "cpu_splade_operands",
+        f"{CPU}/rows/splade.cpp",
+        "hidden.narrow(0, 0, ends[sequences])",
+        "hidden",
+    ),
+    Fault(
+        "block_of_the_first_classes",
+        "cpu_splade_blocks",
+        f"{CPU}/gemm/gemm.cpp",
+        "g.a = (const char*)whole.a + column * row_bytes;",
+        "g.a = whole.a;",
+    ),
+    Fault(
+        "block_of_the_first_rows_of_x",
+        "cpu_splade_blocks",
+        f"{CPU}/gemm/gemm.cpp",
+        "g.packed = (const char*)whole.packed + k.packed_bytes(whole.packed_format, row, whole.k);",
+        "g.packed = whole.packed;",
+    ),
+    Fault(
+        "last_block_of_classes_left_out",
+        "cpu_splade_blocks",
+        f"{CPU}/gemm/gemm.cpp",
+        "run({packing_of(k, right.packing), {(n + kBlockOfColumns - 1) / kBlockOfColumns, task}},",
+        "run({packing_of(k, right.packing), {n / kBlockOfColumns, task}},",
+    ),
+)
+
 ACTIVATION = (
     Fault(
         "exponential_of_far_numbers_wraps_around",
@@ -2375,6 +2572,7 @@ CPP_FAULTS: tuple[Fault, ...] = (
     *RELATIVE_OPERANDS,
     *ROWS,
     *CROSS_ENTROPY,
+    *SPLADE,
     *ACTIVATION,
     *FORMATS,
     *INT8,
@@ -2393,6 +2591,7 @@ WITHOUT_FAULTS: dict[str, str] = {
     f"{CPU}/{name}": reason
     for reason, names in {
         "declarations and plain data": (
+            "gemm/blocks.h",
             "isa/dispatch.h",
             "isa/kernels.h",
             "operators.h",

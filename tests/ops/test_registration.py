@@ -75,6 +75,8 @@ OPERATORS = [
     ("embedding", "_embedding_backward"),
     ("cross_entropy", "_linear_cross_entropy"),
     ("cross_entropy", "_linear_cross_entropy_backward"),
+    ("splade", "_splade"),
+    ("splade", "_splade_backward"),
 ]
 
 
@@ -171,7 +173,7 @@ def test_compiled_dropout_draws_a_new_mask_each_call(inductor, compiler, device)
     "op",
     [
         *("attention", "relative_attention", "linear", "linear_gelu", "feed_forward"),
-        "linear_cross_entropy",
+        *("linear_cross_entropy", "splade"),
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -9,6 +9,7 @@
 #include "../isa/dispatch.h"
 #include "../operands.h"
 #include "../operators.h"
+#include "blocks.h"
 
 namespace fastbert::cpu {
 namespace {
@@ -408,6 +409,44 @@ at::Tensor feed_forward_layer_norm(const at::Tensor& x, const at::Tensor& inner,
   normed.add_to(phases, k, activations, threads);
   run(phases, threads);
   return normed.y;
+}
+
+void for_each_block_of_sums(const at::Tensor& x, const at::Tensor& weight, int64_t own_bytes,
+                            const std::function<void(const BlockOfSums& block)>& body) {
+  const int64_t m = x.size(0), n = weight.size(0);
+  if (m == 0) return;
+  const Kernels& k = kernels();
+  const RightOperand right(k, x);
+  Gemm whole = product(x, x.scalar_type(), right, weight, std::nullopt, std::nullopt);
+  whole.out_format = Format::f32;
+  whole.out_row = kBlockOfColumns;
+  const int64_t row_bytes = weight.stride(0) * weight.element_size();
+  const auto block_at = [&](int64_t row, int64_t column) {
+    Gemm g = whole;
+    g.m = std::min(kBlockOfRows, m - row);
+    g.n = std::min(kBlockOfColumns, n - column);
+    g.a = (const char*)whole.a + column * row_bytes;
+    g.packed = (const char*)whole.packed + k.packed_bytes(whole.packed_format, row, whole.k);
+    return g;
+  };
+  constexpr int64_t kSums = kBlockOfRows * kBlockOfColumns * (int64_t)sizeof(float);
+  const int64_t own = (own_bytes + 63) / 64 * 64, last = (m - 1) / kBlockOfRows * kBlockOfRows;
+  const auto task = [&](int64_t block) {
+    const int64_t column = block * kBlockOfColumns;
+    // The scratch memory of a thread may move when it grows, so the largest size is requested once.
+    const int64_t most = std::max(k.gemm_plan(block_at(0, column), 1).scratch,
+                                  k.gemm_plan(block_at(last, column), 1).scratch);
+    char* memory = (char*)thread_scratch(own + kSums + most);
+    for (int64_t row = 0; row < m; row += kBlockOfRows) {
+      Gemm g = block_at(row, column);
+      g.out = memory + own;
+      const GemmPlan plan = k.gemm_plan(g, 1);
+      k.gemm(g, plan, 0, plan.tasks, memory + own + kSums);
+      body({row, g.m, column, g.n, (const float*)g.out, memory});
+    }
+  };
+  run({packing_of(k, right.packing), {(n + kBlockOfColumns - 1) / kBlockOfColumns, task}},
+      threads_for(work_of(whole)));
 }
 
 void matmul_into(const at::Tensor& out, at::ScalarType dtype, const at::Tensor& a,

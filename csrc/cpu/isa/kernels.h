@@ -185,6 +185,42 @@ struct CrossEntropyBackward {
   void* rounded;
 };
 
+// The running maxima of the columns of `logits`, whose rows are `stride` elements apart. Row i of
+// the logits belongs to token first_row + i. `rows` holds the token of each maximum.
+struct SpladeMaximum {
+  int64_t columns, stride;
+  const float* logits;
+  int64_t first_row;
+  float* highest;
+  int32_t* rows;
+};
+
+// y = log(1 + relu(highest + bias)) for the maxima of one sequence. If `logits` is not null, it
+// receives highest + bias, and `kept_rows` receives `rows`, or -1 where the logit is not positive.
+struct SpladeResult {
+  Format format;  // format of y
+  int64_t columns;
+  const float *highest, *bias;
+  const int32_t* rows;
+  void* y;
+  float* logits;
+  int32_t* kept_rows;
+};
+
+// The gradients of the weight and of the hidden states from the gradients `scale` of the largest
+// logits and the tokens `rows` of these logits. Both are contiguous (classes, sequences). x holds
+// the hidden states or the weight, in `format`. `out` is contiguous and has out_rows rows in the
+// gradient of the hidden states, and `classes` rows in the gradient of the weight.
+constexpr int64_t kSpladeStrip = 64;
+struct SpladeGradient {
+  Format format, out_format;
+  int64_t sequences, classes, columns, out_rows;
+  const float* scale;
+  const int32_t* rows;
+  ConstMatrix x;
+  void* out;
+};
+
 // y = f(h + bias) for the activation f. y is contiguous and has `columns` columns. If f is gated, h
 // and bias have twice as many columns.
 struct ActivationForward {
@@ -439,6 +475,12 @@ struct Kernels {
   void (*sum_segments)(const SegmentSums&, int64_t begin, int64_t end);
   void (*cross_entropy_forward)(const CrossEntropyForward&, int64_t begin, int64_t end);
   void (*cross_entropy_backward)(const CrossEntropyBackward&, int64_t begin, int64_t end);
+  void (*splade_maximum)(const SpladeMaximum&, int64_t begin, int64_t end);
+  void (*splade_result)(const SpladeResult&);
+  // A range counts classes in splade_weight_gradient, and strips of kSpladeStrip columns in
+  // splade_hidden_gradient, which needs out_rows * kSpladeStrip floats of scratch memory.
+  void (*splade_weight_gradient)(const SpladeGradient&, int64_t begin, int64_t end);
+  void (*splade_hidden_gradient)(const SpladeGradient&, int64_t begin, int64_t end, float* scratch);
   // Sets out[n] to the sum of column n of a contiguous (rows, columns) matrix. Terms are added from
   // the first row to the last.
   void (*sum_rows)(const double* matrix, int64_t rows, int64_t columns, float* out);

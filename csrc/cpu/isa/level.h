@@ -43,6 +43,10 @@ FASTBERT_DECLARE(embedding_backward)
 FASTBERT_DECLARE(sum_segments)
 FASTBERT_DECLARE(cross_entropy_forward)
 FASTBERT_DECLARE(cross_entropy_backward)
+FASTBERT_DECLARE(splade_maximum)
+FASTBERT_DECLARE(splade_result)
+FASTBERT_DECLARE(splade_weight_gradient)
+FASTBERT_DECLARE(splade_hidden_gradient)
 FASTBERT_DECLARE(sum_rows)
 FASTBERT_DECLARE(attention_backward_scratch)
 FASTBERT_DECLARE(attention_backward)
@@ -69,6 +73,7 @@ FASTBERT_DECLARE(decode_attention)
 #include "../rows/layer_norm_kernel.h"
 #include "../rows/rms_norm_kernel.h"
 #include "../rows/rotary_kernel.h"
+#include "../rows/splade_kernel.h"
 
 #endif
 
@@ -95,6 +100,10 @@ extern const Kernels kKernels = {
     base::sum_segments,
     base::cross_entropy_forward,
     base::cross_entropy_backward,
+    base::splade_maximum,
+    base::splade_result,
+    base::splade_weight_gradient,
+    base::splade_hidden_gradient,
     base::sum_rows,
 #if defined(FASTBERT_LEVEL_TILES)
     right_format_tiled,
