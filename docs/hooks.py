@@ -383,6 +383,8 @@ FUNCTIONS = {
     for function in (
         backends,
         gpu_times,
+        support,
+        evidence,
         speed,
         training,
         targets,
