@@ -13,20 +13,16 @@ from __future__ import annotations
 
 import argparse
 import copy
-import dataclasses
 import os
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import fastbert
-from benchmarks.relative_positions import ERRORS, FORMATS, batch
-from fastbert import json_file
+from benchmarks.beside import FORMATS, compare_encoders, write
 from fastbert.bench.encoder import half_padded
 from fastbert.io.families import FAMILIES
-from fastbert.machine import describe
 
 SHAPES = {
     "1×128": (128,),
@@ -103,29 +99,9 @@ def contest(family: str, form: str, rounds: int, layers: int) -> list[dict[str, 
     }
     rows = []
     for shape, lengths in SHAPES.items():
-        given = batch(lengths)
-        real = given["attention_mask"].bool()
-        with torch.inference_mode():
-            expected = exact(**given).last_hidden_state[real]
-            error = (sides["fastbert"](**given).last_hidden_state[real] - expected).abs().max()
-            if not error <= ERRORS[form]:
-                raise RuntimeError(
-                    f"{family} {form} {shape}: error {error}, allowed {ERRORS[form]}"
-                )
-            seconds: dict[str, list[float]] = {side: [] for side in sides}
-            for turn in range(rounds + 1):
-                for side, model in sides.items():
-                    start = time.perf_counter()
-                    model(**given)
-                    if turn:  # The first call allocates memory.
-                        seconds[side].append(time.perf_counter() - start)
-        rows.append(
-            {
-                "family": family, "format": form, "shape": shape, "error": float(error),
-                **{f"{side} seconds": min(times) for side, times in seconds.items()},
-                **{f"{side} all seconds": times for side, times in seconds.items()},
-            }
-        )  # fmt: skip
+        name = f"{family} {form} {shape}"
+        result = compare_encoders(name, exact, sides, lengths, form, rounds)
+        rows.append({"family": family, "format": form, "shape": shape, **result})
         print(row_of(rows[-1]), flush=True)
     return rows
 
@@ -156,15 +132,8 @@ def main() -> None:
         for form in FORMATS
         for row in contest(family, form, options.rounds, 1 if options.quick else 12)
     ]
-    content = {
-        "machine": dataclasses.asdict(describe()),
-        "threads": options.threads,
-        "rows": rows,
-    }
-    options.out.mkdir(parents=True, exist_ok=True)
-    json_file.write(options.out / "families.json", content, json_file.record)
     page = "\n".join([HEADER, *map(row_of, rows), ""])
-    (options.out / "families.md").write_text(page, encoding="utf-8")
+    write(options.out, "families", options.threads, {"rows": rows}, page)
 
 
 if __name__ == "__main__":

@@ -14,24 +14,19 @@ from __future__ import annotations
 
 import argparse
 import copy
-import dataclasses
 import json
 import os
 import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 import fastbert
-from benchmarks.cpu.worker import resident_peak
-from fastbert import json_file
+from benchmarks.beside import FORMATS, batch, compare_encoders, peak_of_process, write
 from fastbert.bench.encoder import half_padded
-from fastbert.machine import describe
 
 SHAPES = {
     "1×128": (128,),
@@ -40,9 +35,6 @@ SHAPES = {
     "4×512 full": (512,) * 4,
     "4×512 half padded": half_padded(4, 512),
 }
-FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16}
-# The largest error of a hidden state against stock fp32. Hidden states are normal numbers.
-ERRORS = {"fp32": 1e-3, "bf16": 0.25}
 MODELS = ("DeBERTa-base", "XLNet-base")
 MEMORY = ((16, 512, "forward"), (16, 512, "training"))
 # The largest size of a process whose memory is measured, with code and model.
@@ -79,14 +71,6 @@ def build(name: str, layers: int = 12) -> Any:
     return transformers.BertModel(config, add_pooling_layer=False).eval()
 
 
-def batch(lengths: tuple[int, ...]) -> dict[str, Tensor]:
-    """Return random ids, and a mask if the lengths differ."""
-    generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(10, 20000, (len(lengths), max(lengths)), generator=generator)
-    exists = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
-    return {"input_ids": ids, "attention_mask": exists.long()}
-
-
 def contest(name: str, form: str, rounds: int, quick: bool) -> list[dict[str, Any]]:
     """Return a row for each shape of a model in one format.
 
@@ -108,27 +92,8 @@ def contest(name: str, form: str, rounds: int, quick: bool) -> list[dict[str, An
     }
     rows = []
     for shape, lengths in SHAPES.items():
-        given = batch(lengths)
-        real = given["attention_mask"].bool()
-        with torch.inference_mode():
-            expected = exact(**given).last_hidden_state[real]
-            error = (sides["fastbert"](**given).last_hidden_state[real] - expected).abs().max()
-            if not error <= ERRORS[form]:
-                raise RuntimeError(f"{name} {form} {shape}: error {error}, allowed {ERRORS[form]}")
-            seconds: dict[str, list[float]] = {side: [] for side in sides}
-            for turn in range(rounds + 1):
-                for side, model in sides.items():
-                    start = time.perf_counter()
-                    model(**given)
-                    if turn:  # The first call allocates memory.
-                        seconds[side].append(time.perf_counter() - start)
-        rows.append(
-            {
-                "model": name, "format": form, "shape": shape, "error": float(error),
-                **{f"{side} seconds": min(times) for side, times in seconds.items()},
-                **{f"{side} all seconds": times for side, times in seconds.items()},
-            }
-        )  # fmt: skip
+        result = compare_encoders(f"{name} {form} {shape}", exact, sides, lengths, form, rounds)
+        rows.append({"model": name, "format": form, "shape": shape, **result})
         print(row_of(rows[-1]), flush=True)
     return rows
 
@@ -152,21 +117,13 @@ def peak(name: str, engine: str, size: int, length: int, call: str, layers: int)
     given = batch((length,) * size)
     with torch.inference_mode():
         model(**batch((16,)))
-    before = _resident_peak()
+    before = peak_of_process()
     if call == "training":
         model(**given).last_hidden_state.square().mean().backward()
     else:
         with torch.inference_mode():
             model(**given)
-    return _resident_peak() - before
-
-
-def _resident_peak() -> int:
-    # `ru_maxrss` would be no less than the resident memory of the process that started this one.
-    peak = resident_peak()
-    if peak is None:
-        raise RuntimeError("/proc/self/status: got no VmHWM, allowed: a system that reports it")
-    return peak
+    return peak_of_process() - before
 
 
 def memory(name: str, threads: int, quick: bool) -> list[dict[str, Any]]:
@@ -232,15 +189,8 @@ def main() -> None:
         for name in (() if options.no_memory else options.models)
         for row in memory(name, options.threads, options.quick)
     ]
-    content = {
-        "machine": dataclasses.asdict(describe()),
-        "threads": options.threads,
-        "rows": rows,
-        "memory": needs,
-    }
-    options.out.mkdir(parents=True, exist_ok=True)
-    json_file.write(options.out / "relative_positions.json", content, json_file.record)
-    (options.out / "relative_positions.md").write_text(page(content), encoding="utf-8")
+    content = {"rows": rows, "memory": needs}
+    write(options.out, "relative_positions", options.threads, content, page(content))
 
 
 if __name__ == "__main__":

@@ -15,14 +15,13 @@ embeddings of 16 texts of 256 tokens, without dropout.
 from __future__ import annotations
 
 import argparse
-import dataclasses
+import functools
 import json
 import os
 import random
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +29,10 @@ import torch
 from torch import Tensor
 
 import fastbert
+from benchmarks.beside import FORMATS, in_turns, peak_of_process, require_error, write
 from benchmarks.cpu.tasks import mixed
-from benchmarks.cpu.worker import resident_peak
-from fastbert import json_file
 from fastbert.bench.quantized_accuracy import model_folder, real_sentences
-from fastbert.machine import describe
 
-FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # The largest error of an element of an embedding against stock fp32. The elements are below 2.
 ERRORS = {"fp32": 1e-4, "bf16": 0.1}
 # With this bias, about one percent of the largest logits of a text are positive.
@@ -80,6 +76,11 @@ def texts_of(quick: bool) -> dict[str, list[str]]:
     }
 
 
+def encode(texts: list[str], size: int, model: Any) -> None:
+    """Encode texts in batches of a size."""
+    model.encode(texts, batch_size=size)
+
+
 def contest(form: str, rounds: int, quick: bool) -> list[dict[str, Any]]:
     """Return a row for each list of texts, in one format.
 
@@ -101,23 +102,15 @@ def contest(form: str, rounds: int, quick: bool) -> list[dict[str, Any]]:
         expected = exact.encode(texts, convert_to_sparse_tensor=False)
         given = sides["fastbert"].encode(texts, convert_to_sparse_tensor=False)
         error = float((given.float() - expected).abs().max())
-        if not error <= ERRORS[form]:
-            raise RuntimeError(f"{label} {form}: error {error}, allowed {ERRORS[form]}")
-        seconds: dict[str, list[float]] = {side: [] for side in sides}
-        for turn in range(rounds + 1):
-            for side, model in sides.items():
-                start = time.perf_counter()
-                model.encode(texts, batch_size=size)
-                if turn:  # The first call allocates memory.
-                    seconds[side].append(time.perf_counter() - start)
+        require_error(f"{label} {form}", error, ERRORS[form])
+        times = in_turns(sides, functools.partial(encode, texts, size), rounds)
         rows.append(
             {
                 "texts": label,
                 "format": form,
                 "error": error,
                 "positive": float((expected > 0).float().mean()),
-                **{f"{side} seconds": min(times) for side, times in seconds.items()},
-                **{f"{side} all seconds": times for side, times in seconds.items()},
+                **times,
             }
         )
         print(row_of(rows[-1]), flush=True)
@@ -148,21 +141,13 @@ def peak(form: str, engine: str, call: str, layers: int) -> int:
         embeddings(1, 16)
     # Linux then counts the peak of the resident memory from its present size.
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-    before = _resident_peak()
+    before = peak_of_process()
     if call == "training":
         embeddings(SIZE, LENGTH).sum().backward()
     else:
         with torch.inference_mode():
             embeddings(SIZE, LENGTH)
-    return _resident_peak() - before
-
-
-def _resident_peak() -> int:
-    # `ru_maxrss` would be no less than the resident memory of the process that started this one.
-    peak = resident_peak()
-    if peak is None:
-        raise RuntimeError("/proc/self/status: got no VmHWM, allowed: a system that reports it")
-    return peak
+    return peak_of_process() - before
 
 
 def memory(form: str, threads: int, quick: bool) -> list[dict[str, Any]]:
@@ -222,15 +207,8 @@ def main() -> None:
         for form in (() if options.no_memory else FORMATS)
         for row in memory(form, options.threads, options.quick)
     ]
-    content = {
-        "machine": dataclasses.asdict(describe()),
-        "threads": options.threads,
-        "rows": rows,
-        "memory": needs,
-    }
-    options.out.mkdir(parents=True, exist_ok=True)
-    json_file.write(options.out / "splade.json", content, json_file.record)
-    (options.out / "splade.md").write_text(page(content), encoding="utf-8")
+    content = {"rows": rows, "memory": needs}
+    write(options.out, "splade", options.threads, content, page(content))
 
 
 if __name__ == "__main__":

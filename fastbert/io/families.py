@@ -307,6 +307,12 @@ _ROTARY_LAYERS: Names = {
     _NORM: (f"{_LAYERS}post_mlp_layernorm",),
     **_POOLER,
 }
+_ROTARY_DROPOUTS = {
+    "embeddings": "embeddings.dropout",
+    LAYER + "attention.self": f"{_LAYERS}self_attn.attention_dropout",
+    _ATTENTION_NORM: f"{_LAYERS}post_attention_dropout",
+    _NORM: f"{_LAYERS}post_mlp_dropout",
+}
 
 
 def _roberta(model: str, prefix: str = "roberta.", **defaults: Any) -> Family:
@@ -402,13 +408,7 @@ FAMILIES: dict[str, Family] = {
             _FIRST: (f"{_LAYERS}mlp.gate_proj", f"{_LAYERS}mlp.up_proj"),
             _SECOND: (f"{_LAYERS}mlp.down_proj",),
         },
-        {
-            "embeddings": "embeddings.dropout",
-            LAYER + "attention.self": f"{_LAYERS}self_attn.attention_dropout",
-            _ATTENTION_NORM: f"{_LAYERS}post_attention_dropout",
-            LAYER + "output": f"{_LAYERS}mlp.dropout",
-            _NORM: f"{_LAYERS}post_mlp_dropout",
-        },
+        {**_ROTARY_DROPOUTS, LAYER + "output": f"{_LAYERS}mlp.dropout"},
         architectures.gte,
         defaults={
             "vocab_size": 250048,
@@ -440,12 +440,7 @@ FAMILIES: dict[str, Family] = {
             _FIRST: (f"{_LAYERS}mlp.fc1",),
             _SECOND: (f"{_LAYERS}mlp.fc2",),
         },
-        {
-            "embeddings": "embeddings.dropout",
-            LAYER + "attention.self": f"{_LAYERS}self_attn.attention_dropout",
-            _ATTENTION_NORM: f"{_LAYERS}post_attention_dropout",
-            _NORM: f"{_LAYERS}post_mlp_dropout",
-        },
+        _ROTARY_DROPOUTS,
         architectures.jina,
         defaults={
             "vocab_size": 250002,
@@ -574,12 +569,7 @@ FAMILIES: dict[str, Family] = {
             _FIRST: (f"{_LAYERS}mlp.gate_proj", f"{_LAYERS}mlp.up_proj"),
             _SECOND: (f"{_LAYERS}mlp.down_proj",),
         },
-        {
-            "embeddings": "embeddings.dropout",
-            LAYER + "attention.self": f"{_LAYERS}self_attn.attention_dropout",
-            _ATTENTION_NORM: f"{_LAYERS}post_attention_dropout",
-            _NORM: f"{_LAYERS}post_mlp_dropout",
-        },
+        _ROTARY_DROPOUTS,
         architectures.nomic,
         defaults={
             "vocab_size": 30528,
