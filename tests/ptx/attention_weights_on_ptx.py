@@ -1,8 +1,9 @@
-"""Run the kernel of attention weights on the PTX machine; a test runs this program.
+"""Run the two kernels of attention weights on the PTX machine; a test runs this program.
 
     python tests/ptx/attention_weights_on_ptx.py 80|90
 
-No registered case covers this kernel, which has no gradient. The program prints failed comparisons.
+No registered case covers these kernels, which have no gradient. The program prints failed
+comparisons.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 from fastbert import ops, reference
 from fastbert.testing.compare import compare
 from fastbert.testing.ptx.triton_launches import emulated
+from fastbert.testing.selection import find
 from fastbert.testing.yardstick import Yardstick
 
 
@@ -37,6 +39,28 @@ def check(arch: int, dtype: torch.dtype) -> None:
         print(result)
 
 
+def check_relative(arch: int, dtype: torch.dtype, name: str) -> None:
+    case = find("relative_attention", name)[0].inputs(dtype)
+    with emulated(arch, seed=1) as emulator, torch.no_grad():
+        call = {"backend": "triton", "return_weights": True}
+        _, weights = ops.relative_attention(**dict(case.items()), **call)
+    launches = [launch for launch, _ in emulator.reports]
+    assert launches == ["relative_attention_forward", "relative_attention_weights"]
+
+    def run(dtype: torch.dtype) -> torch.Tensor:
+        given = {
+            name: value.to(dtype) if torch.is_tensor(value) and value.is_floating_point() else value
+            for name, value in case.items()
+        }
+        return reference.relative_attention(**given, return_weights=True)[1]
+
+    result = compare("weights", weights, run(torch.float64), Yardstick(lambda: run(dtype)))
+    if not result.passed:
+        print(name, result)
+
+
 if __name__ == "__main__":
     for kind in (torch.float16, torch.bfloat16, torch.float32):
         check(int(sys.argv[1]), kind)
+        for name in ("deberta", "xlnet", "packed"):
+            check_relative(int(sys.argv[1]), kind, name)

@@ -29,14 +29,16 @@ pytestmark = [
     pytest.mark.timeout(1500),
 ]
 
-# The entries are (operation, case, dtype). Together, they reach every launch except attention
-# weights.
+# The entries are (operation, case, dtype). Together, they reach every launch except those of
+# attention weights.
 SUBSET = (
     ("attention", "plain", "bfloat16"),
     ("attention", "bias_gradient", "bfloat16"),
     ("attention", "one_query", "float16"),
     ("attention", "plain", "float32"),
     ("attention_varlen", "spread", "float16"),
+    ("relative_attention", "deberta", "bfloat16"),
+    ("relative_attention", "xlnet", "float16"),
     ("layer_norm", "dropout", "bfloat16"),
     ("rms_norm", "residual", "float16"),
     ("rotary", "strided", "float32"),
@@ -47,8 +49,8 @@ SUBSET = (
     ("embedding", "plain", "bfloat16"),
     ("linear_cross_entropy", "sum", "float16"),
 )
-# No case reaches this launch, so tests/ptx/attention_weights_on_ptx.py runs it.
-WITHOUT_CASE = {"attention_weights"}
+# No case reaches these launches, so tests/ptx/attention_weights_on_ptx.py runs them.
+WITHOUT_CASE = {"attention_weights", "relative_attention_weights"}
 
 
 def available() -> tuple[str, ...]:
