@@ -285,9 +285,10 @@ class _Plan(NamedTuple):
 def _plan(problem: Problem) -> _Plan:
     q = problem.arguments["q_ptr"]
     tile = relative_tile("sums", problem.head_dim, q.dtype, target_of(q))
-    # The least distance is 1 - Lq, and the greatest is Lk - 1.
-    first = -ceil_div(problem.max_q, tile.block_m)
-    diagonals = ceil_div(problem.max_k + tile.block_n, tile.block_m) + 1 - first
+    # A pair belongs to the diagonal of the distance between its query and the first key of its tile.
+    # The least such distance is 1 - Lq, and the greatest is Lk - 1.
+    first = -ceil_div(max(problem.max_q - 1, 0), tile.block_m)
+    diagonals = max(problem.max_k - 1, 0) // tile.block_m + 1 - first
     # Two programs for each multiprocessor keep the GPU busy.
     wanted = ceil_div(2 * multiprocessors(q), max(1, problem.heads * diagonals))
     window = triton.next_power_of_2(tile.block_m + tile.block_n)
