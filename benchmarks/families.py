@@ -22,7 +22,7 @@ import torch
 import fastbert
 from benchmarks.beside import FORMATS, compare_encoders, write
 from fastbert.bench.encoder import half_padded
-from fastbert.io.families import FAMILIES
+from fastbert.io.families import ACCELERATED
 
 SHAPES = {
     "1×128": (128,),
@@ -55,8 +55,12 @@ CHANGES: dict[str, dict[str, Any]] = {
     | {"position_buckets": 256, "norm_rel_ebd": "layer_norm", "share_att_key": True},
     "electra": {"embedding_size": 768},
     "ernie": {"use_task_id": True},
+    "esm": {"position_embedding_type": "rotary", "mask_token_id": 4, "token_dropout": True},
+    "t5": {"d_kv": 64, "d_ff": 3072},
     "modernbert": {"intermediate_size": 1152, "cls_token_id": 2, "sep_token_id": 3},
 }
+# The decoder belongs to the time of Marian, which has a benchmark of its own.
+MODELS = {name: family for name, family in ACCELERATED.items() if name != "marian"}
 HEADER = """| family | format | shape | fastbert, ms | transformers, ms | speed-up |
 |---|---|---|---:|---:|---:|"""
 
@@ -65,14 +69,15 @@ def build(family: str, layers: int = 12) -> Any:
     """Return an encoder of transformers with random weights and without dropout, in eval mode.
 
     Args:
-        family: A key of `FAMILIES`.
+        family: A key of `MODELS`.
         layers: Number of layers.
     """
     import transformers
+    from transformers.models.t5.modeling_t5 import T5Stack
 
     torch.manual_seed(0)
-    kind = getattr(transformers, FAMILIES[family].model)
-    settings = FAMILIES[family].settings
+    kind = T5Stack if family == "t5" else getattr(transformers, MODELS[family].model)
+    settings = MODELS[family].settings
     wanted = {**SIZES, "num_hidden_layers": layers, **CHANGES.get(family, {})}
     known = kind.config_class().to_dict()
     renamed = {settings.get(name, name): value for name, value in wanted.items()}
@@ -84,7 +89,7 @@ def contest(family: str, form: str, rounds: int, layers: int) -> list[dict[str, 
     """Return a row for each shape of a family in one format.
 
     Args:
-        family: A key of `FAMILIES`.
+        family: A key of `MODELS`.
         form: Format of the weights, a key of `FORMATS`.
         rounds: Number of timed calls of each implementation.
         layers: Number of layers.
@@ -119,7 +124,7 @@ def main() -> None:
     """Measure the families, and write ``families.json`` and ``families.md``."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("out/families"))
-    parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES))
+    parser.add_argument("--families", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--rounds", type=int, default=5, help="timed calls of each engine")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--quick", action="store_true", help="one layer; the times are no result")

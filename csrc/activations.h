@@ -10,12 +10,13 @@
 
 namespace fastbert {
 
-// geglu and swiglu are gated activations. They apply GELU or SiLU to the first half of the columns,
-// and multiply the result by the second half of the columns (Shazeer 2020).
-enum class Activation : int32_t { none, gelu, gelu_tanh, relu, silu, geglu, swiglu };
+// geglu, geglu_tanh and swiglu are gated activations. They apply GELU, GELU with tanh or SiLU to
+// the first half of the columns, and multiply the result by the second half of the columns (Shazeer
+// 2020).
+enum class Activation : int32_t { none, gelu, gelu_tanh, relu, silu, geglu, geglu_tanh, swiglu };
 
 // The names of the activations, in the order of the enumerators of Activation.
-inline constexpr const char* kActivationNames[] = {"none", "gelu",  "gelu_tanh", "relu",
-                                                   "silu", "geglu", "swiglu"};
+inline constexpr const char* kActivationNames[] = {"none", "gelu",  "gelu_tanh",  "relu",
+                                                   "silu", "geglu", "geglu_tanh", "swiglu"};
 
 }  // namespace fastbert

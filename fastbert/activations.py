@@ -97,6 +97,7 @@ ACTIVATIONS = {
         Activation("relu", "relu", _relu, _relu_slope, ("relu",), approximate="relu"),
         Activation("silu", "silu", _silu, _silu_slope, ("silu", "swish"), approximate="silu"),
         Activation("geglu", *_exact, ("gelu",), gated=True),
+        Activation("geglu_tanh", *_tanh, ("gelu_new", "gelu_pytorch_tanh"), gated=True),
         Activation("swiglu", "silu", _silu, _silu_slope, ("silu",), gated=True),
     )
 }

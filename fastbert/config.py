@@ -113,8 +113,15 @@ class Architecture:
         rotary_bases: Base of the rotary embedding of each layer; empty without rotary embeddings.
         windows: Largest distance, in tokens, between a query and its keys in each layer; -1 allows
             any distance. Empty if no layer has a limit.
+        head_dim: Width of one attention head; None means ``hidden_size / num_attention_heads``.
+        key_value_heads: Number of heads of the keys and values. As many consecutive heads of the
+            queries share each of them (grouped queries, Ainslie et al. 2023). None means
+            ``num_attention_heads``.
+        attention_scale: Factor of the attention logits; None means ``head_dim ** -0.5``.
         pre_norm: Whether the layer norms are before attention and feed-forward, with another layer
             norm after the last layer (ModernBERT).
+        rms_norm: Whether the norms are RMS norms, without a mean and a bias, if `pre_norm` is set
+            (T5, EuroBERT).
         first_norm: Whether the first layer has a norm before attention, if `pre_norm` is set.
         gated: Whether the first projection of the feed-forward is twice as wide and its output
             becomes ``act(first half) * second half``.
@@ -134,6 +141,7 @@ class Architecture:
         inner_dropout: Dropout probability between the two projections of the feed-forward.
         output_dropout: Dropout probability after the feed-forward; None means
             ``hidden_dropout_prob``.
+        final_dropout: Dropout probability after the norm that follows the last layer.
 
     Raises:
         ValueError: If a value is not allowed. The message names the field.
@@ -150,7 +158,11 @@ class Architecture:
     relative_positions: RelativePositions | None = None
     rotary_bases: tuple[float, ...] = ()
     windows: tuple[int, ...] = ()
+    head_dim: int | None = None
+    key_value_heads: int | None = None
+    attention_scale: float | None = None
     pre_norm: bool = False
+    rms_norm: bool = False
     first_norm: bool = False
     gated: bool = False
     attention_bias: bool = True
@@ -164,10 +176,11 @@ class Architecture:
     attention_output_dropout: float | None = None
     inner_dropout: float = 0.0
     output_dropout: float | None = None
+    final_dropout: float = 0.0
 
     def __post_init__(self) -> None:
         """Check the fields."""
-        for name in ("embedding_size", "groups"):
+        for name in ("embedding_size", "groups", "head_dim", "key_value_heads"):
             value = getattr(self, name)
             check(name, value, f"None or {integer_from(1)}", value is None or is_integer(value, 1))
         start, buckets = self.first_position, self.distance_buckets
@@ -179,12 +192,11 @@ class Architecture:
         check("box_positions", boxes, integer_from(0), is_integer(boxes, 0))
         fits = tasks == 0 or self.type_table
         check("task_types", tasks, "0 without a table of token types", fits)
-        check(
-            "first_norm",
-            self.first_norm,
-            "False without pre_norm",
-            not self.first_norm or self.pre_norm,
-        )
+        for name in ("first_norm", "rms_norm"):
+            value = getattr(self, name)
+            check(name, value, "False without pre_norm", not value or self.pre_norm)
+        value = self.attention_scale
+        check("attention_scale", value, "None or a number", value is None or is_number(value, 0.0))
         relative = self.relative_positions
         known = relative is None or isinstance(relative, RelativePositions)
         check("relative_positions", relative, "None or RelativePositions", known)
@@ -200,6 +212,7 @@ class Architecture:
             "type_table",
             "embedding_norm",
             "pre_norm",
+            "rms_norm",
             "first_norm",
             "gated",
             "attention_bias",
@@ -214,8 +227,9 @@ class Architecture:
             value = getattr(self, name)
             allowed = "None or a number in [0, 1]"
             check(name, value, allowed, value is None or is_number(value, 0.0, 1.0))
-        value = self.inner_dropout
-        check("inner_dropout", value, "a number in [0, 1]", is_number(value, 0.0, 1.0))
+        for name in ("inner_dropout", "final_dropout"):
+            value = getattr(self, name)
+            check(name, value, "a number in [0, 1]", is_number(value, 0.0, 1.0))
 
     @property
     def interleaved(self) -> bool:
@@ -338,12 +352,11 @@ class BertConfig:
         check("problem_type", value, "None, " + ", ".join(PROBLEMS), value in (None, *PROBLEMS))
         names = activations.of_config(self.architecture.gated)
         check("hidden_act", self.hidden_act, ", ".join(names), self.hidden_act in names)
-        check(
-            "hidden_size",
-            self.hidden_size,
-            f"a multiple of num_attention_heads ({self.num_attention_heads})",
-            self.hidden_size % self.num_attention_heads == 0,
-        )
+        heads, groups = self.num_attention_heads, self.architecture.key_value_heads or 1
+        fits = self.architecture.head_dim is not None or self.hidden_size % heads == 0
+        allowed = f"a multiple of num_attention_heads ({heads})"
+        check("hidden_size", self.hidden_size, allowed, fits)
+        check("key_value_heads", groups, f"a divisor of {heads}", heads % groups == 0)
         if self.pad_token_id is not None:
             value = self.pad_token_id
             allowed = f"None or 0 <= id < vocab_size ({self.vocab_size})"
@@ -355,7 +368,7 @@ class BertConfig:
     @property
     def head_dim(self) -> int:
         """Width of one attention head."""
-        return self.hidden_size // self.num_attention_heads
+        return self.architecture.head_dim or self.hidden_size // self.num_attention_heads
 
     @property
     def max_length(self) -> int:

@@ -223,8 +223,8 @@ std::tuple<std::vector<at::Tensor>, int64_t> bert(
     OptionalTensor cu_seqlens;
     if (tokens.cu_seqlens.defined()) cu_seqlens = tokens.cu_seqlens;
     rows = encoder(rows, parameters, scales, cu_seqlens, std::nullopt, std::nullopt, {}, {}, {},
-                   std::nullopt, tokens.batch, tokens.longest, heads, projections, 1, false, eps,
-                   activation, dtype, false)
+                   std::nullopt, tokens.batch, tokens.longest, heads, heads, projections, 1, false,
+                   false, eps, activation, dtype, false)
                .back();
     if (!pooler.empty()) with_context("pooler", pool);
   };

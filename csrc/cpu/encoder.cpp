@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <vector>
 
 #include "attention/operands.h"
@@ -31,11 +32,11 @@ struct Stack {
   at::IntArrayRef windows;   // largest distance between a query and a key for each layer, or empty
   at::TensorList positions;  // kRelativeTensors tensors for each layer, or empty
   std::optional<double> scale;  // of the attention logits; None for the default
-  int64_t batch, max_seqlen, heads;
+  int64_t batch, max_seqlen, heads, key_value_heads;
   // The number of weight tensors of the projections to q, k and v, and the number of weight tensors
   // of the first product of the feed-forward.
   int64_t projections, inner_projections;
-  bool pre_norm;
+  bool pre_norm, rms_norm;
   double eps;
   const std::string& activation;
   at::ScalarType dtype;  // dtype of the products; hidden states keep their own dtype
@@ -68,6 +69,8 @@ void check(const at::Tensor& hidden, at::TensorList parameters, at::TensorList s
                     ", allowed: 1 or 2, and 1 with scales");
   TORCH_CHECK_VALUE(!s.pre_norm || scales.empty(),
                     "pre_norm: got True with scales, allowed: False");
+  TORCH_CHECK_VALUE(s.pre_norm || !s.rms_norm,
+                    "rms_norm: got True without pre_norm, allowed: False");
   const size_t count = parameters_of(s);
   TORCH_CHECK_VALUE(parameters.size() % count == 0, "parameters: got ", parameters.size(),
                     " tensors, allowed: ", count, " for each layer");
@@ -93,9 +96,10 @@ void check(const at::Tensor& hidden, at::TensorList parameters, at::TensorList s
                       "]: got shape ", table.sizes(), ", allowed: (P, ", hidden.size(1),
                       "), or no elements");
   }
-  TORCH_CHECK_VALUE(s.heads >= 1 && hidden.size(1) % s.heads == 0, "heads: got ", s.heads,
-                    ", allowed: a divisor of ", hidden.size(1),
-                    ", the number of columns of hidden");
+  TORCH_CHECK_VALUE(s.heads >= 1, "heads: got ", s.heads, ", allowed: at least 1");
+  TORCH_CHECK_VALUE(s.key_value_heads >= 1 && s.heads % s.key_value_heads == 0,
+                    "key_value_heads: got ", s.key_value_heads, ", allowed: a divisor of ", s.heads,
+                    ", the number of heads");
   TORCH_CHECK_TYPE(s.dtype == hidden.scalar_type() || hidden.scalar_type() == at::kFloat,
                    "dtype: got ", s.dtype, ", allowed: ", hidden.scalar_type(),
                    ", the dtype of hidden, or any of Float, BFloat16, Half if hidden is Float");
@@ -119,17 +123,45 @@ void check(const at::Tensor& hidden, at::TensorList parameters, at::TensorList s
   }
 }
 
-// Computes attention of q, k and v, which follow one another in each row of `qkv`. If the model has
-// rotary embeddings, q and k are first rotated in place. Relative positions take no bias and no
-// window.
-at::Tensor attention(const at::Tensor& qkv, const Layer& layer, const Stack& s) {
-  const int64_t rows = qkv.size(0), head_dim = qkv.size(1) / (3 * s.heads);
+// Returns q, k and v of all heads. In each row of `qkv`, there are fewer heads of k and of v than
+// of q, and consecutive heads of q share a head of k and a head of v.
+at::Tensor repeated(const at::Tensor& qkv, int64_t head_dim, const Stack& s) {
+  const int64_t sharing = s.heads / s.key_value_heads;
+  const at::Tensor all = empty({qkv.size(0), 3 * s.heads * head_dim}, qkv.options());
+  const size_t size = (size_t)(head_dim * qkv.element_size());
+  const char* from = (const char*)qkv.const_data_ptr();
+  char* to = (char*)all.mutable_data_ptr();
+  parallel_for(qkv.size(0), grain_rows(all.size(1)), [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      const char* x = from + (size_t)(row * qkv.size(1)) * qkv.element_size();
+      char* y = to + (size_t)(row * all.size(1)) * all.element_size();
+      std::memcpy(y, x, s.heads * size);
+      x += s.heads * size, y += s.heads * size;
+      for (int64_t head = 0; head < 2 * s.heads; ++head) {
+        std::memcpy(y + head * size, x + head / sharing * size, size);
+      }
+    }
+  });
+  return all;
+}
+
+// Computes attention of q, k and v, which follow one another in each row of `projected`. If the
+// model has rotary embeddings, q and k are first rotated in place. Relative positions take no bias
+// and no window.
+at::Tensor attention(const at::Tensor& projected, const Layer& layer, const Stack& s) {
+  const int64_t rows = projected.size(0), stored_heads = s.heads + 2 * s.key_value_heads;
+  TORCH_CHECK_VALUE(projected.size(1) % stored_heads == 0, "heads: got ", s.heads, " and ",
+                    s.key_value_heads, " of keys, allowed: a divisor of ", projected.size(1),
+                    ", the number of columns of q, k and v, by the heads of all three");
+  const int64_t head_dim = projected.size(1) / stored_heads;
   const double scale = s.scale.value_or(1.0 / std::sqrt((double)head_dim));
   if (!s.rotations.empty()) {
     const at::Tensor* rotation = &s.rotations[2 * layer.number];
-    rotate_in_place(qkv.view({rows, 3 * s.heads, head_dim}), rotation[0], rotation[1], 2 * s.heads,
-                    false);
+    rotate_in_place(projected.view({rows, stored_heads, head_dim}), rotation[0], rotation[1],
+                    s.heads + s.key_value_heads, false);
   }
+  const bool grouped = s.key_value_heads < s.heads;
+  const at::Tensor qkv = grouped ? repeated(projected, head_dim, s) : projected;
   if (!s.positions.empty()) {
     const at::Tensor* given = &s.positions[kRelativeTensors * layer.number];
     const auto table = [&](const at::Tensor& t) {
@@ -189,6 +221,7 @@ at::Tensor activations(const at::Tensor& x, const Layer& layer, const Stack& s) 
 
 at::Tensor normalised(const at::Tensor& x, const OptionalTensor& residual, const at::Tensor* norm,
                       const Stack& s) {
+  if (s.rms_norm) return std::get<0>(rms_norm_forward(x, norm[0], residual, s.eps));
   return std::get<0>(layer_norm_forward(x, norm[0], present(norm[1]), residual, std::nullopt,
                                         std::nullopt, 0.0, s.eps));
 }
@@ -249,13 +282,29 @@ std::vector<at::Tensor> encoder(at::Tensor hidden, at::TensorList parameters, at
                                 const OptionalTensor& bias, at::TensorList rotations,
                                 at::IntArrayRef windows, at::TensorList positions,
                                 std::optional<double> scale, int64_t batch, int64_t max_seqlen,
-                                int64_t heads, int64_t projections, int64_t inner_projections,
-                                bool pre_norm, double eps, const std::string& activation,
-                                at::ScalarType dtype, bool all_states) {
+                                int64_t heads, int64_t key_value_heads, int64_t projections,
+                                int64_t inner_projections, bool pre_norm, bool rms_norm, double eps,
+                                const std::string& activation, at::ScalarType dtype,
+                                bool all_states) {
   OptionalTensor lengths = cu_seqlens;
-  const Stack stack = {lengths,  mask,  bias,       rotations, windows,     positions,
-                       scale,    batch, max_seqlen, heads,     projections, inner_projections,
-                       pre_norm, eps,   activation, dtype};
+  const Stack stack = {lengths,
+                       mask,
+                       bias,
+                       rotations,
+                       windows,
+                       positions,
+                       scale,
+                       batch,
+                       max_seqlen,
+                       heads,
+                       key_value_heads,
+                       projections,
+                       inner_projections,
+                       pre_norm,
+                       rms_norm,
+                       eps,
+                       activation,
+                       dtype};
   check(hidden, parameters, scales, stack);
   if (lengths) {
     // All layers use one private copy of the lengths, so that other threads cannot change the

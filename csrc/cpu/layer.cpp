@@ -214,8 +214,9 @@ void check_layer(const at::Tensor& hidden, at::TensorList parameters, const Laye
                     ", allowed: a divisor of ", size, ", the number of columns of hidden");
   check_parameters(hidden, parameters, s);
   check_eps(s.eps);
-  activation_of(s.activation, {Activation::gelu, Activation::gelu_tanh, Activation::relu,
-                               Activation::silu, Activation::geglu, Activation::swiglu});
+  activation_of(s.activation,
+                {Activation::gelu, Activation::gelu_tanh, Activation::relu, Activation::silu,
+                 Activation::geglu, Activation::geglu_tanh, Activation::swiglu});
   check_result_dtype(s.dtype);
   TORCH_CHECK_VALUE(s.window >= -1, "window: got ", s.window,
                     ", allowed: at least -1, where -1 sets no limit");

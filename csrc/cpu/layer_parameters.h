@@ -36,7 +36,7 @@ inline std::optional<at::Tensor> present(const at::Tensor& t) {
 }
 
 inline bool is_gated(const std::string& activation) {
-  return activation == "geglu" || activation == "swiglu";
+  return activation == "geglu" || activation == "geglu_tanh" || activation == "swiglu";
 }
 
 }  // namespace fastbert::cpu

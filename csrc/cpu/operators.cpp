@@ -101,9 +101,9 @@ TORCH_LIBRARY(fastbert_C, m) {
   m.def(
       "encoder(Tensor hidden, Tensor[] parameters, Tensor[] scales, Tensor? cu_seqlens, "
       "Tensor? mask, Tensor? bias, Tensor[] rotations, int[] windows, Tensor[] positions, "
-      "float? scale, int batch, int max_seqlen, int heads, int projections, "
-      "int inner_projections, bool pre_norm, float eps, str activation, ScalarType dtype, "
-      "bool all_states) -> Tensor[]");
+      "float? scale, int batch, int max_seqlen, int heads, int key_value_heads, int projections, "
+      "int inner_projections, bool pre_norm, bool rms_norm, float eps, str activation, "
+      "ScalarType dtype, bool all_states) -> Tensor[]");
   m.def(
       "bert(Tensor ids, Tensor? mask, Tensor? token_types, Tensor? cu_seqlens, "
       "Tensor[] embedding, Tensor[] parameters, Tensor[] scales, Tensor[] pooler, "

@@ -205,7 +205,7 @@ at::Tensor relative_attention_of_rows(const at::Tensor& qkv, int64_t heads,
                                       int64_t max_seqlen, double scale);
 
 // Returns f(h + bias) with the shape of h (M, N) for "gelu", "gelu_tanh", "relu" and "silu". For
-// the gated "geglu" and "swiglu", h is (M, 2 N) and the result is (M, N).
+// the gated "geglu", "geglu_tanh" and "swiglu", h is (M, 2 N) and the result is (M, N).
 at::Tensor activation_forward(const at::Tensor& h, const OptionalTensor& bias,
                               const std::string& activation);
 
@@ -274,16 +274,18 @@ at::Tensor scatter_rows(const at::Tensor& values, const at::Tensor& indices, int
 // sines for each layer. `windows` is empty or holds, for each layer, the largest distance between a
 // query and a key, where -1 means no limit. `positions` is empty or holds, for each layer, the
 // index and both tables of relative_attention_forward; a table is (positions, N), and has no
-// elements if it is absent. `scale` is the factor of the logits, or None for D ** -0.5. Returns the
+// elements if it is absent. `heads / key_value_heads` consecutive heads of q share a head of k and
+// of v. `scale` is the factor of the logits, or None for D ** -0.5. Returns the
 // last hidden state, or all hidden states with `all_states`.
 std::vector<at::Tensor> encoder(at::Tensor hidden, at::TensorList parameters, at::TensorList scales,
                                 const OptionalTensor& cu_seqlens, const OptionalTensor& mask,
                                 const OptionalTensor& bias, at::TensorList rotations,
                                 at::IntArrayRef windows, at::TensorList positions,
                                 std::optional<double> scale, int64_t batch, int64_t max_seqlen,
-                                int64_t heads, int64_t projections, int64_t inner_projections,
-                                bool pre_norm, double eps, const std::string& activation,
-                                at::ScalarType dtype, bool all_states);
+                                int64_t heads, int64_t key_value_heads, int64_t projections,
+                                int64_t inner_projections, bool pre_norm, bool rms_norm, double eps,
+                                const std::string& activation, at::ScalarType dtype,
+                                bool all_states);
 
 // Runs all layers of a decoder for one new token of each hypothesis, for inference. hidden is (R,
 // N). `parameters` has 18 tensors for each layer, each weight followed by its bias, which may be

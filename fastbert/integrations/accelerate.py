@@ -70,6 +70,8 @@ OUTPUTS = {
     "DebertaModel": "BaseModelOutput",
     "DistilBertModel": "BaseModelOutput",
     "ModernBertModel": "BaseModelOutput",
+    "EuroBertModel": "BaseModelOutput",
+    "T5Stack": "BaseModelOutputWithPastAndCrossAttentions",
     "MarianEncoder": "BaseModelOutput",
 }
 # Models of transformers that are not a `BertModel` of fastbert → the class that computes them.
@@ -296,9 +298,14 @@ def _modules(model: Any) -> dict[str, nn.Module]:
 
 
 def _encoders(outer: nn.Module) -> Iterator[tuple[Any, Any]]:
-    """Yield each encoder in a module with its class in transformers."""
+    """Yield each encoder in a module with its class in transformers.
+
+    The encoder and the decoder of T5 have the same class, and the decoder is left out.
+    """
     names = {family.model for family in ACCELERATED.values()} | OTHERS.keys()
     for module in outer.modules():
+        if module.__dict__.get("is_decoder") is True:
+            continue
         for kind in type(module).__mro__:
             ours = kind.__name__ in names and kind.__module__.startswith("transformers.models.")
             if ours and "fastbert_restores" not in kind.__dict__:

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from fastbert.integrations.hf_modules import (
     EMBEDDING,
-    WITHOUT_EMBEDDINGS,
+    SUMMED,
     Inside,
     Leaf,
     containers_of,
@@ -220,7 +220,7 @@ class BoundEncoder(BoundModel):
             config = config.replace(num_hidden_layers=layers)
         with torch.device("meta"):
             model = BertModel(config, add_pooling_layer=False)
-            if config.model_type in WITHOUT_EMBEDDINGS:
+            if config.model_type in SUMMED:
                 scaled = bool(config.extra.get("scale_embedding"))
                 model.embeddings = SummedEmbeddings(config, scaled=scaled, static=True)
         leaves, drops = leaves_of(model, hf_model), drops_of(model, hf_model)
@@ -414,21 +414,27 @@ def _copied(leaf: Leaf) -> Iterator[Tensor]:
 
 
 def _embed_by_tables(hf_model: Any, given: Mapping[str, Any]) -> Tensor:
-    """Call the tables of an HF model and add their outputs, as its ``forward`` does.
+    """Call the tables of an HF model without an embedding module, as its ``forward`` does.
 
     Args:
-        hf_model: The encoder of transformers.
+        hf_model: The encoder of transformers. Marian adds a table of positions to the scaled word
+            embeddings, and Marian and T5 apply dropout.
         given: ``input_ids`` of shape ``(B, L)`` or ``inputs_embeds`` of shape ``(B, L, H)``, and
             ``position_ids`` or None.
 
     Returns:
         The embedding output of shape ``(B, L, H)``.
     """
-    words = given.get("inputs_embeds")
-    if words is None:
-        words = hf_model.embed_tokens(given["input_ids"]) * hf_model.embed_scale
-    positions = hf_model.embed_positions(words.shape[:-1], position_ids=given.get("position_ids"))
-    return F.dropout(words + positions, hf_model.dropout, hf_model.training)
+    embedded = given.get("inputs_embeds")
+    if embedded is None:
+        embedded = hf_model.embed_tokens(given["input_ids"]) * getattr(hf_model, "embed_scale", 1.0)
+    table = getattr(hf_model, "embed_positions", None)
+    if table is not None:
+        embedded = embedded + table(embedded.shape[:-1], position_ids=given.get("position_ids"))
+    dropout = getattr(hf_model, "dropout", 0.0)
+    if isinstance(dropout, nn.Module):
+        return dropout(embedded)
+    return F.dropout(embedded, dropout, hf_model.training)
 
 
 def _none() -> None:

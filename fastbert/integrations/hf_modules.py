@@ -17,10 +17,10 @@ from fastbert.modules import BertModel
 from fastbert.modules.joined_linear import JoinedLinear
 from fastbert.modules.positions import frequencies
 
-# The HF model's module that embeds the tokens, in every family but those in WITHOUT_EMBEDDINGS. In
-# these families, the tables are direct children of the HF model, which adds them.
+# The HF model's module that embeds the tokens. In some families, the tables are direct children of
+# the HF model instead. In those of SUMMED, the HF model adds two tables.
 EMBEDDING = "embeddings"
-WITHOUT_EMBEDDINGS = ("marian",)
+SUMMED = ("marian",)
 
 
 class Place(NamedTuple):

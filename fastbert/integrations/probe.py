@@ -23,6 +23,8 @@ WIDTHS = {
     "embedding_size": 32,
     "head_dim": 32,
     "d_head": 32,
+    "d_kv": 32,
+    "d_ff": 96,
 }
 WORDS = 200
 LENGTHS = (11, 4, 1, 7)
@@ -85,6 +87,10 @@ def _model(stock: Any, hf_model: Any) -> Any:
     if getattr(config, "layer_types", None):
         config.layer_types = list(config.layer_types)[:layers]
     config.num_hidden_layers = layers
+    groups = getattr(config, "num_key_value_heads", None)
+    if groups is not None:
+        shared = groups < config.num_attention_heads
+        config.num_key_value_heads = 1 if shared else WIDTHS["num_attention_heads"]
     for name, width in WIDTHS.items():
         if getattr(config, name, None) is not None:
             setattr(config, name, width)

@@ -164,13 +164,16 @@ def main() -> None:
 def _kinds() -> frozenset[type]:
     """Return the classes of the modules in the families' default models, and other activations."""
     kinds = set()
-    # The default configuration of ESM has no vocabulary.
-    settings = {"EsmModel": {"vocab_size": 33, "position_embedding_type": "rotary"}}
+    # The default configuration of ESM has no vocabulary, and that of T5 has no gate.
+    settings: dict[str, tuple[dict[str, Any], ...]] = {
+        "EsmModel": ({"vocab_size": 33, "position_embedding_type": "rotary"},),
+        "T5Stack": ({}, {"feed_forward_proj": "gated-gelu"}),
+    }
     for name, module in MODULES.items():
         stock = getattr(importlib.import_module(module), name)
-        config = stock.config_class(**settings.get(name, {}))
-        with torch.device("meta"):
-            kinds |= {type(each) for each in stock(config).modules()}
+        for given in settings.get(name, ({},)):
+            with torch.device("meta"):
+                kinds |= {type(each) for each in stock(stock.config_class(**given)).modules()}
     for activation in ("NewGELUActivation", "GELUTanh", "SiLUActivation"):
         kinds.add(getattr(importlib.import_module("transformers.activations"), activation))
     return frozenset(kinds)

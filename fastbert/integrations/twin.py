@@ -93,6 +93,7 @@ ALLOWED = (
     Allowed("dropout", "EsmSelfAttention", "as at the root"),
     Allowed("dropout", "MarianEncoderLayer", "as at the root"),
     Allowed("dropout", "MarianAttention", "as at the root"),
+    Allowed("dropout", "T5Attention", "as at the root"),
     Allowed("activation_dropout", "MarianEncoderLayer", "as at the root"),
     Allowed("layer_idx", "any", "only a cache of keys and values reads it; an encoder has none"),
 )

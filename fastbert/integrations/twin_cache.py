@@ -46,11 +46,12 @@ ACTIVATION_FIELDS = (
     "hidden_activation",
     "activation_function",
     "ff_activation",
+    "dense_act_fn",
 )
 # All layers of these models are alike except for their numbers, so the twin of such a model has one
-# layer. ALBERT repeats groups of layers, the layers of ModernBERT have two types of attention, and
-# a head of ESM has weights for every layer.
-ALIKE = frozenset(MODULES) - {"AlbertModel", "ModernBertModel", "EsmModel"}
+# layer. ALBERT repeats groups of layers, the layers of ModernBERT have two types of attention, a
+# head of ESM has weights for every layer, and the first layer of T5 has a table of distances.
+ALIKE = frozenset(MODULES) - {"AlbertModel", "ModernBertModel", "EsmModel", "T5Stack"}
 # If the cache has more twins than this number, the least recently used twins are removed.
 KEPT = 16
 

@@ -51,6 +51,11 @@ def _check_head_dim(content: Content) -> None:
     check("head_dim", dim, "None or hidden_size / num_attention_heads", fits)
 
 
+def _own_head_dim(dim: Any, size: Any, heads: Any) -> Any:
+    """Return the width of a head if it is not ``size / heads``, otherwise None."""
+    return None if dim is None or dim * heads == size else dim
+
+
 def after_padding(content: Content) -> Architecture:
     """Return the architecture of RoBERTa: positions are counted from the padding id plus 1."""
     padding = content["pad_token_id"]
@@ -265,6 +270,58 @@ def modernbert(content: Content) -> Architecture:
         inner_dropout=content["mlp_dropout"],
         output_dropout=0.0,
         pooler=False,
+    )
+
+
+def eurobert(content: Content) -> Architecture:
+    """Return the architecture of EuroBERT: RMS norms, rotary positions and grouped queries."""
+    base = _rotary(content, "", content.get("rope_theta") or 10_000.0)
+    heads, groups = content["num_attention_heads"], content["num_key_value_heads"]
+    return Architecture(
+        position_table=False,
+        type_table=False,
+        embedding_norm=False,
+        rotary_bases=(base,) * _layers(content),
+        head_dim=_own_head_dim(content["head_dim"], content["hidden_size"], heads),
+        key_value_heads=None if groups == heads else groups,
+        pre_norm=True,
+        rms_norm=True,
+        first_norm=True,
+        gated=True,
+        attention_bias=content["attention_bias"],
+        feed_forward_bias=content["mlp_bias"],
+        embedding_dropout=0.0,
+        attention_output_dropout=0.0,
+        output_dropout=0.0,
+        pooler=False,
+    )
+
+
+def t5(content: Content) -> Architecture:
+    """Return the architecture of T5's encoder: RMS norms, unscaled logits, a bias by distance."""
+    for name, allowed in (("is_decoder", False), ("relative_attention_max_distance", 128)):
+        value = content[name]
+        check(name, value, str(allowed), value == allowed)
+    buckets, dropped = content["relative_attention_num_buckets"], content["dropout_rate"]
+    return Architecture(
+        position_table=False,
+        type_table=False,
+        embedding_norm=False,
+        distance_buckets=buckets,
+        head_dim=_own_head_dim(content["d_kv"], content["d_model"], content["num_heads"]),
+        attention_scale=1.0,
+        pre_norm=True,
+        rms_norm=True,
+        first_norm=True,
+        gated=content["is_gated_act"],
+        attention_bias=False,
+        feed_forward_bias=False,
+        pooler=False,
+        embedding_dropout=dropped,
+        attention_output_dropout=dropped,
+        inner_dropout=dropped,
+        output_dropout=dropped,
+        final_dropout=dropped,
     )
 
 

@@ -48,6 +48,7 @@ class Family:
         exchanged: Modules in `stored` whose tensors have their halves in the opposite order in a
             checkpoint.
         former: Other prefixes that the names of the encoder's weights may have in a checkpoint.
+        gated: Modules whose names differ if the feed-forward is gated.
         own_embedding: Whether the embedding computes more than a sum of tables and a norm, so that
             an accelerated model calls it. Such a model of transformers takes ``inputs_embeds`` as
             the input of its layers.
@@ -64,6 +65,7 @@ class Family:
     stored: Names = field(default_factory=dict)
     exchanged: tuple[str, ...] = ()
     former: tuple[str, ...] = ()
+    gated: Names = field(default_factory=dict)
     own_embedding: bool = False
 
 
@@ -127,7 +129,8 @@ def pairs(config: BertConfig, stored: bool = False) -> Iterator[tuple[str, tuple
     """
     family = family_of(config.model_type)
     layers = max(config.architecture.order(config.num_hidden_layers)) + 1
-    for name, hf_names in (family.modules | family.stored if stored else family.modules).items():
+    modules = family.modules | (family.gated if config.architecture.gated else {})
+    for name, hf_names in (modules | family.stored if stored else modules).items():
         if "{layer}" not in name:
             yield name, hf_names
             continue
@@ -290,6 +293,7 @@ _ALBERT_LAYER = "encoder.albert_layer_groups.{group}.albert_layers.{inner}."
 _SHARED_LAYER = re.compile(r"encoder\.albert_layer_groups\.(\d+)\.albert_layers\.(\d+)\.")
 _DISTILBERT_LAYER = "transformer.layer.{layer}."
 _LAYERS = "layers.{layer}."
+_BLOCK = "block.{layer}.layer."
 _WITHOUT_NORM = {name: names for name, names in _BERT.items() if name != "embeddings.LayerNorm"}
 # The dropout before the second residual addition of a layer belongs to the layer itself.
 _PRE_NORM_DROPOUTS = {
@@ -655,6 +659,44 @@ FAMILIES: dict[str, Family] = {
         },
         lacks=("classifier_dropout",),
     ),
+    "eurobert": Family(
+        "EuroBertModel",
+        "model.",
+        {
+            "embeddings.word_embeddings": ("embed_tokens",),
+            _QKV: tuple(f"{_LAYERS}self_attn.{part}_proj" for part in "qkv"),
+            _ATTENTION: (f"{_LAYERS}self_attn.o_proj",),
+            _ATTENTION_NORM: (f"{_LAYERS}input_layernorm",),
+            _FIRST: (f"{_LAYERS}mlp.gate_proj", f"{_LAYERS}mlp.up_proj"),
+            _SECOND: (f"{_LAYERS}mlp.down_proj",),
+            _NORM: (f"{_LAYERS}post_attention_layernorm",),
+            "encoder.final_norm": ("norm",),
+        },
+        {LAYER + "attention.self": f"{_LAYERS}self_attn.attention_dropout"},
+        architectures.eurobert,
+        settings={
+            "layer_norm_eps": "rms_norm_eps",
+            "attention_probs_dropout_prob": "attention_dropout",
+        },
+        defaults={
+            "vocab_size": 128256,
+            "hidden_size": 768,
+            "intermediate_size": 3072,
+            "num_hidden_layers": 12,
+            "num_attention_heads": 12,
+            "num_key_value_heads": None,
+            "head_dim": None,
+            "hidden_act": "silu",
+            "max_position_embeddings": 8192,
+            "rms_norm_eps": 1e-5,
+            "pad_token_id": 128001,
+            "attention_bias": False,
+            "attention_dropout": 0.0,
+            "mlp_bias": False,
+            "tie_word_embeddings": False,
+        },
+        lacks=("type_vocab_size", "hidden_dropout_prob", "classifier_dropout"),
+    ),
     "modernbert": Family(
         "ModernBertModel",
         "model.",
@@ -728,6 +770,46 @@ ACCELERATED: dict[str, Family] = {
         },
         lacks=("hidden_act", "type_vocab_size", "classifier_dropout"),
         own_embedding=True,
+    ),
+    "t5": Family(
+        "T5Stack",
+        "encoder.",
+        {
+            "embeddings.word_embeddings": ("embed_tokens",),
+            "encoder.relative_attention_bias": (
+                "block.0.layer.0.SelfAttention.relative_attention_bias",
+            ),
+            _QKV: tuple(f"{_BLOCK}0.SelfAttention.{part}" for part in "qkv"),
+            _ATTENTION: (f"{_BLOCK}0.SelfAttention.o",),
+            _ATTENTION_NORM: (f"{_BLOCK}0.layer_norm",),
+            _FIRST: (f"{_BLOCK}1.DenseReluDense.wi",),
+            _SECOND: (f"{_BLOCK}1.DenseReluDense.wo",),
+            _NORM: (f"{_BLOCK}1.layer_norm",),
+            "encoder.final_norm": ("final_layer_norm",),
+        },
+        {
+            "embeddings": "dropout",
+            LAYER + "attention.self": f"{_BLOCK}0.SelfAttention.dropout",
+            LAYER[:-1]: f"{_BLOCK}0.dropout",
+            LAYER + "output": f"{_BLOCK}1.DenseReluDense.dropout",
+            LAYER + "output_dropout_p": f"{_BLOCK}1.dropout",
+            "encoder.final_dropout_p": "dropout",
+        },
+        architectures.t5,
+        settings={
+            "hidden_size": "d_model",
+            "num_hidden_layers": "num_layers",
+            "num_attention_heads": "num_heads",
+            "intermediate_size": "d_ff",
+            "hidden_act": "dense_act_fn",
+            "attention_probs_dropout_prob": "dropout_rate",
+            "layer_norm_eps": "layer_norm_epsilon",
+        },
+        gated={_FIRST: tuple(f"{_BLOCK}1.DenseReluDense.wi_{i}" for i in range(2))},
+        lacks=(
+            *("type_vocab_size", "max_position_embeddings", "initializer_range"),
+            *("hidden_dropout_prob", "classifier_dropout"),
+        ),
     ),
     "marian": Family(
         "MarianEncoder",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from fastbert.io.names import QKV
 from fastbert.modules.batch_layout import BatchLayout
 from fastbert.modules.dropout import NO_SEEDS, LayerSeeds, Probabilities
 from fastbert.modules.joined_linear import JoinedLinear
-from fastbert.modules.layer_norm import LayerNorm
+from fastbert.modules.layer_norm import norm_of
 from fastbert.modules.linear import Linear
 from fastbert.modules.operation import OperationModule
 from fastbert.modules.plain import deviation
@@ -31,7 +32,8 @@ class BertSelfAttention(OperationModule):
     """Self-attention ``softmax(q kᵀ / √D) v`` for every head of size D, on rows ``(T, H)``.
 
     ``qkv`` is one linear layer from H to 3H columns. State dicts store this layer as the three
-    layers ``query``, ``key`` and ``value``.
+    layers ``query``, ``key`` and ``value``. With grouped queries, there are fewer columns of keys
+    and of values.
 
     Args:
         config: Configuration of the model.
@@ -41,6 +43,9 @@ class BertSelfAttention(OperationModule):
     Attributes:
         rotary: Rotary embedding of the layer; None if the layer has none.
         window: Largest distance, in tokens, between a query and its keys; None allows any distance.
+        scale: Factor of the attention logits; None means ``D ** -0.5``.
+        key_value_heads: Number of heads of the keys and values, each shared by as many heads of the
+            queries.
     """
 
     operation = "attention"
@@ -55,14 +60,17 @@ class BertSelfAttention(OperationModule):
         self.window = window if window >= 0 else None
         self.heads = config.num_attention_heads
         self.head_dim = config.head_dim
+        self.scale = choices.attention_scale
+        self.key_value_heads = choices.key_value_heads or self.heads
         self.dropout_p = Probabilities.of(config).attention
-        size = config.hidden_size
-        self.qkv = Linear(size, 3 * size, backend, bias=choices.attention_bias)
+        columns = (self.heads + 2 * self.key_value_heads) * self.head_dim
+        self.qkv = Linear(config.hidden_size, columns, backend, bias=choices.attention_bias)
         if not choices.interleaved:
-            store_in_parts(self, "qkv", QKV)
+            heads = (self.heads, self.key_value_heads, self.key_value_heads)
+            store_in_parts(self, "qkv", QKV, [each * self.head_dim for each in heads])
 
     def content(self, hidden: Tensor) -> Tensor:
-        """Project rows ``(T, H)`` to queries, keys and values, side by side, ``(T, 3H)``."""
+        """Project rows ``(T, H)`` to the rows of queries, keys and values, side by side."""
         return self.qkv(hidden)
 
     def forward(
@@ -90,14 +98,12 @@ class BertSelfAttention(OperationModule):
         uniform = layout.cu_seqlens is None
         rows = (layout.batch, layout.length) if uniform else (-1,)
         near = None if self.window is None else layout.near(self.window)
-        if self.rotary is not None:
-            qkv = qkv.view(-1, 3 * self.heads, self.head_dim)
-            qkv = self.rotary(qkv, layout.rotations, 2 * self.heads)
-        qkv = qkv.view(*rows, 3, self.heads, self.head_dim)
+        qkv = self.of_heads(qkv, layout).view(*rows, 3, self.heads, self.head_dim)
         options: dict[str, Any] = {
             "mask": layout.mask if near is None else near,
             "window": self.window if near is None else None,
             "bias": None if layout.bias is None else layout.bias.to(qkv.dtype),
+            "scale": self.scale,
             "backend": self.backend,
         }
         dropout: dict[str, Any] = {
@@ -105,7 +111,26 @@ class BertSelfAttention(OperationModule):
             "dropout_seed": dropout_seed,
         }
         out, weights = attend(qkv, layout, output_attentions, options, dropout)
-        return out.reshape(hidden.shape), residual, weights
+        return out.reshape(*hidden.shape[:-1], -1), residual, weights
+
+    def of_heads(self, qkv: Tensor, layout: BatchLayout) -> Tensor:
+        """Rotate projected queries and keys, and repeat the keys and values that heads share.
+
+        Args:
+            qkv: Result of `content`.
+            layout: Division of the rows into sequences.
+
+        Returns:
+            The queries, keys and values of all heads, of shape ``(T, 3 heads, D)``.
+        """
+        qkv = qkv.view(-1, self.heads + 2 * self.key_value_heads, self.head_dim)
+        if self.rotary is not None:
+            qkv = self.rotary(qkv, layout.rotations, self.heads + self.key_value_heads)
+        sharing = self.heads // self.key_value_heads
+        if sharing == 1:
+            return qkv
+        q, kv = qkv.tensor_split((self.heads,), 1)
+        return torch.cat((q, kv.repeat_interleave(sharing, 1)), 1)
 
 
 def project(linear: nn.Module, hidden: Tensor) -> tuple[Tensor, Tensor]:
@@ -194,12 +219,10 @@ class BertSelfOutput(nn.Module):
     def __init__(self, config: BertConfig, backend: str | None = None) -> None:
         """Create the projection and the layer norm."""
         super().__init__()
-        size, choices = config.hidden_size, config.architecture
-        dropout_p = Probabilities.of(config).attention_output
-        self.dense = Linear(size, size, backend, bias=choices.attention_bias)
-        self.LayerNorm = LayerNorm(
-            size, config.layer_norm_eps, dropout_p, backend, choices.norm_bias
-        )
+        size = config.num_attention_heads * config.head_dim
+        bias = config.architecture.attention_bias
+        self.dense = Linear(size, config.hidden_size, backend, bias=bias)
+        self.LayerNorm = norm_of(config, Probabilities.of(config).attention_output, backend)
 
     def forward(
         self, attended: Tensor, hidden: Tensor, dropout_seed: Tensor | None = None
@@ -268,16 +291,20 @@ class BertAttention(nn.Module):
         return self.output(attended, hidden, seeds.attention_output), weights
 
 
-def store_in_parts(module: nn.Module, fused: str, parts: tuple[str, ...]) -> None:
+def store_in_parts(
+    module: nn.Module, fused: str, parts: tuple[str, ...], sizes: Sequence[int]
+) -> None:
     """Register hooks with which a state dict stores one linear layer as several linear layers.
 
     Args:
         module: The module that has the linear layer.
         fused: Name of the linear layer in `module`.
         parts: Names of the linear layers in a state dict, in the order of the outputs.
+        sizes: Number of outputs of each part.
     """
-    module.register_state_dict_post_hook(functools.partial(_split, fused, parts))
-    module.register_load_state_dict_pre_hook(functools.partial(_join, fused, parts))
+    named = dict(zip(parts, sizes, strict=True))
+    module.register_state_dict_post_hook(functools.partial(_split, fused, named))
+    module.register_load_state_dict_pre_hook(functools.partial(_join, fused, named))
 
 
 def _kinds(linear: nn.Module) -> tuple[str, ...]:
@@ -288,7 +315,7 @@ def _kinds(linear: nn.Module) -> tuple[str, ...]:
 
 def _split(
     fused: str,
-    parts: tuple[str, ...],
+    parts: dict[str, int],
     module: nn.Module,
     state: dict[str, Tensor],
     prefix: str,
@@ -299,7 +326,8 @@ def _split(
     Scales and biases are split in the same way.
     """
     kinds = _kinds(getattr(module, fused))
-    tensors = {kind: state.pop(f"{prefix}{fused}.{kind}").chunk(len(parts)) for kind in kinds}
+    sizes = tuple(parts.values())
+    tensors = {kind: state.pop(f"{prefix}{fused}.{kind}").split(sizes) for kind in kinds}
     for i, name in enumerate(parts):
         for kind, chunks in tensors.items():
             state[f"{prefix}{name}.{kind}"] = chunks[i]
@@ -307,7 +335,7 @@ def _split(
 
 def _join(
     fused: str,
-    parts: tuple[str, ...],
+    parts: dict[str, int],
     module: nn.Module,
     state: dict[str, Tensor],
     prefix: str,
@@ -329,7 +357,7 @@ def _join(
         if whole in state:
             unexpected.append(whole)
         parameter = getattr(linear, kind).detach()
-        chunks, kept = list(parameter.chunk(len(parts))), 0
+        chunks, kept = list(parameter.split(tuple(parts.values()))), 0
         for i, name in enumerate(parts):
             key = f"{prefix}{name}.{kind}"
             part = state.pop(key, None)

@@ -15,12 +15,13 @@ from fastbert.modules.chosen_rows import ChosenRows, Reads, choose_rows, run_lay
 from fastbert.modules.dropout import NO_SEEDS, LayerSeeds
 from fastbert.modules.executors import Call
 from fastbert.modules.layer import BertLayer, PreNormLayer
-from fastbert.modules.layer_norm import LayerNorm
+from fastbert.modules.layer_norm import norm_of
 from fastbert.modules.plan import Mode, Plan, plan
 from fastbert.modules.plan_cache import PlanCache
 from fastbert.modules.positions import DistanceBias
 from fastbert.modules.relative_positions import RelativeTable
 from fastbert.ops.backend import Choice
+from fastbert.ops.dropout import dropout
 from fastbert.ops.product import needs_gradient
 
 
@@ -38,6 +39,7 @@ class BertEncoder(nn.Module):
         backend: Requested backend; see ``OperationModule``. None lets each operation choose.
 
     Attributes:
+        final_dropout_p: Dropout probability after the norm that follows the last layer.
         order: Indices in ``layer`` of the layers, in the order in which they run. With groups of
             layers (ALBERT), indices are repeated.
         gradient_checkpointing: Whether activations are computed again in the backward pass.
@@ -57,13 +59,8 @@ class BertEncoder(nn.Module):
         self.relative_positions = (
             RelativeTable(config, backend) if choices.relative_positions is not None else None
         )
-        self.final_norm = (
-            LayerNorm(
-                config.hidden_size, config.layer_norm_eps, backend=backend, bias=choices.norm_bias
-            )
-            if choices.pre_norm
-            else None
-        )
+        self.final_norm = norm_of(config, backend=backend) if choices.pre_norm else None
+        self.final_dropout_p = choices.final_dropout
         self.gradient_checkpointing = False
         self._plans = PlanCache()
 
@@ -126,6 +123,8 @@ class BertEncoder(nn.Module):
             """Store the rows after `number` layers if chosen; return the next layer's input."""
             if number == len(layers) and self.final_norm is not None:
                 rows = self.final_norm(rows)
+            if number == len(layers) and self.training and self.final_dropout_p > 0.0:
+                rows = dropout(rows, self.final_dropout_p)
             if number not in stated:
                 return rows
             state = states[number] = layout.given(rows)

@@ -36,6 +36,8 @@ class Settings(NamedTuple):
 
     Attributes:
         heads: Number of attention heads.
+        key_value_heads: Number of heads of the keys and values.
+        head_dim: Width of a head.
         eps: Term that is added to the variance in layer norms.
         activation: Name of the activation.
         dtype: Dtype in which matrix products are computed.
@@ -50,10 +52,14 @@ class Settings(NamedTuple):
         windows: Largest distance between a query and its keys in each layer, -1 without a limit;
             empty if no layer has a limit.
         relative: The self-attention of each layer with relative positions; empty without them.
+        scale: Factor of the attention logits; None for the default.
         pre_norm: Whether the layer norms are before attention and feed-forward.
+        rms_norm: Whether the norms are RMS norms.
     """
 
     heads: int
+    key_value_heads: int
+    head_dim: int
     eps: float
     activation: str
     dtype: torch.dtype
@@ -64,7 +70,9 @@ class Settings(NamedTuple):
     bases: tuple[float, ...] = ()
     windows: tuple[int, ...] = ()
     relative: tuple[RelativeSelfAttention, ...] = ()
+    scale: float | None = None
     pre_norm: bool = False
+    rms_norm: bool = False
 
 
 class Call(NamedTuple):
@@ -129,7 +137,7 @@ class Executor:
         request = Request(
             hidden.device.type,
             settings.dtype,
-            head_dim=columns // settings.heads,
+            head_dim=settings.head_dim,
             options=() if layout.bias is None else ("bias",),
             activation=settings.activation,
             columns=columns,
@@ -166,6 +174,7 @@ class CpuInference(Executor):
             layout.longest,
             batch=layout.batch,
             heads=settings.heads,
+            key_value_heads=settings.key_value_heads,
             projections=self.projections,
             scales=settings.scales,
             mask=layout.mask,
@@ -173,9 +182,10 @@ class CpuInference(Executor):
             rotations=[part for base in settings.bases for part in layout.rotations[base]],
             windows=settings.windows,
             positions=[table for a in relative for table in a.tables(layout, settings.dtype)],
-            scale=relative[0].scale if relative else None,
+            scale=settings.scale,
             inner_projections=self.inner_projections,
             pre_norm=settings.pre_norm,
+            rms_norm=settings.rms_norm,
             eps=settings.eps,
             activation=settings.activation,
             dtype=settings.dtype,

@@ -8,7 +8,7 @@ from fastbert import ops
 from fastbert.activations import ACTIVATIONS, of_config
 from fastbert.config import BertConfig
 from fastbert.modules.dropout import NO_SEEDS, LayerSeeds, Probabilities
-from fastbert.modules.layer_norm import LayerNorm
+from fastbert.modules.layer_norm import norm_of
 from fastbert.modules.operation import OperationModule
 from fastbert.modules.plain import deviation
 from fastbert.modules.quantized_linear import QuantizedLinear
@@ -56,9 +56,7 @@ class BertOutput(OperationModule):
         self.dense = nn.Linear(config.intermediate_size, size, bias=choices.feed_forward_bias)
         probabilities = Probabilities.of(config)
         self.dropout_p = probabilities.inner
-        self.LayerNorm = LayerNorm(
-            size, config.layer_norm_eps, probabilities.output, backend, choices.norm_bias
-        )
+        self.LayerNorm = norm_of(config, probabilities.output, backend)
 
     def forward(
         self,

@@ -9,7 +9,7 @@ from torch import nn
 from fastbert.modules.attention import BertAttention, BertSelfAttention, BertSelfOutput
 from fastbert.modules.feed_forward import BertIntermediate, BertOutput
 from fastbert.modules.layer import BertLayer, PreNormLayer
-from fastbert.modules.layer_norm import LayerNorm
+from fastbert.modules.layer_norm import LayerNorm, RMSNorm
 from fastbert.modules.linear import Linear
 from fastbert.modules.operation import OperationModule
 from fastbert.modules.plain import deviation, has_backward_hooks
@@ -19,8 +19,9 @@ from fastbert.modules.relative_attention import RelativeSelfAttention
 
 # `MODULES` has the path of each module of a layer and the class that the module must have. A
 # QuantizedLinear may replace any linear layer. A RelativeSelfAttention may replace the
-# self-attention; its projections of positions may be of any class, because they are called. Linear
-# layers and layer norms are in the order of the fields of `LayerWeights`.
+# self-attention; its projections of positions may be of any class, because they are called. An
+# RMSNorm may replace a LayerNorm in a `PreNormLayer`. Linear layers and norms are in the order of
+# the fields of `LayerWeights`.
 ATTENTION, OUTPUT = "attention.self", "output"
 QKV, INNER = "attention.self.qkv", "intermediate.dense"
 MODULES: tuple[tuple[str, type[nn.Module]], ...] = (
@@ -95,6 +96,8 @@ def walk(layer: Any) -> Walked:
             kind = QuantizedLinear
         elif type(module) is nn.Identity and pre_norm and path == NORMS[0]:
             kind = nn.Identity
+        elif type(module) is RMSNorm and pre_norm and path in NORMS:
+            kind = RMSNorm
         elif type(module) is RelativeSelfAttention and path == ATTENTION:
             kind = RelativeSelfAttention
         problem = deviation(module, kind)
@@ -108,6 +111,13 @@ def walk(layer: Any) -> Walked:
         if problem is not None:
             problems[f"{ATTENTION}.rotary"] = problem
     return Walked(modules, problems)
+
+
+def is_square(modules: Modules) -> bool:
+    """Return whether queries, keys and values have as many columns as the rows of the layer."""
+    attention, columns = modules[ATTENTION], modules[NORMS[1]].weight.shape[0]
+    equal = attention.key_value_heads == attention.heads
+    return equal and attention.heads * attention.head_dim == columns
 
 
 def may_choose_rows(walked: Walked) -> bool:
@@ -126,5 +136,11 @@ def may_choose_rows(walked: Walked) -> bool:
         return False
     attention = modules[ATTENTION]
     int8 = type(modules[QKV]) is QuantizedLinear
-    plain = type(attention) is BertSelfAttention
-    return plain and attention.rotary is None and attention.window is None and not int8
+    plain = type(attention) is BertSelfAttention and attention.scale is None
+    return (
+        plain
+        and is_square(modules)
+        and attention.rotary is None
+        and attention.window is None
+        and not int8
+    )

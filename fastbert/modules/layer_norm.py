@@ -1,4 +1,4 @@
-"""Layer norm of a residual sum, with the parameters of ``torch.nn.LayerNorm``."""
+"""Layer norm of a residual sum, with the parameters of ``torch.nn.LayerNorm``, and RMS norm."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fastbert import ops
+from fastbert.config import BertConfig
 from fastbert.io.names import modernise
 from fastbert.modules.operation import OperationModule
 
@@ -77,6 +78,46 @@ class LayerNorm(OperationModule):
     def extra_repr(self) -> str:
         """Return the settings for ``repr``."""
         return f"{self.weight.shape[0]}, eps={self.eps}, dropout_p={self.dropout_p}"
+
+
+class RMSNorm(LayerNorm):
+    """The RMS norm of ``fastbert.ops.rms_norm``, which has no bias.
+
+    Args:
+        size: Size N of the last dimension.
+        eps: Term that is added to the mean of the squares.
+        dropout_p: Dropout probability of a layer, which moves it out of the norm; 0 in a call.
+        backend: Requested backend; see ``OperationModule``. None lets the operation choose.
+    """
+
+    operation = "rms_norm"
+
+    def __init__(
+        self, size: int, eps: float, dropout_p: float = 0.0, backend: str | None = None
+    ) -> None:
+        """Create the weight."""
+        super().__init__(size, eps, dropout_p, backend, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        """Compute the RMS norm of `x`, of shape ``(..., N)``."""
+        return ops.rms_norm(x, self.weight, eps=self.eps, backend=self.backend)
+
+
+def norm_of(config: BertConfig, dropout_p: float = 0.0, backend: str | None = None) -> LayerNorm:
+    """Return a norm of the hidden states, as the architecture of `config` says.
+
+    Args:
+        config: Configuration of the model.
+        dropout_p: Dropout probability of a residual sum; see `LayerNorm`.
+        backend: Requested backend; see ``OperationModule``. None lets the operation choose.
+
+    Returns:
+        A new `LayerNorm` or `RMSNorm`.
+    """
+    size, eps = config.hidden_size, config.layer_norm_eps
+    if config.architecture.rms_norm:
+        return RMSNorm(size, eps, dropout_p, backend)
+    return LayerNorm(size, eps, dropout_p, backend, config.architecture.norm_bias)
 
 
 def _modernise(module: nn.Module, state: dict[str, Tensor], prefix: str, *_: Any) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from fastbert.activations import UNGATED
+from fastbert.modules.attention import BertSelfAttention
 from fastbert.modules.executors import (
     CpuInference,
     CpuTraining,
@@ -38,9 +39,11 @@ from fastbert.modules.layer_modules import (
     OUTPUT,
     QKV,
     Modules,
+    is_square,
     may_choose_rows,
     walk,
 )
+from fastbert.modules.layer_norm import RMSNorm
 from fastbert.modules.plain import has_backward_hooks
 from fastbert.modules.quantized_linear import QuantizedLinear
 from fastbert.modules.relative_attention import RelativeSelfAttention
@@ -185,6 +188,11 @@ def _training(layers: list[Modules], mode: Mode) -> _Planned:
     _require(on_cpu or JoinedLinear not in kinds, "a linear layer is joined")
     _require_uniform_parts(layers)
     _require(not _relative(layers), "attention has relative positions")
+    _require(all(map(is_square, layers)), "queries, keys or values are narrower than the rows")
+    scaled = any(m[ATTENTION].scale is not None for m in layers)
+    _require(not scaled, "attention has a scale of its own")
+    rms = any(type(m[NORMS[1]]) is RMSNorm for m in layers)
+    _require(not rms, "the norms are RMS norms")
     beyond = _beyond_bert(layers)
     absent = _absent() if on_cpu else None
     weights = [_weights(modules, absent) for modules in layers]
@@ -257,7 +265,8 @@ def _inference(layers: list[Modules], mode: Mode) -> _Planned:
         dtype,
         INT8_OPERATIONS if int8 else OPERATIONS,
     )
-    settings = settings._replace(scales=scales, relative=relative)
+    scale = layers[0][ATTENTION].scale
+    settings = settings._replace(scales=scales, relative=relative, scale=scale)
     if settings.backend == "cpu":
         return CpuInference, weights, settings, reason
     dtypes = {mode.dtype, *(tensor.dtype for layer in weights for tensor in layer.of_products())}
@@ -303,6 +312,11 @@ def _beyond_bert(layers: list[Modules]) -> str | None:
             return f"layer.{number} has its layer norms before attention and feed-forward"
         if modules[ATTENTION].rotary is not None or modules[ATTENTION].window is not None:
             return "attention has rotary positions or a window"
+        attention = modules[ATTENTION]
+        if type(attention) is BertSelfAttention and attention.scale is not None:
+            return "attention has a scale of its own"
+        if not is_square(modules):
+            return "queries, keys or values are narrower than the rows"
         if modules[OUTPUT].activation not in UNGATED:
             return f"the activation is {modules[OUTPUT].activation}"
     return None
@@ -311,8 +325,8 @@ def _beyond_bert(layers: list[Modules]) -> str | None:
 def _relative(layers: list[Modules]) -> tuple[RelativeSelfAttention, ...]:
     """Return the self-attention of each layer if the layers have relative positions, or ()."""
     attentions = [modules[ATTENTION] for modules in layers]
-    kinds = {(type(attention), getattr(attention, "scale", None)) for attention in attentions}
-    _require(len(kinds) == 1, "the layers differ in their relative positions")
+    kinds = {(type(attention), attention.scale) for attention in attentions}
+    _require(len(kinds) == 1, "the layers differ in their relative positions or scales")
     return tuple(a for a in attentions if type(a) is RelativeSelfAttention)
 
 
@@ -327,15 +341,18 @@ def _agreed(
     rotaries = [m[ATTENTION].rotary for m in layers if m[ATTENTION].rotary is not None]
     distances = tuple(-1 if m[ATTENTION].window is None else m[ATTENTION].window for m in layers)
     windows = distances if max(distances) >= 0 else ()
-    kinds = {type(m[""]) for m in layers}
+    kinds = {(type(m[""]), type(m[NORMS[1]])) for m in layers}
     _require(
         len(kinds) == 1 and len(rotaries) in (0, len(layers)),
         "the layers differ in their norms or in rotary positions",
     )
-    heads = {modules[ATTENTION].heads for modules in layers}
+    layer_kind, norm_kind = kinds.pop()
+    attentions = [modules[ATTENTION] for modules in layers]
+    heads = {(each.heads, each.key_value_heads, each.head_dim) for each in attentions}
     activations = {modules[OUTPUT].activation for modules in layers}
     # In a `PreNormLayer` encoder, the first layer has an Identity instead of its first norm.
     leaves = [m[path] for m in layers for path in NORMS if type(m[path]) is not nn.Identity]
+    _require({type(norm) for norm in leaves} == {norm_kind}, "the norms of a layer differ")
     eps = {norm.eps for norm in leaves}
     modules = [m[path] for m in layers for path in asking] + rotaries
     requests = {(m.operation, m.backend) for m in modules if type(m) is not nn.Identity}
@@ -344,20 +361,24 @@ def _agreed(
         max(map(len, (heads, activations, eps))) == 1 and len(requested) == len(requests),
         "the layers differ in heads, eps, activation or backend",
     )
-    activation, common = activations.pop(), heads.pop()
+    activation, (common, shared, head_dim) = activations.pop(), heads.pop()
     columns = layers[0][NORMS[1]].weight.shape[0]
     request = Request(
-        mode.device, dtype, columns // common, ("window",) if windows else (), activation,
+        mode.device, dtype, head_dim, ("window",) if windows else (), activation,
         columns=columns, length=mode.length, rows=mode.rows, trained=mode.gradient,
     )  # fmt: skip
-    own = [layers[0][ATTENTION].operation if name == "attention" else name for name in operations]
+    special = {
+        "attention": layers[0][ATTENTION].operation,
+        "layer_norm": norm_kind.operation,
+    }
+    own = [special.get(name, name) for name in operations]
     choice = choose(request, requested, (*own, "rotary") if rotaries else own)
     if not choice.together:
         raise _NoExecutor(choice.reason, choice.backend)
     settings = Settings(
-        common, eps.pop(), activation, dtype, choice.backend, requested,
+        common, shared, head_dim, eps.pop(), activation, dtype, choice.backend, requested,
         bases=tuple(rotary.base for rotary in rotaries), windows=windows,
-        pre_norm=PreNormLayer in kinds,
+        pre_norm=layer_kind is PreNormLayer, rms_norm=norm_kind is RMSNorm,
     )  # fmt: skip
     return settings, choice.reason
 

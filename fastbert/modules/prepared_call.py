@@ -168,7 +168,7 @@ def _executor(model: Any) -> CpuInference | None:
         return None
     dtype = model.embeddings.word_embeddings.weight.dtype
     run = plan(encoder.running(), Mode("cpu", dtype, None, gradient=False)).run
-    return run if type(run) is CpuInference else None
+    return run if type(run) is CpuInference and run.settings.scale is None else None
 
 
 def _arguments(model: Any, run: CpuInference) -> tuple[Any, ...] | None:

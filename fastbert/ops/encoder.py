@@ -38,6 +38,7 @@ def encoder(
     *,
     batch: int,
     heads: int,
+    key_value_heads: int | None = None,
     projections: int = 1,
     scales: Sequence[Tensor] = (),
     mask: Tensor | None = None,
@@ -48,6 +49,7 @@ def encoder(
     scale: float | None = None,
     inner_projections: int = 1,
     pre_norm: bool = False,
+    rms_norm: bool = False,
     eps: float = 1e-12,
     activation: str = "gelu",
     dtype: torch.dtype | None = None,
@@ -60,8 +62,8 @@ def encoder(
     """Run all layers of a BERT encoder in one call, without dropout and without gradients.
 
     The backend ``"triton"`` runs layers of BERT only: it refuses `rotations`, `windows`,
-    `positions`, `scale`, two `inner_projections`, `pre_norm`, a gated `activation` and absent
-    parameters.
+    `positions`, `scale`, fewer `key_value_heads`, two `inner_projections`, `pre_norm`, `rms_norm`,
+    a gated `activation` and absent parameters.
 
     Args:
         hidden: Rows of shape ``(T, H)``: packed sequences if `cu_seqlens` is given, and otherwise
@@ -78,6 +80,8 @@ def encoder(
         max_seqlen: Length of the longest sequence.
         batch: Number of sequences.
         heads: Number of attention heads.
+        key_value_heads: Number of heads of the keys and values, each shared by as many consecutive
+            heads of the queries; `heads` by default.
         projections: Number of linear layers whose results, side by side, are q, k and v. Only the
             backend ``"cpu"`` without int8 weights takes more than 1.
         scales: With int8 weights, `SCALES` tensors for each layer: ``scale`` and ``column_sum`` of
@@ -99,7 +103,8 @@ def encoder(
         pre_norm: Whether the layer norms come before attention and the feed-forward. A layer then
             adds the results of both to its rows without a further norm. Not allowed with int8
             weights.
-        eps: As in `layer_norm`.
+        rms_norm: Whether the norms are those of ``ops.rms_norm``; allowed only with `pre_norm`.
+        eps: As in `layer_norm`, or as in `rms_norm`.
         activation: As in `feed_forward`.
         dtype: Dtype of the results of the products; the dtype of `hidden` by default. The rows
             between the layers have the dtype of `hidden`. Under autocast, `hidden` is fp32, and
@@ -146,9 +151,10 @@ def encoder(
         require(part in PART_BACKENDS, name, repr(part), ", ".join(PART_BACKENDS))
     return _encoder(
         hidden, list(parameters), list(scales), cu_seqlens, mask, bias, list(rotations),
-        list(windows), list(positions), scale, batch, max_seqlen, heads, projections,
-        inner_projections, pre_norm, eps, activation, hidden.dtype if dtype is None else dtype,
-        all_states, attention_backend, feed_forward_backend, layer_norm_backend, backend,
+        list(windows), list(positions), scale, batch, max_seqlen, heads,
+        heads if key_value_heads is None else key_value_heads, projections, inner_projections,
+        pre_norm, rms_norm, eps, activation, hidden.dtype if dtype is None else dtype, all_states,
+        attention_backend, feed_forward_backend, layer_norm_backend, backend,
     )  # fmt: skip
 
 
@@ -230,9 +236,11 @@ def _triton_forward(
     batch: int,
     max_seqlen: int,
     heads: int,
+    key_value_heads: int,
     projections: int,
     inner_projections: int,
     pre_norm: bool,
+    rms_norm: bool,
     eps: float,
     activation: str,
     dtype: torch.dtype,
@@ -244,9 +252,12 @@ def _triton_forward(
     for name, got in (("rotations", rotations), ("windows", windows), ("positions", positions)):
         require(not got, name, f"{len(got)} entries", "none on the triton backend")
     require(scale is None, "scale", scale, "None on the triton backend")
+    allowed = f"{heads} on the triton backend"
+    require(key_value_heads == heads, "key_value_heads", key_value_heads, allowed)
     allowed = "1 on the triton backend"
     require(inner_projections == 1, "inner_projections", inner_projections, allowed)
-    require(not pre_norm, "pre_norm", pre_norm, "False on the triton backend")
+    for name, flag in (("pre_norm", pre_norm), ("rms_norm", rms_norm)):
+        require(not flag, name, flag, "False on the triton backend")
     allowed = f"{', '.join(UNGATED)} on the triton backend"
     require(activation in UNGATED, "activation", repr(activation), allowed)
     layers = _checked_layers(hidden, parameters, heads)
@@ -320,9 +331,10 @@ def _backward(ctx: Any, *gradients: Any) -> dict[str, Tensor]:
 _encoder = operator(
     "encoder(Tensor hidden, Tensor[] parameters, Tensor[] scales, Tensor? cu_seqlens, "
     "Tensor? mask, Tensor? bias, Tensor[] rotations, int[] windows, Tensor[] positions, "
-    "float? scale, SymInt batch, SymInt max_seqlen, int heads, int projections, "
-    "int inner_projections, bool pre_norm, float eps, str activation, ScalarType dtype, "
-    "bool all_states, str attention, str feed_forward, str layer_norm, str backend) -> Tensor[]",
+    "float? scale, SymInt batch, SymInt max_seqlen, int heads, int key_value_heads, "
+    "int projections, int inner_projections, bool pre_norm, bool rms_norm, float eps, "
+    "str activation, ScalarType dtype, bool all_states, str attention, str feed_forward, "
+    "str layer_norm, str backend) -> Tensor[]",
     _fake,
     forward=_forward,
 )

@@ -105,8 +105,8 @@ def feed_forward(
         w2: Second weight of shape ``(M, N)``.
         b2: Second bias of shape ``(M,)``, or None.
         activation: ``"gelu"`` (exact), ``"gelu_tanh"``, ``"relu"`` or ``"silu"``; or a gated
-            activation, ``"geglu"`` or ``"swiglu"``, which multiplies the GELU or SiLU of the first
-            half of the columns by the second half.
+            activation, ``"geglu"``, ``"geglu_tanh"`` or ``"swiglu"``, which multiplies the GELU or
+            SiLU of the first half of the columns by the second half.
         recompute: Whether the backward computes the first product again. The forward then does not
             keep the pre-activation, which saves memory.
         return_residual: As in `linear`.

@@ -14,6 +14,7 @@ from fastbert.reference.feed_forward import activate
 from fastbert.reference.int8_linear import Int8Weight, int8_linear
 from fastbert.reference.layer_norm import layer_norm
 from fastbert.reference.relative_attention import relative_attention
+from fastbert.reference.rms_norm import rms_norm as rms
 from fastbert.reference.rotary import rotary
 
 
@@ -25,6 +26,7 @@ def encoder(
     *,
     batch: int,
     heads: int,
+    key_value_heads: int | None = None,
     projections: int = 1,
     scales: Sequence[Tensor] = (),
     mask: Tensor | None = None,
@@ -35,6 +37,7 @@ def encoder(
     scale: float | None = None,
     inner_projections: int = 1,
     pre_norm: bool = False,
+    rms_norm: bool = False,
     eps: float = 1e-12,
     activation: str = "gelu",
     dtype: torch.dtype | None = None,
@@ -70,6 +73,12 @@ def encoder(
         )  # fmt: skip
         return x if cu_seqlens is not None else x.transpose(1, 2)
 
+    def normed(x: Tensor, weight: Any, b: Any, residual: Tensor | None = None) -> Tensor:
+        if rms_norm:
+            return rms(x, weight, residual=residual, eps=eps)
+        return layer_norm(x, weight, b, residual=residual, eps=eps)
+
+    stored = heads if key_value_heads is None else key_value_heads
     states = []
     count = 8 + 2 * (projections + inner_projections)
     for layer in range(len(parameters) // count):
@@ -85,13 +94,14 @@ def encoder(
         qkv_pair, attention_pair, norm1, inner_pair, outer_pair, norm2 = pairs
         of_layer = scales[8 * layer : 8 * layer + 8]
         qkv_scale, out_scale, inner_scale, outer_scale = (of_layer[i : i + 2] for i in (0, 2, 4, 6))
-        normed = pre_norm and norm1[0] is not None
-        x: Any = layer_norm(hidden, *norm1, eps=eps) if normed else hidden
-        qkv = product(x, qkv_pair, qkv_scale)
+        x: Any = normed(hidden, *norm1) if pre_norm and norm1[0] is not None else hidden
+        qkv = product(x, qkv_pair, qkv_scale).unflatten(1, (heads + 2 * stored, -1))
         if rotations:
-            turned = qkv.view(len(hidden), 3 * heads, -1)
-            qkv = rotary(turned, *rotations[2 * layer : 2 * layer + 2], heads=2 * heads)
-        qkv = qkv.view(*rows, 3, heads, hidden.shape[1] // heads)
+            angles = rotations[2 * layer : 2 * layer + 2]
+            qkv = rotary(qkv, *angles, heads=heads + stored)
+        q, kv = qkv.split((heads, 2 * stored), 1)
+        qkv = torch.cat((q, kv.repeat_interleave(heads // stored, 1)), 1)
+        qkv = qkv.view(*rows, 3, heads, q.shape[-1])
         window = windows[layer] if windows and windows[layer] >= 0 else None
         if positions:
             x = relative(qkv, *positions[3 * layer : 3 * layer + 3])
@@ -99,14 +109,14 @@ def encoder(
             x = attention_qkvpacked(
                 qkv, cu_seqlens, max_seqlen, mask=mask, bias=bias, window=window, scale=scale
             )
-        x = product(x.reshape(hidden.shape), attention_pair, out_scale).to(hidden.dtype)
+        x = product(x.reshape(len(hidden), -1), attention_pair, out_scale).to(hidden.dtype)
         if pre_norm:
             hidden = hidden + x
-            x = layer_norm(hidden, *norm2, eps=eps)
+            x = normed(hidden, *norm2)
         else:
-            x = hidden = layer_norm(x, *norm1, residual=hidden, eps=eps)
+            x = hidden = normed(x, *norm1, residual=hidden)
         x = activate(product(x, inner_pair, inner_scale), activation)
         x = product(x, outer_pair, outer_scale).to(hidden.dtype)
-        hidden = hidden + x if pre_norm else layer_norm(x, *norm2, residual=hidden, eps=eps)
+        hidden = hidden + x if pre_norm else normed(x, *norm2, residual=hidden)
         states.append(hidden)
     return states if all_states else states[-1:]

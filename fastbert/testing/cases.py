@@ -581,6 +581,7 @@ def _cases() -> Iterator[Case]:
     yield case("feed_forward", "relu", 33, 40, 72, activation="relu")
     yield case("feed_forward", "silu", 33, 40, 72, activation="silu")
     yield case("feed_forward", "geglu", 37, 64, 104, activation="geglu")
+    yield case("feed_forward", "geglu_tanh", 31, 40, 72, activation="geglu_tanh")
     yield case("feed_forward", "swiglu", 29, 48, 67, activation="swiglu", bias=False)
     yield case("feed_forward", "recompute", 34, 56, 90, recompute=True)
     yield case("feed_forward", "recompute_geglu", 34, 56, 66, activation="geglu", recompute=True)

@@ -261,9 +261,7 @@ def _layer(
 ) -> Layer:
     module, layout = seen.module, seen.layout
     heads, size = module.heads, module.head_dim
-    qkv = module.content(seen.hidden)
-    if module.rotary is not None:
-        qkv = module.rotary(qkv.view(-1, 3 * heads, size), layout.rotations, 2 * heads)
+    qkv = module.of_heads(module.content(seen.hidden), layout)
     padded = layout.given(qkv.reshape(-1, 3 * heads * size))[0].float()
     queries, keys, values = padded.view(-1, 3, heads, size).permute(1, 2, 0, 3)
     dense = encoder.encoder.layer[encoder.encoder.order[number]].attention.output.dense

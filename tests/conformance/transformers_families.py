@@ -44,11 +44,15 @@ NAMES = {
     "deberta-v2": "DebertaV2",
     "deberta": "Deberta",
     "esm": "Esm",
+    "eurobert": "EuroBert",
+    "t5": "T5",
     "marian": "Marian",
     "xlnet": "XLNet",
 }
 HEADS = (
     "Model",
+    "EncoderModel",
+    "ForConditionalGeneration",
     "MTModel",
     "ForMaskedLM",
     "ForPreTraining",
@@ -103,6 +107,8 @@ OWN: dict[str, dict[str, Any]] = {
         "cls_token_id": None,
         "sep_token_id": None,
     },
+    "eurobert": {"num_key_value_heads": 2, "hidden_act": "silu", "attention_dropout": 0.1},
+    "t5": {"d_kv": 8, "d_ff": 37, "decoder_start_token_id": 0},
     "xlnet": {"d_model": 32, "n_layer": 2, "n_head": 4, "d_inner": 37, "mem_len": 10},
     "marian": {
         **{f"{side}_layers": 2 for side in ("encoder", "decoder")},
@@ -153,7 +159,7 @@ class Conformance(common.ModelTesterMixin, unittest.TestCase):
     """All tests of the mixin. In both modes, each test starts from the same seeds."""
 
     all_model_classes = classes()
-    is_encoder_decoder = FAMILY == "marian"
+    is_encoder_decoder = FAMILY in ("marian", "t5")
 
     def setUp(self) -> None:
         self.model_tester = Tester()

@@ -45,6 +45,8 @@ FAMILIES = (
     "deberta-v2",
     "deberta",
     "esm",
+    "eurobert",
+    "t5",
     "marian",
     "xlnet",
 )

@@ -156,8 +156,13 @@ def encoder() -> Case:
     linear = [(torch.randn(shape) / 8, torch.randn(shape[0])) for shape in shapes]
     norm = (torch.ones(32), torch.zeros(32))
     layer = [*linear[0], *linear[1], *norm, *linear[2], *linear[3], *norm]
-    rest = ([], [], 20, 20, 2, 1, 1, False, 1e-12, "gelu", torch.float32, False)
-    return Case(lambda: OPS.encoder(hidden, layer * 4, [], ends, None, None, *rest), ends, [10])
+    rest = {
+        "rotations": [], "windows": [], "positions": [], "scale": None, "batch": 20,
+        "max_seqlen": 20, "heads": 2, "key_value_heads": 2, "projections": 1,
+        "inner_projections": 1, "pre_norm": False, "rms_norm": False, "eps": 1e-12,
+        "activation": "gelu", "dtype": torch.float32, "all_states": False,
+    }  # fmt: skip
+    return Case(lambda: OPS.encoder(hidden, layer * 4, [], ends, None, None, **rest), ends, [10])
 
 
 def decoder() -> Case:

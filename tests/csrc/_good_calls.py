@@ -310,7 +310,7 @@ def _encoder(calls: dict[str, list[Call]]) -> None:
     calls["use_huge_pages"] = [{"weights": [torch.randn(64, 64), torch.randn(8)]}]
     plain = {
         "rotations": [], "windows": [], "positions": [], "scale": None, "inner_projections": 1,
-        "pre_norm": False,
+        "pre_norm": False, "rms_norm": False, "key_value_heads": HEADS,
     }  # fmt: skip
     index, tables = torch.tensor([4, 3, 2, 1, 0], dtype=torch.int32), torch.randn(4, 5, H)
     positions = [index, *tables[:2], index, *tables[2:]]
@@ -323,6 +323,10 @@ def _encoder(calls: dict[str, list[Call]]) -> None:
         {
             "hidden": hidden, "parameters": floating, "scales": [], **packed_batch, **rest,
             "positions": positions, "scale": 0.25,
+        },
+        {
+            "hidden": hidden, "parameters": floating, "scales": [], **packed_batch, **rest,
+            "scale": 1.0, "pre_norm": True, "rms_norm": True,
         },
     ]  # fmt: skip
 

@@ -76,7 +76,7 @@ def test_the_bits_of_the_operators_inside(isa, operators, rows, products, length
     expected = one_by_one(operators, hidden, layers, ends, max(lengths), "gelu", products)
     actual = operators.encoder(
         hidden, *flat(layers), ends, None, None, [], [], [], None, len(lengths), max(lengths),
-        HEADS, 1, 1, False, 1e-6, "gelu", products, True,
+        HEADS, HEADS, 1, 1, False, False, 1e-6, "gelu", products, True,
     )  # fmt: skip
     assert actual[0].dtype == rows
     assert len(actual) == LAYERS

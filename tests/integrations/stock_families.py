@@ -16,6 +16,7 @@ import transformers
 from quick_cases import long_case
 from torch import Tensor, nn
 from transformers.models.marian.modeling_marian import MarianEncoder
+from transformers.models.t5.modeling_t5 import T5Stack
 
 from fastbert.parity.gradients import FACTOR, REASON, kinds
 from fastbert.testing.compare import assert_close
@@ -108,6 +109,11 @@ FAMILIES: dict[str, Stock] = {
             "type_vocab_size": 2,
         },
     ),
+    # Two heads of queries share a head of keys and values. The heads are narrower than BERT's.
+    "eurobert": Stock(
+        "EuroBert",
+        {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 20, "mask_token_id": 4},
+    ),
     # The first and last layers attend to all tokens. The second attends to 4 tokens on each side.
     "modernbert": Stock(
         "ModernBert",
@@ -120,7 +126,7 @@ FAMILIES: dict[str, Stock] = {
         },
     ),
 }
-# The families that fastbert.accelerate serves. The head "Model" of Marian is the encoder alone.
+# The families that fastbert.accelerate serves. The head "Model" of Marian and T5 is the encoder.
 ACCELERATED: dict[str, Stock] = {
     **FAMILIES,
     "esm": Stock(
@@ -131,6 +137,20 @@ ACCELERATED: dict[str, Stock] = {
             "position_embedding_type": "rotary",
             "emb_layer_norm_before": False,
             "token_dropout": True,
+        },
+    ),
+    "t5": Stock(
+        "T5",
+        {
+            "d_model": 144,
+            "num_layers": 2,
+            "num_heads": 3,
+            "d_kv": 40,
+            "d_ff": 64,
+            "dropout_rate": 0.0,
+            "feed_forward_proj": "gated-gelu",
+            "use_cache": False,
+            "tie_word_embeddings": True,
         },
     ),
     "marian": Stock(
@@ -169,13 +189,16 @@ def build(family: str, head: str = "Model", seed: int = 0, **changes: Any) -> An
     known = kind().to_dict()
     sizes = {key: value for key, value in SIZES.items() if key in known}
     config = kind(**sizes | own | changes, attn_implementation="eager")
-    is_encoder = (family, head) == ("marian", "Model")
-    made = MarianEncoder if is_encoder else getattr(transformers, name + head)
+    encoder = {"marian": MarianEncoder, "t5": T5Stack}.get(family) if head == "Model" else None
+    made = encoder or getattr(transformers, name + head)
     model = made(config).eval()
     with torch.no_grad():
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
             if parameter.requires_grad:
                 parameter.add_(0.1 * torch.randn_like(parameter))
+            # T5 does not scale its logits.
+            if family == "t5" and name.endswith("Attention.q.weight"):
+                parameter.mul_(0.15)
     return model
 
 

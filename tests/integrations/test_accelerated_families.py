@@ -153,6 +153,8 @@ def test_a_head_with_a_loss(family, padding, head) -> None:
 
 DROPPING: dict[str, dict[str, Any]] = {
     "distilbert": {"dropout": 0.5, "attention_dropout": 0.5},
+    "eurobert": {"attention_dropout": 0.5},
+    "t5": {"dropout_rate": 0.5},
     "modernbert": {"attention_dropout": 0.5, "mlp_dropout": 0.5, "embedding_dropout": 0.5},
     "marian": {"dropout": 0.5, "attention_dropout": 0.5, "activation_dropout": 0.5},
 }

@@ -13,25 +13,21 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from stock_families import PADDINGS, assert_gradients_close, build, call, gradients, in_dtype
+from encoder_decoder_cases import assert_all_close, inputs, parts_of, sides_of, step
+from stock_families import PADDINGS, assert_gradients_close, build, gradients, in_dtype
 from stock_families import inputs as sources
 from tiny_models import rows_computed
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.utils import prune
 from transformers.models.marian import modeling_marian
 
 import fastbert
 from fastbert.integrations.accelerate import _warn_once, bound_encoders, obstacles
-from fastbert.testing.compare import assert_close
 from fastbert.testing.yardstick import each, run_sides
 
 pytestmark = pytest.mark.each_value
 
 ENCODER = "model.encoder"
-PARTS = (
-    *("loss", "logits", "encoder_hidden_states", "encoder_attentions"),
-    *("decoder_hidden_states", "decoder_attentions", "cross_attentions"),
-)
 
 
 @pytest.fixture(autouse=True)
@@ -43,60 +39,6 @@ def marian(dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
     model = build("marian", "MTModel", **changes)
     model.final_logits_bias.normal_(generator=torch.Generator().manual_seed(4))
     return in_dtype(model, dtype)
-
-
-def sides_of(model: Any) -> tuple[Any, Any, Any]:
-    """Return the accelerated model, the stock model in float64, and the stock model itself."""
-    return fastbert.accelerate(copy.deepcopy(model)), in_dtype(model, torch.float64), model
-
-
-def inputs(padding: str, rows: int = 3) -> dict[str, Tensor]:
-    """Return a batch of sources, and of targets of 9 tokens with padding on the right."""
-    generator = torch.Generator().manual_seed(6)
-    targets = torch.randint(2, 97, (rows, 10), generator=generator)
-    lengths = torch.randint(1, 10, (rows, 1), generator=generator)
-    exists = torch.arange(9) < lengths
-    return sources(padding, "marian", rows) | {
-        "decoder_input_ids": targets[:, :-1].where(exists, 0),
-        "decoder_attention_mask": exists.long(),
-        "labels": targets[:, 1:].where(exists, -100),
-    }
-
-
-def parts_of(side: Any, batch: dict[str, Tensor], everything: bool = True) -> dict[str, Tensor]:
-    """Return the outputs of a model, without the states and queries at padding of the sources."""
-    options = {"output_hidden_states": everything, "output_attentions": everything}
-    out = call(side, batch, **options)
-    real = batch["attention_mask"].bool()
-    parts = {}
-    for name in PARTS:
-        value = out.get(name)
-        if isinstance(value, tuple):
-            value = torch.stack(value)
-        if name == "encoder_attentions" and value is not None:
-            value = value.transpose(2, 3)
-        if value is not None:
-            parts[name] = value[:, real] if name.startswith("encoder") else value
-    return parts
-
-
-def step(side: Any, batch: dict[str, Tensor], everything: bool) -> tuple[Any, Any]:
-    """Return the outputs, and the gradients of the loss or of a sum of all outputs."""
-    side.zero_grad()
-    parts = parts_of(side, batch, everything)
-    objective = parts["loss"]
-    if everything:
-        torch.manual_seed(2)
-        terms = [(part * torch.randn_like(part.float())).flatten().sum() for part in parts.values()]
-        objective = torch.stack(terms).sum()
-    objective.backward()
-    return {name: part.detach() for name, part in parts.items()}, gradients(side)
-
-
-def assert_all_close(outs: list[Any]) -> None:
-    assert outs[0].keys() == outs[1].keys()
-    for name in outs[0]:
-        assert_close(name, *each(itemgetter(name), *outs))
 
 
 # Outputs, losses and gradients

@@ -1,8 +1,8 @@
-"""One call computes all layers of ModernBERT, NomicBERT, GTE, Megatron BERT and DeBERTa.
+"""One call computes all layers of families that differ from BERT, such as ModernBERT and DeBERTa.
 
-Their layers have rotary or relative positions, a gated feed-forward, windows or norms before the
-blocks. The results agree with float64 and with a call per layer, and do not depend on other
-sequences of the batch.
+Their layers have rotary or relative positions, a gated feed-forward, windows, norms before the
+blocks, RMS norms, or fewer heads of keys than of queries. The results agree with float64 and with a
+call per layer, and do not depend on other sequences of the batch.
 """
 
 from __future__ import annotations
@@ -48,6 +48,23 @@ FAMILIES = {
     "gte": {"type_vocab_size": 2},
     # The first layer has a norm before attention, and the embeddings have none.
     "megatron-bert": {},
+    # Two heads of queries share a head of keys, and the heads are narrower than BERT's.
+    "eurobert": {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 12},
+    # The encoder has a bias by distance, and the logits have no scale.
+    "t5": {
+        "d_model": 64,
+        "num_layers": 4,
+        "num_heads": 2,
+        "d_kv": 20,
+        "d_ff": 80,
+        "dense_act_fn": "gelu_new",
+        "is_gated_act": True,
+        "is_decoder": False,
+        "dropout_rate": 0.0,
+        "layer_norm_epsilon": 1e-6,
+        "relative_attention_num_buckets": 32,
+        "relative_attention_max_distance": 128,
+    },
     "deberta-v2": {
         "relative_attention": True,
         "position_buckets": 16,
@@ -216,7 +233,10 @@ HOOKED = ("", "attention.self", "attention.self.qkv", "intermediate.dense", "out
     ("family", "name"),
     [
         *((family, name) for family in FAMILIES for name in HOOKED),
-        *((family, "attention.self.rotary") for family in ("modernbert", "nomic_bert", "gte")),
+        *(
+            (family, "attention.self.rotary")
+            for family in ("modernbert", "nomic_bert", "gte", "eurobert")
+        ),
     ],
 )
 def test_a_hook_fires(family, name) -> None:
@@ -340,6 +360,12 @@ def bad_calls() -> dict[str, tuple[dict[str, Any], str]]:
             r"^position_keys: got None, allowed: a tensor",
         ),
         "index": ({"positions": [index[1:], table, table] * 2}, r"^index: got shape \[2\]"),
+        "heads": (
+            {"heads": 5, "key_value_heads": 5},
+            r"^heads: got 5 and 5 of keys, allowed: a div",
+        ),
+        "key_value_heads": ({"key_value_heads": 3}, r"^key_value_heads: got 3, allowed: a divisor"),
+        "rms_norm": ({"rms_norm": True}, r"^rms_norm: got True without pre_norm, allowed: False"),
         "inner": ({"inner_projections": 3}, r"^inner_projections: got 3, allowed: 1 or 2"),
         "activation": ({"activation": "glu"}, r"^activation: got 'glu', allowed: gelu"),
         "angles": ({"rotations": [cos[:3]] * 4}, r"^cos: got shape \[3, 2\]"),

@@ -2004,8 +2004,8 @@ OPERANDS = (
         "names_of_two_activations_exchanged",
         "cpu_activation_operands",
         "csrc/activations.h",
-        '"geglu", "swiglu"',
-        '"swiglu", "geglu"',
+        '"geglu_tanh", "swiglu"',
+        '"swiglu", "geglu_tanh"',
     ),
     Fault(
         "gradient_of_fewer_rows_taken",

@@ -127,6 +127,7 @@ FASTBERT_INLINE void with_activation(Activation activation, Body body) {
     case Activation::silu:
       return body(Each<Silu>{});
     case Activation::geglu:  // Gated activations need whole rows; see rows/activation_kernel.h.
+    case Activation::geglu_tanh:
     case Activation::swiglu:
       __builtin_unreachable();
   }

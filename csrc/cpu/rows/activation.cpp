@@ -4,6 +4,7 @@
 #include <tuple>
 
 #include "../isa/dispatch.h"
+#include "../layer_parameters.h"
 #include "../operands.h"
 #include "../operators.h"
 
@@ -11,14 +12,15 @@ namespace fastbert::cpu {
 namespace {
 
 Activation row_activation(const std::string& name) {
-  return activation_of(name, {Activation::gelu, Activation::gelu_tanh, Activation::relu,
-                              Activation::silu, Activation::geglu, Activation::swiglu});
+  return activation_of(name,
+                       {Activation::gelu, Activation::gelu_tanh, Activation::relu, Activation::silu,
+                        Activation::geglu, Activation::geglu_tanh, Activation::swiglu});
 }
 
 // Checks the arguments of an activation, and returns the number of columns of its result.
 int64_t check_activation(const at::Tensor& h, const OptionalTensor& bias, Activation activation) {
   check_pre_activation(h, bias);
-  if (activation != Activation::geglu && activation != Activation::swiglu) return h.size(1);
+  if (!is_gated(kActivationNames[(size_t)activation])) return h.size(1);
   TORCH_CHECK_VALUE(h.size(1) % 2 == 0, "h: got shape ", h.sizes(),
                     ", allowed: an even number of columns for a gated activation");
   return h.size(1) / 2;

@@ -105,6 +105,8 @@ FASTBERT_INLINE void with_function(const P& p, Body body) {
       return body(Format{}, Silu{}, Ungated{});
     case Activation::geglu:
       return body(Format{}, Gelu{}, Gated{});
+    case Activation::geglu_tanh:
+      return body(Format{}, GeluTanh{}, Gated{});
     case Activation::swiglu:
       return body(Format{}, Silu{}, Gated{});
   }

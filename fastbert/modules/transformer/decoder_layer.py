@@ -84,7 +84,7 @@ class CausalSelfAttention(_HeadsModule):
         """Create the projection and register the state-dict hooks."""
         super().__init__(config, backend, number)
         self.qkv = Linear(config.hidden_size, 3 * config.hidden_size, backend)
-        store_in_parts(self, "qkv", QKV)
+        store_in_parts(self, "qkv", QKV, (config.hidden_size,) * 3)
 
     def forward(self, rows: Tensor, attention: Attention) -> tuple[Tensor, Tensor, Tensor | None]:
         """Compute the attention of all heads.
@@ -114,7 +114,7 @@ class CrossAttention(_HeadsModule):
         super().__init__(config, backend, number)
         self.query = Linear(config.hidden_size, config.hidden_size, backend)
         self.kv = Linear(config.hidden_size, 2 * config.hidden_size, backend)
-        store_in_parts(self, "kv", QKV[1:])
+        store_in_parts(self, "kv", QKV[1:], (config.hidden_size,) * 2)
 
     def forward(self, rows: Tensor, attention: Attention) -> tuple[Tensor, Tensor, Tensor | None]:
         """Compute the attention of all heads; as in `CausalSelfAttention.forward`."""
