@@ -97,9 +97,10 @@ void check(const at::Tensor& hidden, at::TensorList parameters, at::TensorList s
                       "), or no elements");
   }
   TORCH_CHECK_VALUE(s.heads >= 1, "heads: got ", s.heads, ", allowed: at least 1");
-  TORCH_CHECK_VALUE(s.key_value_heads >= 1 && s.heads % s.key_value_heads == 0,
+  TORCH_CHECK_VALUE(s.key_value_heads >= 1 && s.heads % s.key_value_heads == 0 &&
+                        (s.key_value_heads == s.heads || scales.empty()),
                     "key_value_heads: got ", s.key_value_heads, ", allowed: a divisor of ", s.heads,
-                    ", the number of heads");
+                    ", the number of heads, and ", s.heads, " with scales");
   TORCH_CHECK_TYPE(s.dtype == hidden.scalar_type() || hidden.scalar_type() == at::kFloat,
                    "dtype: got ", s.dtype, ", allowed: ", hidden.scalar_type(),
                    ", the dtype of hidden, or any of Float, BFloat16, Half if hidden is Float");

@@ -81,7 +81,7 @@ def encoder(
         batch: Number of sequences.
         heads: Number of attention heads.
         key_value_heads: Number of heads of the keys and values, each shared by as many consecutive
-            heads of the queries; `heads` by default.
+            heads of the queries; `heads` by default, and the only value with int8 weights.
         projections: Number of linear layers whose results, side by side, are q, k and v. Only the
             backend ``"cpu"`` without int8 weights takes more than 1.
         scales: With int8 weights, `SCALES` tensors for each layer: ``scale`` and ``column_sum`` of

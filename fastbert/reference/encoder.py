@@ -73,10 +73,10 @@ def encoder(
         )  # fmt: skip
         return x if cu_seqlens is not None else x.transpose(1, 2)
 
-    def normed(x: Tensor, weight: Any, b: Any, residual: Tensor | None = None) -> Tensor:
+    def normed(x: Tensor, norm: Any, residual: Tensor | None = None) -> Tensor:
         if rms_norm:
-            return rms(x, weight, residual=residual, eps=eps)
-        return layer_norm(x, weight, b, residual=residual, eps=eps)
+            return rms(x, norm[0], residual=residual, eps=eps)
+        return layer_norm(x, *norm, residual=residual, eps=eps)
 
     stored = heads if key_value_heads is None else key_value_heads
     states = []
@@ -94,7 +94,7 @@ def encoder(
         qkv_pair, attention_pair, norm1, inner_pair, outer_pair, norm2 = pairs
         of_layer = scales[8 * layer : 8 * layer + 8]
         qkv_scale, out_scale, inner_scale, outer_scale = (of_layer[i : i + 2] for i in (0, 2, 4, 6))
-        x: Any = normed(hidden, *norm1) if pre_norm and norm1[0] is not None else hidden
+        x: Any = normed(hidden, norm1) if pre_norm and norm1[0] is not None else hidden
         qkv = product(x, qkv_pair, qkv_scale).unflatten(1, (heads + 2 * stored, -1))
         if rotations:
             angles = rotations[2 * layer : 2 * layer + 2]
@@ -112,11 +112,11 @@ def encoder(
         x = product(x.reshape(len(hidden), -1), attention_pair, out_scale).to(hidden.dtype)
         if pre_norm:
             hidden = hidden + x
-            x = normed(hidden, *norm2)
+            x = normed(hidden, norm2)
         else:
-            x = hidden = normed(x, *norm1, residual=hidden)
+            x = hidden = normed(x, norm1, hidden)
         x = activate(product(x, inner_pair, inner_scale), activation)
         x = product(x, outer_pair, outer_scale).to(hidden.dtype)
-        hidden = hidden + x if pre_norm else normed(x, *norm2, residual=hidden)
+        hidden = hidden + x if pre_norm else normed(x, norm2, hidden)
         states.append(hidden)
     return states if all_states else states[-1:]

@@ -315,6 +315,9 @@ def _encoder(calls: dict[str, list[Call]]) -> None:
     index, tables = torch.tensor([4, 3, 2, 1, 0], dtype=torch.int32), torch.randn(4, 5, H)
     positions = [index, *tables[:2], index, *tables[2:]]
     rest = plain | rest | {"all_states": True}
+    # Both heads of queries share a head of keys and a head of values.
+    stored = 2 * H
+    grouped = [p[:stored] if i % 12 < 2 else p for i, p in enumerate(floating)]
     calls["encoder"] = [
         {"hidden": hidden, "parameters": floating, "scales": [], **dense, **rest},
         {"hidden": hidden, "parameters": integer, "scales": scales, **packed_batch, **rest},
@@ -325,8 +328,8 @@ def _encoder(calls: dict[str, list[Call]]) -> None:
             "positions": positions, "scale": 0.25,
         },
         {
-            "hidden": hidden, "parameters": floating, "scales": [], **packed_batch, **rest,
-            "scale": 1.0, "pre_norm": True, "rms_norm": True,
+            "hidden": hidden, "parameters": grouped, "scales": [], **packed_batch, **rest,
+            "scale": 1.0, "key_value_heads": 1, "pre_norm": True, "rms_norm": True,
         },
     ]  # fmt: skip
 
@@ -360,7 +363,7 @@ def _layer(ops: Any, calls: dict[str, list[Call]]) -> None:
     attention and feed-forward, but lacks the first norm. It has a rotation, a window and a gate.
     """
     calls["sum_rows"] = [{"x": torch.randn(T, H).to(dtype)} for dtype in PRODUCTS]
-    _, _, parted, rotated, _ = calls["encoder"]
+    _, _, parted, rotated, *_ = calls["encoder"]
     every = {
         "hidden": torch.randn(T, H), "parameters": calls["encoder"][0]["parameters"][:12],
         "rotation": [], "batch": 2, "max_seqlen_k": 3, "heads": HEADS, "projections": 1,

@@ -103,7 +103,7 @@ HARMLESS = (
         r"addend|bias|(inner|outer)_bias|dbias|mask|residual|x_bias|ignored|heads|rows|cu_seqlens",
         r"None",
     ),
-    (r".*", r"all_states|has_bias|inverse|recompute|save|sum_rows|pre_norm", r"1\.5|None|not"),
+    (r".*", r"all_states|has_bias|inverse|recompute|save|sum_rows|(pre|rms)_norm", r"1\.5|None|not"),
     # An empty tensor represents an absent parameter.
     (
         r"(encoder|bert|layer_\w+ward|decoder_step)/.*",
