@@ -111,6 +111,9 @@ class Architecture:
             attention bias, which all layers share (MPNet); 0 means no bias.
         relative_positions: Relative positions in the logits of attention; None if there are none.
         rotary_bases: Base of the rotary embedding of each layer; empty without rotary embeddings.
+        rotary_table: Whether the encoder has a table with the sines and cosines of each position,
+            with which all layers rotate the pairs of neighbouring elements of a head (RoFormer).
+        rotary_values: Whether the values are rotated too, if `rotary_table` is set.
         windows: Largest distance, in tokens, between a query and its keys in each layer; -1 allows
             any distance. Empty if no layer has a limit.
         head_dim: Width of one attention head; None means ``hidden_size / num_attention_heads``.
@@ -157,6 +160,8 @@ class Architecture:
     distance_buckets: int = 0
     relative_positions: RelativePositions | None = None
     rotary_bases: tuple[float, ...] = ()
+    rotary_table: bool = False
+    rotary_values: bool = False
     windows: tuple[int, ...] = ()
     head_dim: int | None = None
     key_value_heads: int | None = None
@@ -192,6 +197,8 @@ class Architecture:
         check("box_positions", boxes, integer_from(0), is_integer(boxes, 0))
         fits = tasks == 0 or self.type_table
         check("task_types", tasks, "0 without a table of token types", fits)
+        value = self.rotary_values
+        check("rotary_values", value, "False without rotary_table", not value or self.rotary_table)
         for name in ("first_norm", "rms_norm"):
             value = getattr(self, name)
             check(name, value, "False without pre_norm", not value or self.pre_norm)
@@ -211,6 +218,8 @@ class Architecture:
             "position_table",
             "type_table",
             "embedding_norm",
+            "rotary_table",
+            "rotary_values",
             "pre_norm",
             "rms_norm",
             "first_norm",

@@ -109,7 +109,7 @@ FAMILIES = (
     "deberta-v2 deberta xlnet",
     "data2vec-text ernie roberta-prelayernorm xlm-roberta-xl",
     "layoutlm megatron-bert gte jina_embeddings_v3 esm",
-    "eurobert t5 marian",
+    "roformer eurobert t5 marian",
 )
 MUTATIONS = 16
 # Name of a gate → arguments of make. A gate that exceeds the time limit is split into parts.

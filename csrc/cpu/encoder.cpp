@@ -222,7 +222,11 @@ at::Tensor activations(const at::Tensor& x, const Layer& layer, const Stack& s) 
 
 at::Tensor normalised(const at::Tensor& x, const OptionalTensor& residual, const at::Tensor* norm,
                       const Stack& s) {
-  if (s.rms_norm) return std::get<0>(rms_norm_forward(x, norm[0], residual, s.eps));
+  if (s.rms_norm) {
+    TORCH_CHECK_VALUE(!present(norm[1]), "parameters: got a bias of a norm of shape ",
+                      norm[1].sizes(), ", allowed: no elements with rms_norm");
+    return std::get<0>(rms_norm_forward(x, norm[0], residual, s.eps));
+  }
   return std::get<0>(layer_norm_forward(x, norm[0], present(norm[1]), residual, std::nullopt,
                                         std::nullopt, 0.0, s.eps));
 }

@@ -58,6 +58,7 @@ OUTPUTS = {
     "RobertaPreLayerNormModel": CROSSED,
     "XLMRobertaXLModel": CROSSED,
     "MegatronBertModel": CROSSED,
+    "RoFormerModel": "BaseModelOutputWithPastAndCrossAttentions",
     "ElectraModel": "BaseModelOutputWithPastAndCrossAttentions",
     "AlbertModel": POOLED,
     "MPNetModel": POOLED,

@@ -325,6 +325,19 @@ def t5(content: Content) -> Architecture:
     )
 
 
+def roformer(content: Content) -> Architecture:
+    """Return the architecture of RoFormer, which rotates pairs of neighbours by a table."""
+    narrow = content["embedding_size"] not in (None, content["hidden_size"])
+    return Architecture(
+        embedding_size=content["embedding_size"] if narrow else None,
+        position_table=False,
+        rotary_bases=(10_000.0,) * _layers(content),
+        rotary_table=True,
+        rotary_values=content["rotary_value"],
+        pooler=False,
+    )
+
+
 def marian(content: Content) -> Architecture:
     """Return the architecture of Marian's encoder: no token types and no pooler."""
     skipped = content["encoder_layerdrop"]

@@ -283,6 +283,7 @@ _BERT: Names = {
     **_same(_ATTENTION, _ATTENTION_NORM, _FIRST, _SECOND, _NORM),
     **_POOLER,
 }
+_POSITIONS_POOLER = ("embeddings.position_embeddings", "pooler.dense")
 _BERT_DROPOUTS = {
     "embeddings": "embeddings.dropout",
     LAYER + "attention.self": LAYER + "attention.self.dropout",
@@ -466,6 +467,26 @@ FAMILIES: dict[str, Family] = {
             _SECOND: (f"encoder.{_LAYERS}mlp.fc2",),
             _NORM: (f"encoder.{_LAYERS}norm2",),
         },
+    ),
+    "roformer": Family(
+        "RoFormerModel",
+        "roformer.",
+        {
+            **{name: hf_names for name, hf_names in _BERT.items() if name not in _POSITIONS_POOLER},
+            "embeddings.projection": ("embeddings_project",),
+            "encoder.rotary_table": ("encoder.embed_positions",),
+        },
+        _BERT_DROPOUTS,
+        architectures.roformer,
+        defaults={
+            "vocab_size": 50000,
+            "hidden_size": 768,
+            "num_hidden_layers": 12,
+            "embedding_size": None,
+            "max_position_embeddings": 1536,
+            "rotary_value": False,
+        },
+        lacks=("classifier_dropout",),
     ),
     "electra": Family(
         "ElectraModel",

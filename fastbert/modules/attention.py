@@ -42,6 +42,7 @@ class BertSelfAttention(OperationModule):
 
     Attributes:
         rotary: Rotary embedding of the layer; None if the layer has none.
+        rotates_values: Whether the values are rotated too.
         window: Largest distance, in tokens, between a query and its keys; None allows any distance.
         scale: Factor of the attention logits; None means ``D ** -0.5``.
         key_value_heads: Number of heads of the keys and values, each shared by as many heads of the
@@ -55,7 +56,9 @@ class BertSelfAttention(OperationModule):
         super().__init__(backend)
         choices = config.architecture
         bases = choices.rotary_bases
-        self.rotary = Rotary(bases[number], backend) if bases else None
+        table = choices.rotary_table
+        self.rotary = Rotary(bases[number], backend, neighbours=table) if bases else None
+        self.rotates_values = choices.rotary_values
         window = choices.windows[number] if choices.windows else -1
         self.window = window if window >= 0 else None
         self.heads = config.num_attention_heads
@@ -125,7 +128,9 @@ class BertSelfAttention(OperationModule):
         """
         qkv = qkv.view(-1, self.heads + 2 * self.key_value_heads, self.head_dim)
         if self.rotary is not None:
-            qkv = self.rotary(qkv, layout.rotations, self.heads + self.key_value_heads)
+            rotated = self.heads + self.key_value_heads
+            rotated = qkv.shape[1] if self.rotates_values else rotated
+            qkv = self.rotary(qkv, layout.rotations, rotated)
         sharing = self.heads // self.key_value_heads
         if sharing == 1:
             return qkv

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -325,6 +326,10 @@ class BertModel(BertPreTrainedModel):
             TypeError: If one of the two arguments is neither a bool nor a sequence.
         """
         seeds = draw_seeds(self.config, self.training, tokens.positions.device)
+        table = self.encoder.rotary_table
+        if table is not None:
+            turns = {table.base: table(tokens.positions)}
+            tokens = tokens._replace(layout=dataclasses.replace(tokens.layout, rotations=turns))
         embedded = tokens.embedded
         if embedded is None:
             embedded = self.embeddings(tokens, seeds.embeddings)

@@ -18,7 +18,7 @@ from fastbert.modules.layer import BertLayer, PreNormLayer
 from fastbert.modules.layer_norm import norm_of
 from fastbert.modules.plan import Mode, Plan, plan
 from fastbert.modules.plan_cache import PlanCache
-from fastbert.modules.positions import DistanceBias
+from fastbert.modules.positions import DistanceBias, RotaryTable
 from fastbert.modules.relative_positions import RelativeTable
 from fastbert.ops.backend import Choice
 from fastbert.ops.dropout import dropout
@@ -28,8 +28,8 @@ from fastbert.ops.product import needs_gradient
 class BertEncoder(nn.Module):
     """The layers of an encoder, the positions that they share, and the norm after them.
 
-    The bias by distance, the table of relative positions and the final norm are None if the
-    architecture has none.
+    The bias by distance, the tables of relative positions and of rotary angles, and the final norm
+    are None if the architecture has none.
 
     With ``gradient_checkpointing``, a training step stores only one tensor of shape ``(T, H)`` per
     layer. The backward pass computes the other activations again, with the same dropout masks.
@@ -58,6 +58,11 @@ class BertEncoder(nn.Module):
         self.relative_attention_bias = DistanceBias(buckets, heads) if buckets else None
         self.relative_positions = (
             RelativeTable(config, backend) if choices.relative_positions is not None else None
+        )
+        self.rotary_table = (
+            RotaryTable(config.max_position_embeddings, config.head_dim, choices.rotary_bases[0])
+            if choices.rotary_table
+            else None
         )
         self.final_norm = norm_of(config, backend=backend) if choices.pre_norm else None
         self.final_dropout_p = choices.final_dropout

@@ -102,7 +102,8 @@ def enter(
     if not unpads:
         layout = dataclasses.replace(layout, whole=True)
     choices = config.architecture
-    if choices.position_table:
+    bounded = choices.position_table or choices.rotary_table
+    if bounded:
         _check_length("input_ids" if inputs_embeds is None else "inputs_embeds", config, layout)
     shape = given.shape[: 1 if layout.packed else 2]
     if token_type_ids is not None and not choices.type_table:
@@ -117,7 +118,7 @@ def enter(
         allowed = f"None: {config.model_type} has no task types"
         raise ValueError(f"task_type_ids: got a tensor, allowed: {allowed}")
     tasks = _index("task_type_ids", task_type_ids, shape, choices.task_types)
-    last = config.max_position_embeddings if choices.position_table else LAST_POSITION
+    last = config.max_position_embeddings if bounded else LAST_POSITION
     given_positions = _index("position_ids", position_ids, shape, last)
     if given_positions is not None:
         positions = layout.rows(given_positions)
@@ -127,7 +128,7 @@ def enter(
         positions = layout.positions(given)
     if choices.distance_buckets or choices.windows or choices.relative_positions:
         layout = with_places(layout)
-    if choices.rotary_bases:
+    if choices.rotary_bases and not choices.rotary_table:
         bases = sorted(set(choices.rotary_bases))
         turns = {
             base: rotation(positions, frequencies(base, config.head_dim, positions.device))

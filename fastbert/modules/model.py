@@ -9,6 +9,7 @@ from torch import nn
 
 from fastbert.modules.encoder import BertEncoder
 from fastbert.modules.operation import OperationModule
+from fastbert.modules.positions import RotaryTable
 from fastbert.ops.backend import Choice, Request, resolve, validate
 from fastbert.ops.gpu_times import MANY_ROWS, length_class
 
@@ -75,7 +76,7 @@ class Model(nn.Module):
 
         Weights are normal with mean 0 and standard deviation ``config.initializer_range``. Biases
         and the row of each embedding table for the padding index are 0. A weight on the meta device
-        is skipped.
+        and a table of rotary angles are skipped.
 
         Args:
             module: The module, which is initialised in place.
@@ -84,6 +85,8 @@ class Model(nn.Module):
             if isinstance(part, (nn.Linear, nn.Embedding)):
                 if part.weight.is_meta:
                     continue  # A meta tensor has no values; `normal_` would take 0.3 ms for it.
+                if isinstance(part, RotaryTable):
+                    continue
                 part.weight.normal_(0.0, self.config.initializer_range)
             if isinstance(part, nn.Linear) and part.bias is not None:
                 part.bias.zero_()

@@ -189,6 +189,7 @@ def _training(layers: list[Modules], mode: Mode) -> _Planned:
     _require_uniform_parts(layers)
     _require(not _relative(layers), "attention has relative positions")
     _require(all(map(is_square, layers)), "queries, keys or values are narrower than the rows")
+    _require_halves(layers)
     scaled = any(m[ATTENTION].scale is not None for m in layers)
     _require(not scaled, "attention has a scale of its own")
     rms = any(type(m[NORMS[1]]) is RMSNorm for m in layers)
@@ -239,6 +240,7 @@ def _inference(layers: list[Modules], mode: Mode) -> _Planned:
     training = int8 and any(modules[path].training for modules in layers for path in LINEARS)
     _require(not training, "a quantised layer is in training mode")
     _require_uniform_parts(layers)
+    _require_halves(layers)
     beyond = _beyond_bert(layers)
     _require(beyond is None or on_cpu, str(beyond))
     _require(beyond is None or not int8, f"a linear layer is int8, and {beyond}")
@@ -303,6 +305,12 @@ def _dropouts(modules: Modules) -> tuple[float, ...]:
 def _require_uniform_parts(layers: list[Modules]) -> None:
     stored = {(_parts_of(modules[QKV]), _parts_of(modules[INNER])) for modules in layers}
     _require(len(stored) == 1, "the layers differ in the number of projections")
+
+
+def _require_halves(layers: list[Modules]) -> None:
+    rotaries = [modules[ATTENTION].rotary for modules in layers]
+    neighbours = any(rotary is not None and rotary.neighbours for rotary in rotaries)
+    _require(not neighbours, "attention rotates pairs of neighbours")
 
 
 def _beyond_bert(layers: list[Modules]) -> str | None:

@@ -49,20 +49,58 @@ def rotation(positions: Tensor, frequency: Tensor) -> Rotation:
     return angles.cos(), angles.sin()
 
 
+class RotaryTable(nn.Embedding):
+    """The sines of the rotary angles of each position, and then the cosines, ``(positions, D)``.
+
+    The table is a part of the checkpoints of RoFormer and is not trained.
+
+    Args:
+        positions: Number of positions.
+        head_dim: Size D of a head.
+        base: Base of the rotary frequencies, such as 10,000.
+    """
+
+    def __init__(self, positions: int, head_dim: int, base: float) -> None:
+        """Compute the table."""
+        super().__init__(positions, head_dim, _freeze=True)
+        self.base = base
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Fill the table with the sines and cosines of the angles."""
+        if not hasattr(self, "base"):  # The constructor of `nn.Embedding` calls this function.
+            return
+        device = self.weight.device
+        places = torch.arange(self.num_embeddings, device=device)
+        cos, sin = rotation(places, frequencies(self.base, self.embedding_dim, device))
+        with torch.no_grad():
+            self.weight.copy_(torch.cat((sin, cos), 1))
+
+    def forward(self, positions: Tensor) -> Rotation:
+        """Return the cosines and sines of positions ``(T,)``, each fp32 of shape ``(T, D / 2)``."""
+        sin, cos = super().forward(positions).float().chunk(2, 1)
+        return cos, sin
+
+
 class Rotary(OperationModule):
     """The rotary embedding of the queries and keys of a layer.
 
     Args:
         base: Base of the rotary frequencies, such as 10,000.
         backend: Requested backend; see ``OperationModule``. None lets the operation choose.
+        neighbours: Whether a pair consists of neighbouring elements of a head instead of an element
+            of each half.
     """
 
     operation = "rotary"
 
-    def __init__(self, base: float, backend: str | None = None) -> None:
+    def __init__(
+        self, base: float, backend: str | None = None, *, neighbours: bool = False
+    ) -> None:
         """Store the base."""
         super().__init__(backend)
         self.base = base
+        self.neighbours = neighbours
 
     def forward(self, qkv: Tensor, rotations: dict[float, Rotation], heads: int) -> Tensor:
         """Rotate the heads of the queries and keys, which come before the heads of the values.
@@ -75,7 +113,12 @@ class Rotary(OperationModule):
         Returns:
             Tensor of shape ``(T, N, D)``.
         """
-        return ops.rotary(qkv, *rotations[self.base], heads=heads, backend=self.backend)
+        angles = rotations[self.base]
+        if not self.neighbours:
+            return ops.rotary(qkv, *angles, heads=heads, backend=self.backend)
+        halves = qkv.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+        turned = ops.rotary(halves, *angles, heads=heads, backend=self.backend)
+        return turned.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
 
 
 class DistanceBias(nn.Embedding):

@@ -44,6 +44,7 @@ NAMES = {
     "deberta-v2": "DebertaV2",
     "deberta": "Deberta",
     "esm": "Esm",
+    "roformer": "RoFormer",
     "eurobert": "EuroBert",
     "t5": "T5",
     "marian": "Marian",
@@ -84,6 +85,7 @@ OWN: dict[str, dict[str, Any]] = {
     "albert": {"embedding_size": 16, "num_hidden_groups": 2},
     "distilbert": {"dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 37},
     "electra": {"embedding_size": 16},
+    "roformer": {"embedding_size": 16},
     "esm": {"position_embedding_type": "rotary", "mask_token_id": 3, "token_dropout": True},
     "deberta-v2": {
         "relative_attention": True,

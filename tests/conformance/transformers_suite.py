@@ -45,6 +45,7 @@ FAMILIES = (
     "deberta-v2",
     "deberta",
     "esm",
+    "roformer",
     "eurobert",
     "t5",
     "marian",

@@ -318,6 +318,8 @@ def _encoder(calls: dict[str, list[Call]]) -> None:
     # Both heads of queries share a head of keys and a head of values.
     stored = 2 * H
     grouped = [p[:stored] if i % 12 < 2 else p for i, p in enumerate(floating)]
+    for place in (5, 11):  # An RMS norm has no bias.
+        grouped[place::12] = [torch.empty(0) for _ in grouped[place::12]]
     calls["encoder"] = [
         {"hidden": hidden, "parameters": floating, "scales": [], **dense, **rest},
         {"hidden": hidden, "parameters": integer, "scales": scales, **packed_batch, **rest},

@@ -103,14 +103,18 @@ HARMLESS = (
         r"addend|bias|(inner|outer)_bias|dbias|mask|residual|x_bias|ignored|heads|rows|cu_seqlens",
         r"None",
     ),
-    (r".*", r"all_states|has_bias|inverse|recompute|save|sum_rows|(pre|rms)_norm", r"1\.5|None|not"),
+    (
+        r".*",
+        r"all_states|has_bias|inverse|recompute|save|sum_rows|(pre|rms)_norm",
+        r"1\.5|None|not",
+    ),
     # An empty tensor represents an absent parameter.
     (
         r"(encoder|bert|layer_\w+ward|decoder_step)/.*",
         r"parameters",
         r"size 0 of dimension 0|empty",
     ),
-    (r"layer_(forward|backward)/4", r"parameters", r"dtype .*|rank.*"),
+    (r"layer_(forward|backward)/4|encoder/5", r"parameters", r"dtype .*|rank.*"),
     (r"layer_(forward|backward)/4", r"rotation", r"no tensor"),
     (r"layer_(forward|backward)/.*", r"window", r"-1|\d+"),
     (r"layer_forward/.*", r"dtype", FLOATING),
@@ -151,12 +155,12 @@ HARMLESS = (
     (r"attention_weights/.*", r"heads|rows", r"\[\]|\[0, 0.*"),
     # Dense attention takes lengths from shapes. The encoder takes the batch size from cu_seqlens.
     (r"(relative_)?attention_\w+/0", r"max_seqlen_[qk]", NUMBER),
-    (r"encoder/[134]", r"batch", NUMBER),
-    (r"(relative_)?attention_\w+/1|encoder/[134]", r"max_seqlen(_[qk])?", r"4"),
+    (r"encoder/[1345]", r"batch", NUMBER),
+    (r"(relative_)?attention_\w+/1|encoder/[1345]", r"max_seqlen(_[qk])?", r"4"),
     (r"encoder/3", r"rotations|windows", r"no tensor|\[\]"),
     # A table of positions without elements is absent.
     (r"encoder/4", r"positions", r"no tensor|empty|size 0 of dimension [01]"),
-    (r"encoder/4", r"scale", r"None"),
+    (r"encoder/[45]", r"scale", r"None"),
     # Parameters may have any floating-point dtype. An operand that need not match another operand
     # may also have another number of rows.
     (
@@ -176,7 +180,7 @@ HARMLESS = (
     (r"(rotary|int8_linear)/0", r"x", r"size [+-] 1 of dimension 1"),
     (r".*", r"ids|token_types|positions|labels", INTEGER),
     (r"embedding_.*", r"(word|type|position)_table", r"size \+ 1 of dimension 0"),
-    (r"attention_(forward|weights)/1|encoder/[134]", r"q|k|hidden|cu_seqlens", ROWS),
+    (r"attention_(forward|weights)/1|encoder/[1345]", r"q|k|hidden|cu_seqlens", ROWS),
     (
         r"(relative_)?attention_\w+/0|encoder/[02]",
         r"mask|bias",

@@ -59,6 +59,7 @@ FAMILIES: dict[str, Stock] = {
     "megatron-bert": Stock("MegatronBert", {}),
     "gte": Stock("Gte", {"pad_token_id": 1}),
     "jina_embeddings_v3": Stock("JinaEmbeddingsV3", {"pad_token_id": 1}),
+    "roformer": Stock("RoFormer", {"embedding_size": 32, "rotary_value": True}),
     "electra": Stock("Electra", {"embedding_size": 32}),
     # This ALBERT runs its four stored layers in the order 0, 1, 0, 1, 2, 3.
     "albert": Stock(

@@ -19,8 +19,8 @@ from fastbert.modules.class_name import class_name
 ENCODERS = (
     "an encoder of transformers: bert, roberta, xlm-roberta, camembert, data2vec-text, ernie, "
     "layoutlm, roberta-prelayernorm, xlm-roberta-xl, megatron-bert, gte, jina_embeddings_v3, "
-    "electra, albert, distilbert, mpnet, nomic_bert, deberta-v2, deberta, eurobert, modernbert, "
-    "esm, t5, marian, xlnet"
+    "roformer, electra, albert, distilbert, mpnet, nomic_bert, deberta-v2, deberta, eurobert, "
+    "modernbert, esm, t5, marian, xlnet"
 )
 
 

@@ -300,6 +300,7 @@ def test_packed_sequences_do_not_see_each_other(family, form) -> None:
     ends = torch.tensor([0, *LENGTHS]).cumsum(0).int()
     ragged = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 9, "max_length_k": 9}
     packed: dict[str, Any] = {"input_ids": ids}
+    form = "cu_seq_lens" if family == "roformer" else form  # RoFormer takes no positions.
     packed |= ragged if form != "position_ids" else {}
     packed |= {"position_ids": positions} if form != "cu_seq_lens" else {}
 
@@ -324,8 +325,9 @@ def test_packed_sequences_do_not_see_each_other(family, form) -> None:
     assert (stock - outs[1].states).abs().max() > 0.01  # stock sequences attend to each other
 
 
-@every_family_with_heads
+@pytest.mark.parametrize("family", distinct(family for family in FAMILIES if family != "roformer"))
 def test_several_rows_may_be_packed(family) -> None:
+    """RoFormer takes no positions, so it is packed with ``cu_seq_lens_q`` only."""
     model, ids = build(family), inputs("none", family)["input_ids"]
     sides = sides_of(model)
     first = bound_encoders(sides[0])[""].model.config.architecture.first_position or 0
@@ -367,6 +369,8 @@ def test_embeddings_positions_and_types(family) -> None:
         types = torch.randint(2, shape, generator=generator)
         types = types.clamp(max=model.config.type_vocab_size - 1)
         cases.append({"input_ids": batch["input_ids"], "token_type_ids": types})
+    if family == "roformer":  # It takes no positions.
+        cases = [case for case in cases if "position_ids" not in case]
     mask = batch["attention_mask"]
     for given in cases:
         outs = []
@@ -425,8 +429,8 @@ def test_hidden_states_of_chosen_layers(family) -> None:
             actual = fast(**batch, output_hidden_states=wanted)
             values = fast(**batch, output_hidden_states=wanted, return_dict=False)
         expected = stock.get("hidden_states")
-        # MPNet, DeBERTa and Megatron BERT take only a bool.
-        only_bool = ("mpnet", "deberta", "deberta-v2", "megatron-bert")
+        # MPNet, DeBERTa, Megatron BERT and RoFormer take only a bool.
+        only_bool = ("mpnet", "deberta", "deberta-v2", "megatron-bert", "roformer")
         if family in only_bool and wanted and wanted is not True:
             numbers = [wanted] if isinstance(wanted, int) else wanted
             chosen = {number % 3 for number in numbers if number < 3}
@@ -490,7 +494,7 @@ def test_sequences_that_are_too_long_are_refused(family) -> None:
     ids = inputs("none", family, rows=2, length=49)["input_ids"]
     with torch.no_grad():
         fast(ids[:, : 48 - first])
-        if not choices.position_table:
+        if not (choices.position_table or choices.rotary_table):
             assert fast(ids).last_hidden_state.isfinite().all()
             return
         with pytest.raises(ValueError, match=r"^input_ids: got a length of"):
