@@ -285,8 +285,8 @@ class _Plan(NamedTuple):
 def _plan(problem: Problem) -> _Plan:
     q = problem.arguments["q_ptr"]
     tile = relative_tile("sums", problem.head_dim, q.dtype, target_of(q))
-    # A pair belongs to the diagonal of the distance between its query and the first key of its tile.
-    # The least such distance is 1 - Lq, and the greatest is Lk - 1.
+    # A pair is on the diagonal of the distance between its query and the first key of its tile. The
+    # least such distance is 1 - Lq, and the greatest is Lk - 1.
     first = -ceil_div(max(problem.max_q - 1, 0), tile.block_m)
     diagonals = max(problem.max_k - 1, 0) // tile.block_m + 1 - first
     # Two programs for each multiprocessor keep the GPU busy.

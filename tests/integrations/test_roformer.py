@@ -1,4 +1,4 @@
-"""RoFormer rotates with the table of its checkpoint, whatever the table holds, and reads no base."""
+"""RoFormer rotates with the table of its checkpoint, whatever numbers the table holds."""
 
 from __future__ import annotations
 
