@@ -12,7 +12,7 @@ SAY := @echo "fastbert:"
 CPP := $(foreach suffix,h cpp cu cuh,'csrc/*.$(suffix)') 'ptxmachine/csrc/*.h' 'ptxmachine/csrc/*.cpp' 'tests/*.cpp'
 SOURCES := setup.py $(shell find csrc -type f 2>/dev/null)
 
-.PHONY: help setup demo test every-case turn test-processors test-viewer viewer ahead-of-time emulate calibrate mutate mutate-viewer sanitize soak conformance conformance-transformers conformance-peers conformance-wrappers fuzz check newest bench docs lint format gpu gpu-first wheel clean
+.PHONY: help setup demo test every-case turn test-processors test-viewer viewer ahead-of-time emulate calibrate mutate mutate-viewer sanitize soak conformance conformance-transformers conformance-peers conformance-wrappers checkpoints fuzz check newest bench docs lint format gpu gpu-first wheel clean
 
 help:
 	@echo "make setup            creates .venv, compiles the C++ kernels and installs fastbert in place"
@@ -31,6 +31,7 @@ help:
 	@echo "make sanitize         runs the tests of the C++ operators under GCC's sanitizers (SANITIZERS=thread: a part)"
 	@echo "make soak             uses models in turns, and looks for growing memory, open files and threads (MINUTES=60)"
 	@echo "make conformance      runs the tests of transformers (-transformers FAMILIES='bert': a part), of Liger and of PEFT (-peers) with fastbert, and libraries around encoders (-wrappers WRAPPERS='setfit': a part)"
+	@echo "make checkpoints      compares trained checkpoints of other people in fastbert and in transformers (PACKAGES='rxnfp': a part)"
 	@echo "make fuzz             reads damaged models, tokenizers, checkpoints, corpora, data and PTX texts in processes with limits (SECONDS=600: that long)"
 	@echo "make check            prints the errors of every operation, backend and dtype on this machine"
 	@echo "make newest           installs fastbert with the newest torch into .venv-newest, as README does, and runs make check there"
@@ -183,6 +184,10 @@ conformance-peers: .venv/conformance
 
 conformance-wrappers: .venv/conformance
 	$(BIN)/python tests/conformance/wrappers_suite.py $(WRAPPERS)
+
+# The first run downloads 175 MB into build/checkpoints; later runs need no network.
+checkpoints: setup
+	$(BIN)/python tests/checkpoints/checkpoints.py $(PACKAGES)
 
 # A case that fails is kept in $(OUT)/fuzz with the command that runs it again.
 SECONDS ?= 120

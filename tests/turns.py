@@ -88,8 +88,8 @@ ROOMS = {
     ),
     "files-and-commands": Room(
         ("fastbert/cli", "fastbert/jobs", "fastbert/io"),
-        ("tests/cli", "tests/jobs", "tests/io", "tests/fuzz"),
-        ("fuzz",),
+        ("tests/cli", "tests/jobs", "tests/io", "tests/fuzz", "tests/checkpoints"),
+        ("fuzz", "checkpoints"),
     ),
     "analysis": Room(
         ("fastbert/analysis", "fastbert/viewer"),
@@ -127,6 +127,7 @@ GATES: dict[str, tuple[str, ...]] = {
     "conformance-peers": ("conformance-peers",),
     **{f"mutate-{n}": ("mutate", f"PART={n}/{MUTATIONS}") for n in range(1, MUTATIONS + 1)},
     "mutate-viewer": ("mutate-viewer",),
+    "checkpoints": ("checkpoints",),
     "soak": ("soak", "MINUTES=5"),
     "fuzz": ("fuzz", "SECONDS=600"),
     "check": ("check",),
