@@ -19,6 +19,10 @@ PROBLEMS = ("regression", "single_label_classification", "multi_label_classifica
 # The largest allowed value of a size, such as `hidden_size`. The product of two sizes is then at
 # most 2**56, so that the address of an element of a matrix does not overflow.
 MAX_SIZE = 2**28
+# BERT with ALiBi, a model type of fastbert's own.
+ALIBI = "bert-alibi"
+# The model types for which fastbert has heads. Their weights have the names of BERT's.
+OWN_TYPES = ("bert", ALIBI)
 # The largest allowed number of layers. Published encoders have fewer than 100 layers.
 MAX_LAYERS = 1000
 
@@ -109,6 +113,8 @@ class Architecture:
             means that the position of a token is its index in the row.
         distance_buckets: Number of buckets of distances between tokens. Each bucket has a learned
             attention bias, which all layers share (MPNet); 0 means no bias.
+        distance_slopes: Whether a constant bias of the logits falls linearly with the distance
+            between tokens, with a slope for each head (ALiBi, Press et al. 2022).
         relative_positions: Relative positions in the logits of attention; None if there are none.
         rotary_bases: Base of the rotary embedding of each layer; empty without rotary embeddings.
         rotary_table: Whether the encoder has a table with the sines and cosines of each position,
@@ -158,6 +164,7 @@ class Architecture:
     embedding_norm: bool = True
     first_position: int | None = None
     distance_buckets: int = 0
+    distance_slopes: bool = False
     relative_positions: RelativePositions | None = None
     rotary_bases: tuple[float, ...] = ()
     rotary_table: bool = False
@@ -204,6 +211,8 @@ class Architecture:
             check(name, value, "False without pre_norm", not value or self.pre_norm)
         value = self.attention_scale
         check("attention_scale", value, "None or a number", value is None or is_number(value, 0.0))
+        slopes, alone = self.distance_slopes, not (buckets or self.relative_positions)
+        check("distance_slopes", slopes, "False with other distances", alone or not slopes)
         relative = self.relative_positions
         known = relative is None or isinstance(relative, RelativePositions)
         check("relative_positions", relative, "None or RelativePositions", known)
@@ -218,6 +227,7 @@ class Architecture:
             "position_table",
             "type_table",
             "embedding_norm",
+            "distance_slopes",
             "rotary_table",
             "rotary_values",
             "pre_norm",
@@ -239,6 +249,12 @@ class Architecture:
         for name in ("inner_dropout", "final_dropout"):
             value = getattr(self, name)
             check(name, value, "a number in [0, 1]", is_number(value, 0.0, 1.0))
+
+    @property
+    def measures_distances(self) -> bool:
+        """Whether the logits of attention depend on the distance between tokens."""
+        biased = self.distance_buckets or self.distance_slopes
+        return bool(biased or self.windows or self.relative_positions)
 
     @property
     def interleaved(self) -> bool:
@@ -291,8 +307,11 @@ class BertConfig:
         problem_type: Loss of a sequence classifier: ``"regression"``,
             ``"single_label_classification"`` or ``"multi_label_classification"``. With None,
             `num_labels` and the dtype of the labels determine the loss.
-        model_type: Name of the model family, such as ``"bert"``.
-        architecture: Differences of the model family from BERT.
+        model_type: Name of the model family, such as ``"bert"``. The type ``"bert-alibi"`` is that
+            of fastbert's own models with ALiBi instead of a table of positions, which transformers
+            does not read.
+        architecture: Differences of the model family from BERT. By default, they follow from the
+            model type ``"bert"`` or ``"bert-alibi"``.
         extra: Keys of a ``config.json`` that are not fields, with their values. A saved checkpoint
             contains these keys again.
 
@@ -330,7 +349,13 @@ class BertConfig:
     extra: dict[str, Any] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
-        """Check the fields."""
+        """Check the fields, and complete the architecture of ``"bert-alibi"``."""
+        own = self.model_type == ALIBI
+        if own and self.architecture == Architecture():
+            slopes = Architecture(position_table=False, distance_slopes=True)
+            object.__setattr__(self, "architecture", slopes)
+        fits = self.architecture.distance_slopes == own
+        check("model_type", self.model_type, f"{ALIBI!r} with distance_slopes, and only then", fits)
         for name in (
             "vocab_size",
             "hidden_size",
@@ -440,10 +465,11 @@ class BertConfig:
                 allowed. The message names the key.
         """
         model_type = content.get("model_type", "bert")
-        allowed = "bert; fastbert.io.families.read_config reads other families"
-        check("model_type", model_type, allowed, model_type == "bert" or architecture is not None)
+        allowed = f"{', '.join(OWN_TYPES)}; fastbert.io.families.read_config reads other families"
+        known_type = model_type in OWN_TYPES or architecture is not None
+        check("model_type", model_type, allowed, known_type)
         position = content.get("position_embedding_type", "absolute")
-        counted = architecture is None or architecture.position_table
+        counted = model_type != ALIBI and (architecture is None or architecture.position_table)
         fits = position == "absolute" or not counted
         check("position_embedding_type", position, "absolute", fits)
         for name in ("is_decoder", "add_cross_attention"):

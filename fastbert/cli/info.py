@@ -13,6 +13,7 @@ import typer
 from rich.table import Table
 
 from fastbert.cli.common import DTYPES, new_table, out, print_json
+from fastbert.config import OWN_TYPES
 
 if TYPE_CHECKING:
     from fastbert.config import BertConfig
@@ -97,7 +98,7 @@ def _encoder_facts(stored: Stored) -> tuple[Any, dict[str, Any]]:
 
     config, architectures = stored.config({}), stored.architectures()
     named = [getattr(modules, name, None) for name in architectures]
-    heads = [kind for kind in named if kind is not None and config.model_type == "bert"]
+    heads = [kind for kind in named if kind is not None and config.model_type in OWN_TYPES]
     kind = heads[0] if heads else modules.BertModel
     with torch.device("meta"):
         model = kind(config).eval()
@@ -155,6 +156,7 @@ def _positions(config: BertConfig) -> str:
     relative = choices.relative_positions
     table = f"a table for up to {config.max_length} tokens" if choices.position_table else ""
     other = "a learned bias by distance" if choices.distance_buckets else ""
+    other = "a bias that falls with the distance (ALiBi)" if choices.distance_slopes else other
     if relative is not None:
         kinds = f"{'buckets' if relative.farthest else 'a row'} for each distance"
         other = f"relative, {2 * relative.span} rows, {kinds}"

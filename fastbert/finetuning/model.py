@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from fastbert.config import BertConfig
+from fastbert.config import OWN_TYPES, BertConfig
 from fastbert.data import model_max_length
 from fastbert.data.model_tokenizer import ModelTokenizer
 from fastbert.finetuning.task import Task, label_names
@@ -41,10 +41,11 @@ class Source:
         self._stored = checkpoint.read(model)
         self.folder: Path = self._stored.folder
         self.config: BertConfig = self._stored.config({})
-        if self.config.model_type != "bert":
+        if self.config.model_type not in OWN_TYPES:
             raise ValueError(
                 f"model: {self.folder} has the model type {self.config.model_type!r}, allowed: "
-                "'bert'; fastbert.accelerate takes models of transformers for training"
+                f"{', '.join(OWN_TYPES)}; fastbert.accelerate takes models of transformers for "
+                "training"
             )
 
     @cached_property

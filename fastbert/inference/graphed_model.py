@@ -73,12 +73,7 @@ def graphed(
             "model with a head)"
         )
     choices = model.config.architecture
-    if (
-        choices.rotary_bases
-        or choices.windows
-        or choices.distance_buckets
-        or choices.relative_positions
-    ):
+    if choices.rotary_bases or choices.measures_distances:
         raise ValueError(
             f"graphed: got a {model.config.model_type}, allowed: an encoder whose attention does "
             "not depend on positions"

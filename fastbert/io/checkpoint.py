@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from fastbert import json_file
-from fastbert.config import OURS, BertConfig, check
+from fastbert.config import OURS, OWN_TYPES, BertConfig, check
 from fastbert.io import commit, families, names, safetensors_file, sentence_transformers_folder
 from fastbert.io.commit import CONFIG
 
@@ -107,7 +107,8 @@ class Stored:
         known = {field.name for field in dataclasses.fields(BertConfig)} - OURS
         check_overrides(overrides, sorted(known))
         try:
-            kind, native = self.content.get("model_type", "bert"), families.FAMILIES
+            kind = self.content.get("model_type", "bert")
+            native = {**families.FAMILIES, **families.OWN}
             check("model_type", kind, ", ".join(native), isinstance(kind, str) and kind in native)
             config = families.read_config(self.content)
         except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
@@ -385,7 +386,7 @@ def fit(model: StoredModel, stored: Stored) -> dict[str, Tensor]:
             raised if `stored` lacks weights of the encoder, or has weights of an encoder that
             `model` lacks.
     """
-    if model.config.model_type == "bert":
+    if model.config.model_type in OWN_TYPES:
         tensors = names.for_model(stored.tensors, model.body_prefix)
     else:
         tensors = families.to_fastbert(stored.tensors, model.config)
@@ -524,7 +525,7 @@ def write(folder: str | os.PathLike[str], model: StoredModel) -> None:
     tensors = {name: t for name, t in model.state_dict().items() if name not in tied}
     content = families.write_config(model.config)
     content.pop("torch_dtype", None)
-    if model.config.model_type == "bert":
+    if model.config.model_type in OWN_TYPES:
         content["architectures"] = [type(model).__name__]
     else:
         content["architectures"] = [families.family_of(model.config.model_type).model]

@@ -1,7 +1,8 @@
 """The model families: their differences from BERT, and the names of their settings and weights.
 
-There is one table per family. `FAMILIES` has the families that fastbert reads natively, and
-`ACCELERATED` has also the encoder of an encoder–decoder, which only ``fastbert.accelerate`` uses.
+There is one table per family. `FAMILIES` has the families of transformers that fastbert reads
+natively, and `OWN` has fastbert's own model types. `ACCELERATED` has also the encoders that only
+``fastbert.accelerate`` uses.
 
 A module of fastbert, such as ``encoder.layer.{layer}.output.dense``, has the parameters of one
 module of transformers, or the concatenated parameters of several modules. ``{layer}`` is the number
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastbert.config import Architecture, BertConfig
+from fastbert.config import ALIBI, Architecture, BertConfig
 from fastbert.io import architectures
 from fastbert.io.architectures import Content
 from fastbert.io.names import BUFFERS, ENCODER, QKV, modernise
@@ -71,9 +72,10 @@ class Family:
 
 def family_of(model_type: str) -> Family:
     """Return the table of a model type; raise ValueError for an unknown model type."""
-    if not isinstance(model_type, str) or model_type not in ACCELERATED:
-        raise ValueError(f"model_type: got {model_type!r}, allowed: {', '.join(ACCELERATED)}")
-    return ACCELERATED[model_type]
+    known = {**ACCELERATED, **OWN}
+    if not isinstance(model_type, str) or model_type not in known:
+        raise ValueError(f"model_type: got {model_type!r}, allowed: {', '.join(known)}")
+    return known[model_type]
 
 
 # Settings
@@ -760,6 +762,16 @@ FAMILIES: dict[str, Family] = {
             "mlp_dropout": 0.0,
         },
         lacks=("type_vocab_size", "hidden_dropout_prob"),
+    ),
+}
+# fastbert's own model types, which transformers does not have.
+OWN: dict[str, Family] = {
+    ALIBI: Family(
+        "BertModel",
+        "bert.",
+        {name: hf for name, hf in _BERT.items() if name != _POSITIONS_POOLER[0]},
+        _BERT_DROPOUTS,
+        architectures.alibi,
     ),
 }
 # The encoders that `fastbert.accelerate` serves.

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastbert import json_file
+from fastbert.config import OWN_TYPES
 from fastbert.jobs.batch_job import compute, fingerprint
 from fastbert.jobs.loading import load_whole, refuse_backend
 from fastbert.jobs.reporter import SILENT, Reporter
@@ -65,7 +66,7 @@ class Classifier:
 
 
 def _load(folder: Path, config: BertConfig, backend: str | None) -> torch.nn.Module:
-    if config.model_type != "bert":
+    if config.model_type not in OWN_TYPES:
         from fastbert.integrations.stock_heads import StockHead
 
         refuse_backend(backend, config.model_type)

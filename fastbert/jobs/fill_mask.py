@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fastbert.config import OWN_TYPES
 from fastbert.jobs.loading import load_whole, refuse_backend
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ def predict(model: str, text: str, *, top_k: int, backend: str | None) -> list[d
 
     folder = checkpoint.find(model)
     config, _ = checkpoint.read_settings(folder)
-    if config.model_type != "bert":
+    if config.model_type not in OWN_TYPES:
         return _predict_by_transformers(folder, text, config, top_k=top_k, backend=backend)
     tokenizer = WordPieceTokenizer.load(folder)
     ids = tokenizer.encode(text)

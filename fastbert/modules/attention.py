@@ -114,7 +114,8 @@ class BertSelfAttention(OperationModule):
             "dropout_seed": dropout_seed,
         }
         out, weights = attend(qkv, layout, output_attentions, options, dropout)
-        return out.reshape(*hidden.shape[:-1], -1), residual, weights
+        columns = self.heads * self.head_dim
+        return out.reshape(*hidden.shape[:-1], columns), residual, weights
 
     def of_heads(self, qkv: Tensor, layout: BatchLayout) -> Tensor:
         """Rotate projected queries and keys, and repeat the keys and values that heads share.

@@ -18,7 +18,7 @@ from fastbert.modules.layer import BertLayer, PreNormLayer
 from fastbert.modules.layer_norm import norm_of
 from fastbert.modules.plan import Mode, Plan, plan
 from fastbert.modules.plan_cache import PlanCache
-from fastbert.modules.positions import DistanceBias, RotaryTable
+from fastbert.modules.positions import DistanceBias, DistanceSlopes, RotaryTable
 from fastbert.modules.relative_positions import RelativeTable
 from fastbert.ops.backend import Choice
 from fastbert.ops.dropout import dropout
@@ -55,7 +55,11 @@ class BertEncoder(nn.Module):
             kind(config, backend, number) for number in range(max(self.order) + 1)
         )
         buckets, heads = choices.distance_buckets, config.num_attention_heads
-        self.relative_attention_bias = DistanceBias(buckets, heads) if buckets else None
+        self.relative_attention_bias: DistanceBias | DistanceSlopes | None = None
+        if buckets:
+            self.relative_attention_bias = DistanceBias(buckets, heads)
+        elif choices.distance_slopes:
+            self.relative_attention_bias = DistanceSlopes(heads)
         self.relative_positions = (
             RelativeTable(config, backend) if choices.relative_positions is not None else None
         )

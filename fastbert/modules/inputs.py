@@ -126,7 +126,7 @@ def enter(
         positions = _counted_positions(layout, given, choices.first_position)
     else:
         positions = layout.positions(given)
-    if choices.distance_buckets or choices.windows or choices.relative_positions:
+    if choices.measures_distances:
         layout = with_places(layout)
     if choices.rotary_bases and not choices.rotary_table:
         bases = sorted(set(choices.rotary_bases))
@@ -308,8 +308,8 @@ def _padded_layout(
         attention_mask = _mask_of_tokens(attention_mask, batch, length)
         # Under `torch.compile`, the code cannot depend on whether a sequence has padding between
         # its tokens, so attention that depends on distances computes the padding.
-        measures = choices.distance_buckets or choices.windows or choices.relative_positions
-        if not unpads or (torch.compiler.is_compiling() and measures):
+        measured = choices.measures_distances
+        if not unpads or (torch.compiler.is_compiling() and measured):
             exists = attention_mask.bool()
             return BatchLayout(batch, length, mask=exists[:, None, None], tokens=exists)
         return _unpadded_layout(given, attention_mask)

@@ -49,6 +49,41 @@ def rotation(positions: Tensor, frequency: Tensor) -> Rotation:
     return angles.cos(), angles.sin()
 
 
+class DistanceSlopes(nn.Module):
+    """A constant bias of the attention logits that falls linearly with the distance (ALiBi).
+
+    The slopes of a power of two of heads are a geometric sequence (Press et al. 2022, section 3).
+    Another number of heads takes the slopes of the next smaller power of two, and then every second
+    slope of twice this power, as the code of the authors does. The bias is symmetric, because a
+    token of an encoder attends to tokens on both sides.
+
+    Args:
+        heads: Number of attention heads.
+    """
+
+    def __init__(self, heads: int) -> None:
+        """Compute the slopes."""
+        super().__init__()
+        power = 2 ** int(math.log2(heads))
+        slopes = [2.0 ** (-8.0 * head / power) for head in range(1, power + 1)]
+        slopes += [2.0 ** (-4.0 * head / power) for head in range(1, 2 * power, 2)]
+        # `Module.to` would round a buffer.
+        self.slopes = tuple(slopes[:heads])
+
+    def forward(self, places: Tensor) -> Tensor:
+        """Compute the bias of the attention logits.
+
+        Args:
+            places: Positions of the tokens, int64 of shape ``(..., L)``.
+
+        Returns:
+            fp32 tensor of shape ``(..., heads, L, L)``, indexed by query and key.
+        """
+        distance = (places.unsqueeze(-2) - places.unsqueeze(-1)).abs().float()
+        slopes = torch.tensor(self.slopes, device=places.device)
+        return -slopes[:, None, None] * distance.unsqueeze(-3)
+
+
 class RotaryTable(nn.Embedding):
     """The sines of the rotary angles of each position, and then the cosines, ``(positions, D)``.
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from fastbert import modules
+from fastbert.config import OWN_TYPES
 from fastbert.data import WordPieceTokenizer
 from fastbert.io import checkpoint
 from fastbert.modules import BertModel
@@ -49,7 +50,7 @@ def page_of(
     numbers = None if layers is None else _numbers(layers)
     folder = checkpoint.find(model)
     config, architectures = checkpoint.read_settings(folder)
-    if config.model_type == "bert":
+    if config.model_type in OWN_TYPES:
         kind: Any = next((getattr(modules, n, None) for n in architectures), None) or BertModel
         loaded: Any = kind.from_pretrained(folder, backend=backend)
         tokenizer: Any = WordPieceTokenizer.load(folder)

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fastbert.config import BertConfig
+from fastbert.config import OWN_TYPES, BertConfig
 from fastbert.modules.batch_layout import BatchLayout
 from fastbert.modules.bert import BertModel
 from fastbert.modules.outputs import ModelOutput, as_asked
@@ -37,11 +37,11 @@ class TaskModel(BertPreTrainedModel):
         self, config: BertConfig, *, backend: str | None = None, pooling: bool = True
     ) -> None:
         """Create the encoder."""
-        if config.model_type != "bert":
+        if config.model_type not in OWN_TYPES:
             raise ValueError(
-                f"model_type: got {config.model_type!r}, allowed: bert; fastbert.BertModel is the "
-                "encoder of the other families, and fastbert.accelerate takes models of "
-                "transformers with a head"
+                f"model_type: got {config.model_type!r}, allowed: {', '.join(OWN_TYPES)}; "
+                "fastbert.BertModel is the encoder of the other families, and fastbert.accelerate "
+                "takes models of transformers with a head"
             )
         super().__init__(config, backend)
         self.bert = BertModel(config, add_pooling_layer=pooling, backend=backend)
