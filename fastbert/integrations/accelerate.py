@@ -96,6 +96,7 @@ TAKEN = (
     "num_items_in_batch",
     # ``generate`` passes it, and no encoder reads it.
     "next_sequence_length",
+    *sorted(sparse_encoder.WRITTEN),
 )
 # The arguments of `BertModel.encode_at_once`, which runs all layers in one call.
 AT_ONCE = {"input_ids", "attention_mask", "token_type_ids"}

@@ -52,6 +52,12 @@ DIGESTS: dict[str, tuple[str, ...]] = {
 # What ``Transformer`` passes to the model of transformers, and what it does not pass.
 PASSED = {"input_ids", "attention_mask", "token_type_ids"}
 NOT_PASSED = {"modality", "prompt_length", "task", "special_tokens_mask", "offset_mapping"}
+# What modules of sentence-transformers write into the features. If the features are used twice, as
+# some losses do, ``Transformer`` passes it to the model, and no model of transformers reads it.
+WRITTEN = {
+    *("token_embeddings", "sentence_embedding", "all_layer_embeddings"),
+    *("token_weights_sum", "scores"),
+}
 GELU = "transformers.activations.GELUActivation"
 
 
@@ -179,6 +185,8 @@ def fast_class(kind: Any, encode: Encode) -> Any:
             encoded = encode(plan.encoder, given)
             if encoded is not None and encoded.rows.dtype == plan.decoder.weight.dtype:
                 input["sentence_embedding"] = embeddings = plan.embeddings(encoded)
+                # If the features are used twice, the logits of the first call may be among them.
+                input.pop("token_embeddings", None)
                 if plan.pooling.embedding_dimension is None:
                     plan.pooling.embedding_dimension = embeddings.shape[1]
                 return input
@@ -211,7 +219,7 @@ def _call_problem(model: Any, input: dict[str, Any]) -> str:
         return f"autocast: got {torch.get_autocast_dtype('cpu')}, allowed: no autocast"
     if any((model.module_kwargs or {}).values()):
         return f"module_kwargs: got {shown(model.module_kwargs)}, allowed: none"
-    others = input.keys() - PASSED - NOT_PASSED
+    others = input.keys() - PASSED - NOT_PASSED - WRITTEN
     if others:
         return f"features: got {sorted(others)[0]!r}, allowed: {', '.join(sorted(PASSED))}"
     if input.get("modality", "text") != "text":

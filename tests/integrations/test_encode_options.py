@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import tiny_sentence_models as tiny
 import torch
+from tiny_models import rows_computed
 from tiny_sentence_models import TEXTS
 from torch import Tensor
 
@@ -144,6 +146,23 @@ def test_token_embeddings(folders):
             actual["token_embeddings"][exists], expected["token_embeddings"][exists],
             rtol=1e-4, atol=1e-4,
         )  # fmt: skip
+
+
+def test_features_that_are_used_twice(folders):
+    """``Transformer`` passes what the first call has written to the encoder, which ignores it."""
+    fast, _, stock = tiny.sides(build(folders()))
+    for model in (fast, stock):
+        model[0].model.config.output_hidden_states = True
+    features = [model.preprocess(TEXTS) for model in (fast, stock)]
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            with rows_computed() as rows:
+                actual = fast(features[0])["sentence_embedding"]
+            assert rows
+            torch.testing.assert_close(actual, stock(features[1])["sentence_embedding"])
+    written = {"token_embeddings", "sentence_embedding", "all_layer_embeddings"}
+    assert written <= features[0].keys() - fast.preprocess(TEXTS).keys()
 
 
 def test_layers_that_are_read_by_a_module(folders):

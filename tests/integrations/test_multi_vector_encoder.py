@@ -29,7 +29,10 @@ from fastbert.testing.yardstick import run_sides
 pytest.importorskip("sentence_transformers", minversion="6")
 from sentence_transformers import MultiVectorEncoder
 from sentence_transformers.base.modules import Dense, Transformer
-from sentence_transformers.multi_vector_encoder.modules import MultiVectorMask
+from sentence_transformers.multi_vector_encoder.modules import (
+    HierarchicalTokenPooling,
+    MultiVectorMask,
+)
 
 EXPANSIONS: dict[str, Any] = {
     "none": None,
@@ -127,6 +130,19 @@ def test_prompts(folders):
     other = run_sides(lambda model: queries(model, prompt="w20 w21"), fast, oracle, stock)
     assert_close("another prompt", *other)
     assert not torch.equal(other[0], queries(fast))
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_pooled_tokens_agree_with_stock(folders, inside):
+    """A module of the model or an argument of the call merges tokens that are alike."""
+    pooling = HierarchicalTokenPooling(pool_factor=2)
+    model = build(folders("Bert"))
+    if inside:
+        model.append(pooling)
+    options = {} if inside else {"token_pooling": pooling}
+    sides = tiny.sides(model)
+    assert_close("documents", *run_sides(lambda side: documents(side, **options), *sides))
+    assert len(documents(sides[0], **options)) < len(documents(build(folders("Bert"))))
 
 
 def test_gradients_agree_with_stock(folders):

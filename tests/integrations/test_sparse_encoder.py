@@ -150,6 +150,20 @@ def _largest(embeddings: Tensor, count: int) -> Tensor:
     return torch.zeros_like(embeddings).scatter(1, places, values)
 
 
+def test_features_that_are_used_twice(folders):
+    """The second call gets what the first call has written into the features."""
+    model, stock = fastbert.accelerate(build(folders("Bert"))), build(folders("Bert"))
+    features = stock(stock.preprocess(TEXTS))
+    assert {"token_embeddings", "sentence_embedding"} <= features.keys()
+    expected = features["sentence_embedding"]
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            features = model(features)
+            assert "token_embeddings" not in features
+            torch.testing.assert_close(features["sentence_embedding"], expected)
+
+
 def test_no_logits_are_computed(folders, monkeypatch):
     given = []
     real = ops.splade
