@@ -20,12 +20,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
+from fastbert.integrations import query_expansion, sparse_encoder
 from fastbert.integrations.bound_encoder import BOUND, BoundEncoder
 from fastbert.integrations.bound_xlnet import BoundXLNet
-from fastbert.integrations.find_modules import find_modules, reader_of_padding
+from fastbert.integrations.find_modules import find_modules
 from fastbert.integrations.packing import restarts
-from fastbert.integrations.sparse_encoder import PLANS, fast_class, is_splade
+from fastbert.integrations.query_expansion import COMPUTES_PADDING
 from fastbert.integrations.twin_cache import stock_class
+from fastbert.integrations.wrapper_class import is_wrapper
 from fastbert.io.families import ACCELERATED
 from fastbert.modules.batch_layout import BatchLayout
 from fastbert.modules.bert import Encoded
@@ -97,6 +99,7 @@ TAKEN = (
     "num_items_in_batch",
     # ``generate`` passes it, and no encoder reads it.
     "next_sequence_length",
+    *sorted(sparse_encoder.WRITTEN),
 )
 # The arguments of `BertModel.encode_at_once`, which runs all layers in one call.
 AT_ONCE = {"input_ids", "attention_mask", "token_type_ids"}
@@ -137,10 +140,10 @@ def accelerate(model: Model, *, strict: bool = True) -> Model:
 
     Args:
         model: A model of transformers with any head or with none, a ``SentenceTransformer``, a
-            ``CrossEncoder``, a ``SparseEncoder``, a module of your own around such an encoder, or
-            any object that holds one of these, such as a pipeline or ``HuggingFaceEmbeddings`` of
-            langchain-huggingface.
-            `find_modules` says where the encoder may be.
+            ``CrossEncoder``, a ``SparseEncoder``, a ``MultiVectorEncoder``, a module of your own
+            around such an encoder, or any object that holds one of these, such as a pipeline or
+            ``HuggingFaceEmbeddings`` of langchain-huggingface. `find_modules` says where the
+            encoder may be.
         strict: Whether the function raises ValueError if fastbert cannot run the encoder. With
             False, the function warns and returns the model unchanged.
 
@@ -150,7 +153,8 @@ def accelerate(model: Model, *, strict: bool = True) -> Model:
     Raises:
         TypeError: If no module is found in `model`.
         ValueError: If `strict` is True and `model` has no encoder, encoders in several attributes,
-            an encoder that fastbert cannot run, or a module that reads hidden states at padding.
+            an encoder that fastbert cannot run, or a module that reads hidden states at padding
+            which fastbert cannot compute; see ``fastbert.integrations.query_expansion``.
             The message names the reason, and `model` stays unchanged.
 
     Examples:
@@ -180,7 +184,7 @@ def _accelerate(model: Any, probing: Callable[[nn.Module], Any] | None = _unchec
     encoders = [pair for module in modules.values() for pair in _encoders(module)]
     if not encoders:
         raise ValueError(_nothing_found(model, modules))
-    for problem in filter(None, map(reader_of_padding, modules.values())):
+    for problem in filter(None, map(query_expansion.refusal, modules.values())):
         raise ValueError(problem)
     pairs = [(hf_model, stock) for hf_model, stock in encoders if not _accelerated(hf_model)]
     for hf_model, stock in pairs:
@@ -203,9 +207,13 @@ def _accelerate(model: Any, probing: Callable[[nn.Module], Any] | None = _unchec
             hf_model.__dict__.pop(BOUND, None)
         raise
     for outer in modules.values():
-        for module in filter(is_splade, outer.modules()):
+        for module in filter(sparse_encoder.is_splade, outer.modules()):
             kind = type(module)
-            module.__class__ = fast_class(kind, _encode_tokens)
+            module.__class__ = sparse_encoder.fast_class(kind, _encode_tokens)
+        for _, transformer in query_expansion.readers_of_padding(outer):
+            if not is_wrapper(transformer):
+                kind = type(transformer)
+                transformer.__class__ = query_expansion.fast_class(kind)
 
 
 def restore(model: Model) -> Model:
@@ -229,9 +237,9 @@ def restore(model: Model) -> Model:
                 if _accelerated(module):
                     module.__class__ = type(module).fastbert_restores
                     module.__dict__.pop(BOUND, None)
-                elif hasattr(type(module), "fastbert_head_restores"):
-                    module.__class__ = type(module).fastbert_head_restores
-                    module.__dict__.pop(PLANS, None)
+                elif is_wrapper(module):
+                    module.__class__ = type(module).fastbert_wrapper_restores
+                    module.__dict__.pop(sparse_encoder.PLANS, None)
     return model
 
 
@@ -345,6 +353,7 @@ def _fast_class(kind: Any, stock: Any) -> Any:
 
     @functools.wraps(stock.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        everywhere = kwargs.pop(COMPUTES_PADDING, False)
         given = dict(zip(names, args, strict=False)) | kwargs
         # Another library may have stored this method and call it after `restore`.
         if _exporting() or not _accelerated(self):
@@ -360,6 +369,10 @@ def _fast_class(kind: Any, stock: Any) -> Any:
             return stock.forward(self, *args, **kwargs)
         if isinstance(bound, BoundXLNet):
             return bound.run(given)
+        mask = given.get("attention_mask")
+        if everywhere and mask is not None and mask.dim() == 2:
+            # A 4-D mask hides keys only, so all positions are computed.
+            given["attention_mask"] = mask[:, None, None]
         return _run(self, bound, stock.__name__, given)
 
     def reduce(self: Any, protocol: Any) -> Any:

@@ -103,34 +103,6 @@ def find_modules(wrapper: Any, encoders: Encoders) -> dict[str, nn.Module]:
     return {one.path: one.value for one in outermost} or others
 
 
-def reader_of_padding(outer: nn.Module) -> str:
-    """Return which module in `outer` reads hidden states where the attention mask is 0.
-
-    An accelerated encoder computes no hidden states at these positions. In a ``MultiVectorEncoder``
-    of sentence-transformers, query expansion with ``attend=False`` appends mask tokens whose
-    attention mask is 0. The score of a query reads the hidden states of these mask tokens, as in
-    ColBERT.
-
-    Args:
-        outer: A module with an encoder inside.
-
-    Returns:
-        The reason in words, or ``""`` if no such module is known.
-    """
-    for name, module in outer.named_modules():
-        kinds = [kind.__module__.partition(".")[0] for kind in type(module).__mro__]
-        if "sentence_transformers" not in kinds:
-            continue
-        expansion = getattr(module, "query_expansion", None)
-        if isinstance(expansion, dict) and not expansion.get("attend"):
-            return (
-                f"{name}.query_expansion".lstrip(".") + ": got attend=False, with which the "
-                f"{type(outer).__name__} reads hidden states where the mask is 0, allowed: "
-                "attend=True or no query expansion"
-            )
-    return ""
-
-
 def _outermost(candidates: list[Candidate]) -> list[Reached]:
     """Return the candidates whose encoders are not all in a larger or in an earlier candidate."""
     return [

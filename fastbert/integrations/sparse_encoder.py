@@ -27,6 +27,7 @@ from fastbert import ops
 from fastbert.integrations import stock_code, stock_digests
 from fastbert.integrations.module_rules import hook_problems, parameter_problem, shown
 from fastbert.integrations.stock_files import placed
+from fastbert.integrations.wrapper_class import is_wrapper, path_of, wrapper_class
 from fastbert.modules.bert import Encoded
 from fastbert.modules.snapshot import NotCopied, Snapshot
 from fastbert.ops import backend as backends
@@ -51,6 +52,12 @@ DIGESTS: dict[str, tuple[str, ...]] = {
 # What ``Transformer`` passes to the model of transformers, and what it does not pass.
 PASSED = {"input_ids", "attention_mask", "token_type_ids"}
 NOT_PASSED = {"modality", "prompt_length", "task", "special_tokens_mask", "offset_mapping"}
+# What modules of sentence-transformers write into the features. If the features are used twice, as
+# some losses do, ``Transformer`` passes it to the model, and no model of transformers reads it.
+WRITTEN = {
+    *("token_embeddings", "sentence_embedding", "all_layer_embeddings"),
+    *("token_weights_sum", "scores"),
+}
 GELU = "transformers.activations.GELUActivation"
 
 
@@ -140,14 +147,14 @@ def is_splade(module: nn.Module) -> bool:
 
     A subclass with a ``forward`` of its own is left out, because nothing is known about it.
     """
-    bases = {_path(kind): kind for kind in type(module).__mro__}
+    bases = {path_of(kind): kind for kind in type(module).__mro__}
     if SPARSE not in bases or BASE not in bases:
         return False
     last = list(module._modules.values())[-1:]
     return (
         type(module).forward is bases[BASE].__dict__.get("forward")
         and "forward" not in module.__dict__
-        and any(_path(kind) == POOLING for each in last for kind in type(each).__mro__)
+        and any(path_of(kind) == POOLING for each in last for kind in type(each).__mro__)
     )
 
 
@@ -160,9 +167,6 @@ Encode = Callable[[nn.Module, dict[str, Any]], Encoded | None]
 def fast_class(kind: Any, encode: Encode) -> Any:
     """Return the subclass of `kind` whose ``forward`` computes the head without padding.
 
-    The class has the name and the module of `kind`. Its attribute ``fastbert_head_restores`` is
-    `kind`.
-
     Args:
         kind: ``SparseEncoder`` or a subclass of it, for which `is_splade` is True.
         encode: Function that runs the encoder; see `Encode`.
@@ -170,8 +174,7 @@ def fast_class(kind: Any, encode: Encode) -> Any:
 
     @functools.wraps(kind.forward)
     def forward(self: Any, input: dict[str, Any], **kwargs: Any) -> Any:
-        restored = not hasattr(type(self), "fastbert_head_restores")
-        if torch.compiler.is_compiling() or restored or not _has_kernel(self):
+        if torch.compiler.is_compiling() or not is_wrapper(self) or not _has_kernel(self):
             return kind.forward(self, input, **kwargs)
         plan = _plan(self)
         problem = plan if isinstance(plan, str) else _call_problem(self, input)
@@ -182,28 +185,14 @@ def fast_class(kind: Any, encode: Encode) -> Any:
             encoded = encode(plan.encoder, given)
             if encoded is not None and encoded.rows.dtype == plan.decoder.weight.dtype:
                 input["sentence_embedding"] = embeddings = plan.embeddings(encoded)
+                # If the features are used twice, the logits of the first call may be among them.
+                input.pop("token_embeddings", None)
                 if plan.pooling.embedding_dimension is None:
                     plan.pooling.embedding_dimension = embeddings.shape[1]
                 return input
         return kind.forward(self, input, **kwargs)
 
-    def reduce(self: Any, protocol: Any) -> Any:
-        return _rebuild, (kind, encode), self.__dict__
-
-    own = {
-        "forward": forward,
-        "__reduce_ex__": reduce,
-        "fastbert_head_restores": kind,
-        "__module__": kind.__module__,
-        "__qualname__": kind.__qualname__,
-    }
-    return type(kind.__name__, (kind,), own)
-
-
-def _rebuild(kind: Any, encode: Encode) -> Any:
-    """Return an empty object of the class that `fast_class` makes, for copy and pickle."""
-    made = fast_class(kind, encode)
-    return made.__new__(made)
+    return wrapper_class(kind, forward, (fast_class, kind, encode))
 
 
 def _has_kernel(model: nn.Module) -> bool:
@@ -230,7 +219,7 @@ def _call_problem(model: Any, input: dict[str, Any]) -> str:
         return f"autocast: got {torch.get_autocast_dtype('cpu')}, allowed: no autocast"
     if any((model.module_kwargs or {}).values()):
         return f"module_kwargs: got {shown(model.module_kwargs)}, allowed: none"
-    others = input.keys() - PASSED - NOT_PASSED
+    others = input.keys() - PASSED - NOT_PASSED - WRITTEN
     if others:
         return f"features: got {sorted(others)[0]!r}, allowed: {', '.join(sorted(PASSED))}"
     if input.get("modality", "text") != "text":
@@ -281,25 +270,25 @@ def plan_of(model: Any) -> Plan | str:
 
 
 def _compared(model: Any) -> Plan:
-    kinds = [_path(type(each)) for each in model._modules.values()]
+    kinds = [path_of(type(each)) for each in model._modules.values()]
     if len(kinds) != 2 or kinds[0] not in TRANSFORMERS or kinds[1] != POOLING:
         raise _Differs(f"modules: got {', '.join(kinds)}, allowed: Transformer, SpladePooling")
     transformer, pooling = model._modules.values()
     mlm: Any = transformer._modules.get("model")
-    head = HEADS.get(_path(type(mlm)))
+    head = HEADS.get(path_of(type(mlm)))
     if head is None:
         names = ", ".join(name.rpartition(".")[2] for name in HEADS)
         raise _Differs(f"0.model: got a {type(mlm).__name__}, allowed: {names}")
     _check_settings(transformer, pooling, mlm.config)
     expected = head.containers | {
-        head.dense: _path(nn.Linear),
-        head.norm: _path(nn.LayerNorm),
-        head.decoder: _path(nn.Linear),
+        head.dense: path_of(nn.Linear),
+        head.norm: path_of(nn.LayerNorm),
+        head.decoder: path_of(nn.Linear),
     }
     expected |= {head.activation: GELU} if head.activation else {}
     inside = {path: _module(mlm, path) for path in (head.encoder, *expected)}
     for path, kind in expected.items():
-        got = _path(type(inside[path]))
+        got = path_of(type(inside[path]))
         _require(got == kind, f"0.model.{path}", f"a {got}", kind.rpartition(".")[2])
     every = {"0": transformer, "0.model": mlm, "1": pooling}
     for path, module in (every | {f"0.model.{path}": m for path, m in inside.items()}).items():
@@ -336,10 +325,6 @@ def _require(condition: bool, path: str, got: Any, allowed: str) -> None:
         raise _Differs(f"{path}: got {got}, allowed: {allowed}")
 
 
-def _path(kind: Any) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}"
-
-
 def _module(root: Any, path: str) -> Any:
     try:
         return root.get_submodule(path)
@@ -355,7 +340,7 @@ def _check_calls(path: str, module: nn.Module) -> None:
 
 
 def _check_gelu(path: str, activation: Any) -> None:
-    got = _path(type(activation))
+    got = path_of(type(activation))
     _require(got == GELU, path, f"a {got}", GELU.rpartition(".")[2])
     _check_calls(path, activation)
     function = vars(activation).get("act")
@@ -381,7 +366,7 @@ def _check_parameters(path: str, module: Any, like: Tensor) -> None:
 
 def _functions(model: Any) -> Iterator[Any]:
     """Yield the functions of sentence-transformers that a call of the model reaches."""
-    base = next(kind for kind in type(model).__mro__ if _path(kind) == BASE)
+    base = next(kind for kind in type(model).__mro__ if path_of(kind) == BASE)
     yield base.__dict__.get("forward")
     yield from (getattr(type(each), "forward", None) for each in model._modules.values())
 

