@@ -353,8 +353,8 @@ def test_operator() -> None:
     hidden = torch.randn(12, 64)
     cu_seqlens = torch.tensor([0, 7, 12], dtype=torch.int32)
     parameters = [p.detach() for p in run.parameters]
-    rest = (1, False, 1e-12, "gelu", torch.float32)
-    arguments = (parameters, [], cu_seqlens, None, None, [], [], [], None, 2, 7, 2, 1, *rest)
+    rest = (1, False, False, 1e-12, "gelu", torch.float32)
+    arguments = (parameters, [], cu_seqlens, None, None, [], [], [], None, 2, 7, 2, 2, 1, *rest)
     for all_states in (False, True):
         torch.library.opcheck(
             torch.ops.fastbert.encoder.default,
@@ -370,7 +370,7 @@ def test_operator() -> None:
     for projections in (0, 4):
         with pytest.raises(ValueError, match=f"projections: got {projections}, allowed: 1 to 3"):
             ops.encoder(hidden, parameters, None, 6, batch=2, heads=2, projections=projections)
-    with pytest.raises(ValueError, match="heads: got 3, allowed: a divisor of 64"):
+    with pytest.raises(ValueError, match="heads: got 3 and 3 of keys, allowed: a divisor of 192"):
         ops.encoder(hidden, parameters, cu_seqlens, 7, batch=2, heads=3)
     with pytest.raises(ValueError, match="max_seqlen: got 2 and 7, allowed: a product of 12"):
         ops.encoder(hidden, parameters, None, 7, batch=2, heads=2)
@@ -386,8 +386,9 @@ def test_several_projections_have_the_bits_of_one(projections) -> None:
         parted += [part for t in whole[first : first + 2] for part in t.split(sizes)]
         parted += whole[first + 2 : first + 12]
     ends = torch.tensor([0, 7, 12], dtype=torch.int32)
-    arguments = (ends, None, None, [], [], [], None, 2, 7, 2)
-    rest = (1, False, 1e-12, "gelu", torch.float32, True, "triton", "triton", "triton", "cpu")
+    arguments = (ends, None, None, [], [], [], None, 2, 7, 2, 2)
+    numbers = (1, False, False, 1e-12, "gelu", torch.float32)
+    rest = (*numbers, True, "triton", "triton", "triton", "cpu")
     hidden = torch.randn(12, 64)
     torch.library.opcheck(
         torch.ops.fastbert.encoder.default,

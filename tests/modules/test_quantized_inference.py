@@ -223,8 +223,8 @@ def test_operator() -> None:
         run = plan(quantised().encoder.layer, FP32).run
     hidden, ends = torch.randn(12, 64), torch.tensor([0, 7, 12], dtype=torch.int32)
     lists = [[t.detach() for t in tensors] for tensors in (run.parameters, run.settings.scales)]
-    rest = (1, False, 1e-12, "gelu", torch.float32)
-    arguments = (*lists, ends, None, None, [], [], [], None, 2, 7, 2, 1, *rest)
+    rest = (1, False, False, 1e-12, "gelu", torch.float32)
+    arguments = (*lists, ends, None, None, [], [], [], None, 2, 7, 2, 2, 1, *rest)
     for all_states in (False, True):
         torch.library.opcheck(
             torch.ops.fastbert.encoder.default,

@@ -180,8 +180,8 @@ def test_operator() -> None:
         parameters = [p.detach() for p in plan_of(model()).run.parameters]
     hidden = torch.randn(12, 64, device=DEVICE)
     ends = torch.tensor([0, 7, 12], dtype=torch.int32, device=DEVICE)
-    rest = (1, False, 1e-12, "gelu", torch.float32)
-    given = (parameters, [], ends, None, None, [], [], [], None, 2, 7, 2, 1, *rest)
+    rest = (1, False, False, 1e-12, "gelu", torch.float32)
+    given = (parameters, [], ends, None, None, [], [], [], None, 2, 7, 2, 2, 1, *rest)
     for all_states in (False, True):
         arguments = (hidden, *given, all_states, "triton", "triton", "triton", "triton")
         torch.library.opcheck(torch.ops.fastbert.encoder.default, arguments)
