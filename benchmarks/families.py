@@ -56,7 +56,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "electra": {"embedding_size": 768},
     "ernie": {"use_task_id": True},
     "esm": {"position_embedding_type": "rotary", "mask_token_id": 4, "token_dropout": True},
-    "t5": {"d_kv": 64, "d_ff": 3072},
+    "t5": {"d_kv": 64, "d_ff": 3072, "use_cache": False},
     "modernbert": {"intermediate_size": 1152, "cls_token_id": 2, "sep_token_id": 3},
 }
 # The decoder belongs to the time of Marian, which has a benchmark of its own.

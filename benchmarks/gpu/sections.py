@@ -49,6 +49,7 @@ NOT_ON_A_GPU = {
     "tests/io": "files",
     "tests/jobs": "files",
     "tests/mutation": "faults in kernels need no GPU",
+    "tests/checkpoints": "a program that downloads packages, on the CPU",
     "tests/parity": "comparisons on the CPU; tests/integrations runs the models",
     "ptxmachine/tests": "the PTX machine is a program for the CPU",
     "tests/ptx": "the PTX machine is a program for the CPU",
