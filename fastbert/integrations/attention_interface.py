@@ -68,8 +68,8 @@ def attention(
         module: The attention module that calls this function. Its attribute ``is_causal`` is the
             default of `is_causal`.
         query: Queries of shape ``(B, H, Lq, D)``.
-        key: Keys of shape ``(B, H, Lk, D)``.
-        value: Values of shape ``(B, H, Lk, D)``.
+        key: Keys of shape ``(B, Hk, Lk, D)``. ``H / Hk`` consecutive heads of queries share a head.
+        value: Values of shape ``(B, Hk, Lk, D)``.
         attention_mask: Bool or 0/1 integers, nonzero where a query attends to a key, or a floating
             tensor that is added to the logits. The shape is ``(B, Lk)``, ``(B, Lq, Lk)`` or
             broadcastable to ``(B, H, Lq, Lk)``.
@@ -101,8 +101,11 @@ def attention(
             raise ValueError(
                 f"{name}: got a value, allowed: None with attn_implementation={NAME!r}"
             )
-    if key.shape[1] != query.shape[1]:
-        raise ValueError(f"key: got {key.shape[1]} heads, allowed: {query.shape[1]}, as query has")
+    heads, stored = query.shape[1], key.shape[1]
+    if stored == 0 or heads % stored != 0:
+        raise ValueError(f"key: got {stored} heads, allowed: a divisor of {heads}, which query has")
+    if stored != heads:
+        key, value = (x.repeat_interleave(heads // stored, 1) for x in (key, value))
     causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
     # As in transformers, a mask already excludes later keys, and a single query attends to every
     # key.

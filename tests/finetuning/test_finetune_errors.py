@@ -147,7 +147,7 @@ def test_a_model_of_another_family_is_refused(refused, classify, pretrained, tmp
     content = json.loads((model / "config.json").read_text(encoding="utf-8"))
     (model / "config.json").write_text(json.dumps({**content, "model_type": "roberta"}))
     message = refused(classify(data, model=model))
-    assert "has the model type 'roberta', allowed: 'bert'" in message
+    assert "has the model type 'roberta', allowed: bert, bert-alibi" in message
 
 
 def test_a_model_that_does_not_exist_is_named(refused, classify, tmp_path):

@@ -424,7 +424,7 @@ HEADS = [name for name in dir(modules) if name.startswith("BertFor") and "Output
 def test_heads_are_of_bert_alone(head, tmp_path) -> None:
     build("roberta").save_pretrained(tmp_path)
     kind = getattr(modules, head)
-    message = r"^model_type: got 'roberta', allowed: bert; .*fastbert\.accelerate"
+    message = r"^model_type: got 'roberta', allowed: bert, bert-alibi; .*fastbert\.accelerate"
     with pytest.raises(ValueError, match=message):
         kind.from_pretrained(tmp_path)
     with pytest.raises(ValueError, match=message):

@@ -75,5 +75,6 @@ def test_every_name_of_an_activation_leads_to_it():
     assert set(of_config(gated=False)) == {
         *("gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "silu", "swish")
     }
-    assert set(of_config(gated=True)) == {"gelu", "silu"}
+    assert set(of_config(gated=True)) == {"gelu", "gelu_new", "gelu_pytorch_tanh", "silu"}
+    assert of_config(gated=True)["gelu_new"].name == "geglu_tanh"
     assert of_config(gated=True)["silu"].name == "swiglu"
