@@ -82,6 +82,8 @@ OTHERS = {"XLNetModel": BoundXLNet}
 # Encoders whose output with return_dict=False contains None for the pooler's output if there is no
 # pooler. The output tuple of every other encoder leaves out the fields that are None.
 TUPLES_WITH_POOLED = ("MPNetModel", "MegatronBertModel")
+# Encoders whose output has no cross-attention. That of every other encoder is an empty tuple.
+WITHOUT_CROSS_ATTENTION = ("MegatronBertModel", "RoFormerModel")
 # Arguments of the encoders of transformers that no encoder of fastbert supports.
 REFUSED = (
     "head_mask",
@@ -469,8 +471,7 @@ def _run(hf_model: Any, bound: BoundEncoder, stock: str, given: dict[str, Any]) 
         values["hidden_states"] = _selected(encoded.hidden_states, states)
     if weights:
         values["attentions"] = encoded.attentions
-        # An encoder has no cross-attention, and transformers also returns an empty tuple.
-        values["cross_attentions"] = ()
+        values["cross_attentions"] = None if stock in WITHOUT_CROSS_ATTENTION else ()
     fields = getattr(modeling_outputs, OUTPUTS[stock])
     out = fields(**{k: v for k, v in values.items() if k in fields.__dataclass_fields__})
     wanted = given.get("return_dict")
