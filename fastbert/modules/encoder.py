@@ -137,8 +137,13 @@ class BertEncoder(nn.Module):
             if number not in stated:
                 return rows
             state = states[number] = layout.given(rows)
-            # With a gradient, the later layers are computed from the returned state.
-            return layout.rows(state) if needs_gradient(rows) else rows
+            if not needs_gradient(rows):
+                return rows
+            # The later layers are computed from the returned state, which is 0 at padding.
+            returned = layout.rows(state)
+            if layout.tokens is None:
+                return returned
+            return torch.where(layout.tokens.flatten()[:, None], returned, rows)
 
         hidden = after(0, hidden)
         recompute = self.gradient_checkpointing and self.training and torch.is_grad_enabled()

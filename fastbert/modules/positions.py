@@ -9,10 +9,12 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastbert import ops
 from fastbert.modules.operation import OperationModule
+from fastbert.ops.product import needs_gradient
 
 # The cosines and the sines of the rotary angles.
 Rotation = tuple[Tensor, Tensor]
@@ -174,10 +176,15 @@ class DistanceBias(nn.Embedding):
             places: Positions of the tokens, int64 of shape ``(..., L)``.
 
         Returns:
-            Tensor of shape ``(..., heads, L, L)``, indexed by query and key.
+            Tensor of shape ``(..., heads, L, L)``, indexed by query and key, in the dtype of the
+            weight. If autograd records the call, the dtype is at least fp32, so that the gradients
+            of all pairs in a bucket are added in fp32.
         """
         distance = places.unsqueeze(-2) - places.unsqueeze(-1)
-        bias = super().forward(self.buckets(distance))
+        weight = self.weight
+        if needs_gradient(weight):
+            weight = weight.to(torch.promote_types(weight.dtype, torch.float32))
+        bias = F.embedding(self.buckets(distance), weight, self.padding_idx)
         return bias.movedim(-1, -3)
 
     def buckets(self, distance: Tensor) -> Tensor:

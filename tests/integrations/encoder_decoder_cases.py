@@ -72,7 +72,13 @@ def step(side: Any, batch: dict[str, Tensor], everything: bool) -> tuple[Any, An
     return {name: part.detach() for name, part in parts.items()}, gradients(side)
 
 
-def assert_all_close(outs: list[Any]) -> None:
+def assert_all_close(outs: list[Any], dtype: torch.dtype = torch.float32) -> None:
+    """Compare all outputs of models in `dtype`.
+
+    Stock code computes the loss from the logits. In bf16, this single number depends on how few
+    logits happen to be rounded, so that only the logits are compared.
+    """
     assert outs[0].keys() == outs[1].keys()
     for name in outs[0]:
-        assert_close(name, *each(itemgetter(name), *outs))
+        if name != "loss" or dtype == torch.float32:
+            assert_close(name, *each(itemgetter(name), *outs))

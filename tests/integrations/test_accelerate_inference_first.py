@@ -43,7 +43,8 @@ def the_head(model: nn.Module) -> nn.Module:
 def the_embeddings(model: nn.Module) -> nn.Module:
     """Freeze all parameters but the token embeddings, whose gradient passes through all layers."""
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_("word_embeddings" in name or "tok_embeddings" in name)
+        tables = ("word_embeddings", "tok_embeddings", "embed_tokens")
+        parameter.requires_grad_(any(table in name for table in tables))
     return model
 
 

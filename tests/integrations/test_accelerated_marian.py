@@ -53,7 +53,7 @@ def test_outputs_loss_and_gradients(padding, rows, dtype, everything) -> None:
     batch = inputs(padding, rows)
     sides = [side.train() for side in sides_of(marian(dtype))]
     runs = run_sides(lambda side: step(side, batch, everything), *sides)
-    assert_all_close(each(itemgetter(0), *runs))
+    assert_all_close(each(itemgetter(0), *runs), dtype)
     assert_gradients_close(*each(itemgetter(1), *runs))
 
 

@@ -101,7 +101,7 @@ def hook_on_words(side: nn.Module) -> None:
 
 
 def hook_on_embedding(side: nn.Module) -> None:
-    side.embeddings.register_forward_hook(cut)  # type: ignore[union-attr, operator]
+    getattr(side, "embeddings", words(side)).register_forward_hook(cut)
 
 
 def max_norm(side: nn.Module) -> None:
