@@ -126,7 +126,8 @@ SITUATIONS: dict[str, Any] = {
 }
 
 
-# In transformers, ALBERT and MPNet have no gradient checkpointing. Marian has no masked-LM head.
+# In transformers, ALBERT and MPNet have no gradient checkpointing. Marian and T5 have no masked-LM
+# head.
 CASES = [
     (family, situation)
     for family in families.ACCELERATED
