@@ -366,6 +366,10 @@ def bad_calls() -> dict[str, tuple[dict[str, Any], str]]:
         ),
         "key_value_heads": ({"key_value_heads": 3}, r"^key_value_heads: got 3, allowed: a divisor"),
         "rms_norm": ({"rms_norm": True}, r"^rms_norm: got True without pre_norm, allowed: False"),
+        "a bias of an RMS norm": (
+            {"pre_norm": True, "rms_norm": True},
+            r"^parameters: got a bias of a norm of shape \[8\], allowed: no elements with rms_norm",
+        ),
         "inner": ({"inner_projections": 3}, r"^inner_projections: got 3, allowed: 1 or 2"),
         "activation": ({"activation": "glu"}, r"^activation: got 'glu', allowed: gelu"),
         "angles": ({"rotations": [cos[:3]] * 4}, r"^cos: got shape \[3, 2\]"),
