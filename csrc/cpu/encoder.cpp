@@ -150,11 +150,13 @@ at::Tensor repeated(const at::Tensor& qkv, int64_t head_dim, const Stack& s) {
 // model has rotary embeddings, q and k are first rotated in place. Relative positions take no bias
 // and no window.
 at::Tensor attention(const at::Tensor& projected, const Layer& layer, const Stack& s) {
-  const int64_t rows = projected.size(0), stored_heads = s.heads + 2 * s.key_value_heads;
-  TORCH_CHECK_VALUE(projected.size(1) % stored_heads == 0, "heads: got ", s.heads, " and ",
-                    s.key_value_heads, " of keys, allowed: a divisor of ", projected.size(1),
+  const int64_t rows = projected.size(0), columns = projected.size(1);
+  // The sum of more heads than columns could overflow.
+  const int64_t stored_heads = s.heads > columns ? 0 : s.heads + 2 * s.key_value_heads;
+  TORCH_CHECK_VALUE(stored_heads > 0 && columns % stored_heads == 0, "heads: got ", s.heads,
+                    " and ", s.key_value_heads, " of keys, allowed: a divisor of ", columns,
                     ", the number of columns of q, k and v, by the heads of all three");
-  const int64_t head_dim = projected.size(1) / stored_heads;
+  const int64_t head_dim = columns / stored_heads;
   const double scale = s.scale.value_or(1.0 / std::sqrt((double)head_dim));
   if (!s.rotations.empty()) {
     const at::Tensor* rotation = &s.rotations[2 * layer.number];

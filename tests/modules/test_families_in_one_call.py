@@ -364,6 +364,11 @@ def bad_calls() -> dict[str, tuple[dict[str, Any], str]]:
             {"heads": 5, "key_value_heads": 5},
             r"^heads: got 5 and 5 of keys, allowed: a div",
         ),
+        # The sum of these heads of queries, keys and values overflows to 2.
+        "many heads": (
+            {"heads": (2**64 + 2) // 3, "key_value_heads": (2**64 + 2) // 3},
+            r"^heads: got 6148914691236517206 and 6148914691236517206 of keys",
+        ),
         "key_value_heads": ({"key_value_heads": 3}, r"^key_value_heads: got 3, allowed: a divisor"),
         "rms_norm": ({"rms_norm": True}, r"^rms_norm: got True without pre_norm, allowed: False"),
         "a bias of an RMS norm": (

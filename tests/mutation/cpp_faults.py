@@ -2363,8 +2363,8 @@ ENCODER = (
         "head_dim_of_grouped_queries_from_the_queries_alone",
         "cpu_encoder",
         f"{CPU}/encoder.cpp",
-        "const int64_t head_dim = projected.size(1) / stored_heads;",
-        "const int64_t head_dim = projected.size(1) / (3 * s.heads);",
+        "const int64_t head_dim = columns / stored_heads;",
+        "const int64_t head_dim = columns / (3 * s.heads);",
     ),
     Fault(
         "rms_norm_is_a_layer_norm",
