@@ -168,7 +168,12 @@ def _executor(model: Any) -> CpuInference | None:
         return None
     dtype = model.embeddings.word_embeddings.weight.dtype
     run = plan(encoder.running(), Mode("cpu", dtype, None, gradient=False)).run
-    return run if type(run) is CpuInference and run.settings.scale is None else None
+    if type(run) is not CpuInference:
+        return None
+    settings = run.settings
+    # The operator has neither a scale nor shared heads.
+    plain = settings.scale is None and settings.key_value_heads == settings.heads
+    return run if plain else None
 
 
 def _arguments(model: Any, run: CpuInference) -> tuple[Any, ...] | None:

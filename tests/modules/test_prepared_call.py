@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import fastbert
 from fastbert import BertConfig, BertModel
+from fastbert.config import Architecture
 from fastbert.io import families
 from fastbert.modules.embeddings import BertEmbeddings
 from fastbert.modules.layer_norm import LayerNorm
@@ -69,6 +70,25 @@ def is_prepared(model: BertModel) -> bool:
     """Return whether the model's next call can use the prepared call."""
     state = model._prepared._prepared
     return state is not None and state.arguments is not None and state.facts.holds(model)
+
+
+@pytest.mark.parametrize(
+    ("choices", "prepared"),
+    [
+        ({"head_dim": 20}, True),
+        ({"key_value_heads": 2}, False),
+        ({"attention_scale": 1.0}, False),
+    ],
+    ids=str,
+)
+def test_heads_of_another_kind(choices, prepared) -> None:
+    """The prepared call has no scale and no shared heads, so that such models run otherwise."""
+    torch.manual_seed(3)
+    model = BertModel(CONFIG.replace(architecture=Architecture(**choices))).eval()
+    ids, mask = batch()
+    for _ in range(2):  # The first call prepares the second.
+        assert same(outputs(model, ids, mask), through_modules(model, ids, mask))
+    assert is_prepared(model) == prepared
 
 
 MASKS: dict[str, Any] = {
