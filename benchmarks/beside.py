@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -105,6 +107,22 @@ def peak_of_process() -> int:
     if peak is None:
         raise RuntimeError("/proc/self/status: got no VmHWM, allowed: a system that reports it")
     return peak
+
+
+def parser(doc: str | None, stem: str, rounds: int) -> argparse.ArgumentParser:
+    """Return a parser with the options that these benchmarks share.
+
+    Args:
+        doc: Docstring of the benchmark, whose first line describes it.
+        stem: Name of the record, and of the folder in ``out/`` by default.
+        rounds: Default number of rounds.
+    """
+    made = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
+    made.add_argument("--out", type=Path, default=Path("out") / stem)
+    made.add_argument("--rounds", type=int, default=rounds, help="timed rounds of all sides")
+    made.add_argument("--threads", type=int, default=os.cpu_count())
+    made.add_argument("--quick", action="store_true", help="one layer; the times are no result")
+    return made
 
 
 def write(folder: Path, stem: str, threads: int, content: dict[str, Any], page: str) -> None:

@@ -11,16 +11,13 @@ that of the one layer that it repeats.
 
 from __future__ import annotations
 
-import argparse
 import copy
-import os
-from pathlib import Path
 from typing import Any
 
 import torch
 
 import fastbert
-from benchmarks.beside import FORMATS, compare_encoders, write
+from benchmarks.beside import FORMATS, compare_encoders, parser, write
 from fastbert.bench.encoder import half_padded
 from fastbert.io.families import ACCELERATED
 
@@ -122,13 +119,9 @@ def row_of(row: dict[str, Any]) -> str:
 
 def main() -> None:
     """Measure the families, and write ``families.json`` and ``families.md``."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path("out/families"))
-    parser.add_argument("--families", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--rounds", type=int, default=5, help="timed calls of each engine")
-    parser.add_argument("--threads", type=int, default=os.cpu_count())
-    parser.add_argument("--quick", action="store_true", help="one layer; the times are no result")
-    options = parser.parse_args()
+    arguments = parser(__doc__, "families", 5)
+    arguments.add_argument("--families", nargs="+", choices=MODELS, default=list(MODELS))
+    options = arguments.parse_args()
     torch.set_num_threads(options.threads)
     print(HEADER)
     rows = [

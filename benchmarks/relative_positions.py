@@ -15,17 +15,15 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-import os
 import resource
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch
 
 import fastbert
-from benchmarks.beside import FORMATS, batch, compare_encoders, peak_of_process, write
+from benchmarks.beside import FORMATS, batch, compare_encoders, parser, peak_of_process, write
 from fastbert.bench.encoder import half_padded
 
 SHAPES = {
@@ -163,16 +161,12 @@ def page(content: dict[str, Any]) -> str:
 
 def main() -> None:
     """Measure all models, and write ``relative_positions.json`` and ``.md``."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path("out/relative_positions"))
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--rounds", type=int, default=5, help="timed calls of each engine")
-    parser.add_argument("--threads", type=int, default=os.cpu_count())
-    parser.add_argument("--quick", action="store_true", help="one layer; the times are no result")
-    parser.add_argument("--no-memory", action="store_true", help="measure the times only")
-    parser.add_argument("--no-times", action="store_true", help="measure the memory only")
-    parser.add_argument("--peak", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    arguments = parser(__doc__, "relative_positions", 5)
+    arguments.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    arguments.add_argument("--no-memory", action="store_true", help="measure the times only")
+    arguments.add_argument("--no-times", action="store_true", help="measure the memory only")
+    arguments.add_argument("--peak", help=argparse.SUPPRESS)
+    options = arguments.parse_args()
     torch.set_num_threads(options.threads)
     if options.peak:
         print(peak(*json.loads(options.peak)))

@@ -12,16 +12,13 @@ gradients of the accelerated model are compared with those of stock fp32, withou
 
 from __future__ import annotations
 
-import argparse
-import os
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 import fastbert
-from benchmarks.beside import FORMATS, in_turns, require_error, write
+from benchmarks.beside import FORMATS, in_turns, parser, require_error, write
 from benchmarks.cpu.tasks import pairs
 from fastbert.bench.quantized_accuracy import model_folder
 
@@ -149,12 +146,8 @@ def row_of(row: dict[str, Any]) -> str:
 
 def main() -> None:
     """Measure all losses and formats, and write ``sentence_training.json`` and ``.md``."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path("out/sentence_training"))
-    parser.add_argument("--rounds", type=int, default=3, help="timed steps of each side")
-    parser.add_argument("--threads", type=int, default=os.cpu_count())
-    parser.add_argument("--quick", action="store_true", help="one layer; the times are no result")
-    options = parser.parse_args()
+    arguments = parser(__doc__, "sentence_training", 3)
+    options = arguments.parse_args()
     torch.set_num_threads(options.threads)
     print(HEADER)
     rows = []

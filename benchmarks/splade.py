@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import os
 import random
 import subprocess
 import sys
@@ -29,7 +28,7 @@ import torch
 from torch import Tensor
 
 import fastbert
-from benchmarks.beside import FORMATS, in_turns, peak_of_process, require_error, write
+from benchmarks.beside import FORMATS, in_turns, parser, peak_of_process, require_error, write
 from benchmarks.cpu.tasks import mixed
 from fastbert.bench.quantized_accuracy import model_folder, real_sentences
 
@@ -183,15 +182,11 @@ def page(content: dict[str, Any]) -> str:
 
 def main() -> None:
     """Measure both formats, and write ``splade.json`` and ``splade.md``."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path("out/splade"))
-    parser.add_argument("--rounds", type=int, default=3, help="timed calls of each side")
-    parser.add_argument("--threads", type=int, default=os.cpu_count())
-    parser.add_argument("--quick", action="store_true", help="one layer; the times are no result")
-    parser.add_argument("--no-memory", action="store_true", help="measure the times only")
-    parser.add_argument("--no-times", action="store_true", help="measure the memory only")
-    parser.add_argument("--peak", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    arguments = parser(__doc__, "splade", 3)
+    arguments.add_argument("--no-memory", action="store_true", help="measure the times only")
+    arguments.add_argument("--no-times", action="store_true", help="measure the memory only")
+    arguments.add_argument("--peak", help=argparse.SUPPRESS)
+    options = arguments.parse_args()
     torch.set_num_threads(options.threads)
     if options.peak:
         print(peak(*json.loads(options.peak)))

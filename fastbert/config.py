@@ -204,6 +204,9 @@ class Architecture:
         check("box_positions", boxes, integer_from(0), is_integer(boxes, 0))
         fits = tasks == 0 or self.type_table
         check("task_types", tasks, "0 without a table of token types", fits)
+        value = self.rotary_table
+        fits = not value or len(self.rotary_bases) > 0
+        check("rotary_table", value, "False without rotary_bases", fits)
         value = self.rotary_values
         check("rotary_values", value, "False without rotary_table", not value or self.rotary_table)
         for name in ("first_norm", "rms_norm"):

@@ -49,6 +49,7 @@ Bound = BoundEncoder | BoundXLNet
 
 POOLED = "BaseModelOutputWithPooling"
 CROSSED = "BaseModelOutputWithPoolingAndCrossAttentions"
+CACHED = "BaseModelOutputWithPastAndCrossAttentions"
 # The name of an encoder class of transformers → the name of the class of its output.
 OUTPUTS = {
     "BertModel": CROSSED,
@@ -60,8 +61,8 @@ OUTPUTS = {
     "RobertaPreLayerNormModel": CROSSED,
     "XLMRobertaXLModel": CROSSED,
     "MegatronBertModel": CROSSED,
-    "RoFormerModel": "BaseModelOutputWithPastAndCrossAttentions",
-    "ElectraModel": "BaseModelOutputWithPastAndCrossAttentions",
+    "RoFormerModel": CACHED,
+    "ElectraModel": CACHED,
     "AlbertModel": POOLED,
     "MPNetModel": POOLED,
     "NomicBertModel": POOLED,
@@ -74,7 +75,7 @@ OUTPUTS = {
     "DistilBertModel": "BaseModelOutput",
     "ModernBertModel": "BaseModelOutput",
     "EuroBertModel": "BaseModelOutput",
-    "T5Stack": "BaseModelOutputWithPastAndCrossAttentions",
+    "T5Stack": CACHED,
     "MarianEncoder": "BaseModelOutput",
 }
 # Models of transformers that are not a `BertModel` of fastbert → the class that computes them.

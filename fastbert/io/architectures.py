@@ -63,11 +63,6 @@ def after_padding(content: Content) -> Architecture:
     return Architecture(first_position=padding + 1)
 
 
-def alibi(content: Content) -> Architecture:
-    """Return the architecture of BERT with ALiBi instead of a table of positions."""
-    return Architecture(position_table=False, distance_slopes=True)
-
-
 def electra(content: Content) -> Architecture:
     """Return the architecture of ELECTRA: embeddings may be narrower than the hidden states."""
     narrow = content["embedding_size"] != content["hidden_size"]

@@ -107,8 +107,7 @@ class Stored:
         known = {field.name for field in dataclasses.fields(BertConfig)} - OURS
         check_overrides(overrides, sorted(known))
         try:
-            kind = self.content.get("model_type", "bert")
-            native = {**families.FAMILIES, **families.OWN}
+            kind, native = self.content.get("model_type", "bert"), families.NATIVE
             check("model_type", kind, ", ".join(native), isinstance(kind, str) and kind in native)
             config = families.read_config(self.content)
         except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:

@@ -72,10 +72,9 @@ class Family:
 
 def family_of(model_type: str) -> Family:
     """Return the table of a model type; raise ValueError for an unknown model type."""
-    known = {**ACCELERATED, **OWN}
-    if not isinstance(model_type, str) or model_type not in known:
-        raise ValueError(f"model_type: got {model_type!r}, allowed: {', '.join(known)}")
-    return known[model_type]
+    if not isinstance(model_type, str) or model_type not in _KNOWN:
+        raise ValueError(f"model_type: got {model_type!r}, allowed: {', '.join(_KNOWN)}")
+    return _KNOWN[model_type]
 
 
 # Settings
@@ -285,7 +284,9 @@ _BERT: Names = {
     **_same(_ATTENTION, _ATTENTION_NORM, _FIRST, _SECOND, _NORM),
     **_POOLER,
 }
-_POSITIONS_POOLER = ("embeddings.position_embeddings", "pooler.dense")
+_WITHOUT_POSITIONS = {
+    name: hf_names for name, hf_names in _BERT.items() if name != "embeddings.position_embeddings"
+}
 _BERT_DROPOUTS = {
     "embeddings": "embeddings.dropout",
     LAYER + "attention.self": LAYER + "attention.self.dropout",
@@ -474,7 +475,7 @@ FAMILIES: dict[str, Family] = {
         "RoFormerModel",
         "roformer.",
         {
-            **{name: hf_names for name, hf_names in _BERT.items() if name not in _POSITIONS_POOLER},
+            **{name: names for name, names in _WITHOUT_POSITIONS.items() if name not in _POOLER},
             "embeddings.projection": ("embeddings_project",),
             "encoder.rotary_table": ("encoder.embed_positions",),
         },
@@ -766,14 +767,11 @@ FAMILIES: dict[str, Family] = {
 }
 # fastbert's own model types, which transformers does not have.
 OWN: dict[str, Family] = {
-    ALIBI: Family(
-        "BertModel",
-        "bert.",
-        {name: hf for name, hf in _BERT.items() if name != _POSITIONS_POOLER[0]},
-        _BERT_DROPOUTS,
-        architectures.alibi,
-    ),
+    # The configuration completes the architecture of this model type.
+    ALIBI: Family("BertModel", "bert.", _WITHOUT_POSITIONS, _BERT_DROPOUTS),
 }
+# The families that fastbert reads natively.
+NATIVE = {**FAMILIES, **OWN}
 # The encoders that `fastbert.accelerate` serves.
 ACCELERATED: dict[str, Family] = {
     **FAMILIES,
@@ -883,3 +881,4 @@ ACCELERATED: dict[str, Family] = {
         lacks=("type_vocab_size", "classifier_dropout"),
     ),
 }
+_KNOWN = {**ACCELERATED, **OWN}

@@ -188,10 +188,9 @@ def _training(layers: list[Modules], mode: Mode) -> _Planned:
     _require(on_cpu or JoinedLinear not in kinds, "a linear layer is joined")
     _require_uniform_parts(layers)
     _require(not _relative(layers), "attention has relative positions")
-    _require(all(map(is_square, layers)), "queries, keys or values are narrower than the rows")
+    unusual = next(filter(None, map(_unusual_heads, layers)), None)
+    _require(unusual is None, str(unusual))
     _require_halves(layers)
-    scaled = any(m[ATTENTION].scale is not None for m in layers)
-    _require(not scaled, "attention has a scale of its own")
     rms = any(type(m[NORMS[1]]) is RMSNorm for m in layers)
     _require(not rms, "the norms are RMS norms")
     beyond = _beyond_bert(layers)
@@ -313,6 +312,14 @@ def _require_halves(layers: list[Modules]) -> None:
     _require(not neighbours, "attention rotates pairs of neighbours")
 
 
+def _unusual_heads(modules: Modules) -> str | None:
+    """Return how the heads of a layer differ from those of BERT, apart from positions, or None."""
+    attention = modules[ATTENTION]
+    if type(attention) is BertSelfAttention and attention.scale is not None:
+        return "attention has a scale of its own"
+    return None if is_square(modules) else "queries, keys or values are narrower than the rows"
+
+
 def _beyond_bert(layers: list[Modules]) -> str | None:
     """Return the first feature of a layer that a layer of BERT does not have, or None."""
     for number, modules in enumerate(layers):
@@ -320,11 +327,9 @@ def _beyond_bert(layers: list[Modules]) -> str | None:
             return f"layer.{number} has its layer norms before attention and feed-forward"
         if modules[ATTENTION].rotary is not None or modules[ATTENTION].window is not None:
             return "attention has rotary positions or a window"
-        attention = modules[ATTENTION]
-        if type(attention) is BertSelfAttention and attention.scale is not None:
-            return "attention has a scale of its own"
-        if not is_square(modules):
-            return "queries, keys or values are narrower than the rows"
+        unusual = _unusual_heads(modules)
+        if unusual is not None:
+            return unusual
         if modules[OUTPUT].activation not in UNGATED:
             return f"the activation is {modules[OUTPUT].activation}"
     return None

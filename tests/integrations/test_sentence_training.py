@@ -239,13 +239,16 @@ def test_a_multi_vector_encoder(folders, expansion, cached):
 # Dropout
 
 
-def test_training_with_dropout_learns(folders):
-    model = dense(folders())
+def with_dropout(model: Any, probability: float) -> Any:
+    """Accelerate a model, whose dropouts all get one probability, and set it to training mode."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
-            module.p = 0.1
-    fastbert.accelerate(model)
-    model.train()
+            module.p = probability
+    return fastbert.accelerate(model).train()
+
+
+def test_training_with_dropout_learns(folders):
+    model = with_dropout(dense(folders()), 0.1)
     case = LOSSES["MultipleNegativesRankingLoss"]
     loss = case[0](model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
@@ -261,12 +264,7 @@ def test_training_with_dropout_learns(folders):
 
 def test_a_cached_loss_replays_its_dropout(folders):
     """The first pass runs without gradients. The second pass, with gradients, drops the same."""
-    model = dense(folders())
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.3
-    fastbert.accelerate(model)
-    model.train()
+    model = with_dropout(dense(folders()), 0.3)
     features = model.preprocess([row[1] for row in ROWS[:SIZE]])
     passes = []
     for enabled in (False, True, False):
