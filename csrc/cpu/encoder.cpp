@@ -183,10 +183,6 @@ at::Tensor attention(const at::Tensor& projected, const Layer& layer, const Stac
                            window, window);
 }
 
-at::Tensor in_dtype(const at::Tensor& x, const Stack& s) {
-  return x.scalar_type() == s.dtype ? x : x.to(s.dtype);
-}
-
 // Returns activation(x Wᵀ + bias), where W is the concatenation of `count` weights along the
 // outputs. `weights` points to these weights, and `count` biases follow the weights.
 at::Tensor parts_product(const at::Tensor& x, const at::Tensor* weights, size_t count,
@@ -194,8 +190,7 @@ at::Tensor parts_product(const at::Tensor& x, const at::Tensor* weights, size_t 
   const at::TensorList biases(weights + count, count);
   const bool none = std::all_of(biases.begin(), biases.end(),
                                 [](const at::Tensor& bias) { return bias.numel() == 0; });
-  return linear_of_parts(in_dtype(x, s), {weights, count}, none ? at::TensorList() : biases,
-                         activation);
+  return parts_in(s.dtype, x, {weights, count}, none ? at::TensorList() : biases, activation);
 }
 
 // Returns activation(x Wᵀ + bias), where W is the int8 weight p[0] and the bias is p[1]. fp32 rows
@@ -253,9 +248,9 @@ at::Tensor through(const Layer& layer, const at::Tensor& hidden, const Stack& s)
   const auto middle =
       product_and_norm(x, layer.projection, layer.first_norm, hidden, scale(kProjectionScale), s);
   if (!layer.scales && s.inner_projections == 1 && !is_gated(s.activation)) {
-    return feed_forward_layer_norm(in_dtype(middle, s), layer.inner[0], present(layer.inner[1]),
-                                   layer.outer[0], present(layer.outer[1]), middle,
-                                   layer.second_norm[0], layer.second_norm[1], s.activation, s.eps);
+    return feed_forward_in(s.dtype, middle, layer.inner[0], present(layer.inner[1]), layer.outer[0],
+                           present(layer.outer[1]), middle, layer.second_norm[0],
+                           layer.second_norm[1], s.activation, s.eps);
   }
   x = activations(middle, layer, s);
   return product_and_norm(x, layer.outer, layer.second_norm, middle, scale(kOuterScale), s);

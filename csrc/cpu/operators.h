@@ -56,6 +56,13 @@ at::Tensor feed_forward_layer_norm(const at::Tensor& x, const at::Tensor& inner,
                                    const at::Tensor& norm_weight, const at::Tensor& norm_bias,
                                    const std::string& activation, double eps);
 
+// Computes `feed_forward_layer_norm` in `dtype`, with the rounding of `linear_in`.
+at::Tensor feed_forward_in(at::ScalarType dtype, const at::Tensor& x, const at::Tensor& inner,
+                           const OptionalTensor& inner_bias, const at::Tensor& outer,
+                           const OptionalTensor& outer_bias, const at::Tensor& residual,
+                           const at::Tensor& norm_weight, const at::Tensor& norm_bias,
+                           const std::string& activation, double eps);
+
 // Returns activation(q(x) Wᵀ + bias) + residual in `dtype`, which is also the dtype of the
 // residual. q(x) is x after quantisation, and x is (M, K). W is `packed`, a prepacked int8 weight
 // with n outputs. `scale` and `column_sum` have one element for each column of `packed`, including

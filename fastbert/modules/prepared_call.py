@@ -150,6 +150,8 @@ def _prepare(model: Any) -> _Prepared | None:
         return None
     snapshot, run = Snapshot(model, PreparedCall.HOLDER, [vars(ops)]), _executor(model)
     arguments = None if run is None else _arguments(model, run)
+    if arguments is not None:
+        torch.ops.fastbert_C.use_huge_pages([p for p in run.parameters if p.dim() > 1])
     return _Prepared(Facts.of(snapshot, run.settings if run else None), arguments)
 
 
@@ -184,7 +186,6 @@ def _arguments(model: Any, run: CpuInference) -> tuple[Any, ...] | None:
     embedding, pooler = _embedding(model), _pooler(model.pooler)
     if embedding is None or pooler is None:
         return None
-    torch.ops.fastbert_C.use_huge_pages([p for p in run.parameters if p.dim() > 1])
     return (
         embedding,
         run.parameters,

@@ -2032,8 +2032,8 @@ OPERANDS = (
         "weight_of_another_16_bit_dtype_taken",
         "cpu_gemm_operands",
         f"{CPU}/gemm/gemm.cpp",
-        "weight.scalar_type() == x.scalar_type() || weight.scalar_type() == at::kFloat,",
-        "at::isFloatingType(weight.scalar_type()),",
+        "weight.scalar_type() == dtype || weight.scalar_type() == at::kFloat, name,",
+        "at::isFloatingType(weight.scalar_type()), name,",
     ),
     Fault(
         "longer_bias_taken",
@@ -2286,8 +2286,8 @@ ENCODER = (
         "second_norm_takes_the_first_one_s_weights",
         "cpu_encoder",
         f"{CPU}/encoder.cpp",
-        "layer.second_norm[0], layer.second_norm[1], s.activation, s.eps);",
-        "layer.first_norm[0], layer.first_norm[1], s.activation, s.eps);",
+        "present(layer.outer[1]), middle, layer.second_norm[0],",
+        "present(layer.outer[1]), middle, layer.first_norm[0],",
     ),
     Fault(
         "scale_of_the_inner_product_for_the_outer",

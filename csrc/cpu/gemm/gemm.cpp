@@ -14,13 +14,14 @@
 namespace fastbert::cpu {
 namespace {
 
-// Checks that `weight` is (N, K) for an x of shape (M, K), and that its dtype is fp32 or the dtype
-// of x.
-void check_weight(const at::Tensor& weight, const at::Tensor& x, const char* name = "weight") {
+// Checks that `weight` is (N, K) for an x of shape (M, K), and that its dtype is fp32 or `dtype`,
+// the dtype of the product.
+void check_weight(const at::Tensor& weight, const at::Tensor& x, at::ScalarType dtype,
+                  const char* name = "weight") {
   check_device(name, weight, x);
-  TORCH_CHECK_TYPE(weight.scalar_type() == x.scalar_type() || weight.scalar_type() == at::kFloat,
-                   name, ": got dtype ", weight.scalar_type(), ", allowed: ", x.scalar_type(),
-                   ", the dtype of x, or Float");
+  TORCH_CHECK_TYPE(weight.scalar_type() == dtype || weight.scalar_type() == at::kFloat, name,
+                   ": got dtype ", weight.scalar_type(), ", allowed: ", dtype,
+                   ", the dtype of the product, or Float");
   TORCH_CHECK_VALUE(weight.dim() == 2 && weight.size(0) >= 1 && weight.size(1) == x.size(1), name,
                     ": got shape ", weight.sizes(), ", allowed: (N, ", x.size(1), ") with N >= 1");
 }
@@ -181,7 +182,7 @@ class NormedProduct {
                 const at::Tensor& norm_bias, double eps, const char* weight_name = "weight",
                 const char* bias_name = "bias")
       : weight_(weight), m_(x.size(0)), n_(weight.size(0)) {
-    check_weight(weight, x, weight_name);
+    check_weight(weight, x, x.scalar_type(), weight_name);
     if (bias) check_vector(bias_name, *bias, x, n_);
     const bool wide = residual.scalar_type() == at::kFloat;
     check_summand("residual", residual, x, m_, n_, wide ? at::kFloat : x.scalar_type());
@@ -299,7 +300,7 @@ std::tuple<at::Tensor, at::Tensor> linear_in(at::ScalarType dtype, const at::Ten
                                              const OptionalTensor& residual_in,
                                              const std::string& activation, bool save) {
   check_matrix("x", x);
-  check_weight(weight, x);
+  check_weight(weight, x, dtype);
   const int64_t m = x.size(0), n = weight.size(0);
   if (bias_in) check_vector("bias", *bias_in, x, n);
   if (residual_in) check_summand("residual", *residual_in, x, m, n, dtype);
@@ -328,7 +329,7 @@ at::Tensor parts_in(at::ScalarType dtype, const at::Tensor& x, at::TensorList we
   TORCH_CHECK_VALUE(!weights.empty(), "weights: got no tensor, allowed: at least 1");
   int64_t n = 0;
   for (const at::Tensor& weight : weights) {
-    check_weight(weight, x, "weights");
+    check_weight(weight, x, dtype, "weights");
     n += weight.size(0);
   }
   const auto biases = biases_of(biases_in, weights, x);
@@ -372,13 +373,13 @@ at::Tensor linear_layer_norm(const at::Tensor& x, const at::Tensor& weight,
   return normed_product(x, {x, weight, bias, residual, norm_weight, norm_bias, eps});
 }
 
-at::Tensor feed_forward_layer_norm(const at::Tensor& x, const at::Tensor& inner,
-                                   const OptionalTensor& inner_bias_in, const at::Tensor& outer,
-                                   const OptionalTensor& outer_bias, const at::Tensor& residual,
-                                   const at::Tensor& norm_weight, const at::Tensor& norm_bias,
-                                   const std::string& activation, double eps) {
+at::Tensor feed_forward_in(at::ScalarType dtype, const at::Tensor& x, const at::Tensor& inner,
+                           const OptionalTensor& inner_bias_in, const at::Tensor& outer,
+                           const OptionalTensor& outer_bias, const at::Tensor& residual,
+                           const at::Tensor& norm_weight, const at::Tensor& norm_bias,
+                           const std::string& activation, double eps) {
   check_matrix("x", x);
-  check_weight(inner, x, "inner");
+  check_weight(inner, x, dtype, "inner");
   const int64_t m = x.size(0), n = inner.size(0);
   if (inner_bias_in) check_vector("inner_bias", *inner_bias_in, x, n);
   const auto normed_of = [&](const at::Tensor& activations) {
@@ -389,18 +390,18 @@ at::Tensor feed_forward_layer_norm(const at::Tensor& x, const at::Tensor& inner,
     // Only whole panels of rows of `inner` can be written directly as the packed operand of the
     // second product.
     const auto between =
-        std::get<0>(linear(x, inner, inner_bias_in, std::nullopt, activation, false));
+        std::get<0>(linear_in(dtype, x, inner, inner_bias_in, std::nullopt, activation, false));
     return normed_product(between, normed_of(between));
   }
   const auto inner_bias = as_float(inner_bias_in);
   const Activation function = epilogue_activation(activation);
   // The activations exist only in packed panels. NormedProduct needs only their shape and dtype, so
   // it gets a tensor of one element that is expanded to this shape.
-  NormedProduct normed = normed_of(empty({1, 1}, x.options()).expand({m, n}));
+  NormedProduct normed = normed_of(empty({1, 1}, x.options().dtype(dtype)).expand({m, n}));
   if (m == 0) return normed.y;
   const Kernels& k = kernels();
-  const RightOperand right(k, x), activations(k, m, n, k.right_format(format_of(x)));
-  Gemm g = product(x, x.scalar_type(), right, inner, inner_bias, std::nullopt);
+  const RightOperand right(k, x, dtype), activations(k, m, n, k.right_format(format_of(dtype)));
+  Gemm g = product(x, dtype, right, inner, inner_bias, std::nullopt);
   g.activation = function;
   g.next = activations.packing.packed;
   g.next_format = activations.packing.to;
@@ -409,6 +410,15 @@ at::Tensor feed_forward_layer_norm(const at::Tensor& x, const at::Tensor& inner,
   normed.add_to(phases, k, activations, threads);
   run(phases, threads);
   return normed.y;
+}
+
+at::Tensor feed_forward_layer_norm(const at::Tensor& x, const at::Tensor& inner,
+                                   const OptionalTensor& inner_bias, const at::Tensor& outer,
+                                   const OptionalTensor& outer_bias, const at::Tensor& residual,
+                                   const at::Tensor& norm_weight, const at::Tensor& norm_bias,
+                                   const std::string& activation, double eps) {
+  return feed_forward_in(x.scalar_type(), x, inner, inner_bias, outer, outer_bias, residual,
+                         norm_weight, norm_bias, activation, eps);
 }
 
 void for_each_block_of_sums(const at::Tensor& x, const at::Tensor& weight, int64_t own_bytes,

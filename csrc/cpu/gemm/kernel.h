@@ -42,7 +42,8 @@ void run_task(const Gemm& g, const Task& task, float* x) {
     if (g.turned) {
       block.run_turned();
     } else {
-      pack_left_words<Format>(g, task.row, task.rows, first, depth, task.a);
+      pack_left_words<Format>(g, task.row, task.rows, first, depth, task.a,
+                              {task.row, first + depth});
       block.run();
     }
     first += depth;

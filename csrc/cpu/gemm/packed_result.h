@@ -38,15 +38,11 @@ struct WidePanel {
 // Returns words with the elements of `even` in the low halves and the elements of `odd` in the high
 // halves. The rounding is that of narrow_normal.
 FASTBERT_INLINE WordVec narrow_pairs(Vec even, Vec odd) {
-#if defined(FASTBERT_EMULATE)
-  return bits_of(narrow_normal(even)) | bits_of(narrow_normal(odd)) << 16;
-#else
   using Halves = uint16_t __attribute__((vector_size(64)));
-  const Halves v = (Halves)_mm512_cvtne2ps_pbh((__m512)odd, (__m512)even);
+  const Halves v = (Halves)narrow_both(even, odd);
   return (WordVec)__builtin_shufflevector(v, v, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7,
                                           23, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30,
                                           15, 31);
-#endif
 }
 
 // A panel of the next product's right operand, with pairs of bf16 along k. At levels with AMX

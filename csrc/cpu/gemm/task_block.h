@@ -18,6 +18,7 @@ constexpr int kTileRows = kBytes == 64 ? 14 : 6;  // 2 registers of sums per row
 // Rows of a tile whose panel has at most kLanes columns in use: 1 register of sums per row.
 constexpr int kHalfTileRows = kBytes == 64 ? 16 : 12;
 constexpr int kDepth = 256;  // words along k in a block
+constexpr int64_t kCacheLine = 64;
 constexpr int64_t kMaxRows = kBytes == 64 ? 128 : 120, kMaxColumns = 1024;  // largest task
 
 // Returns sum + x b for registers of words in the format of `Operand`: fp32, or pairs of bf16.
@@ -110,21 +111,29 @@ void pack_rows(const Gemm& g, int64_t begin, int64_t count, int64_t first, int64
   }
 }
 
+// A place in the left operand: a row, and a word of this row.
+struct LeftPlace {
+  int64_t row, word;
+};
+
 // Copies rows as pack_rows does, but each word of the copy holds two consecutive elements along k
 // in bf16, and `first` and `depth` count words. Rows with contiguous elements are copied one after
-// another, while the next rows are prefetched.
+// another. While they are copied, as many rows from `next` on, which are copied later, are
+// prefetched to the second-level cache.
 template <class From>
 void pack_row_pairs(const Gemm& g, int64_t begin, int64_t count, int64_t first, int64_t depth,
-                    float* out) {
-  const auto* a = (const typename From::Storage*)g.a + begin * g.a_row;
+                    float* out, const LeftPlace& next) {
+  using Storage = typename From::Storage;
+  const auto* a = (const Storage*)g.a + begin * g.a_row;
   if (g.a_column == 1) {
-    constexpr int64_t kAhead = 4;
+    const int64_t far = (next.row - begin) * g.a_row + 2 * (next.word - first);
     for (int64_t row = 0; row < count; ++row) {
-      const int64_t far = row + kAhead < count ? kAhead * g.a_row : 0;
       for (int64_t word = 0; word < depth; word += kLanes) {
         const int64_t k = 2 * (first + word);
         const auto* p = a + row * g.a_row + k;
-        __builtin_prefetch(p + far, 0, 3);
+        for (int64_t byte = 0; byte < kLine * (int64_t)sizeof(Storage); byte += kCacheLine) {
+          __builtin_prefetch((const char*)(p + far) + byte, 0, 2);
+        }
         store(out + row * kDepth + word, load_line<From>(p, clamp_count(g.k - k, kLine)));
       }
     }
@@ -143,14 +152,15 @@ void pack_row_pairs(const Gemm& g, int64_t begin, int64_t count, int64_t first, 
 }
 
 // Copies the words [first, first + depth) of `count` rows of the left operand, starting at row
-// `begin`. A word has the format of `Operand`: fp32, or a pair of bf16.
+// `begin`. A word has the format of `Operand`: fp32, or a pair of bf16. The rows from `next` on are
+// the next to be copied.
 template <class Operand>
 void pack_left_words(const Gemm& g, int64_t begin, int64_t count, int64_t first, int64_t depth,
-                     float* out) {
+                     float* out, const LeftPlace& next) {
   with_format(g.format, [&](auto type) {
     using From = decltype(type);
     if constexpr (kIsDots<Operand>) {
-      pack_row_pairs<From>(g, begin, count, first, depth, out);
+      pack_row_pairs<From>(g, begin, count, first, depth, out, next);
     } else {
       with_format(g.rounded, [&](auto rounded) {
         pack_rows<From, decltype(rounded)>(g, begin, count, first, depth, out);
@@ -206,8 +216,6 @@ struct Next {
   int64_t row, step;  // bytes between rows of a; bytes of b to fetch per step
   int64_t steps;      // steps along k of the block
 };
-
-constexpr int64_t kCacheLine = 64;
 
 // Prefetches the cache lines of the next rows of the left operand, two lines in each call of
 // `fetch`. If a block contains most of each row, all lines of one row come before the next row, so
@@ -451,11 +459,15 @@ struct TaskBlock {
         const int64_t row = first_row(tile), end = first_row(tile + 1);
         const float* words = w.words + (keeps ? row * w.row : 0);
         if (copies) {
-          pack_left_words<Format>(g, task.row + row, end - row, first, depth, (float*)words);
+          const LeftPlace next = {task.row + (end < task.rows ? end : 0),
+                                  first + (end < task.rows || last() ? 0 : depth)};
+          pack_left_words<Format>(g, task.row + row, end - row, first, depth, (float*)words, next);
         }
-        const LeftWords& far = copies ? stored : w;
-        const int64_t next_words = end < task.rows ? end * far.row : after_task(far, n);
-        const Next next = next_of((const char*)(far.words + next_words), 4 * far.row, next_panel,
+        // Rows to be copied are prefetched while other rows are copied.
+        const int64_t next_words = copies            ? words - w.words
+                                   : end < task.rows ? end * w.row
+                                                     : after_task(w, n);
+        const Next next = next_of((const char*)(w.words + next_words), 4 * w.row, next_panel,
                                   depth * kPanel * sizeof(Storage), depth, tile, tiles);
         const bool finishes = last() && (end / kPanel > finished / kPanel || end == task.rows);
         if (finishes) fetch_outputs(finished, n);

@@ -33,6 +33,20 @@ constexpr bool kIsBF16 = false;
 template <>
 constexpr bool kIsBF16<BF16> = true;
 
+// Rounds two registers to bf16, with the elements of `low` before those of `high`. Subnormals may
+// become 0, as in narrow_normal; the products of bf16 pairs read subnormal operands as 0 too.
+FASTBERT_INLINE Vec narrow_both(Vec low, Vec high) {
+  Vec line;
+#if (defined(FASTBERT_LEVEL_DOTS) || defined(FASTBERT_LEVEL_TILES)) && !defined(FASTBERT_EMULATE)
+  const __m512bh both = _mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
+  __builtin_memcpy(&line, &both, sizeof(line));
+#else
+  const HalfVec halves[] = {BF16::narrow(low), BF16::narrow(high)};
+  __builtin_memcpy(&line, halves, sizeof(line));
+#endif
+  return line;
+}
+
 // Loads `depth` elements, at most kLine, and returns a register that holds them as bf16 in memory
 // order. The other elements of the register are 0.
 template <class From>
@@ -42,11 +56,9 @@ FASTBERT_INLINE Vec load_line(const typename From::Storage* p, int depth) {
     if (depth == kLine) return load((const float*)p);
     __builtin_memcpy(&line, p, 2 * depth);
   } else {
-    uint16_t rounded[kLine];
-    BF16::store(rounded, From::load(p, clamp_count(depth, kLanes)), kLanes);
     const int rest = clamp_count(depth - kLanes, kLanes);
-    BF16::store(rounded + kLanes, rest > 0 ? From::load(p + kLanes, rest) : Vec{}, kLanes);
-    __builtin_memcpy(&line, rounded, sizeof(line));
+    line = narrow_both(From::load(p, clamp_count(depth, kLanes)),
+                       rest > 0 ? From::load(p + kLanes, rest) : Vec{});
   }
   return line;
 }
