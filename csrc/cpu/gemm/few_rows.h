@@ -4,18 +4,16 @@
 // A tile of kernel.h multiplies each element of W by a whole panel of x, most of which is padding
 // if x has a few rows. Here, the lanes of a register hold rows of W instead: a square block of W is
 // transposed in registers, and each of its columns is multiplied by one element of each row of x. A
-// row of W is read once, from its first element to its last. Each sum adds the same terms in the
-// same order as in kernel.h, so the result of a row of x has the same bits.
+// row of W is read once, from its first element to its last. x is read as it is stored, because a
+// panel is 32 rows wide: writing the panel, and fetching its lines from the cache of the processor
+// that wrote them, takes as long as reading half a megabyte of W. Each sum adds the same terms in
+// the same order as in kernel.h, so the result of a row of x has the same bits.
 
 #pragma once
 
 #include "task_block.h"
 
 namespace fastbert::cpu::FASTBERT_LEVEL {
-
-// The largest number of rows of x for which this takes less time than tiles of half panels. Their
-// sums and a block of W fit the registers.
-constexpr int64_t kFewRows = 4;
 
 // W is stored as words (F32), or as bf16 that becomes fp32 when it is loaded (BF16). Rows of W are
 // `stride` elements apart.
@@ -156,6 +154,37 @@ FASTBERT_INLINE void multiply_block(const typename Stored::Storage* w, int64_t s
   multiply_some(Count<1>{});
 }
 
+// Returns whether a product reads the rows of x as they are stored (isa/kernels.h). The last task
+// of such a product has at least kLanes rows of W too.
+bool reads_rows(const Gemm& g, const Packing& x) {
+  bool few = false;
+  with_operand(g.packed_format, [&](auto type) { few = has_few_rows<decltype(type)>(g); });
+  return few && x.column == 1 && (g.n % kPanel == 0 || g.n % kPanel >= kLanes);
+}
+
+// Copies the rows of x to words in the format of `Operand`.
+template <class Operand>
+FASTBERT_INLINE void copy_rows(const Gemm& g, int64_t words, float* x) {
+  with_format(g.few_format, [&](auto type) {
+    using From = decltype(type);
+    constexpr int64_t kElements = kIsDots<Operand> ? kLine : kLanes;  // in a register of words
+    for (int64_t r = 0; r < g.m; ++r) {
+      const auto* row = (const typename From::Storage*)g.few.data + r * g.few.stride;
+      for (int64_t word = 0; word < words; word += kLanes) {
+        const int64_t first = word / kLanes * kElements;
+        const int count = clamp_count(g.k - first, (int)kElements);
+        Vec v;
+        if constexpr (kIsDots<Operand>) {
+          v = load_line<From>(row + first, count);
+        } else {
+          v = From::load(row + first, count);
+        }
+        store(x + r * words + word, v, clamp_count(words - word, kLanes));
+      }
+    }
+  });
+}
+
 // Computes a task, which has at least kLanes rows of W. `x` is scratch memory for kFewRows rows of
 // x.
 template <class Operand, class Stored>
@@ -163,9 +192,16 @@ void multiply_few_rows(const Gemm& g, const Task& task, float* x) {
   using Storage = typename Stored::Storage;
   const int64_t words = words_of<Operand>(g.k), chunk = chunk_of(g.n, g.k);
   const TaskBlock<Operand> block = {g, task, words, 0, words};
-  const auto* panel = (const float*)g.packed;
-  for (int64_t r = 0; r < g.m + g.m % 2; ++r) {  // Three rows are multiplied as four.
-    for (int64_t k = 0; k < words; ++k) x[r * words + k] = panel[k * kPanel + r];
+  if (g.few.data != nullptr) {
+    copy_rows<Operand>(g, words, x);
+  } else {
+    const auto* panel = (const float*)g.packed;
+    for (int64_t r = 0; r < g.m; ++r) {
+      for (int64_t k = 0; k < words; ++k) x[r * words + k] = panel[k * kPanel + r];
+    }
+  }
+  if (g.m == 3) {  // Three rows are multiplied as four.
+    for (int64_t k = 0; k < words; ++k) x[3 * words + k] = 0.0f;
   }
   const auto* w = (const Storage*)block.left(0);
   const int64_t stride = (block.left(1) - block.left(0)) / (int64_t)sizeof(Storage);

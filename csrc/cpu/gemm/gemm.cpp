@@ -122,12 +122,27 @@ Phase products_of(const Kernels& k, const std::vector<Gemm>& products, int threa
           }};
 }
 
-// Packs x, and computes `products`, whose right operand is the packed x.
-void run(const Kernels& k, const Packing& x, const std::vector<Gemm>& products) {
+// Has the products read the rows of x as they are stored, if all of them can. Returns whether they
+// can; otherwise, x must be packed.
+bool set_rows(const Kernels& k, const Packing& x, Gemm* begin, Gemm* end) {
+  if (!std::all_of(begin, end, [&](const Gemm& g) { return k.reads_rows(g, x); })) return false;
+  std::for_each(begin, end, [&](Gemm& g) {
+    g.few = {x.weight, x.row};
+    g.few_format = x.from;
+  });
+  return true;
+}
+
+// Computes `products`, whose right operand is x. x is packed first if necessary.
+void run(const Kernels& k, const Packing& x, std::vector<Gemm> products) {
   double work = 0.0;
   for (const Gemm& g : products) work += work_of(g);
   const int threads = threads_for(work);
-  run({packing_of(k, x), products_of(k, products, threads)}, threads);
+  std::vector<Phase> phases;
+  if (!set_rows(k, x, products.data(), products.data() + products.size()))
+    phases.push_back(packing_of(k, x));
+  phases.push_back(products_of(k, products, threads));
+  run(phases, threads);
 }
 
 // Describes the product x Wᵀ + bias + residual in `dtype`. The caller sets the operands, the output
@@ -202,9 +217,14 @@ class NormedProduct {
 
   double work() const { return work_of(gemm_); }
 
-  // Appends to `phases` the phases that run after x has been packed.
-  void add_to(std::vector<Phase>& phases, const Kernels& k, const RightOperand& x, int threads) {
+  // Appends to `phases` the phases of the product. Unless `is_packed` is true, a phase that packs x
+  // precedes them if it is necessary.
+  void add_to(std::vector<Phase>& phases, const Kernels& k, const RightOperand& x, int threads,
+              bool is_packed) {
     set_operands(gemm_, weight_, x);
+    if (!is_packed && !set_rows(k, x.packing, &gemm_, &gemm_ + 1)) {
+      phases.push_back(packing_of(k, x.packing));
+    }
     if (m_ <= kNormUnit * threads) {
       add_few_rows(phases, k, threads);
     } else {
@@ -265,14 +285,14 @@ class NormedProduct {
   RowNorm norm_;
 };
 
-// Packs x, and computes the product and the layer norm.
+// Computes the product of x and the layer norm.
 at::Tensor normed_product(const at::Tensor& x, NormedProduct normed) {
   if (x.size(0) == 0) return normed.y;
   const Kernels& k = kernels();
   const RightOperand right(k, x);
   const int threads = threads_for(normed.work());
-  std::vector<Phase> phases = {packing_of(k, right.packing)};
-  normed.add_to(phases, k, right, threads);
+  std::vector<Phase> phases;
+  normed.add_to(phases, k, right, threads, false);
   run(phases, threads);
   return normed.y;
 }
@@ -386,9 +406,9 @@ at::Tensor feed_forward_in(at::ScalarType dtype, const at::Tensor& x, const at::
     return NormedProduct(activations, outer, outer_bias, residual, norm_weight, norm_bias, eps,
                          "outer", "outer_bias");
   };
-  if (n % kNormUnit != 0) {
+  if (n % kNormUnit != 0 || m <= kFewRows) {
     // Only whole panels of rows of `inner` can be written directly as the packed operand of the
-    // second product.
+    // second product. Few rows are not packed.
     const auto between =
         std::get<0>(linear_in(dtype, x, inner, inner_bias_in, std::nullopt, activation, false));
     return normed_product(between, normed_of(between));
@@ -407,7 +427,7 @@ at::Tensor feed_forward_in(at::ScalarType dtype, const at::Tensor& x, const at::
   g.next_format = activations.packing.to;
   const int threads = threads_for(std::max(work_of(g), normed.work()));
   std::vector<Phase> phases = {packing_of(k, right.packing), products_of(k, {g}, threads)};
-  normed.add_to(phases, k, activations, threads);
+  normed.add_to(phases, k, activations, threads, true);
   run(phases, threads);
   return normed.y;
 }

@@ -368,6 +368,10 @@ void pack_tiled(const Packing& p, int64_t begin, int64_t end) {
   });
 }
 
+bool reads_rows_tiled(const Gemm& g, const Packing& x) {
+  return g.packed_format != Format::bf16 && reads_rows(g, x);
+}
+
 GemmPlan gemm_plan_tiled(const Gemm& g, int threads) {
   return g.packed_format == Format::bf16 ? tile_plan(g, threads) : gemm_plan(g, threads);
 }

@@ -275,6 +275,10 @@ struct Epilogue {
   Format next_format;
 };
 
+// The largest number of rows of x for which a turned product multiplies columns of blocks of W by
+// single elements of x (gemm/few_rows.h).
+constexpr int64_t kFewRows = 4;
+
 // out = epilogue(x Wᵀ) for x (m, k) and W (n, k). The kernels multiply the rows of a left operand,
 // which may have any strides, by the packed rows of a right operand. If `turned`, W is the left
 // operand and x is packed. Otherwise, x is the left operand and W is packed. Elements of the left
@@ -288,6 +292,9 @@ struct Gemm : Epilogue {
   int64_t a_row, a_column;
   const void* packed;
   bool turned;
+  // The rows of x in `few_format`, if the product reads them as they are stored. Otherwise null.
+  ConstMatrix few;
+  Format few_format;
 };
 
 // The division of a product into independent tasks, and the bytes of scratch memory, aligned to 64,
@@ -491,6 +498,9 @@ struct Kernels {
   int64_t (*packed_bytes)(Format to, int64_t n, int64_t k);
   int64_t (*pack_units)(int64_t n);
   void (*pack)(const Packing&, int64_t begin, int64_t end);
+  // Returns whether a turned product can read the rows of x, which the packing describes, as they
+  // are stored. If Gemm::few is set to these rows, they need not be packed.
+  bool (*reads_rows)(const Gemm&, const Packing& x);
   // m and n of the product must be at least 1. `gemm` runs the tasks [begin, end) of a plan with
   // the memory `scratch`.
   GemmPlan (*gemm_plan)(const Gemm&, int threads);

@@ -110,6 +110,7 @@ extern const Kernels kKernels = {
     packed_bytes_tiled,
     pack_units,
     pack_tiled,
+    reads_rows_tiled,
     gemm_plan_tiled,
     gemm_tiled,
 #else
@@ -117,6 +118,7 @@ extern const Kernels kKernels = {
     packed_bytes,
     pack_units,
     pack,
+    reads_rows,
     gemm_plan,
     gemm,
 #endif
