@@ -28,6 +28,7 @@ from fastbert.kernels import (
     relative_attention_backward,
     rms_norm,
     rotary,
+    splade,
     tiles,
 )
 from fastbert.kernels.attention_bias import allocate_bias_sums
@@ -342,6 +343,24 @@ def _rotary() -> Iterator[Launch]:
             yield rotary.rotary_launch(x, angles, angles, x, name, 24)
 
 
+def _splade() -> Iterator[Launch]:
+    for dtype, depth, saves in ((BF16, 768, False), (BF16, 768, True), (FP32, 768, True)):
+        hidden, weight = _empty(dtype, 4096, depth), _empty(dtype, VOCABULARY, depth)
+        bias, ends = _empty(dtype, VOCABULARY), _empty(torch.int32, BATCH + 1)
+        y, logits = (_empty(kind, BATCH, VOCABULARY) for kind in (dtype, FP32))
+        rows = _empty(torch.int32, BATCH, VOCABULARY)
+        kept = (logits, rows) if saves else (None, None)
+        yield splade.forward_launch(hidden, weight, bias, ends, y, *kept)
+        if saves:
+            head = splade.Head(hidden, weight, ends)
+            tiles_of_tokens = _empty(torch.int32, splade.TILE_FIELDS.value, head.tiles)
+            launches = splade.backward_launches(
+                y, hidden, weight, ends, logits, rows, rows, tiles_of_tokens, hidden, weight, bias
+            )
+            # The second launch does not depend on the dtype.
+            yield from launches if dtype == BF16 else (launches[0], launches[2])
+
+
 # A key is the stem of a kernel file. Its value is a function that yields the file's launches, for
 # the architecture `kernels.tiles.compiled_target`.
 LAUNCHES: dict[str, Callable[[], Iterator[Launch]]] = {
@@ -357,6 +376,7 @@ LAUNCHES: dict[str, Callable[[], Iterator[Launch]]] = {
     "relative_attention": _relative_attention,
     "rms_norm": _rms_norm,
     "rotary": _rotary,
+    "splade": _splade,
 }
 
 
