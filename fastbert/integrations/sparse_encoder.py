@@ -278,10 +278,8 @@ def _route(
     task = features.get("task") if task is None else task
     modality = features.get("modality") if modality is None else modality
     route = router._resolve_route(task=task, modality=modality)
-    modules = list(router.sub_modules[route])
-    return features, Stages(f"sub_modules.{route}.", modules) if _ends_with_splade(
-        modules
-    ) else None
+    stages = Stages(f"sub_modules.{route}.", list(router.sub_modules[route]))
+    return features, stages if _ends_with_splade(stages.modules) else None
 
 
 def _has_kernel(stages: Stages) -> bool:
@@ -348,7 +346,7 @@ def _plan(model: Any, stages: Stages) -> Plan | str:
     plan = plan_of(model, stages)
     functions = [f for f in _functions(model, stages).values() if isinstance(f, FunctionType)]
     mlm = stages.modules[0]._modules.get("model")
-    others = [] if mlm is None else [vars(mlm.config), _names_of(mlm)]
+    others = [] if mlm is None else [vars(getattr(mlm, "config", mlm)), _names_of(mlm)]
     gelu = others[1].get("gelu") if others else None
     if isinstance(gelu, nn.Module):
         others += [vars(gelu), *(value for value in vars(gelu).values() if isinstance(value, dict))]
