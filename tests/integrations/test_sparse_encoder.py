@@ -357,10 +357,34 @@ HEAD_OF = {
     "DistilBert": ("vocab_transform", "activation", "vocab_layer_norm", "vocab_projector"),
     "Roberta": ("lm_head", "lm_head.dense", "lm_head.layer_norm", "lm_head.decoder"),
 }  # fmt: skip
+# The same for families whose cases are long.
+LONG_HEAD_OF = {
+    "ModernBert": ("head", "head.dense", "head.act", "head.norm", "decoder"),
+    "Albert": (
+        "predictions", "predictions.dense", "predictions.activation", "predictions.LayerNorm",
+        "predictions.decoder",
+    ),
+    "Electra": (
+        "generator_predictions", "generator_predictions.dense", "generator_predictions.activation",
+        "generator_predictions.LayerNorm", "generator_lm_head",
+    ),
+    "MPNet": ("lm_head", "lm_head.dense", "lm_head.layer_norm", "lm_head.decoder"),
+}  # fmt: skip
+
+
+def _paths(family: str, inside: tuple[str, ...]) -> list[tuple[str, str]]:
+    encoder = "model" if family == "ModernBert" else family.lower()
+    paths = (*HOOKED, *(f"0.model.{each}" for each in inside))
+    return [(family, path.format(encoder=encoder)) for path in paths]
+
+
 PATHS = [
-    (family, path.format(encoder=family.lower()))
-    for family, inside in HEAD_OF.items()
-    for path in (*HOOKED, *(f"0.model.{each}" for each in inside))
+    *(pair for family, inside in HEAD_OF.items() for pair in _paths(family, inside)),
+    *(
+        long_case(*pair)
+        for family, inside in LONG_HEAD_OF.items()
+        for pair in _paths(family, inside)
+    ),
 ]
 
 
