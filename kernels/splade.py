@@ -13,12 +13,12 @@ the logits therefore has B V elements that may differ from 0, and not T V. After
 these are 0 as well.
 
 - dweight: a program adds, for a block of classes, the hidden row of each sequence's token, in the
-  order of the sequences. It reads B V K elements of hidden, and no row whose gradient is 0. Matrix
-  units would take T / B times as many operations for the zeros.
-- dhidden: a first kernel lists, for each tile of tokens, the classes whose largest logit is in the
-  tile. A second kernel multiplies the gradients of these classes, a matrix with one element in each
-  column, by the rows of the weight. It takes 2 B V K operations for each token of a tile, where a
-  product with all logits takes as many for each token of a sequence.
+  order of the sequences. It reads B V K elements of hidden, and no row whose gradient is 0. A
+  product with the gradients of all logits would take T / B times as many operations.
+- dhidden: a first kernel lists, for each tile of M tokens, the classes whose largest logit is in
+  the tile. A second kernel multiplies the gradients of these classes, a matrix with one element in
+  each column, by the rows of the weight. It takes 2 M B V K operations, where a product with the
+  gradients of all logits would take 2 T V K.
 
 No kernel uses atomics, and reruns agree bitwise. No call waits for the GPU: the grids have the
 largest size that may be needed, and a program without work ends at once.
@@ -42,7 +42,7 @@ from fastbert.kernels.tiles import ceil_div, splade_registers, splade_tile, targ
 LIST_BLOCK = 4096
 # Properties of a tile of tokens: its sequence, its first row, the row after its last row, and the
 # start and the number of its classes in the list of the sequence.
-TILE_FIELDS = tl.constexpr(5)
+TILE_FIELDS = 5
 
 
 @triton.jit(do_not_specialize=["rows_total", "sequences"])
@@ -498,7 +498,7 @@ def splade_backward(
     )
     dbias = None if bias is None else torch.empty(bias.shape, dtype=bias.dtype, device=device)
     lists = torch.empty(rows.shape, dtype=torch.int32, device=device)
-    tiles = torch.empty((TILE_FIELDS.value, head.tiles), dtype=torch.int32, device=device)
+    tiles = torch.empty((TILE_FIELDS, head.tiles), dtype=torch.int32, device=device)
     inputs = (dy, hidden, weight, cu_seqlens, logits.contiguous(), rows.contiguous())
     run(backward_launches, inputs, (lists, tiles, dhidden, dweight, dbias))
     return dhidden, dweight, dbias

@@ -353,7 +353,7 @@ def _splade() -> Iterator[Launch]:
         yield splade.forward_launch(hidden, weight, bias, ends, y, *kept)
         if saves:
             head = splade.Head(hidden, weight, ends)
-            tiles_of_tokens = _empty(torch.int32, splade.TILE_FIELDS.value, head.tiles)
+            tiles_of_tokens = _empty(torch.int32, splade.TILE_FIELDS, head.tiles)
             launches = splade.backward_launches(
                 y, hidden, weight, ends, logits, rows, rows, tiles_of_tokens, hidden, weight, bias
             )
