@@ -200,7 +200,7 @@ def _triton_backward(
     logits: Tensor,
     rows: Tensor,
 ) -> tuple[Tensor, ...]:
-    from fastbert.kernels.splade import splade_backward
+    from fastbert.kernels.splade_backward import splade_backward
 
     given = (dy, hidden, weight, bias, cu_seqlens, logits, rows)
     dhidden, dweight, dbias = splade_backward(*given)

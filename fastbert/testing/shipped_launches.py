@@ -29,6 +29,7 @@ from fastbert.kernels import (
     rms_norm,
     rotary,
     splade,
+    splade_backward,
     tiles,
 )
 from fastbert.kernels.attention_bias import allocate_bias_sums
@@ -343,22 +344,29 @@ def _rotary() -> Iterator[Launch]:
             yield rotary.rotary_launch(x, angles, angles, x, name, 24)
 
 
+def _splade_inputs(dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Return hidden, weight, bias, cu_seqlens, y, logits and rows."""
+    results = (_empty(kind, BATCH, VOCABULARY) for kind in (dtype, FP32, torch.int32))
+    hidden, weight = _empty(dtype, 4096, 768), _empty(dtype, VOCABULARY, 768)
+    return hidden, weight, _empty(dtype, VOCABULARY), _empty(torch.int32, BATCH + 1), *results
+
+
 def _splade() -> Iterator[Launch]:
-    for dtype, depth, saves in ((BF16, 768, False), (BF16, 768, True), (FP32, 768, True)):
-        hidden, weight = _empty(dtype, 4096, depth), _empty(dtype, VOCABULARY, depth)
-        bias, ends = _empty(dtype, VOCABULARY), _empty(torch.int32, BATCH + 1)
-        y, logits = (_empty(kind, BATCH, VOCABULARY) for kind in (dtype, FP32))
-        rows = _empty(torch.int32, BATCH, VOCABULARY)
-        kept = (logits, rows) if saves else (None, None)
-        yield splade.forward_launch(hidden, weight, bias, ends, y, *kept)
-        if saves:
-            head = splade.Head(hidden, weight, ends)
-            tiles_of_tokens = _empty(torch.int32, splade.TILE_FIELDS, head.tiles)
-            launches = splade.backward_launches(
-                y, hidden, weight, ends, logits, rows, rows, tiles_of_tokens, hidden, weight, bias
-            )
-            # The second launch does not depend on the dtype.
-            yield from launches if dtype == BF16 else (launches[0], launches[2])
+    for dtype, saves in ((BF16, False), (BF16, True), (FP32, True)):
+        *given, y, logits, rows = _splade_inputs(dtype)
+        yield splade.forward_launch(*given, y, *((logits, rows) if saves else (None, None)))
+
+
+def _splade_backward() -> Iterator[Launch]:
+    for dtype in (BF16, FP32):
+        hidden, weight, bias, ends, dy, logits, rows = _splade_inputs(dtype)
+        head = splade_backward.Head(hidden, weight, ends)
+        tiles_of_tokens = _empty(torch.int32, splade_backward.TILE_FIELDS, head.tiles)
+        dweight, lists, dhidden = splade_backward.backward_launches(
+            dy, hidden, weight, ends, logits, rows, rows, tiles_of_tokens, hidden, weight, bias
+        )
+        # The lists do not depend on the dtype.
+        yield from (dweight, lists, dhidden) if dtype == BF16 else (dweight, dhidden)
 
 
 # A key is the stem of a kernel file. Its value is a function that yields the file's launches, for
@@ -377,6 +385,7 @@ LAUNCHES: dict[str, Callable[[], Iterator[Launch]]] = {
     "rms_norm": _rms_norm,
     "rotary": _rotary,
     "splade": _splade,
+    "splade_backward": _splade_backward,
 }
 
 

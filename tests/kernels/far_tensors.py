@@ -146,7 +146,8 @@ def products() -> None:
     from fastbert.kernels.cross_entropy_backward import linear_cross_entropy_backward
     from fastbert.kernels.feed_forward import activation_forward, linear_gelu_forward
     from fastbert.kernels.feed_forward_backward import activation_backward, feed_forward_backward
-    from fastbert.kernels.splade import splade_backward, splade_forward
+    from fastbert.kernels.splade import splade_forward
+    from fastbert.kernels.splade_backward import splade_backward
 
     for activation in ("gelu", "geglu"):
         options = {"activation": activation}

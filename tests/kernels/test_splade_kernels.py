@@ -7,8 +7,10 @@ import torch
 from kernel_cases import BRAIN, HALF, SINGLE, normal
 
 from fastbert import reference
-from fastbert.kernels import splade
-from fastbert.kernels.splade import splade_backward, splade_forward
+from fastbert.kernels import splade_backward as backward
+from fastbert.kernels.splade import splade_forward
+from fastbert.kernels.splade_backward import splade_backward
+from fastbert.kernels.tiles import splade_tile
 from fastbert.testing.compare import assert_close
 from fastbert.testing.yardstick import Yardstick
 
@@ -101,15 +103,15 @@ def test_small_integers_are_exact_and_the_first_of_equal_logits_is_taken(device)
 
 
 def test_the_lists_have_every_class_once_in_order(device, monkeypatch):
-    monkeypatch.setattr(splade, "LIST_BLOCK", 64)
+    monkeypatch.setattr(backward, "LIST_BLOCK", 64)
     given = draw((150, 0, 300, 20), 32, 301, SINGLE, device, slack=140)
     hidden, weight, _, ends = given
     _, _, rows = splade_forward(*given, save=True)
-    head = splade.Head(hidden, weight, ends)
+    head = backward.Head(hidden, weight, ends)
     lists = torch.full(rows.shape, -1, dtype=torch.int32, device=device)
     tiles = torch.empty((5, head.tiles), dtype=torch.int32, device=device)
-    splade._lists_launch(head, rows, lists, tiles).run(on=rows)
-    size, used = splade.splade_tile("dhidden", SINGLE)[0].block_m, set()
+    backward._lists_launch(head, rows, lists, tiles).run(on=rows)
+    size, used = splade_tile("dhidden", SINGLE)[0].block_m, set()
     for sequence, first, end, start, count in tiles.t().tolist():
         classes = lists[sequence, start : start + count] if sequence < 4 else lists[:0, 0]
         assert 0 <= end - first <= size

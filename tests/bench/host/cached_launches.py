@@ -25,7 +25,7 @@ from fastbert.kernels import launch as launches  # noqa: E402
 USERS = (
     "attention", "attention_backward", "cross_entropy", "cross_entropy_backward", "embedding",
     "feed_forward", "feed_forward_backward", "layer_norm", "reduction", "rms_norm", "rotary",
-    "splade",
+    "splade", "splade_backward",
 )  # fmt: skip
 HEADS, HEAD_DIM, WIDTH = 2, 32, 64
 recorded: list[Any] = []
