@@ -286,7 +286,7 @@ def _has_kernel(stages: Stages) -> bool:
     """Return whether `ops.splade` has a kernel for the device of the parameters."""
     if backends.EXTENSION is None:  # The plans need it as well.
         return False
-    parameter = next(stages.modules[0].parameters(), None)
+    parameter = next((p for module in stages.modules for p in module.parameters()), None)
     device = "" if parameter is None else parameter.device.type
     names = [name for name in backends.ORDER.get(device, ()) if name != "reference"]
     known = backends.TABLES["splade"]
