@@ -52,6 +52,39 @@ def exponential(x):
     return p * bits.to(tl.float32, bitcast=True)
 
 
+@triton.jit
+def log1p(x):
+    """Return log(1 + x) in fp32 for x >= 0, with an error of 2 ulp.
+
+    ``tl.log`` compiles to an instruction whose error is absolute near 1, so that the logarithm of
+    1 + x would have few correct bits for a small x. Here, u = 1 + x is rounded, and (x - (u - 1)) /
+    u corrects log(u) for this rounding error. The polynomial for the logarithm of 1 + f, with f
+    between sqrt(1/2) - 1 and sqrt(2) - 1, is that of logf in Cephes (Moshier 1989). The operations
+    are written as FMAs, so that every kernel gets the same bits. log(1 + inf) is inf.
+    """
+    is_finite = x < INFINITY
+    x = tl.where(is_finite, x, 0.0)
+    u = x + 1.0
+    bits = u.to(tl.int32, bitcast=True)
+    # The shift is arithmetic, and u >= 1 keeps the difference positive.
+    exponent = (bits - 0x3F3504F3) >> 23
+    f = (bits - (exponent << 23)).to(tl.float32, bitcast=True) - 1.0
+    powers = exponent.to(tl.float32)
+    p = tl.fma(f, 7.0376836292e-2, -1.1514610310e-1)
+    p = tl.fma(p, f, 1.1676998740e-1)
+    p = tl.fma(p, f, -1.2420140846e-1)
+    p = tl.fma(p, f, 1.4249322787e-1)
+    p = tl.fma(p, f, -1.6668057665e-1)
+    p = tl.fma(p, f, 2.0000714765e-1)
+    p = tl.fma(p, f, -2.4999993993e-1)
+    p = tl.fma(p, f, 3.3333331174e-1)
+    square = f * f
+    rest = tl.fma(powers, LN2_LOW, tl.div_rn(x - (u - 1.0), u))
+    rest = tl.fma(square, -0.5, tl.fma(p * f, square, rest))
+    logarithm = tl.fma(powers, LN2_HIGH, f + rest)
+    return tl.where(is_finite, logarithm, INFINITY)
+
+
 # Up to version 3.8, Triton leaves out the fence between cp.async and the wgmma that reads the
 # copied tile.
 LACKS_FENCE = tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 9)

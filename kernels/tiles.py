@@ -452,6 +452,40 @@ def cross_entropy_tile(dtype: torch.dtype) -> tuple[Tile, int]:
     return Tile(128, 128, num_warps=8, num_stages=3), 64
 
 
+def splade_tile(pass_name: str, dtype: torch.dtype) -> tuple[Tile, int]:
+    """Return the tile of a kernel of splade, and the size of its operands along the summed axis.
+
+    The tile is the same for every number of tokens and sequences, so that a sequence always has the
+    same bits.
+
+    - Forward: block_m classes and block_n tokens. Texts have tens to hundreds of tokens, so a tile
+      has only 64, which wastes fewer products after the end of a sequence.
+    - dhidden: block_m tokens and block_n columns of the weight.
+    - dweight: block_m classes and block_n columns of hidden, without a matrix product.
+
+    Args:
+        pass_name: "forward", "dhidden" or "dweight".
+        dtype: Dtype of the operands.
+    """
+    if IS_INTERPRETED:
+        return INTERPRETED_TILE, 512 if pass_name == "forward" else 128
+    if pass_name == "dweight":
+        return Tile(32, 128, num_warps=4, num_stages=1), 0
+    if dtype == torch.float32:
+        return Tile(64, 64, num_warps=8, num_stages=2), 32
+    if pass_name == "dhidden":
+        return Tile(64, 128, num_warps=8, num_stages=2), 64
+    return Tile(128, 64, num_warps=4, num_stages=3), 64
+
+
+def splade_registers(dtype: torch.dtype, target: int) -> int | None:
+    """Return the ``max_registers`` of the kernel that computes dhidden of splade.
+
+    On sm_100, ptxas would otherwise let 8 bytes of a 16-bit kernel spill for more programs.
+    """
+    return 255 if dtype != torch.float32 and 100 <= target < 120 else None
+
+
 @functools.cache
 def row_tile(columns: int) -> Tile:
     """Return the tile of a kernel that keeps block_m whole rows in registers; block_n >= columns.

@@ -134,8 +134,8 @@ def accelerate(model: Model, *, strict: bool = True) -> Model:
       again at each sequence. The encoder of an encoder–decoder refuses packed sequences.
     - ``output_attentions`` may be a list of layer numbers.
     - A query whose whole attention window is padding gives 0 instead of NaN.
-    - A ``SparseEncoder`` whose head is served by ``fastbert.integrations.sparse_encoder`` returns
-      no logits under ``"token_embeddings"``.
+    - A ``SparseEncoder``, or a route of a ``Router``, whose head is served by
+      ``fastbert.integrations.sparse_encoder`` returns no logits under ``"token_embeddings"``.
 
     A later call of the encoder raises ValueError for an argument of transformers that fastbert does
     not support, such as ``past_key_values``. If fastbert can no longer run the encoder, for example

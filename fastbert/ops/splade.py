@@ -43,7 +43,8 @@ def splade(
         bias: Bias of shape ``(V,)``, or None.
         cu_seqlens: Cumulative lengths of the sequences, starting with 0, int32 of shape
             ``(B + 1,)``. Rows from ``cu_seqlens[-1]`` on belong to no sequence.
-        backend: ``"reference"`` or ``"cpu"``; None lets ``fastbert.ops.backend.resolve`` choose.
+        backend: ``"reference"``, ``"triton"`` or ``"cpu"``; None lets
+            ``fastbert.ops.backend.resolve`` choose.
 
     Returns:
         Tensor of shape ``(B, V)`` in the dtype of `hidden`, or in autocast's dtype under autocast.
@@ -114,8 +115,8 @@ _splade = operator(
     table="splade",
 )
 _splade_backward = operator(
-    "splade_backward(Tensor dy, Tensor hidden, Tensor weight, Tensor? bias, Tensor logits, "
-    "Tensor rows, str backend) -> (Tensor, Tensor, Tensor)",
+    "splade_backward(Tensor dy, Tensor hidden, Tensor weight, Tensor? bias, Tensor cu_seqlens, "
+    "Tensor logits, Tensor rows, str backend) -> (Tensor, Tensor, Tensor)",
     _backward_fake,
     table="splade",
 )
@@ -124,13 +125,12 @@ _splade_backward = operator(
 def _setup_context(ctx: Any, a: Any, output: tuple[Tensor, ...]) -> None:
     _, logits, rows = output
     ctx.backend = a.backend
-    ctx.save_for_backward(a.hidden, a.weight, a.bias, logits, rows)
+    ctx.save_for_backward(a.hidden, a.weight, a.bias, a.cu_seqlens, logits, rows)
     ctx.mark_non_differentiable(logits, rows)
 
 
 def _gradient(ctx: Any, dy: Tensor, *_: Tensor | None) -> dict[str, Tensor | None]:
-    hidden, weight, bias, logits, rows = ctx.saved_tensors
-    dhidden, dweight, dbias = _splade_backward(dy, hidden, weight, bias, logits, rows, ctx.backend)
+    dhidden, dweight, dbias = _splade_backward(dy, *ctx.saved_tensors, ctx.backend)
     return {"hidden": dhidden, "weight": dweight, "bias": dbias}
 
 
@@ -157,7 +157,13 @@ def _reference_forward(
 
 
 def _reference_backward(
-    dy: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None, logits: Tensor, rows: Tensor
+    dy: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    cu_seqlens: Tensor,
+    logits: Tensor,
+    rows: Tensor,
 ) -> tuple[Tensor, ...]:
     # The derivative of log(1 + relu(x)) is 1 / (1 + x) for x > 0, and 0 otherwise.
     dhighest = torch.where(rows >= 0, dy / (1 + logits), 0.0)
@@ -174,17 +180,53 @@ def _reference_backward(
     return dhidden, dweight.to(weight.dtype), dbias
 
 
+def _triton_forward(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, cu_seqlens: Tensor, save: bool
+) -> tuple[Tensor, ...]:
+    from fastbert.kernels.splade import splade_forward
+
+    y, logits, rows = splade_forward(hidden, weight, bias, cu_seqlens, save=save)
+    if logits is None or rows is None:
+        return y, y.new_empty(0, dtype=torch.float32), y.new_empty(0, dtype=torch.int32)
+    return y, logits, rows
+
+
+def _triton_backward(
+    dy: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    cu_seqlens: Tensor,
+    logits: Tensor,
+    rows: Tensor,
+) -> tuple[Tensor, ...]:
+    from fastbert.kernels.splade_backward import splade_backward
+
+    given = (dy, hidden, weight, bias, cu_seqlens, logits, rows)
+    dhidden, dweight, dbias = splade_backward(*given)
+    return dhidden, dweight, hidden.new_empty(0) if dbias is None else dbias
+
+
 def _extension_forward(*arguments: Any) -> tuple[Tensor, ...]:
     return torch.ops.fastbert_C.splade_forward(*arguments)
 
 
-def _extension_backward(*arguments: Any) -> tuple[Tensor, ...]:
-    return torch.ops.fastbert_C.splade_backward(*arguments)
+def _extension_backward(
+    dy: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    cu_seqlens: Tensor,
+    logits: Tensor,
+    rows: Tensor,
+) -> tuple[Tensor, ...]:
+    return torch.ops.fastbert_C.splade_backward(dy, hidden, weight, bias, logits, rows)
 
 
 backends.TABLES["splade"] = {
     "reference": backends.Implementation(
         _reference_forward, _reference_backward, backends.ALL_DTYPES
     ),
+    "triton": backends.Implementation(_triton_forward, _triton_backward),
     "cpu": backends.Implementation(_extension_forward, _extension_backward),
 }

@@ -13,10 +13,18 @@ from torch import Tensor, nn
 
 from fastbert.ops.backend import dtype_name
 from fastbert.parity.batches import Batch
-from fastbert.parity.gradients import FACTOR, REASON, directions, gradients, joined, kinds
+from fastbert.parity.gradients import (
+    FACTOR,
+    REASON,
+    directions,
+    gradients,
+    joined,
+    kinds,
+    without_jumps,
+)
 from fastbert.parity.outputs import ChangedPadding, fields, random_parameters, unchanged
 from fastbert.parity.report import LeftOut, Row
-from fastbert.parity.subject import Sides, Subject, moved
+from fastbert.parity.subject import LOGITS, Sides, Subject, moved
 from fastbert.testing.compare import MAX_FACTOR, Comparison, compare_all
 from fastbert.testing.in_float64 import InFloat64
 from fastbert.testing.yardstick import Yardstick
@@ -24,6 +32,7 @@ from fastbert.testing.yardstick import Yardstick
 READS_PADDING = (
     "which read hidden states at padding, and these are 0 in an accelerated encoder on purpose"
 )
+NO_LOGITS = "the accelerated SparseEncoder computes its embeddings without the logits on purpose"
 INFERENCE, ALL_OUTPUTS, GRADIENTS = "inference", "all outputs", "gradients"
 OPTIONS = {"output_hidden_states": True, "output_attentions": True}
 
@@ -137,8 +146,9 @@ class Pass:
                 fast = self._fast(options)
             except Exception as error:
                 return self._failed(mode, "call", f"the accelerated model raises {_told(error)}")
-        rows: list[Row | LeftOut] = list(self._differences(mode, fast, exact))
-        rows += self._reading_padding(mode, comparable)
+        rows = list(self._differences(mode, fast, exact))
+        shown = {n: elements for n, elements in comparable.items() if n in fast}
+        rows += self._reading_padding(mode, shown)
         shared = [
             name
             for name, x in exact.items()
@@ -151,13 +161,22 @@ class Pass:
         if not any(p.requires_grad for p in self.sides.fast.parameters()):
             return self._left_out(GRADIENTS, "all", "no parameter requires a gradient")
         exact, comparable = self._exact({})
-        drawn = directions(exact, comparable)
+        try:
+            out = self._fast({})
+        except Exception as error:
+            return self._failed(GRADIENTS, "call", f"the accelerated model raises {_told(error)}")
+        compared = {n: x for n, x in exact.items() if n in out or not self._may_lack(n)}
+        drawn = directions(compared, comparable)
+        if self.sides.has_splade:
+            alike = {n: d for n, d in drawn.items() if n in out and out[n].shape == d.shape}
+            with torch.no_grad():
+                drawn |= without_jumps(alike, exact, out, self._stock({}))
         drawn = {n: d for n, d in drawn.items() if exact[n].requires_grad and bool(d.any())}
         if not drawn:
             return self._left_out(GRADIENTS, "all", "no compared field depends on a parameter")
         oracle = gradients(self.sides.oracle, exact, drawn)
         try:
-            fast = gradients(self.sides.fast, self._fast({}), drawn)
+            fast = gradients(self.sides.fast, out, drawn)
         except Exception as error:
             return self._failed(GRADIENTS, "call", f"the accelerated model raises {_told(error)}")
         rows = list(self._differences(GRADIENTS, fast, oracle))
@@ -166,12 +185,21 @@ class Pass:
         def stock() -> Tensors:
             return joined(gradients(self.sides.stock, self._stock({}), drawn), groups)
 
-        return Measured(joined(fast, groups), joined(oracle, groups), stock, list(rows))
+        return Measured(joined(fast, groups), joined(oracle, groups), stock, rows)
 
-    def _differences(self, mode: str, fast: Tensors, oracle: Tensors) -> Iterator[Row]:
-        """Yield a failed row for each result that one copy lacks, or whose sizes differ."""
+    def _may_lack(self, field: str) -> bool:
+        """Return whether the accelerated copy may lack a field on purpose: SPLADE's logits."""
+        return field.rpartition(".")[2] == LOGITS and self.sides.has_splade
+
+    def _differences(self, mode: str, fast: Tensors, oracle: Tensors) -> Iterator[Row | LeftOut]:
+        """Yield a failed row for each result that one copy lacks, or whose sizes differ.
+
+        A result that the accelerated copy lacks on purpose is left out.
+        """
         for name in sorted(fast.keys() | oracle.keys()):
-            if name not in oracle or name not in fast:
+            if name not in fast and self._may_lack(name):
+                yield self._left_out(mode, name, NO_LOGITS)
+            elif name not in oracle or name not in fast:
                 which = "the accelerated" if name in fast else "the stock"
                 yield self._failed(mode, name, f"{name}: only {which} model has it")
             elif fast[name].shape != oracle[name].shape:

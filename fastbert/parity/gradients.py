@@ -67,6 +67,26 @@ def directions(exact: Mapping[str, Tensor], comparable: Mapping[str, Tensor]) ->
     return drawn
 
 
+def without_jumps(drawn: Mapping[str, Tensor], *outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Set the gradient of a field to 0 where the field is 0 in some outputs and not in others.
+
+    A ReLU without anything after it, as in SPLADE, makes the field 0 there. Its derivative jumps at
+    0, so that a rounding decides whether the gradient is 0. A few elements with another decision
+    would hide every other error.
+
+    Args:
+        drawn: The gradient of each field, as from `directions`.
+        outputs: The fields of the outputs of several models.
+
+    Returns:
+        New gradients.
+    """
+    return {
+        name: numbers * (sum((out[name] != 0).int() for out in outputs) % len(outputs) == 0)
+        for name, numbers in drawn.items()
+    }
+
+
 def gradients(
     side: nn.Module, out: Mapping[str, Tensor], drawn: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:

@@ -10,14 +10,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fastbert.integrations import sparse_encoder
 from fastbert.integrations.accelerate import accelerate, restore
+from fastbert.integrations.wrapper_class import path_of
 
 # These implementations of attention compute the same function, so the eager implementation replaces
 # them in stock copies. A function that the user registered under another name is not replaced.
 SAME_ATTENTION = (
     *("sdpa", "flash_attention_2", "flash_attention_3", "flex_attention", "fastbert"),
 )
-ACCEPTED = "a model of transformers, a SentenceTransformer, a CrossEncoder, a pipeline, or a module"
+ACCEPTED = (
+    "a model of transformers, a SentenceTransformer, a CrossEncoder, a SparseEncoder, a pipeline, "
+    "or a module"
+)
+# The field of a ``SparseEncoder`` that holds the logits of all tokens.
+LOGITS = "token_embeddings"
 
 
 class Subject(NamedTuple):
@@ -121,6 +128,9 @@ class Subject(NamedTuple):
 class Sides(NamedTuple):
     """Three copies of a module, in eval mode.
 
+    A ``SpladePooling`` is in training mode, because in eval mode it changes tensors in place that
+    its gradient needs. Its results are the same in both modes.
+
     Attributes:
         fast: The accelerated copy in the tested dtype.
         oracle: The stock copy in float64, with the same values of parameters as `stock`.
@@ -130,6 +140,11 @@ class Sides(NamedTuple):
     fast: nn.Module
     oracle: nn.Module
     stock: nn.Module
+
+    @property
+    def has_splade(self) -> bool:
+        """Whether a ``SparseEncoder`` is among the modules that may compute no logits."""
+        return any(map(sparse_encoder.is_splade, self.stock.modules()))
 
 
 def sides_of(module: nn.Module, dtype: torch.dtype) -> Sides:
@@ -149,6 +164,9 @@ def sides_of(module: nn.Module, dtype: torch.dtype) -> Sides:
         fast = in_dtype(copy.deepcopy(module), dtype).eval()
     except Exception as error:
         raise ValueError(f"model: {type(module).__name__} cannot be copied: {error}") from error
+    for part in fast.modules():
+        if path_of(type(part)) == sparse_encoder.POOLING:
+            part.train()
     stock = restore(copy.deepcopy(fast))
     for part in stock.modules():
         if hasattr(type(part), "set_attn_implementation"):

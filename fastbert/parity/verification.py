@@ -43,8 +43,8 @@ def verify(
 
     Args:
         model: A model that `accelerate` takes: a model of transformers with any head or with none,
-            a ``SentenceTransformer``, a ``CrossEncoder``, a pipeline, or a module of your own
-            around an encoder. The model may be accelerated already.
+            a ``SentenceTransformer``, a ``CrossEncoder``, a ``SparseEncoder``, a pipeline, or a
+            module of your own around an encoder. The model may be accelerated already.
         batch: The keyword arguments of the model, padded, as a mapping of names to tensors. With
             labels, the loss is compared, too. Without `batch` and `texts`, batches of random tokens
             are generated: full, padded right, padded left, and of one token.

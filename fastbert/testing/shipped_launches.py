@@ -28,6 +28,8 @@ from fastbert.kernels import (
     relative_attention_backward,
     rms_norm,
     rotary,
+    splade,
+    splade_backward,
     tiles,
 )
 from fastbert.kernels.attention_bias import allocate_bias_sums
@@ -342,6 +344,31 @@ def _rotary() -> Iterator[Launch]:
             yield rotary.rotary_launch(x, angles, angles, x, name, 24)
 
 
+def _splade_inputs(dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Return hidden, weight, bias, cu_seqlens, y, logits and rows."""
+    results = (_empty(kind, BATCH, VOCABULARY) for kind in (dtype, FP32, torch.int32))
+    hidden, weight = _empty(dtype, 4096, 768), _empty(dtype, VOCABULARY, 768)
+    return hidden, weight, _empty(dtype, VOCABULARY), _empty(torch.int32, BATCH + 1), *results
+
+
+def _splade() -> Iterator[Launch]:
+    for dtype, saves in ((BF16, False), (BF16, True), (FP32, True)):
+        *given, y, logits, rows = _splade_inputs(dtype)
+        yield splade.forward_launch(*given, y, *((logits, rows) if saves else (None, None)))
+
+
+def _splade_backward() -> Iterator[Launch]:
+    for dtype in (BF16, FP32):
+        hidden, weight, bias, ends, dy, logits, rows = _splade_inputs(dtype)
+        head = splade_backward.Head(hidden, weight, ends)
+        tiles_of_tokens = _empty(torch.int32, splade_backward.TILE_FIELDS, head.tiles)
+        dweight, lists, dhidden = splade_backward.backward_launches(
+            dy, hidden, weight, ends, logits, rows, rows, tiles_of_tokens, hidden, weight, bias
+        )
+        # The lists do not depend on the dtype.
+        yield from (dweight, lists, dhidden) if dtype == BF16 else (dweight, dhidden)
+
+
 # A key is the stem of a kernel file. Its value is a function that yields the file's launches, for
 # the architecture `kernels.tiles.compiled_target`.
 LAUNCHES: dict[str, Callable[[], Iterator[Launch]]] = {
@@ -357,6 +384,8 @@ LAUNCHES: dict[str, Callable[[], Iterator[Launch]]] = {
     "relative_attention": _relative_attention,
     "rms_norm": _rms_norm,
     "rotary": _rotary,
+    "splade": _splade,
+    "splade_backward": _splade_backward,
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from torch import Tensor
 
 import fastbert
 from fastbert.integrations import accelerate as accelerated
+from fastbert.integrations import sparse_encoder as splade
 from fastbert.testing.compare import assert_close
 from fastbert.testing.yardstick import run_sides
 
@@ -204,15 +206,148 @@ def test_a_refusal_leaves_both_routes_as_they_are(folders):
 # Other kinds of models
 
 
+@pytest.fixture(scope="module")
+def heads(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return a function that returns the folder of a family's model with a masked-LM head."""
+    made: dict[str, Path] = {}
+
+    def folder(family: str) -> Path:
+        if family not in made:
+            path = tmp_path_factory.mktemp(family)
+            made[family] = tiny.save(path, f"{family}ForMaskedLM", tiny.config(family))
+        return made[family]
+
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def forgotten_warnings():
+    splade._warn_once.cache_clear()
+
+
+def masked(folder: Path, activation: str = "relu") -> list[Any]:
+    """Return the modules of SPLADE."""
+    given = {"attn_implementation": "eager"}
+    encoder = Transformer(str(folder), transformer_task="fill-mask", model_kwargs=given)
+    return [encoder, SpladePooling("max", activation_function=activation)]
+
+
 def sparse(folder: Path) -> Any:
     """Return a model like OpenSearch's: weights of tokens for queries, SPLADE for documents."""
     torch.manual_seed(8)
-    given = {"attn_implementation": "eager"}
-    encoder = Transformer(str(folder), transformer_task="fill-mask", model_kwargs=given)
+    encoder, pooling = masked(folder, "log1p_relu")
     static = SparseStaticEmbedding(encoder.tokenizer, weight=torch.rand(len(WORDS)), frozen=True)
-    pooling = SpladePooling("max", activation_function="log1p_relu")
     router = Router.for_query_document([static], [encoder, pooling])
     return SparseEncoder(modules=[router], device="cpu", similarity_fn_name="dot").eval()
+
+
+def two_heads(heads: Callable[[str], Path]) -> Any:
+    """Return a model with a SPLADE model for queries and another one for documents."""
+    router = Router.for_query_document(masked(heads("Bert")), masked(heads("DistilBert")))
+    return SparseEncoder(modules=[router], device="cpu").eval()
+
+
+def words_of(task: str) -> Callable[[Any], Tensor]:
+    def words(model: Any) -> Tensor:
+        encode = model.encode_query if task == "query" else model.encode_document
+        return encode(TEXTS, convert_to_sparse_tensor=False)
+
+    return words
+
+
+def computes_without_padding(model: Any, task: str) -> bool:
+    with torch.no_grad():
+        return "token_embeddings" not in model(model.preprocess(TEXTS, task=task), task=task)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_both_routes_of_a_sparse_encoder_agree_with_stock(heads, dtype):
+    sides = tiny.sides(two_heads(heads), dtype)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        agree(sides, *map(words_of, BOTH))
+    for task in BOTH:
+        assert computes_without_padding(sides[0], task)
+        assert not computes_without_padding(sides[2], task)
+
+
+def test_gradients_of_both_routes_of_a_sparse_encoder_agree_with_stock(heads):
+    torch.manual_seed(9)
+    dy = torch.randn(2, len(TEXTS), len(WORDS))
+
+    def gradients(model: Any) -> dict[str, Tensor]:
+        model.train()
+        for task, each in zip(BOTH, dy, strict=True):
+            out = model(model.preprocess(TEXTS, task=task), task=task)["sentence_embedding"]
+            (out * each.to(out.dtype)).sum().backward()
+        named = model.named_parameters()
+        return {n: p.grad for n, p in named if p.grad is not None and not n.endswith("key.bias")}
+
+    actual, expected, yardstick = run_sides(gradients, *tiny.sides(two_heads(heads)))
+    assert actual.keys() == expected.keys()
+    assert {name.split(".")[2] for name in actual} == set(BOTH)
+    for name in expected:
+        assert_close(name, actual[name], expected[name], yardstick[name])
+
+
+def test_a_watched_module_of_one_route_is_called(heads):
+    model, stock = fastbert.accelerate(two_heads(heads)), two_heads(heads)
+    calls: list[str] = []
+    pooling = model[0].sub_modules["query"][1]
+    pooling.register_forward_hook(lambda *_: calls.append("hook"))
+    told = r"Router computes the logits of its head with padding: sub_modules.query.1.forward_hooks"
+    with pytest.warns(UserWarning, match=told):
+        torch.testing.assert_close(words_of("query")(model), words_of("query")(stock))
+    assert calls
+    assert not computes_without_padding(model, "query")
+    assert computes_without_padding(model, "document")
+
+
+def test_the_task_may_be_among_the_features(heads):
+    model, stock = fastbert.accelerate(two_heads(heads)), two_heads(heads)
+    features = [side.preprocess(TEXTS, task="query") | {"task": "query"} for side in (model, stock)]
+    with torch.no_grad():
+        fast, expected = (
+            side(f)["sentence_embedding"] for side, f in zip((model, stock), features, strict=True)
+        )
+    torch.testing.assert_close(fast, expected, rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match="No route found for task type 'other'"):
+        model(features[0], task="other")
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_of_a_sparse_encoder_is_accelerated(heads, copied):
+    model = fastbert.accelerate(two_heads(heads))
+    made = copied(model)
+    for task in BOTH:
+        assert torch.equal(words_of(task)(made), words_of(task)(model))
+        assert computes_without_padding(made, task)
+    fastbert.restore(made)
+    assert type(made[0]) is Router
+    assert splade.PLANS not in vars(made[0])
+    assert not computes_without_padding(made, "query")
+    assert computes_without_padding(model, "query")
+
+
+def test_a_router_with_its_own_forward_is_called(heads):
+    class Own(Router):
+        def forward(self, features, **kwargs):
+            return super().forward(features, **kwargs) | {"own": True}
+
+    routes = {"query": masked(heads("Bert")), "document": masked(heads("DistilBert"))}
+    model = SparseEncoder(modules=[Own(routes)], device="cpu").eval()
+    fastbert.accelerate(model)
+    assert type(model[0]) is Own
+    assert model(model.preprocess(TEXTS, task="query"), task="query")["own"]
+
+
+def test_a_patched_router_runs_the_stock_head(heads, monkeypatch):
+    model = fastbert.accelerate(two_heads(heads))
+    assert computes_without_padding(model, "query")
+    real = Router.forward
+    monkeypatch.setattr(Router, "forward", lambda *a, **k: real(*a, **k))
+    with pytest.warns(UserWarning, match="Router.forward: got .*, allowed: the function in its"):
+        assert not computes_without_padding(model, "query")
 
 
 def test_a_sparse_encoder_with_static_weights_for_queries(tmp_path):
@@ -228,6 +363,7 @@ def test_a_sparse_encoder_with_static_weights_for_queries(tmp_path):
 
     agree(sides, words, scores)
     fast, _, stock = sides
+    assert computes_without_padding(fast, "document")
     asked = [model.encode_query(TEXTS, **options) for model in (fast, stock)]
     assert torch.equal(*asked)
     fast.save_pretrained(str(tmp_path / "saved"))

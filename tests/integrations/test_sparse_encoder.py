@@ -11,18 +11,22 @@ import pickle
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import tiny_sentence_models as tiny
 import torch
 import transformers
+from quick_cases import long_case
 from tiny_sentence_models import TEXTS, WORDS
 from torch import Tensor, nn
 
 import fastbert
 from fastbert import ops
 from fastbert.integrations import sparse_encoder as splade
+from fastbert.ops import backend as backends
+from fastbert.parity.gradients import FACTOR, REASON, joined, kinds
 from fastbert.testing.compare import assert_close
 from fastbert.testing.yardstick import run_sides
 
@@ -31,7 +35,13 @@ from sentence_transformers import SparseEncoder  # noqa: E402
 from sentence_transformers.base.modules import Transformer  # noqa: E402
 from sentence_transformers.sparse_encoder.modules import SpladePooling  # noqa: E402
 
-FAMILIES = ("DistilBert", "Bert", "Roberta", "XLMRoberta", "Camembert")
+FAMILIES = (
+    *("DistilBert", "Bert", "Roberta", "ModernBert", "MPNet", "Albert", "Electra"),
+    *map(long_case, ("XLMRoberta", "Camembert", "DebertaV2", "Ernie", "RoFormer", "MegatronBert")),
+)
+
+
+LOOSER = {"factor": FACTOR, "reason": REASON}
 
 
 @pytest.fixture(scope="module")
@@ -112,10 +122,81 @@ def test_the_gradient_of_every_parameter_agrees_with_stock(folders, family):
     fast, oracle, stock = _sides(folders(family))
     actual, expected, yardstick = run_sides(gradients, fast, oracle, stock)
     assert actual.keys() == expected.keys()
-    assert len(actual) > 30
+    assert len(actual) >= 18
     for name in expected:
         assert_close(name, actual[name], expected[name], yardstick[name])
     assert _computes_without_padding(fast)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("cast", [torch.bfloat16, torch.float16])
+def test_embeddings_under_autocast_agree_with_stock(folders, family, cast):
+    def embeddings(model: Any) -> Tensor:
+        with torch.autocast("cpu", cast), torch.no_grad():
+            return call(model)["sentence_embedding"]
+
+    fast, oracle, stock = _sides(folders(family))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        results = run_sides(embeddings, fast, oracle, stock)
+    assert results[0].dtype == embeddings(stock).dtype == cast
+    assert_close("embeddings", *results)
+    with torch.autocast("cpu", cast):
+        assert _computes_without_padding(fast)
+
+
+@pytest.mark.parametrize("family", ["Bert", "DistilBert", "ModernBert"])
+def test_gradients_under_autocast_agree_with_stock(folders, family):
+    fast, oracle, stock = sides = _sides(folders(family))
+
+    def embeddings(model: Any) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return call(model.train())["sentence_embedding"]
+
+    # The derivative of relu jumps at 0, so that a rounding decides whether the gradient is 0.
+    with torch.no_grad():
+        positive = sum((embeddings(each) > 0).int() for each in sides) % 3 == 0
+    dy = torch.randn(len(TEXTS), len(WORDS)).bfloat16() * positive
+
+    def gradients(model: Any) -> dict[str, Tensor]:
+        out = embeddings(model)
+        (out * dy.to(out.dtype)).sum().backward()
+        named = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        return joined(named, kinds(named))
+
+    actual, expected, yardstick = run_sides(gradients, fast, oracle, stock)
+    assert actual.keys() == expected.keys()
+    for name in expected:
+        assert_close(name, actual[name], expected[name], yardstick[name], **LOOSER)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_second_logarithm_agrees_with_stock(folders, dtype):
+    pooling = {"pooling": SpladePooling("max", activation_function="log1p_relu")}
+    sides = _sides(folders("Bert"), dtype, **copy.deepcopy(pooling))
+    assert_close("embeddings", *run_sides(dense, *sides))
+    assert _computes_without_padding(sides[0])
+    once = dense(fastbert.accelerate(build(folders("Bert"), dtype)))
+    assert dense(sides[0]).sum() < once.sum()
+
+
+@pytest.mark.parametrize("path", ["vocab_transform", "vocab_layer_norm", "vocab_projector"])
+def test_a_head_without_a_bias_agrees_with_stock(folders, path):
+    sides = _sides(folders("DistilBert"))
+    for side in sides:
+        side[0].model.get_submodule(path).bias = None
+    assert_close("embeddings", *run_sides(dense, *sides))
+    assert _computes_without_padding(sides[0])
+
+
+def test_a_gelu_by_tanh_agrees_with_stock(folders):
+    from transformers.activations import NewGELUActivation
+
+    sides = _sides(folders("DistilBert"))
+    for side in sides:
+        side[0].model.activation = NewGELUActivation()
+    assert_close("embeddings", *run_sides(dense, *sides))
+    assert _computes_without_padding(sides[0])
 
 
 def test_prompts(folders):
@@ -276,10 +357,34 @@ HEAD_OF = {
     "DistilBert": ("vocab_transform", "activation", "vocab_layer_norm", "vocab_projector"),
     "Roberta": ("lm_head", "lm_head.dense", "lm_head.layer_norm", "lm_head.decoder"),
 }  # fmt: skip
+# The same for families whose cases are long.
+LONG_HEAD_OF = {
+    "ModernBert": ("head", "head.dense", "head.act", "head.norm", "decoder"),
+    "Albert": (
+        "predictions", "predictions.dense", "predictions.activation", "predictions.LayerNorm",
+        "predictions.decoder",
+    ),
+    "Electra": (
+        "generator_predictions", "generator_predictions.dense", "generator_predictions.activation",
+        "generator_predictions.LayerNorm", "generator_lm_head",
+    ),
+    "MPNet": ("lm_head", "lm_head.dense", "lm_head.layer_norm", "lm_head.decoder"),
+}  # fmt: skip
+
+
+def _paths(family: str, inside: tuple[str, ...]) -> list[tuple[str, str]]:
+    encoder = "model" if family == "ModernBert" else family.lower()
+    paths = (*HOOKED, *(f"0.model.{each}" for each in inside))
+    return [(family, path.format(encoder=encoder)) for path in paths]
+
+
 PATHS = [
-    (family, path.format(encoder=family.lower()))
-    for family, inside in HEAD_OF.items()
-    for path in (*HOOKED, *(f"0.model.{each}" for each in inside))
+    *(pair for family, inside in HEAD_OF.items() for pair in _paths(family, inside)),
+    *(
+        long_case(*pair)
+        for family, inside in LONG_HEAD_OF.items()
+        for pair in _paths(family, inside)
+    ),
 ]
 
 
@@ -354,15 +459,15 @@ def _another_module(model: Any) -> None:
     model.append(Doubled())
 
 
-def _no_bias(model: Any) -> None:
-    model[0].model.vocab_projector.bias = None
+def _no_scale(model: Any) -> None:
+    model[0].model.vocab_layer_norm.weight = None
 
 
 CHANGES = {
     "sum": (lambda m: setattr(m[1], "pooling_strategy", "sum"), "1.pooling_strategy: got 'sum'"),
-    "log1p_relu": (
-        lambda m: setattr(m[1], "activation_function", "log1p_relu"),
-        "1.activation_function: got 'log1p_relu', allowed: 'relu'",
+    "activation of the pooling": (
+        lambda m: setattr(m[1], "activation_function", "log1p"),
+        "1.activation_function: got 'log1p', allowed: 'relu' or 'log1p_relu'",
     ),
     "decoder": (_other_decoder, "0.model.vocab_projector: got a .*OtherLinear, allowed: Linear"),
     "activation": (_relu, "0.model.activation: got a .*ReLU, allowed: GELUActivation"),
@@ -372,7 +477,7 @@ CHANGES = {
     ),
     "pooling": (_other_pooling, "modules: got .*Own, allowed: Transformer, SpladePooling"),
     "module": (_another_module, "modules: got .*Doubled, allowed"),
-    "no bias": (_no_bias, "0.model.vocab_projector.bias: got None"),
+    "no scale": (_no_scale, "0.model.vocab_layer_norm.weight: got None"),
     "hidden states": (
         lambda m: setattr(m[0].model.config, "output_hidden_states", True),
         "0.model.config.output_hidden_states: got True, allowed: False",
@@ -441,19 +546,35 @@ def test_an_untested_version_runs_the_stock_head(folders, monkeypatch):
 
 
 def test_other_families_run_the_stock_head(folders, tmp_path):
-    tiny.save(tmp_path, "ElectraForMaskedLM", tiny.config("Electra"))
+    family = "RobertaPreLayerNorm"
+    tiny.save(tmp_path, f"{family}ForMaskedLM", tiny.config(family))
     model, stock = fastbert.accelerate(build(tmp_path)), build(tmp_path)
-    _stock_runs(model, stock, "0.model: got a ElectraForMaskedLM, allowed: BertForMaskedLM")
+    _stock_runs(model, stock, f"0.model: got a {family}ForMaskedLM, allowed: BertForMaskedLM")
 
 
-def test_autocast_runs_the_stock_head(folders):
-    model, stock = fastbert.accelerate(build(folders("Bert"))), build(folders("Bert"))
-    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
-        with pytest.warns(UserWarning, match="autocast: got torch.bfloat16, allowed: no autocast"):
-            out = call(model)
-        expected = call(stock)
-    assert out["sentence_embedding"].dtype == expected["sentence_embedding"].dtype
-    assert "token_embeddings" in out
+def _on(device: str) -> Any:
+    """Return what stands for stages and a plan whose parameters are on a device."""
+    parameter = SimpleNamespace(device=torch.device(device))
+    module = SimpleNamespace(parameters=lambda: iter([parameter]), weight=parameter)
+    return SimpleNamespace(modules=[module], decoder=module)
+
+
+def test_the_devices_with_a_kernel(monkeypatch):
+    assert splade._has_kernel(_on("cpu"))
+    assert not splade._has_kernel(_on("mps"))
+    monkeypatch.setattr(backends, "capability", lambda: (9, 0))
+    assert splade._has_kernel(_on("cuda")) == backends.HAS_TRITON
+    monkeypatch.setattr(backends, "capability", lambda: (7, 5))
+    assert not splade._has_kernel(_on("cuda"))
+    monkeypatch.setattr(backends, "EXTENSION", None)
+    assert not splade._has_kernel(_on("cpu"))
+
+
+def test_autocast_on_a_gpu_runs_the_stock_head(monkeypatch):
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: device == "cuda")
+    monkeypatch.setattr(torch, "get_autocast_dtype", lambda device: torch.bfloat16)
+    problem = splade._call_problem(SimpleNamespace(), _on("cuda"), {})
+    assert problem == "autocast: got torch.bfloat16, allowed: autocast on the CPU"
 
 
 def test_a_module_inside_the_encoder_that_is_called_runs_the_stock_head(folders):

@@ -94,7 +94,9 @@ def lanes_that_store_the_same_row(arch: int) -> list[str]:
 def approximations(arch: int) -> list[str]:
     """Check that fp32 is within tolerance if approximate instructions have their largest error."""
     findings = []
-    for op in ("attention", "layer_norm", "rms_norm", "linear_gelu", "linear_cross_entropy"):
+    for op in (
+        *("attention", "layer_norm", "rms_norm", "linear_gelu", "linear_cross_entropy", "splade"),
+    ):
         for case, name, dtype, device in plan(op, "triton", torch.float32, None, quick=True):
             for error in (-1.0, 1.0):
                 with emulated(arch, approximate=error, races=False):
@@ -197,6 +199,7 @@ def _every_packed_operation(tokens: int, dtype: torch.dtype) -> None:
         ops.feed_forward(rows, leaf(128, 64), leaf(128), leaf(64, 128), leaf(64)),
         ops.linear_cross_entropy(rows, leaf(200, 64), leaf(200), ids),
         ops.linear_cross_entropy(rows, leaf(200, 64), leaf(200), ids, reduction="none"),
+        ops.splade(rows, leaf(200, 64), leaf(200), cu_seqlens=ends),
     ]
     for result in results:
         result.backward(torch.zeros_like(result))

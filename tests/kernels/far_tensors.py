@@ -146,6 +146,8 @@ def products() -> None:
     from fastbert.kernels.cross_entropy_backward import linear_cross_entropy_backward
     from fastbert.kernels.feed_forward import activation_forward, linear_gelu_forward
     from fastbert.kernels.feed_forward_backward import activation_backward, feed_forward_backward
+    from fastbert.kernels.splade import splade_forward
+    from fastbert.kernels.splade_backward import splade_backward
 
     for activation in ("gelu", "geglu"):
         options = {"activation": activation}
@@ -180,6 +182,15 @@ def products() -> None:
     tensors = {"hidden": half(9, 24), "weight": half(13, 24), "labels": labels}
     dims = {"hidden": (0, 1), "weight": (0, 1), "labels": (0,)}
     check("cross entropy", cross_entropy, tensors, dims)
+
+    ends = torch.tensor([0, 2, 9], dtype=torch.int32)
+
+    def splade(hidden, weight, dy):
+        y, logits, rows = splade_forward(hidden, weight, None, ends, save=True)
+        return y, splade_backward(dy, hidden, weight, None, ends, logits, rows)
+
+    tensors = {"hidden": half(9, 24), "weight": half(13, 24), "dy": half(2, 13)}
+    check("splade", splade, tensors, dict.fromkeys(tensors, (0, 1)))
 
 
 if __name__ == "__main__":

@@ -45,6 +45,8 @@ MATRIX_KERNELS = {
     "cross_entropy_partials",
     "feed_forward_backward",
     "linear_gelu",
+    "splade_dhidden",
+    "splade_forward",
 }
 
 

@@ -85,6 +85,7 @@ SELECTIONS: dict[str, list[str]] = {
         "-k",
         "kernels or (rotary and triton)",
     ],
+    "splade": ["tests/kernels/test_splade_kernels.py"],
 }
 
 
@@ -1014,6 +1015,142 @@ CROSS_ENTROPY = (
         "kernels/cross_entropy_backward.py",
         "for first in range(0, count, BLOCK_K):",
         "for first in range(0, count // BLOCK_K * BLOCK_K, BLOCK_K):",
+    ),
+)
+
+SPLADE = (
+    Fault(
+        "splade_maximum_of_the_tokens_of_other_sequences",
+        "splade",
+        "kernels/splade.py",
+        "inside = (tokens < end)[None, :]",
+        "inside = (tokens < rows_total)[None, :]",
+    ),
+    Fault(
+        "splade_last_tile_alone",
+        "splade",
+        "kernels/splade.py",
+        "highest = tl.maximum(highest, highest_here)",
+        "highest = highest_here",
+    ),
+    Fault(
+        "splade_row_of_the_last_tile",
+        "splade",
+        "kernels/splade.py",
+        "highest_row = tl.where(highest_here > highest, row, highest_row)",
+        "highest_row = row",
+    ),
+    Fault(
+        "splade_last_of_equal_logits",
+        "splade",
+        "kernels/splade.py",
+        "row = tl.min(tl.where(is_highest, tokens[None, :], 2147483647), axis=1)",
+        "row = tl.max(tl.where(is_highest, tokens[None, :], -1), axis=1)",
+    ),
+    Fault(
+        "splade_nan_is_left_out",
+        "splade",
+        "kernels/splade.py",
+        'highest = tl.where(nans > 0, float("nan"), highest)',
+        'highest = tl.where(nans > 1, float("nan"), highest)',
+    ),
+    Fault(
+        "splade_bias_of_a_sequence_without_tokens",
+        "splade",
+        "kernels/splade.py",
+        "highest = tl.where(begin < end, highest, 0.0)",
+        "highest = tl.where(begin < end, highest, tl.maximum(highest, 1.0))",
+    ),
+    Fault(
+        "splade_row_without_a_positive_logit",
+        "splade",
+        "kernels/splade.py",
+        "tl.where(is_positive, highest_row, -1)",
+        "highest_row",
+    ),
+    Fault(
+        "splade_derivative_without_the_logit",
+        "splade",
+        "kernels/splade_backward.py",
+        "return row, tl.div_rn(dy, 1.0 + logit)",
+        "return row, dy + 0.0 * logit",
+    ),
+    Fault(
+        "splade_dweight_skips_the_last_sequence",
+        "splade",
+        "kernels/splade_backward.py",
+        "for sequence in range(sequences):",
+        "for sequence in range(sequences - 1):",
+    ),
+    Fault(
+        "splade_dbias_of_the_last_columns",
+        "splade",
+        "kernels/splade_backward.py",
+        "end = tl.where(tl.program_id(0) % column_blocks == 0, classes, 0)",
+        "end = tl.where(tl.program_id(0) % column_blocks == 1, classes, 0)",
+    ),
+    Fault(
+        "splade_lists_begin_at_0",
+        "splade",
+        "kernels/splade_backward.py",
+        "start += tl.sum(((rows >= 0) & (rows < first)).to(tl.int32), axis=0)",
+        "start += tl.sum(((rows >= 0) & (rows < first)).to(tl.int32), axis=0) * 0",
+    ),
+    Fault(
+        "splade_tiles_of_the_rows_after_the_last_sequence",
+        "splade",
+        "kernels/splade_backward.py",
+        "ends = tl.where(parts == sequences, rows_total, ends)",
+        "ends = tl.where(parts == sequences, begins, ends)",
+    ),
+    Fault(
+        "splade_lists_read_one_block",
+        "splade",
+        "kernels/splade_backward.py",
+        "        listed += tl.sum(is_listed, axis=0)\n",
+        "        listed = start + tl.sum(is_listed, axis=0)\n",
+    ),
+    Fault(
+        "splade_tile_one_token_short",
+        "splade",
+        "kernels/splade_backward.py",
+        "end = tl.minimum(first + BLOCK_M, tl.sum(",
+        "end = tl.minimum(first + BLOCK_M - 1, tl.sum(",
+    ),
+    Fault(
+        "splade_dhidden_without_the_last_classes",
+        "splade",
+        "kernels/splade_backward.py",
+        "for first in range(0, count, BLOCK_K):",
+        "for first in range(0, count // BLOCK_K * BLOCK_K, BLOCK_K):",
+    ),
+    Fault(
+        "splade_dhidden_of_every_token",
+        "splade",
+        "kernels/splade_backward.py",
+        "tl.where(row[None, :] == tokens[:, None], gradient[None, :], 0.0)",
+        "tl.where(row[None, :] >= tokens[:, None], gradient[None, :], 0.0)",
+    ),
+    Fault(
+        "splade_dhidden_list_of_the_first_sequence",
+        "splade",
+        "kernels/splade_backward.py",
+        "list_ptr = lists_ptr + sequence * classes + start",
+        "list_ptr = lists_ptr + start",
+    ),
+    Fault(
+        "log1p_without_its_correction",
+        "splade",
+        "kernels/common.py",
+        "rest = tl.fma(powers, LN2_LOW, tl.div_rn(x - (u - 1.0), u))",
+        "rest = powers * LN2_LOW",
+    ),
+    Fault(
+        "log1p_of_another_interval",
+        "splade",
+        "kernels/common.py",
+        "exponent = (bits - 0x3F3504F3) >> 23",
+        "exponent = (bits - 0x3F000000) >> 23",
     ),
 )
 
@@ -2167,6 +2304,7 @@ FAULTS: tuple[Fault, ...] = (
     *ROWS,
     *EMBEDDING,
     *CROSS_ENTROPY,
+    *SPLADE,
     *PHILOX,
     *OFFSETS,
 )

@@ -11,7 +11,7 @@ from fastbert.ops import backend as backends
 ENDS = torch.tensor([0, 2, 2, 4], dtype=torch.int32)
 BACKENDS = [
     name
-    for name in ("reference", "cpu")
+    for name in ("reference", "triton", "cpu")
     if backends.refusal("splade", name, backends.Request("cpu", torch.float32)) is None
 ]
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 pytest.importorskip("transformers")
 
+import tiny_sentence_models
 from stock_families import FAMILIES, build
 from tiny_models import batch, model
 
@@ -23,6 +24,7 @@ from fastbert import ops
 from fastbert.bench.quantized_accuracy import real_sentences
 from fastbert.integrations import accelerate as integration
 from fastbert.parity import LeftOut, Row
+from fastbert.parity.gradients import without_jumps
 
 GIVEN = {"dtypes": ["float32"]}
 
@@ -188,6 +190,68 @@ def test_texts_of_a_sentence_transformer(sentences: Any) -> None:
     assert {row.batch for row in report.rows} == {"texts 1-16", "texts 17-17"}
     assert fields(report, mode="inference") == {"token_embeddings", "sentence_embedding"}
     assert fastbert.verify(sentences, **GIVEN).passed
+
+
+@pytest.fixture(scope="module")
+def sparse(tmp_path_factory) -> Callable[..., Any]:
+    """Return a function that builds a small SparseEncoder; its arguments are the pooling's."""
+    library = pytest.importorskip("sentence_transformers", minversion="6")
+    folder = tmp_path_factory.mktemp("sparse")
+    tiny_sentence_models.save(folder, "BertForMaskedLM", tiny_sentence_models.config("Bert"))
+
+    def build(**options: Any) -> Any:
+        modules = library.sparse_encoder.modules
+        transformer = modules.MLMTransformer(str(folder))
+        parts = [transformer, modules.SpladePooling(**options)]
+        return library.SparseEncoder(modules=parts, device="cpu")
+
+    return build
+
+
+@pytest.mark.parametrize("accelerated", [False, True])
+def test_a_sparse_encoder_is_compared_without_its_logits(sparse: Any, accelerated: bool) -> None:
+    made = sparse().train()
+    if accelerated:
+        fastbert.accelerate(made)
+    report = fastbert.verify(made, texts=tiny_sentence_models.TEXTS[:16])
+    assert report.passed, str(report)
+    assert {row.dtype for row in report.rows} == {"float32", "bfloat16"}
+    assert fields(report, mode="inference") == {"sentence_embedding"}
+    assert any(name.endswith("predictions.bias") for name in fields(report, mode="gradients"))
+    assert len(fields(report, mode="gradients")) >= 20
+    assert {each.field for each in report.left_out} == {"token_embeddings"}
+    assert all("without the logits on purpose" in each.reason for each in report.left_out)
+    assert made[1].training
+    assert made.training
+
+
+@pytest.mark.every_case
+def test_a_sparse_encoder_passes_on_generated_batches(sparse: Any) -> None:
+    report = fastbert.verify(sparse())
+    assert report.passed, str(report)
+    assert len({row.batch for row in report.rows}) == 4
+
+
+def test_a_wrong_head_of_a_sparse_encoder_is_found(sparse: Any, monkeypatch: Any) -> None:
+    real = ops.splade
+    monkeypatch.setattr(ops, "splade", lambda *a, **k: real(*a, **k) * 1.001)
+    report = fastbert.verify(sparse(), texts=tiny_sentence_models.TEXTS[:8], **GIVEN)
+    assert ("inference", "sentence_embedding") in failed(report)
+    assert {mode for mode, _ in failed(report)} == {"inference", "gradients"}
+
+
+def test_the_logits_of_a_stock_head_are_compared(sparse: Any) -> None:
+    made = sparse(pooling_strategy="sum")
+    with pytest.warns(UserWarning, match="SparseEncoder computes the logits of its head"):
+        report = fastbert.verify(made, texts=tiny_sentence_models.TEXTS[:4], **GIVEN)
+    assert report.passed, str(report)
+    assert fields(report, mode="inference") == {"sentence_embedding", "token_embeddings"}
+
+
+def test_a_jump_of_the_derivative_gets_no_gradient() -> None:
+    outputs = [{"y": torch.tensor(y)} for y in ([0.0, 0.0, 1.0, 2.0], [0.0, 1e-9, 1.0, 3.0])]
+    drawn = without_jumps({"y": torch.ones(4)}, *outputs, outputs[0])
+    assert drawn["y"].tolist() == [1, 0, 1, 1]
 
 
 def test_pairs_of_texts_with_a_tokenizer_and_of_a_pipeline(sentences: Any) -> None:

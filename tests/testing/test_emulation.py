@@ -48,6 +48,7 @@ SUBSET = (
     ("feed_forward", "erf", "float16"),
     ("embedding", "plain", "bfloat16"),
     ("linear_cross_entropy", "sum", "float16"),
+    ("splade", "spread", "float16"),
 )
 # No case reaches these launches, so tests/ptx/attention_weights_on_ptx.py runs them.
 WITHOUT_CASE = {"attention_weights", "relative_attention_weights"}

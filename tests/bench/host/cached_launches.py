@@ -25,6 +25,7 @@ from fastbert.kernels import launch as launches  # noqa: E402
 USERS = (
     "attention", "attention_backward", "cross_entropy", "cross_entropy_backward", "embedding",
     "feed_forward", "feed_forward_backward", "layer_norm", "reduction", "rms_norm", "rotary",
+    "splade", "splade_backward",
 )  # fmt: skip
 HEADS, HEAD_DIM, WIDTH = 2, 32, 64
 recorded: list[Any] = []
@@ -108,6 +109,8 @@ def others() -> None:
         ops.embedding(ids, types, None, *tables, weight, weight).sum().backward()
     for reduction in ("mean", "sum"):
         ops.linear_cross_entropy(x, table, None, ids, reduction=reduction).backward()
+    ends = torch.tensor([0, 3, 7], dtype=torch.int32, device="cuda")
+    ops.splade(x, table, cu_seqlens=ends).sum().backward()
 
 
 def attentions() -> None:
