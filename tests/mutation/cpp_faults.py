@@ -390,7 +390,7 @@ GEMM = (
         "fewer_activations_than_a_panel_go_from_product_to_product",
         "cpu_gemm_operands",
         f"{CPU}/gemm/gemm.cpp",
-        "if (n % kNormUnit != 0) {",
+        "if (n % kNormUnit != 0 || {",
         "if (n < 0) {",
     ),
     Fault(
@@ -557,6 +557,20 @@ FEW_ROWS = (
         f"{CPU}/gemm/few_rows.h",
         "const int64_t end = begin + chunk < words ? begin + chunk : words;",
         "chunk = words; const int64_t end = words;",
+    ),
+    Fault(
+        "few_rows_are_all_the_first_one",
+        "cpu_gemm",
+        f"{CPU}/gemm/few_rows.h",
+        "(const typename From::Storage*)g.few.data + r * g.few.stride;",
+        "(const typename From::Storage*)g.few.data;",
+    ),
+    Fault(
+        "few_rows_with_strides_are_read_as_if_contiguous",
+        "cpu_gemm",
+        f"{CPU}/gemm/few_rows.h",
+        "return few && x.column == 1 &&",
+        "return few &&",
     ),
     Fault(
         "the_last_block_of_few_rows_is_one_row_too_early",
