@@ -42,12 +42,16 @@ def _replacing_once_a_launch(core: ModuleType, replace: Any) -> Any:
 
     done: set[str] = set()
 
-    def replace_once(kernel: Any) -> Any:
-        wanted = {
+    @functools.cache
+    def wanted_by(kernel: Any) -> set[str]:
+        return {
             module.__name__
             for module in kernel.__globals__.values()
             if module is language or module is core
         }
+
+    def replace_once(kernel: Any) -> Any:
+        wanted = wanted_by(kernel)
         if wanted and wanted <= done:
             # An outer call has replaced these functions, so this call has nothing to restore.
             return None
