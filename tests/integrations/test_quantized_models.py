@@ -39,7 +39,7 @@ def same(a, b):
 
 
 @pytest.mark.each_value
-@pytest.mark.parametrize("family", stock_families.distinct(stock_families.FAMILIES))
+@pytest.mark.parametrize("family", stock_families.of_each_kind(stock_families.FAMILIES))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_every_family_has_the_bits_of_a_model_of_fastbert(family, dtype, tmp_path):
     stock = stock_families.in_dtype(stock_families.build(family), dtype)
