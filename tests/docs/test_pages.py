@@ -159,7 +159,14 @@ def test_the_make_targets_of_a_page_exist(page: Path):
     assert named <= targets
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name)
+# docs/support.md collects the tests of all families in another process, which takes 7 s.
+@pytest.mark.parametrize(
+    "page",
+    [
+        (long_case if page.stem == "support" else pytest.param)(page, id=name(page))
+        for page in PAGES
+    ],
+)
 def test_a_page_expands(page: Path):
     assert "{{" not in hooks.expand(page.read_text(encoding="utf-8"))
 
