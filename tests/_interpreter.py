@@ -2,9 +2,11 @@
 
 The interpreter computes with NumPy, but spends most of its time on other work. At each call of a
 device function, it replaces the functions of ``triton.language``. For every value, it describes the
-type again. It tests every integer sum for overflow, although only debug mode reports overflows.
-With the changes in this file, the interpreter replaces functions once per launch, describes each
-type once, and tests for overflow only in debug mode.
+type again. It tests every integer sum for overflow, although only debug mode reports overflows. It
+broadcasts operands of the same shape, casts to the same type, and calls each function of the
+language through three others. With the changes in this file, the interpreter replaces functions
+once per launch, describes each type once, tests for overflow only in debug mode, broadcasts and
+casts only if something changes, and calls functions directly.
 """
 
 from __future__ import annotations
@@ -14,6 +16,8 @@ from types import ModuleType
 from typing import Any
 
 NAME = "binary_op_sanitize_overflow_impl"
+BROADCAST = "broadcast_impl_value"
+UNWRAP = "_unwrap_if_constexpr"
 
 
 def save_repeated_work() -> None:
@@ -29,6 +33,10 @@ def save_repeated_work() -> None:
             (core.block_type, "__init__", _described_once(core)),
             (core.tensor, "__init__", _of_a_described_type(core)),
             (semantic.TritonSemantic, NAME, _only_in_debug_mode(semantic.TritonSemantic)),
+            (semantic.TritonSemantic, BROADCAST, _unless_alike(semantic.TritonSemantic)),
+            (semantic.TritonSemantic, "cast", _unless_equal(core, semantic.TritonSemantic.cast)),
+            (core, UNWRAP, _unwrapped_at_once(core)),
+            (interpreter, "_patch_attr", _called_directly(interpreter)),
         ]
     except (ImportError, AttributeError):
         return
@@ -42,12 +50,16 @@ def _replacing_once_a_launch(core: ModuleType, replace: Any) -> Any:
 
     done: set[str] = set()
 
-    def replace_once(kernel: Any) -> Any:
-        wanted = {
+    @functools.cache
+    def wanted_by(kernel: Any) -> set[str]:
+        return {
             module.__name__
             for module in kernel.__globals__.values()
             if module is language or module is core
         }
+
+    def replace_once(kernel: Any) -> Any:
+        wanted = wanted_by(kernel)
         if wanted and wanted <= done:
             # An outer call has replaced these functions, so this call has nothing to restore.
             return None
@@ -128,3 +140,55 @@ def _only_in_debug_mode(semantic: Any) -> Any:
             test(self, lhs, rhs, operation)
 
     return overflow
+
+
+def _unless_alike(semantic: Any) -> Any:
+    """Broadcast only operands that do not share a description of their shape."""
+    broadcast = getattr(semantic, BROADCAST)
+
+    def broadcast_others(self: Any, lhs: Any, rhs: Any) -> Any:
+        return (lhs, rhs) if lhs.shape is rhs.shape else broadcast(self, lhs, rhs)
+
+    return broadcast_others
+
+
+def _unless_equal(core: ModuleType, cast: Any) -> Any:
+    """Cast a value to another element type only; the type of the result is not made for others."""
+
+    def cast_others(self: Any, value: Any, type: Any, rounding: Any = None) -> Any:
+        same = rounding is None and isinstance(type, core.dtype) and value.dtype is type.scalar
+        if same and (value.type.is_block() or not type.is_block()):
+            return value
+        return cast(self, value, type, rounding)
+
+    return cast_others
+
+
+def _unwrapped_at_once(core: ModuleType) -> Any:
+    """Return a value of the usual types without a test for tuples."""
+    unwrap = getattr(core, UNWRAP)
+    constant, usual = core.constexpr, {core.tensor, core.dtype, int, float, bool, str, type(None)}
+
+    def unwrapped(value: Any) -> Any:
+        kind = type(value)
+        if kind is constant:
+            return value.value
+        return value if kind in usual else unwrap(value)
+
+    return unwrapped
+
+
+def _called_directly(interpreter: ModuleType) -> Any:
+    """Replace a function of the language by the function inside its checks of the compiler."""
+
+    def patch(owner: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+        function = getattr(member, "__wrapped__", member)
+        semantic = interpreter.interpreter_semantic
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            kwargs["_semantic"] = semantic
+            return function(*args, **kwargs)
+
+        scope.set_attr(owner, name, call)
+
+    return patch

@@ -7,6 +7,7 @@ Every import counts, including an import inside a function, under TYPE_CHECKING,
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -160,6 +161,12 @@ def imports(root: Path) -> dict[str, set[str]]:
     return graph
 
 
+@functools.cache
+def imports_here() -> dict[str, set[str]]:
+    """Return the imports of this repository, whose files are parsed once for all tests."""
+    return imports(ROOT)
+
+
 def cycles(graph: Mapping[str, set[str]]) -> list[list[str]]:
     """Return groups of modules that import each other, directly or indirectly (Tarjan 1972)."""
     index: dict[str, int] = {}
@@ -211,11 +218,11 @@ def upward(graph: Mapping[str, set[str]]) -> list[str]:
 
 
 def test_no_module_imports_itself_through_others():
-    assert cycles(imports(ROOT)) == []
+    assert cycles(imports_here()) == []
 
 
 def test_no_room_imports_a_room_above_it():
-    assert upward(imports(ROOT)) == []
+    assert upward(imports_here()) == []
 
 
 def test_the_rooms_stand_one_above_the_other():
@@ -229,7 +236,7 @@ def test_the_page_draws_every_room_and_arrow():
 
 def test_no_arrow_is_allowed_that_no_import_takes():
     taken = {
-        (room(module), room(other)) for module, others in imports(ROOT).items() for other in others
+        (room(module), room(other)) for module, others in imports_here().items() for other in others
     }
     allowed = {(name, other) for name, below in BELOW.items() for other in below}
     assert sorted(allowed - taken) == []

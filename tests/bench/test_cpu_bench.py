@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import subprocess
 import sys
 from pathlib import Path
 
+import _fresh_python
 import pytest
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # for imports from benchmarks/
@@ -94,7 +94,7 @@ def test_the_package_reads_the_schedule_that_a_run_has_written(tmp_path):
         "from fastbert.ops.backend import EXTENSION\n"
         "print(EXTENSION.tile_schedule())\n"
     )
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    result = _fresh_python.run("-c", program)
     assert result.stdout == "fetched\n", result.stderr
 
 

@@ -15,6 +15,11 @@ from fastbert.data import WordPieceTokenizer, stories, train_tokenizer
 from fastbert.modules import BertForMaskedLM
 
 
+@pytest.fixture(autouse=True)
+def quick_runs(quick_pictures):
+    """Draw only in tests that request the fixture `drawn`."""
+
+
 @pytest.fixture(scope="session")
 def runner():
     """Return a runner of commands that reads the signatures of all commands once, not per call."""

@@ -37,7 +37,7 @@ def test_json_on_stdout(run):
     assert {row["op"] for row in content["operations"]} == {"layer_norm"}
 
 
-def test_files_and_tables(run, tmp_path):
+def test_files_and_tables(drawn, run, tmp_path):
     files = ("--json", tmp_path / "out" / "bench.json", "--plot", tmp_path / "out" / "bench.png")
     result = run(*QUICK, "linear_gelu", "--op", "encoder", *files)
     assert result.exit_code == 0, result.output

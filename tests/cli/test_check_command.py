@@ -5,10 +5,10 @@ from __future__ import annotations
 import io
 import json
 import math
-import subprocess
 import sys
 from dataclasses import replace
 
+import _fresh_python
 import pytest
 import torch
 
@@ -163,9 +163,8 @@ def test_a_backend_that_cannot_serve_here(refused):
 
 @pytest.mark.skipif(not backend.HAS_TRITON, reason="needs triton")
 def test_triton_is_checked_without_a_gpu():
-    command = [sys.executable, "-m", "fastbert", "check", "--op", "linear_gelu", "--case", "tanh"]
-    command += ["--backend", "triton", "--dtype", "float32", "--json"]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    command = ["-m", "fastbert", "check", "--op", "linear_gelu", "--case", "tanh"]
+    result = _fresh_python.run(*command, "--backend", "triton", "--dtype", "float32", "--json")
     assert result.returncode == 0, result.stderr
     content = json.loads(result.stdout)
     assert {row["backend"] for row in content["rows"]} == {"triton"}

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
+import _fresh_python
 import pytest
 
 from fastbert.testing import emulation
@@ -129,11 +128,7 @@ def test_options_that_do_not_fit(refused, arguments, named):
 @pytest.mark.parametrize("command", [["check", "--emulate", "sm_90"], ["bench", "--predict"]])
 def test_without_ptxmachine_one_line_says_how_to_install_it(command):
     program = "import sys; sys.modules['ptxmachine'] = None; from fastbert.cli import main; main()"
-    run = subprocess.run(
-        [sys.executable, "-c", program, *command, "--op", "layer_norm"],
-        capture_output=True,
-        text=True,
-    )
+    run = _fresh_python.run("-c", program, *command, "--op", "layer_norm")
     assert run.returncode == 2
     assert run.stderr == (
         "error: the PTX machine is not installed: pip install ./ptxmachine in a checkout of "

@@ -6,10 +6,9 @@ import importlib
 import json
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
+import _fresh_python
 import numpy as np
 import pytest
 import torch
@@ -152,9 +151,8 @@ def test_control_c_says_how_to_go_on(encode, stop, tmp_path):
 def test_killed(encode, model_folder, source, tmp_path):
     target, whole = tmp_path / "rows.npy", tmp_path / "whole.npy"
     arguments = ("encode", model_folder, source, target, *OPTIONS)
-    command = [sys.executable, "-c", KILLED, *map(str, arguments)]
-    result = subprocess.run(command, capture_output=True, check=False)
-    assert result.returncode == -signal.SIGKILL, result.stderr.decode()
+    result = _fresh_python.run("-c", KILLED, *arguments)
+    assert result.returncode == -signal.SIGKILL, result.stderr
     assert only(tmp_path, "rows.npy.partial")
     # A power failure may leave bytes after the finished rows. A resumed run must not read these
     # bytes.

@@ -6,11 +6,10 @@ import dataclasses
 import inspect
 import json
 import os
-import subprocess
-import sys
 from itertools import product
 from pathlib import Path
 
+import _fresh_python
 import pytest
 
 from fastbert.cli.seq2seq import train
@@ -45,12 +44,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory):
     more = ("--max-length", 8, "--held-out", 0.2, "--eval-every", 60, "--json", *SMALL)
     pairs = write_pairs(folder / "pairs.jsonl", "abcde")
     arguments = ("--pairs", pairs, "-o", folder / "out", *options, *more)
-    result = subprocess.run(
-        [sys.executable, "-m", "fastbert", "seq2seq", "train", *map(str, arguments)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "500"},
-        capture_output=True,
-        encoding="utf-8",
-        timeout=300,
+    command = ("-m", "fastbert", "seq2seq", "train", *arguments)
+    result = _fresh_python.run(
+        *command, env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "500"}
     )
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout), folder, result.stderr

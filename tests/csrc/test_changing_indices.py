@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
+import _fresh_python
 import pytest
 from quick_cases import long_case
 
@@ -22,13 +22,8 @@ PROGRAM = Path(__file__).with_name("_changing_indices.py")
     "name", [name if name == "embedding_forward" else long_case(name) for name in CASES]
 )
 def test_a_call_uses_the_numbers_that_it_checked(name):
-    run = subprocess.run(
-        [sys.executable, PROGRAM, name, "1"],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    run = _fresh_python.run(PROGRAM, name, "1", env=env, timeout=120)
     assert run.returncode == 0, f"exit status {run.returncode}: {run.stderr}"
     returned, refused = map(int, run.stdout.split())
     assert returned + refused > 0

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import _fresh_python
 import pytest
 import torch
 
@@ -17,13 +18,7 @@ X86 = platform.machine() == "x86_64"
 
 
 def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    return _fresh_python.run("-c", code, env=os.environ | environment, timeout=120)
 
 
 def test_build_info(extension):

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
 
+import _fresh_python
 import pytest
 import torch
 from _largest_tensor import largest_tensor
@@ -456,9 +455,7 @@ def test_nothing_of_the_size_of_all_pairs_is_allocated(extension):
     with largest_tensor() as largest:
         ops.relative_attention(**given, backend="cpu").sum().backward()
     assert largest.elements == math.prod(shape) < pairs
-    run = subprocess.run(
-        [sys.executable, "-c", MEMORY], capture_output=True, text=True, timeout=120
-    )
+    run = _fresh_python.run("-c", MEMORY, timeout=120)
     if "clear_refs" in run.stderr:
         pytest.skip("this system does not reset the peak of a process's memory")
     assert run.returncode == 0, run.stderr

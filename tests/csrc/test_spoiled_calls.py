@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import sys
 from collections import defaultdict
 from pathlib import Path
 from typing import NamedTuple
 
+import _fresh_python
 import pytest
 from _good_calls import good_calls, operators
 
@@ -42,13 +42,8 @@ def outcomes() -> dict[str, list[Outcome]]:
     results: dict[str, list[Outcome]] = defaultdict(list)
     begin, done = 0, False
     while not done:
-        process = subprocess.run(
-            [sys.executable, RUNNER, str(begin)],
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
+        env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+        process = _fresh_python.run(RUNNER, begin, env=env)
         lines = [json.loads(line) for line in process.stdout.splitlines()]
         done = bool(lines) and lines[-1] == "done"
         assert done or process.returncode < 0, process.stderr

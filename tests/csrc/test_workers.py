@@ -5,10 +5,7 @@ Each case runs in a process of its own, because the tests change the cores of th
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
+import _fresh_python
 import pytest
 
 PREAMBLE = """
@@ -43,13 +40,7 @@ def without(core):
 
 
 def run(code: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", PREAMBLE + code],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, "OMP_PROC_BIND": "false"},
-    )
+    done = _fresh_python.run("-c", PREAMBLE + code, timeout=120)
     assert done.returncode == 0, done.stderr
 
 

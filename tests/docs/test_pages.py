@@ -14,6 +14,7 @@ import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import _fresh_python
 import hooks
 import pytest
 import torch
@@ -81,15 +82,13 @@ FIRST_PAGES = ("README.md",)
 )
 def test_the_python_code_of_a_page_runs_from_top_to_bottom(page: Path, folder: Path):
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    result = subprocess.run(
-        [sys.executable, "-"],
-        input="\n".join(blocks(page)),
-        cwd=folder,
+    result = _fresh_python.run(
+        "-c",
+        "\n".join(blocks(page)),
+        after="transformers",
         # There is one thread, because two threads on a busy core would wait for each other.
         env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        encoding="utf-8",
-        timeout=300,
+        cwd=folder,
     )
     assert result.returncode == 0, result.stderr
 
@@ -160,7 +159,14 @@ def test_the_make_targets_of_a_page_exist(page: Path):
     assert named <= targets
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name)
+# docs/support.md collects the tests of all families in another process, which takes 7 s.
+@pytest.mark.parametrize(
+    "page",
+    [
+        (long_case if page.stem == "support" else pytest.param)(page, id=name(page))
+        for page in PAGES
+    ],
+)
 def test_a_page_expands(page: Path):
     assert "{{" not in hooks.expand(page.read_text(encoding="utf-8"))
 

@@ -120,6 +120,7 @@ def test_patience_stops_the_run(scripted, classify, data, tmp_path):
     assert again.figures == result.figures
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("keep", ["best", "last"])
 @pytest.mark.parametrize("eval_every", [None, 4])
 def test_cuts_anywhere_change_no_bit(

@@ -101,6 +101,7 @@ def test_names_are_literal(figures, tmp_path, monkeypatch, names):
     assert drawn_names(figures, tmp_path / "a.png", names) == [literal(name) for name in names]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("labels", [2, 3, 4, 30])
 @pytest.mark.parametrize("length", [3, 12, 60])
 def test_names_do_not_overlap(figures, tmp_path, labels, length):

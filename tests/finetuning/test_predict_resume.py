@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-import sys
 from contextlib import contextmanager
 from pathlib import Path
 
+import _fresh_python
 import pytest
 from finetuning_problems import reviews, run, write_rows
 from test_answer_task import questions
@@ -126,7 +125,7 @@ def test_a_killed_prediction_goes_on(fine_tuned, small_windows, tmp_path):
     model, data = fine_tuned
     whole, cut = tmp_path / "whole.jsonl", tmp_path / "cut.jsonl"
     predict(model, data, whole)
-    killed = subprocess.run([sys.executable, "-c", KILLED, model, data, cut], timeout=300)
+    killed = _fresh_python.run("-c", KILLED, model, data, cut)
     assert killed.returncode == -signal.SIGKILL
     assert not cut.exists()
     assert predict(model, data, cut).resumed > 0

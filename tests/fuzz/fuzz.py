@@ -130,7 +130,7 @@ class Fuzz:
 @contextmanager
 def opened(targets: Sequence[Target], out: Path, limits: Limits = LIMITS) -> Iterator[Fuzz]:
     """Make the sound files in a temporary folder, which the end of the block deletes."""
-    threads = torch.get_num_threads()
+    threads, was_frozen = torch.get_num_threads(), gc.get_freeze_count() > 0
     # A forked process cannot use the threads of its parent.
     torch.set_num_threads(1)
     place = MEMORY if os.access(MEMORY, os.W_OK) else None
@@ -139,7 +139,8 @@ def opened(targets: Sequence[Target], out: Path, limits: Limits = LIMITS) -> Ite
         yield Fuzz(targets, out, home, limits)
     finally:
         shutil.rmtree(home, ignore_errors=True)
-        gc.unfreeze()
+        if not was_frozen:
+            gc.unfreeze()
         torch.set_num_threads(threads)
 
 

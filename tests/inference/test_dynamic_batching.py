@@ -7,12 +7,11 @@ import contextlib
 import itertools
 import os
 import random
-import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 
+import _fresh_python
 import pytest
 import torch
 
@@ -358,13 +357,11 @@ sys.exit(0 if same and status == 0 else 1)
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
 def test_a_forked_process_has_its_own_thread(embedder):
-    command = [sys.executable, "-c", FORKED, str(embedder.folders[0])]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    run = _fresh_python.run("-c", FORKED, embedder.folders[0], timeout=120)
     assert run.returncode == 0, run.stderr
 
 
 def test_a_process_ends_without_close(embedder):
     program = FORKED.partition("child =")[0]
-    command = [sys.executable, "-c", program, str(embedder.folders[0])]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    run = _fresh_python.run("-c", program, embedder.folders[0], timeout=120)
     assert (run.returncode, run.stderr) == (0, "")

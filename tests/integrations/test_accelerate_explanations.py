@@ -21,10 +21,10 @@ from stock_families import (
     assert_gradients_close,
     build,
     call,
-    distinct,
     gradients,
     in_dtype,
     inputs,
+    of_each_kind,
     total,
 )
 from stock_families import Outputs as Stacked
@@ -40,7 +40,7 @@ pytestmark = [
     pytest.mark.each_value,
 ]
 
-every_family = pytest.mark.parametrize("family", distinct(FAMILIES))
+every_family = pytest.mark.parametrize("family", of_each_kind(FAMILIES))
 BOTH = {"output_hidden_states": True, "output_attentions": True}
 
 

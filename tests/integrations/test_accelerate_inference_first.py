@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 pytest.importorskip("transformers")
 
-from stock_families import FAMILIES, build, distinct, inputs
+from stock_families import FAMILIES, build, inputs, of_each_kind
 
 import fastbert
 from fastbert.modules.quantized_linear import QuantizedLinear
@@ -99,7 +99,7 @@ def check(model: nn.Module, batch: dict[str, Tensor], dtype: torch.dtype) -> Non
 @pytest.mark.each_value
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("part", [everything, the_head, the_embeddings, the_last_layer])
-@pytest.mark.parametrize("family", distinct(FAMILIES))
+@pytest.mark.parametrize("family", of_each_kind(FAMILIES))
 def test_training_after_a_call_in_inference_mode(family, part, dtype) -> None:
     model = part(build(family, "ForSequenceClassification", num_labels=2))
     check(model, inputs("right", family, rows=4), dtype)

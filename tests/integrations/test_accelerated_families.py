@@ -30,6 +30,7 @@ from stock_families import (
     gradients,
     in_dtype,
     inputs,
+    of_each_kind,
     run,
     run_with_gradients,
     total,
@@ -48,8 +49,10 @@ pytestmark = [
 ]
 
 every_family = pytest.mark.parametrize("family", distinct(ACCELERATED))
+each_kind = pytest.mark.parametrize("family", of_each_kind(ACCELERATED))
 # The decoder of a Marian model has tests in test_accelerated_marian.py.
 every_family_with_heads = pytest.mark.parametrize("family", distinct(FAMILIES))
+each_kind_with_heads = pytest.mark.parametrize("family", of_each_kind(FAMILIES))
 DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -189,7 +192,7 @@ def test_every_dropout_is_where_it_is_in_transformers(family) -> None:
                 setattr(module, name, 0.0)
 
 
-@every_family
+@each_kind
 def test_dropout_is_drawn_anew_and_follows_train_and_eval(family) -> None:
     both = {"hidden_dropout_prob": 0.5, "attention_probs_dropout_prob": 0.5}
     fast = fastbert.accelerate(build(family, **DROPPING.get(family, both)))
@@ -238,7 +241,7 @@ def test_the_pooler_reads_the_first_token_that_exists(family) -> None:
 
 @pytest.mark.parametrize("kind", ["bool", "integer", "additive"])
 @pytest.mark.parametrize("rank", [3, 4])
-@every_family
+@each_kind
 def test_masks_of_pairs_mean_what_they_say(family, rank, kind) -> None:
     model, ids = build(family), inputs("none", family)["input_ids"]
     seen = torch.rand(3, LENGTH, LENGTH, generator=torch.Generator().manual_seed(3)) < 0.7
@@ -291,7 +294,7 @@ LENGTHS = (4, 1, 9, 7)
 
 
 @pytest.mark.parametrize("form", ["cu_seq_lens", "position_ids", "both"])
-@every_family_with_heads
+@each_kind_with_heads
 def test_packed_sequences_do_not_see_each_other(family, form) -> None:
     model, ids = build(family), inputs("none", family, rows=1)["input_ids"]
     sides = sides_of(model)
@@ -325,7 +328,9 @@ def test_packed_sequences_do_not_see_each_other(family, form) -> None:
     assert (stock - outs[1].states).abs().max() > 0.01  # stock sequences attend to each other
 
 
-@pytest.mark.parametrize("family", distinct(family for family in FAMILIES if family != "roformer"))
+@pytest.mark.parametrize(
+    "family", of_each_kind(family for family in FAMILIES if family != "roformer")
+)
 def test_several_rows_may_be_packed(family) -> None:
     """RoFormer takes no positions, so it is packed with ``cu_seq_lens_q`` only."""
     model, ids = build(family), inputs("none", family)["input_ids"]
@@ -416,7 +421,7 @@ def test_weights_of_chosen_layers(layers) -> None:
 WANTED = [True, False, 0, 1, -1, [0, 2], [-1], (1,), [0, 7], []]
 
 
-@every_family
+@each_kind
 def test_hidden_states_of_chosen_layers(family) -> None:
     """Chosen hidden states equal those of transformers, in the output object and in the tuple."""
     # With several layers per group, transformers counts groups but returns states of layers.
@@ -452,7 +457,7 @@ REFUSED = (
 )
 
 
-@every_family
+@each_kind
 def test_what_cannot_be_served_is_named(family) -> None:
     fast, batch = fastbert.accelerate(build(family)), inputs("right", family)
     for name in REFUSED:
@@ -570,7 +575,7 @@ ALONE = (34, 5, 1, 21, 13, 20)
 
 @pytest.mark.skipif(backends.EXTENSION is None, reason=str(backends.EXTENSION_STATE))
 @pytest.mark.parametrize("dtype", DTYPES)
-@every_family
+@each_kind
 def test_a_sequence_has_the_same_bits_alone_and_in_any_batch(family, dtype) -> None:
     fast = fastbert.accelerate(in_dtype(build(family), dtype))
     ids = inputs("none", family, len(ALONE), max(ALONE))["input_ids"]
@@ -591,7 +596,7 @@ def test_a_sequence_has_the_same_bits_alone_and_in_any_batch(family, dtype) -> N
 # Tests of ``accelerate`` followed by ``restore``
 
 
-@every_family_with_heads
+@each_kind_with_heads
 def test_restore_gives_everything_back(family, tmp_path) -> None:
     model, batch = build(family, "ForMaskedLM"), inputs("middle", family)
     kind, before = type(model), copy.deepcopy(model.state_dict())

@@ -19,9 +19,9 @@ from stock_families import (
     assert_gradients_close,
     assert_outputs_close,
     build,
-    distinct,
     gradients,
     inputs,
+    of_each_kind,
     run,
     run_with_gradients,
     total,
@@ -137,7 +137,7 @@ CHANGES: dict[str, Change] = {
 @pytest.mark.each_value
 @pytest.mark.parametrize("padding", ["right", "left", "none"])
 @pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("family", distinct(FAMILIES))
+@pytest.mark.parametrize("family", of_each_kind(FAMILIES))
 def test_outputs_and_gradients_of_every_family(family, change, padding) -> None:
     stock = build(family)
     pair = sides(stock)

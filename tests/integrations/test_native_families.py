@@ -30,6 +30,7 @@ from stock_families import (
     gradients,
     in_dtype,
     inputs,
+    of_each_kind,
     run,
     run_with_gradients,
 )
@@ -45,6 +46,7 @@ from fastbert.testing.yardstick import Yardstick, each, run_sides
 pytestmark = pytest.mark.each_value
 
 every_family = pytest.mark.parametrize("family", distinct(FAMILIES))
+each_kind = pytest.mark.parametrize("family", of_each_kind(FAMILIES))
 # These keys of config.json describe the file, not the model.
 ABOUT_THE_FILE = {"architectures", "transformers_version", "dtype", "_name_or_path"}
 
@@ -108,7 +110,7 @@ def test_inference(family, rows, dtype, tmp_path) -> None:
                 assert_outputs_close(actual.existing(mask), expected, nearby)
 
 
-@every_family
+@each_kind
 def test_packed_sequences(family, tmp_path) -> None:
     stock, lengths = build(family), (4, 1, 9, 7)
     ids = inputs("none", family, rows=1)["input_ids"]
@@ -143,7 +145,7 @@ def test_embeddings_instead_of_ids(family, tmp_path) -> None:
 
 @pytest.mark.skipif(backends.EXTENSION is None, reason=str(backends.EXTENSION_STATE))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@every_family
+@each_kind
 def test_a_sequence_has_the_same_bits_alone_in_a_batch_and_packed(family, dtype, tmp_path) -> None:
     ours = native(in_dtype(build(family), dtype), tmp_path)
     lengths = torch.tensor([34, 5, 1, 21, 13])

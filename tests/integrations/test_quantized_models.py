@@ -5,9 +5,8 @@ from __future__ import annotations
 import copy
 import json
 import pickle
-import subprocess
-import sys
 
+import _fresh_python
 import peft
 import pytest
 import torch
@@ -40,7 +39,7 @@ def same(a, b):
 
 
 @pytest.mark.each_value
-@pytest.mark.parametrize("family", stock_families.distinct(stock_families.FAMILIES))
+@pytest.mark.parametrize("family", stock_families.of_each_kind(stock_families.FAMILIES))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_every_family_has_the_bits_of_a_model_of_fastbert(family, dtype, tmp_path):
     stock = stock_families.in_dtype(stock_families.build(family), dtype)
@@ -113,7 +112,7 @@ def test_transformers_alone_refuses_the_files(tmp_path):
     """Without fastbert, integers must never be read as floating-point weights."""
     fastbert.quantize(accelerated()).save_pretrained(tmp_path)
     code = f"import transformers; transformers.AutoModel.from_pretrained({str(tmp_path)!r})"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=180)
+    done = _fresh_python.run("-c", code, after="transformers")
     assert done.returncode != 0
     assert "fastbert" in done.stderr
     assert "mismatch" in done.stderr
@@ -285,7 +284,7 @@ sentences = fastbert.accelerate(SentenceTransformer(folder + "/sentences", devic
 ranker = fastbert.accelerate(CrossEncoder(folder + "/ranker", device="cpu"))
 pickle.dump((sentences.encode(texts), ranker.predict(pairs)), open(folder + "/results", "wb"))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=180)
+    done = _fresh_python.run("-c", code, after="transformers")
     assert done.returncode == 0, done.stderr
     actual = pickle.loads((tmp_path / "results").read_bytes())
     for a, b in zip(actual, expected, strict=True):

@@ -58,7 +58,8 @@ def text(tmp_path, documents):
 
 
 @pytest.fixture(autouse=True)
-def small_pieces(monkeypatch):
+def small_pieces(quick_pictures, monkeypatch):
+    """Cut the texts into small pieces, and draw only in tests that request the fixture `drawn`."""
     monkeypatch.setattr(job, "PIECE_BYTES", 8000)
 
 
@@ -129,7 +130,7 @@ def test_compressed_files_give_the_same_corpus(options, text, tmp_path, end):
         assert [s.tolist() for s in first] == [s.tolist() for s in second]
 
 
-def test_the_corpus_has_the_sentences_of_all_files(options, documents):
+def test_the_corpus_has_the_sentences_of_all_files(drawn, options, documents):
     summary = prepare(options())
     corpus = PreparedCorpus(options().output)
     corpus.verify()
@@ -327,13 +328,13 @@ def test_a_folder_with_other_files_is_refused(options):
 WRONG = ("[]", "{}", "{", "null", '{"key": 5}', "[" * 5000)
 
 
-@pytest.mark.parametrize("content", WRONG)
-def test_a_damaged_summary_is_named(options, content):
+def test_a_damaged_summary_is_named(options):
     chosen = options()
     prepare(chosen)
-    (chosen.output / "summary.json").write_text(content)
-    with pytest.raises(ValueError, match=rf"^{chosen.output}/summary\.json: "):
-        prepare(chosen)
+    for content in WRONG:
+        (chosen.output / "summary.json").write_text(content)
+        with pytest.raises(ValueError, match=rf"^{chosen.output}/summary\.json: "):
+            prepare(chosen)
 
 
 def test_a_damaged_record_of_a_piece_is_named(tmp_path):

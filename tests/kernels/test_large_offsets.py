@@ -8,10 +8,9 @@ the addresses of every load and store for 32-bit products.
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
+import _fresh_python
 import pytest
 import torch
 from quick_cases import long_case
@@ -22,6 +21,5 @@ from quick_cases import long_case
 def test_offsets_beyond_two_to_the_31(launchers):
     here = Path(__file__).parent
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(here.parents[1])}
-    command = [sys.executable, str(here / "far_tensors.py"), launchers]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True)
+    run = _fresh_python.run(here / "far_tensors.py", launchers, env=environment)
     assert run.stdout.strip() == "same", f"exit status {run.returncode}: {run.stderr[-2000:]}"

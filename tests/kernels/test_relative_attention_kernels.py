@@ -153,23 +153,26 @@ def assert_same_bits(results, expected) -> None:
         assert torch.equal(result, expected[name]), name
 
 
+ONE = {"batch": 1, "heads": 1}
+
+
 @pytest.mark.parametrize(
     ("dtype", "queries", "keys", "dim", "options"),
     [
         (SINGLE, 15, 16, 16, {}),
-        (SINGLE, 17, 47, 20, {"batch": 1}),
-        (SINGLE, 47, 15, 3, {"batch": 1}),
+        (SINGLE, 17, 47, 20, ONE),
+        (SINGLE, 47, 15, 3, ONE),
         # The gradients of both tables are separate launches, and have two chunks of columns.
-        (SINGLE, 20, 17, 72, {"batch": 1}),
-        (HALF, 33, 70, 40, {"batch": 1}),
-        (HALF, 65, 32, 64, {"batch": 1}),
-        (HALF, 16, 33, 130, {"batch": 1}),
-        (BRAIN, 47, 47, 48, {"batch": 1}),
+        (SINGLE, 20, 17, 72, ONE),
+        (HALF, 33, 70, 40, ONE),
+        (HALF, 65, 32, 64, ONE),
+        (HALF, 16, 33, 130, ONE),
+        (BRAIN, 47, 47, 48, ONE),
         long_case(BRAIN, 20, 33, 100, {}),
         long_case(SINGLE, 1, 17, 16, {}),
-        long_case(BRAIN, 97, 130, 64, {"batch": 1}),
-        long_case(HALF, 47, 33, 256, {"batch": 1}),
-        long_case(SINGLE, 20, 33, 256, {"batch": 1}),
+        long_case(BRAIN, 97, 130, 64, ONE),
+        long_case(HALF, 47, 33, 256, ONE),
+        long_case(SINGLE, 20, 33, 256, ONE),
     ],
 )
 def test_lengths_beside_the_sizes_of_tiles(dtype, queries, keys, dim, options, device):

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
+import _fresh_python
 import first_import
 import pytest
 from quick_cases import long_case
@@ -26,7 +25,6 @@ def expected() -> str:
 )
 def test_an_ordinary_model_runs_as_after_an_ordinary_import(expected, mode):
     environment = {**os.environ, "PYTHONPATH": str(PROGRAM.parents[2])}
-    command = [sys.executable, str(PROGRAM), mode]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True)
+    run = _fresh_python.run(PROGRAM, mode, env=environment)
     assert run.returncode == 0, run.stderr[-4000:]
     assert run.stdout.strip() == expected

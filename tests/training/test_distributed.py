@@ -3,9 +3,8 @@
 import json
 import os
 import random
-import subprocess
-import sys
 
+import _fresh_python
 import pytest
 import safetensors.torch
 import torch
@@ -70,15 +69,10 @@ pretraining_run.PretrainingRun.train_step = killed
 def torchrun(tmp_path, source, *more):
     script = tmp_path / "script.py"
     script.write_text(source)
-    return subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"),
-            *(str(script), str(tmp_path / "out"), *more),
-        ],
+    return _fresh_python.run(
+        *("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"),
+        *(script, tmp_path / "out", *more),
         env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=300,
     )
 
 

@@ -31,7 +31,7 @@ from fastbert.training.pretraining import pretrain
 CONFIG = BertConfig(
     vocab_size=60,
     hidden_size=32,
-    num_hidden_layers=2,
+    num_hidden_layers=1,
     num_attention_heads=2,
     intermediate_size=64,
     max_position_embeddings=48,

@@ -52,6 +52,7 @@ def state_of(model: torch.nn.Module) -> list[Any]:
     ]  # fmt: skip
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("padding", ["none", "right"])
 @every_family
 def test_the_weights_are_those_of_the_stock_model(family, padding):
