@@ -150,7 +150,7 @@ def _prepare(model: Any) -> _Prepared | None:
         return None
     snapshot, run = Snapshot(model, PreparedCall.HOLDER, [vars(ops)]), _executor(model)
     arguments = None if run is None else _arguments(model, run)
-    if arguments is not None:
+    if run is not None and arguments is not None:
         torch.ops.fastbert_C.use_huge_pages([p for p in run.parameters if p.dim() > 1])
     return _Prepared(Facts.of(snapshot, run.settings if run else None), arguments)
 

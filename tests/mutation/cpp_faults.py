@@ -390,8 +390,8 @@ GEMM = (
         "fewer_activations_than_a_panel_go_from_product_to_product",
         "cpu_gemm_operands",
         f"{CPU}/gemm/gemm.cpp",
-        "if (n % kNormUnit != 0 || {",
-        "if (n < 0) {",
+        "if (n % kNormUnit != 0 || m <= kFewRows) {",
+        "if (m <= kFewRows) {",
     ),
     Fault(
         "the_last_outputs_of_a_turned_task_stay_unfinished",
