@@ -38,7 +38,7 @@ struct WidePanel {
 // Returns words with the elements of `even` in the low halves and the elements of `odd` in the high
 // halves. The rounding is that of narrow_normal.
 FASTBERT_INLINE WordVec narrow_pairs(Vec even, Vec odd) {
-#if defined(FASTBERT_EMULATE)
+#if FASTBERT_INTRINSIC_BYTES != 64
   return bits_of(narrow_normal(even)) | bits_of(narrow_normal(odd)) << 16;
 #else
   using Halves = uint16_t __attribute__((vector_size(64)));
@@ -58,13 +58,18 @@ struct PairPanel {
   static constexpr int64_t kPairs = 1, kHalf = kLanes, kPair = kPanel;
 #endif
   uint32_t* words;
+  int64_t count;  // words of a column
 
   template <class>
   FASTBERT_INLINE void store_pair(int64_t k, int half, const Vec (&v)[2]) const {
     const int64_t pair = k / 2;
-    uint32_t* p = words + pair / kPairs * kPairs * kPanel + pair % kPairs * kPair + half * kHalf;
     const WordVec both = narrow_pairs(v[0], v[1]);
+#if defined(FASTBERT_LEVEL_MATRICES)
+    for (int i = 0; i < kLanes; ++i) words[place_of_word(pair, half * kLanes + i, count)] = both[i];
+#else
+    uint32_t* p = words + pair / kPairs * kPairs * kPanel + pair % kPairs * kPair + half * kHalf;
     __builtin_memcpy(p, &both, sizeof(both));
+#endif
   }
 };
 #endif
@@ -108,7 +113,7 @@ FASTBERT_INLINE void activate_packed(const Epilogue& e, const Tile& tile, const 
 #if defined(FASTBERT_LEVEL_DOTS) || defined(FASTBERT_LEVEL_TILES)
 // Returns the panel of the next product that contains the columns of the tile.
 FASTBERT_INLINE PairPanel next_pairs(const Epilogue& e, const Tile& tile) {
-  return {(uint32_t*)e.next + tile.column * (e.n / 2)};
+  return {(uint32_t*)e.next + tile.column * (e.n / 2), e.n / 2};
 }
 #endif
 
