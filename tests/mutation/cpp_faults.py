@@ -760,8 +760,8 @@ GEMM_PAIRS = (
         "steps_of_a_panel_follow_its_rows",
         "cpu_gemm_tiles",
         f"{CPU}/isa/pairs.h",
-        "p + half * kLanes * row + first * column,",
-        "p + half * kLanes * row + first * row,",
+        "p + half * kLanes * row + first * column;",
+        "p + half * kLanes * row + first * row;",
     ),
 )
 
@@ -2647,7 +2647,11 @@ WITHOUT_FAULTS: dict[str, str] = {
             "isa/level_avx512.cpp",
             "isa/level_avx512_bf16.cpp",
             "isa/level_baseline.cpp",
+            "isa/level_neon.cpp",
+            "isa/level_neon_bf16.cpp",
+            "isa/level_neon_i8mm.cpp",
         ),
+        "code of ARM processors, on which no fault is tried": ("isa/matrix_dots.h",),
         "a table whose entries have different types": ("isa/level.h", "operators.cpp"),
     }.items()
     for name in names
