@@ -9,7 +9,7 @@ import _emulated
 import _trapped
 import pytest
 
-ARM = platform.machine() == "aarch64"
+ARM = platform.machine() in ("aarch64", "arm64")
 LEVELS = (
     ("baseline", "neon", "neon_bf16", "neon_i8mm")
     if ARM

@@ -760,8 +760,8 @@ GEMM_PAIRS = (
         "steps_of_a_panel_follow_its_rows",
         "cpu_gemm_tiles",
         f"{CPU}/isa/pairs.h",
-        "p + half * kLanes * row + first * column;",
-        "p + half * kLanes * row + first * row;",
+        "p + half * kLanes * row + first * column,",
+        "p + half * kLanes * row + first * row,",
     ),
 )
 

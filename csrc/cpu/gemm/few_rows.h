@@ -165,14 +165,13 @@ void multiply_few_rows(const Gemm& g, const Task& task, float* x) {
   const TaskBlock<Operand> block = {g, task, words, 0, words};
   const auto* panel = (const float*)g.packed;
   for (int64_t r = 0; r < g.m + g.m % 2; ++r) {  // Three rows are multiplied as four.
-    for (int64_t k = 0; k < words; ++k) {
 #if defined(FASTBERT_LEVEL_MATRICES)
-      const int64_t place = kIsDots<Operand> ? place_of_word(k, r, words) : k * kPanel + r;
-#else
-      const int64_t place = k * kPanel + r;
-#endif
-      x[r * words + k] = panel[place];
+    for (int64_t k = 0; k < words && kIsDots<Operand>; ++k) {
+      x[r * words + k] = panel[place_of_word(k, r, words)];
     }
+    if (kIsDots<Operand>) continue;
+#endif
+    for (int64_t k = 0; k < words; ++k) x[r * words + k] = panel[k * kPanel + r];
   }
   const auto* w = (const Storage*)block.left(0);
   const int64_t stride = (block.left(1) - block.left(0)) / (int64_t)sizeof(Storage);

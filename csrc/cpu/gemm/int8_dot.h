@@ -18,6 +18,13 @@ namespace fastbert::cpu::FASTBERT_LEVEL {
 typedef int16_t ShortVec __attribute__((vector_size(kBytes)));
 typedef int8_t NarrowVec __attribute__((vector_size(kBytes / 2)));
 
+// The size of groups of bytes, at a level that has products of bytes.
+#if defined(FASTBERT_LEVEL_I8MM)
+constexpr int64_t kByteGroup = 8;
+#else
+constexpr int64_t kByteGroup = 4;
+#endif
+
 // Returns a register with the 4 bytes at `p` in every lane.
 FASTBERT_INLINE IntVec splat_word(const void* p) {
   int32_t word;

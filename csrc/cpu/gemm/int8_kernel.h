@@ -140,8 +140,8 @@ FASTBERT_INLINE void int8_quantise_elements(const Int8Rows& p, int64_t begin, in
 }
 
 void int8_quantise(const Int8Rows& p, int64_t begin, int64_t end) {
-  if (p.group == 2) return int8_quantise_elements<int16_t>(p, begin, end);
-  int8_quantise_elements<uint8_t>(p, begin, end);
+  if (p.group == kByteGroup) return int8_quantise_elements<uint8_t>(p, begin, end);
+  int8_quantise_elements<int16_t>(p, begin, end);
 }
 
 // A register block has up to kInt8Rows rows and kInt8Panels panels. With at most kInt8FewRows rows,
@@ -233,35 +233,38 @@ __attribute__((noinline)) void int8_octets(const uint8_t* q, int64_t depth, cons
 }
 #endif
 
-// Calls int8_block for `rows` rows, 1 to kInt8Rows.
+// Computes the block with the instructions of `Dot`.
+template <class Dot, int kRows, int kPanels>
+FASTBERT_INLINE void int8_sums(const void* q, int64_t depth, const int8_t* packed,
+                               const int8_t* next, int32_t* sums) {
+#if defined(FASTBERT_LEVEL_I8MM)
+  if constexpr (Dot::kGroup == 8) {
+    int8_octets<kRows, kPanels>((const uint8_t*)q, depth, packed, next, sums);
+  } else {
+    int8_block<Dot, kRows, kPanels>(q, depth, packed, next, sums);
+  }
+#else
+  int8_block<Dot, kRows, kPanels>(q, depth, packed, next, sums);
+#endif
+}
+
+// Calls int8_sums for `rows` rows, 1 to kInt8Rows.
 template <class Dot>
 FASTBERT_INLINE void int8_rows(int rows, const void* q, int64_t depth, const int8_t* packed,
                                const int8_t* next, int32_t* sums) {
-  const auto block = [&](auto rows, auto panels) __attribute__((always_inline)) {
-    constexpr int kRows = decltype(rows)::value, kPanels = decltype(panels)::value;
-#if defined(FASTBERT_LEVEL_I8MM)
-    if constexpr (Dot::kGroup == 8) {
-      int8_octets<kRows, kPanels>((const uint8_t*)q, depth, packed, next, sums);
-    } else {
-      int8_block<Dot, kRows, kPanels>(q, depth, packed, next, sums);
-    }
-#else
-    int8_block<Dot, kRows, kPanels>(q, depth, packed, next, sums);
-#endif
-  };
   switch (rows) {
     case 1:
-      return block(Count<1>{}, Count<kInt8MostPanels>{});
+      return int8_sums<Dot, 1, kInt8MostPanels>(q, depth, packed, next, sums);
     case 2:
-      return block(Count<2>{}, Count<kInt8MostPanels>{});
+      return int8_sums<Dot, 2, kInt8MostPanels>(q, depth, packed, next, sums);
     case 3:
-      return block(Count<3>{}, Count<kInt8Panels>{});
+      return int8_sums<Dot, 3, kInt8Panels>(q, depth, packed, next, sums);
     case 4:
-      return block(Count<4>{}, Count<kInt8Panels>{});
+      return int8_sums<Dot, 4, kInt8Panels>(q, depth, packed, next, sums);
     case 5:
-      return block(Count<5>{}, Count<kInt8Panels>{});
+      return int8_sums<Dot, 5, kInt8Panels>(q, depth, packed, next, sums);
     default:
-      return block(Count<kInt8Rows>{}, Count<kInt8Panels>{});
+      return int8_sums<Dot, kInt8Rows, kInt8Panels>(q, depth, packed, next, sums);
   }
 }
 
@@ -320,7 +323,7 @@ void int8_gemm_vectors(const Int8Gemm& p, const Int8Block& block) {
 
 Int8Layout int8_layout() {
 #if defined(FASTBERT_LEVEL_I8MM)
-  return {kLanes, Octets::kGroup};
+  return {kLanes, kByteGroup};
 #elif FASTBERT_LEVEL_BYTES == 64
   return {kLanes, has_quads() ? 4 : 2};
 #else
@@ -340,7 +343,7 @@ void int8_gemm(const Int8Gemm& p, const Int8Block& block) {
 #if defined(FASTBERT_LEVEL_TILES)
   if (p.group == 4) return int8_gemm_tiles(p, block);
 #elif defined(FASTBERT_LEVEL_I8MM)
-  if (p.group == Octets::kGroup) return int8_gemm_vectors<Octets>(p, block);
+  if (p.group == kByteGroup) return int8_gemm_vectors<Octets>(p, block);
 #elif FASTBERT_LEVEL_BYTES == 64
   if (p.group == 4) return int8_gemm_vectors<Quads>(p, block);
 #endif

@@ -58,16 +58,22 @@ struct PairPanel {
   static constexpr int64_t kPairs = 1, kHalf = kLanes, kPair = kPanel;
 #endif
   uint32_t* words;
+#if defined(FASTBERT_LEVEL_MATRICES)
   int64_t count;  // words of a column
+#endif
 
   template <class>
   FASTBERT_INLINE void store_pair(int64_t k, int half, const Vec (&v)[2]) const {
     const int64_t pair = k / 2;
-    const WordVec both = narrow_pairs(v[0], v[1]);
 #if defined(FASTBERT_LEVEL_MATRICES)
-    for (int i = 0; i < kLanes; ++i) words[place_of_word(pair, half * kLanes + i, count)] = both[i];
+    const Vec &even = v[0], &odd = v[1];
+    const WordVec pairs = narrow_pairs(even, odd);
+    for (int i = 0; i < kLanes; ++i) {
+      words[place_of_word(pair, half * kLanes + i, count)] = pairs[i];
+    }
 #else
     uint32_t* p = words + pair / kPairs * kPairs * kPanel + pair % kPairs * kPair + half * kHalf;
+    const WordVec both = narrow_pairs(v[0], v[1]);
     __builtin_memcpy(p, &both, sizeof(both));
 #endif
   }
@@ -113,7 +119,12 @@ FASTBERT_INLINE void activate_packed(const Epilogue& e, const Tile& tile, const 
 #if defined(FASTBERT_LEVEL_DOTS) || defined(FASTBERT_LEVEL_TILES)
 // Returns the panel of the next product that contains the columns of the tile.
 FASTBERT_INLINE PairPanel next_pairs(const Epilogue& e, const Tile& tile) {
-  return {(uint32_t*)e.next + tile.column * (e.n / 2), e.n / 2};
+  auto* words = (uint32_t*)e.next + tile.column * (e.n / 2);
+#if defined(FASTBERT_LEVEL_MATRICES)
+  return {words, e.n / 2};
+#else
+  return {words};
+#endif
 }
 #endif
 

@@ -122,18 +122,19 @@ void pack_steps(const typename From::Storage* p, int64_t row, int64_t column, in
   for (int64_t first = 0; first < k; first += kStep) {
     for (int half = 0; half < 2; ++half, packed += kWeightTile) {
       Vec words[kLanes];
-      const auto* from = p + half * kLanes * row + first * column;
-      const int count = clamp_count(columns - half * kLanes, kLanes);
-      const int depth = clamp_count(k - first, kStep);
 #if defined(FASTBERT_LEVEL_MATRICES)
-      load_row_pairs<From>(from, row, column, count, depth, words);
+      const auto* from = p + half * kLanes * row + first * column;
+      load_row_pairs<From>(from, row, column, clamp_count(columns - half * kLanes, kLanes),
+                           clamp_count(k - first, kStep), words);
       float* to = (float*)(packed - half * kWeightTile) + 2 * half * kLanes;
       store(to, low_halves(words[0], words[1]));
       store(to + kLanes, low_halves(words[2], words[3]));
       store(to + 2 * kPanel, high_halves(words[0], words[1]));
       store(to + 2 * kPanel + kLanes, high_halves(words[2], words[3]));
 #else
-      load_pairs<From>(from, row, column, count, depth, words);
+      load_pairs<From>(p + half * kLanes * row + first * column, row, column,
+                       clamp_count(columns - half * kLanes, kLanes), clamp_count(k - first, kStep),
+                       words);
       __builtin_memcpy(packed, words, kWeightTile);
 #endif
     }
