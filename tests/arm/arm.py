@@ -146,9 +146,6 @@ def install_wheels() -> None:
         pip += ["--platform", f"{tag}_aarch64"]
     run([*pip, "--no-deps", TORCH])
     run([*pip, "--constraint", ROOT / "constraints.txt", *WHEELS])
-    # Python imports this file when it starts. Tests start Python by the name in sys.executable.
-    text = f"import sys\n\nsys.executable = {str(PYTHON)!r}\n"
-    (SITE / "sitecustomize.py").write_text(text, encoding="utf-8")
     done(SITE, [TORCH, *WHEELS])
 
 
@@ -166,6 +163,9 @@ def write_scripts() -> None:
         words = shlex.join(str(word) for word in command)
         (BIN / name).write_text(f'#!/bin/sh\nexec {words} "$@"\n', encoding="utf-8")
         (BIN / name).chmod(0o755)
+    # Python imports this file when it starts. Tests start Python by the name in sys.executable.
+    text = f"import sys\n\nsys.executable = {str(PYTHON)!r}\n"
+    (SITE / "sitecustomize.py").write_text(text, encoding="utf-8")
 
 
 def environment_of(processor: str) -> dict[str, str]:
