@@ -112,8 +112,10 @@ struct Octets {
   static constexpr int kGroup = 8;
 
   // `x` has two rows, `w` has two columns, and `sum` has the four sums, one row after the other.
+  // The instruction is written in assembly for the same reason as BFMMLA (isa/matrix_dots.h).
   static FASTBERT_INLINE int32x4_t multiply_add(uint8x16_t x, int8x16_t w, int32x4_t sum) {
-    return vusmmlaq_s32(sum, x, w);
+    asm("usmmla %0.4s, %1.16b, %2.16b" : "+w"(sum) : "w"(x), "w"(w));
+    return sum;
   }
 };
 #endif

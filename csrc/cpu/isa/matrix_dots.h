@@ -21,9 +21,11 @@ FASTBERT_INLINE Vec high_halves(Vec a, Vec b) {
 }
 
 // Returns sum + a bᵀ. `a` has two rows of four bf16, `b` has two columns, and `sum` has the four
-// sums, one row after the other.
+// sums, one row after the other. With the intrinsic, GCC 12 copies some of the sums in each round
+// of a loop.
 FASTBERT_INLINE Vec multiply_matrices(Vec a, Vec b, Vec sum) {
-  return vbfmmlaq_f32(sum, (bfloat16x8_t)a, (bfloat16x8_t)b);
+  asm("bfmmla %0.4s, %1.8h, %2.8h" : "+w"(sum) : "w"(a), "w"(b));
+  return sum;
 }
 
 // Returns the place in a panel of the word of a column, in a panel with `words` word rows.
