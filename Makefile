@@ -115,7 +115,7 @@ test-processors: setup
 	$(BIN)/python tests/processors.py $(PARALLEL) worksteal
 
 test-arm: .venv/torch
-	$(SAY) "Building fastbert for aarch64 and testing it on three processors under emulation: about 20 minutes on two idle cores."
+	$(SAY) "Building fastbert for aarch64 and testing it on two processors under emulation: about 20 minutes on two idle cores."
 	$(BIN)/python tests/arm/arm.py $(PROCESSORS)
 
 # The page of `fastbert view`. Its users need no node; the built page is committed.
