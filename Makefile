@@ -12,7 +12,7 @@ SAY := @echo "fastbert:"
 CPP := $(foreach suffix,h cpp cu cuh,'csrc/*.$(suffix)') 'ptxmachine/csrc/*.h' 'ptxmachine/csrc/*.cpp' 'tests/*.cpp'
 SOURCES := setup.py $(shell find csrc -type f 2>/dev/null)
 
-.PHONY: help setup demo test every-case turn test-processors test-viewer viewer ahead-of-time emulate calibrate mutate mutate-viewer sanitize soak conformance conformance-transformers conformance-peers conformance-wrappers checkpoints fuzz check newest bench docs lint format gpu gpu-first wheel clean
+.PHONY: help setup demo test every-case turn test-processors test-arm test-viewer viewer ahead-of-time emulate calibrate mutate mutate-viewer sanitize soak conformance conformance-transformers conformance-peers conformance-wrappers checkpoints fuzz check newest bench docs lint format gpu gpu-first wheel clean
 
 help:
 	@echo "make setup            creates .venv, compiles the C++ kernels and installs fastbert in place"
@@ -21,6 +21,7 @@ help:
 	@echo "make every-case       runs all cases of all tests: 40 minutes on two idle cores (TESTS='tests/ops': a part)"
 	@echo "make turn             runs the slice of make every-case and the gate whose turn it is (NAMES='ops check': these; NAMES=--list: names)"
 	@echo "make test-processors  runs the numeric tests as older processors would judge them"
+	@echo "make test-arm         builds fastbert for aarch64 and tests it under emulation; unpacks Debian's packages in build/arm (PROCESSORS='max': a part)"
 	@echo "make test-viewer      tests the page of fastbert view in Chromium; installs Chromium, playwright and axe-core"
 	@echo "make viewer           builds the page of fastbert view from its sources; needs node"
 	@echo "make ahead-of-time    compiles every Triton launch for five architectures of GPUs, and judges the binaries (ARCH=90: a part)"
@@ -112,6 +113,10 @@ turn: setup
 test-processors: setup
 	$(SAY) "Running the numeric tests as three processors would judge them: 5 minutes on two idle cores."
 	$(BIN)/python tests/processors.py $(PARALLEL) worksteal
+
+test-arm: .venv/torch
+	$(SAY) "Building fastbert for aarch64 and testing it on two processors under emulation: about 20 minutes on two idle cores."
+	$(BIN)/python tests/arm/arm.py $(PROCESSORS)
 
 # The page of `fastbert view`. Its users need no node; the built page is committed.
 WEB := fastbert/viewer/web

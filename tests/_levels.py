@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import platform
 
 import _emulated
 import _trapped
 import pytest
 
-LEVELS = ("baseline", "avx2", "avx512", "avx512_bf16", "amx")
+ARM = platform.machine() in ("aarch64", "arm64")
+LEVELS = (
+    ("baseline", "neon", "neon_bf16", "neon_i8mm")
+    if ARM
+    else ("baseline", "avx2", "avx512", "avx512_bf16", "amx")
+)
 
 
 @pytest.fixture(scope="session")

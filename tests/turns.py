@@ -52,7 +52,7 @@ ROOMS = {
     "cpu-kernels": Room(
         ("csrc/*", "csrc/cpu"),
         ("tests/csrc/test_*.py", *(f"!{pattern}" for pattern in GPU_TESTS)),
-        ("test-processors", "sanitize", "mutate"),
+        ("test-processors", "test-arm", "sanitize", "mutate"),
     ),
     "gpu-kernels": Room(("csrc/cuda",), GPU_TESTS, ("emulate", "calibrate")),
     "ptx-machine": Room(
@@ -115,6 +115,7 @@ MUTATIONS = 16
 # Name of a gate → arguments of make. A gate that exceeds the time limit is split into parts.
 GATES: dict[str, tuple[str, ...]] = {
     "test-processors": ("test-processors",),
+    "test-arm": ("test-arm",),
     **{f"ahead-of-time-{n}": ("ahead-of-time", f"ARCH={n}") for n in (80, 89, 90, 100, 120)},
     "emulate": ("emulate",),
     "calibrate": ("calibrate",),

@@ -289,8 +289,10 @@ void Cluster::run() {
 }
 
 void run(Launch& launch, int threads) {
+#if defined(__SSE2__)
   if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma"))
     fault("unsupported", "the PTX machine needs a processor with AVX2 and FMA");
+#endif
   std::set<uint32_t> numbers;
   for (uint32_t block : launch.blocks) numbers.insert(launch.cluster_of(block));
   const std::vector<uint32_t> chosen(numbers.begin(), numbers.end());

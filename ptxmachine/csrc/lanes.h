@@ -25,7 +25,14 @@ struct Brain {
   uint16_t bits;
 };
 
-inline float to_float(Half h) { return (float)bits_as<_Float16>(h.bits); }
+// The compiler's type of fp16. GCC 12 has _Float16 in C++ for x86-64, and __fp16 for aarch64.
+#if defined(__ARM_FP16_FORMAT_IEEE)
+using Float16 = __fp16;
+#else
+using Float16 = _Float16;
+#endif
+
+inline float to_float(Half h) { return (float)bits_as<Float16>(h.bits); }
 inline float to_float(Brain b) { return bits_as<float>((uint32_t)b.bits << 16); }
 // e4m3 has one NaN (of either sign) and no infinity. e5m2 is the upper byte of fp16.
 inline float float_of_8_bits(Type type, uint8_t bits) {
@@ -36,7 +43,7 @@ inline float float_of_8_bits(Type type, uint8_t bits) {
                                 : std::ldexp((float)(8 + fraction), exponent - 10);
   return bits & 0x80 ? -v : v;
 }
-inline Half to_half(double x) { return {bits_as<uint16_t>((_Float16)x)}; }
+inline Half to_half(double x) { return {bits_as<uint16_t>((Float16)x)}; }
 inline Brain to_brain(float x) {
   const uint32_t bits = bits_as<uint32_t>(x);
   if (x != x) return {0x7fff};

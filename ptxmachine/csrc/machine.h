@@ -22,9 +22,14 @@
 
 namespace ptxmachine {
 
-// Handlers that compute all lanes at once are compiled for these instruction sets. `run` reports a
-// fault on a processor without AVX2 or FMA.
+// Handlers that compute all lanes at once are compiled for these instruction sets where the
+// compiler's default is SSE2. `run` then reports a fault on a processor without AVX2 or FMA. On
+// aarch64, the compiler's default already has fused multiply-add and conversions of fp16.
+#if defined(__SSE2__)
 #define FASTBERT_PTX_SIMD __attribute__((target("avx2,fma,f16c,bmi,bmi2,lzcnt,popcnt")))
+#else
+#define FASTBERT_PTX_SIMD
+#endif
 
 // The limits that hardware sets for instructions, from the PTX ISA. src/ptxmachine/limits.py has
 // the limits of PTX texts and of launches.

@@ -14,7 +14,7 @@ import _fresh_python
 import pytest
 import torch
 
-X86 = platform.machine() == "x86_64"
+X86, ARM = (platform.machine() == name for name in ("x86_64", "aarch64"))
 
 
 def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -80,10 +80,19 @@ def test_the_module_takes_no_address(extension):
 TILE = re.compile(r"%tmm|\t(tile|[ls][dt]tilecfg)")
 ZMM_OR_MASK = re.compile(r"%zmm|%k[0-7]\b|%[xy]mm(1[6-9]|2\d|3[01])\b")
 AVX = re.compile(r"%ymm|\tv[a-z]")
+# On ARM, mnemonics and operands do: products of bf16, products of unsigned by signed bytes, and all
+# else that ARMv8.0 lacks: other products of bytes, arithmetic in fp16, SVE, and the atomic
+# operations that the compiler's own functions choose at run time.
+BF16 = re.compile(r"\tbf(dot|mmla|mlal|cvt)")
+I8MM = re.compile(r"\t(us|su)dot|\t(us|s|u)mmla")
+ABOVE_NEON = re.compile(
+    r"\t[us]dot|\tf(?!cvt)\w+\tv\d+\.[48]h|\tf(?!cvt|mov)\w+\th\d|\b[zp]\d+[./]"
+    r"|\t(ld(add|clr|set|eor)|cas|swp)"
+)
 
 
-@pytest.mark.skipif(not X86, reason="not an x86-64 machine")
-def test_no_instruction_above_the_baseline_outside_the_dispatched_functions(extension):
+def instructions(extension) -> list[tuple[str, str]]:
+    """Return the demangled function and the text of each instruction of the extension."""
     if shutil.which("objdump") is None:
         pytest.skip("objdump (binutils) is not installed")
     listing = subprocess.run(
@@ -92,12 +101,41 @@ def test_no_instruction_above_the_baseline_outside_the_dispatched_functions(exte
         text=True,
         check=True,
     ).stdout
-    function, stray, seen = "", set(), set()
+    function, found = "", []
     for line in listing.splitlines():
         header = re.match(r"[0-9a-f]+ <(.*)>:$", line)
         if header:
             function = header[1]
-        elif TILE.search(line):
+        else:
+            found.append((function, line))
+    return found
+
+
+@pytest.mark.skipif(not ARM, reason="not an aarch64 machine")
+def test_no_instruction_above_a_level_on_arm(extension):
+    stray, seen = set(), set()
+    for function, line in instructions(extension):
+        if BF16.search(line):
+            seen.add("bf16")
+            allowed = re.search(r"fastbert::cpu::neon_(bf16|i8mm)::", function)
+        elif I8MM.search(line):
+            seen.add("i8mm")
+            allowed = "fastbert::cpu::neon_i8mm::" in function
+        elif ABOVE_NEON.search(line):
+            allowed = function.startswith("__aarch64_")
+        else:
+            continue
+        if not allowed:
+            stray.add((function, line.strip()))
+    assert not stray, sorted(stray)[:10]
+    assert seen == {"bf16", "i8mm"}
+
+
+@pytest.mark.skipif(not X86, reason="not an x86-64 machine")
+def test_no_instruction_above_the_baseline_outside_the_dispatched_functions(extension):
+    stray, seen = set(), set()
+    for function, line in instructions(extension):
+        if TILE.search(line):
             seen.add("amx")
             if "fastbert::cpu::amx::" not in function:
                 stray.add((function, line.strip()))

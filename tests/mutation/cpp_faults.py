@@ -2661,7 +2661,11 @@ WITHOUT_FAULTS: dict[str, str] = {
             "isa/level_avx512.cpp",
             "isa/level_avx512_bf16.cpp",
             "isa/level_baseline.cpp",
+            "isa/level_neon.cpp",
+            "isa/level_neon_bf16.cpp",
+            "isa/level_neon_i8mm.cpp",
         ),
+        "code of ARM processors, on which no fault is tried": ("isa/matrix_dots.h",),
         "a table whose entries have different types": ("isa/level.h", "operators.cpp"),
     }.items()
     for name in names

@@ -15,8 +15,13 @@
 namespace fastbert::cpu::FASTBERT_LEVEL {
 
 // The largest number of rows in a tile of sums. The sums take two registers for each row. They take
-// most of the registers of the processor, which has 16, or 32 with AVX-512.
+// most of the registers of the processor, which has 16, or 32 with AVX-512. NEON also has 32, of
+// which one more per row holds an element of the left operand.
+#if defined(FASTBERT_LEVEL_NEON)
+constexpr int kProductRows = 8;
+#else
 constexpr int kProductRows = kBytes == 64 ? 12 : 6;
+#endif
 
 FASTBERT_INLINE int64_t whole_panels(int64_t n) { return (n + kPanel - 1) / kPanel * kPanel; }
 
@@ -40,7 +45,7 @@ FASTBERT_INLINE void product_tile(Left a, const float* panel, int64_t depth, flo
     const Vec b0 = load(panel), b1 = load(panel + kLanes);
 #pragma GCC unroll 12
     for (int r = 0; r < kRows; ++r) {
-      const Vec x = splat(a.data[r * a.row]);
+      const Factor x = factor(a.data[r * a.row]);
       sums[r][0] = fma(x, b0, sums[r][0]);
       sums[r][1] = fma(x, b1, sums[r][1]);
     }

@@ -16,6 +16,39 @@ FASTBERT_INLINE void end_strips() {}
 constexpr bool kMayOverlap = false;
 FASTBERT_INLINE constexpr bool overlaps() { return false; }
 
+#if defined(FASTBERT_LEVEL_MATRICES)
+// Computes c = a b or, if kAdd is true, c += a b, as the function below does, by products of two
+// rows by two columns.
+template <bool kAdd>
+__attribute__((noinline)) void strip_product(const uint16_t* a, int64_t a_row, const char* b,
+                                             int64_t steps, float* c, int64_t c_row) {
+  constexpr int kRows = 8;  // rows per iteration, each with two registers of sums
+  for (int64_t row = 0; row < kStrip; row += kRows, a += kRows * a_row, c += kRows * c_row) {
+    MatrixSums<kRows, kPanel> sums = {};
+#pragma GCC unroll 8
+    for (int i = 0; i < (kAdd ? kRows : 0); i += 2) {
+#pragma GCC unroll 2
+      for (int n = 0; n < 2; ++n) {
+        const Vec even = load(c + i * c_row + n * kLanes);
+        const Vec odd = load(c + (i + 1) * c_row + n * kLanes);
+        sums.set_rows(i, n, even, odd);
+      }
+    }
+    for (int64_t step = 0; step < steps; ++step) {
+      sums.add_four(
+          [&](int r) __attribute__((always_inline)) {
+            return load((const float*)(a + r * a_row + step * kStep));
+          },
+          (const uint32_t*)(b + step * kPanelStep), 2 * kPanel);
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) {
+      store(c + r * c_row, sums.of_row(r, 0));
+      store(c + r * c_row + kLanes, sums.of_row(r, 1));
+    }
+  }
+}
+#else
 // Computes c = a b or, if kAdd is true, c += a b, for a strip of rows of a and one panel of b. a is
 // bf16, and its rows are padded to whole steps of kStep elements.
 template <bool kAdd>
@@ -49,6 +82,8 @@ __attribute__((noinline)) void strip_product(const uint16_t* a, int64_t a_row, c
     }
   }
 }
+
+#endif
 
 // The product c = a b or, if `add` is true, the update c += a b, for a strip of rows of a and all
 // panels of b. a is bf16, and its rows are padded to whole steps of kStep elements.

@@ -1,4 +1,4 @@
-// Attention forward in bf16 with AMX tiles or bf16 dot products, for 32 queries and kKeys keys at a
+// Attention forward in bf16 with AMX tiles or bf16 products, for kStrip queries and kKeys keys at a
 // time. The algorithm is that of forward_kernel.h.
 //
 // A block of keys is packed once per item and used for all queries of the item. In the packed right

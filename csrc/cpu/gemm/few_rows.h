@@ -196,8 +196,14 @@ void multiply_few_rows(const Gemm& g, const Task& task, float* x) {
     copy_rows<Operand>(g, words, x);
   } else {
     const auto* panel = (const float*)g.packed;
+    const auto place = [&](int64_t k, int64_t r) {
+#if defined(FASTBERT_LEVEL_MATRICES)
+      if (kIsDots<Operand>) return place_of_word(k, r, words);
+#endif
+      return k * kPanel + r;
+    };
     for (int64_t r = 0; r < g.m; ++r) {
-      for (int64_t k = 0; k < words; ++k) x[r * words + k] = panel[k * kPanel + r];
+      for (int64_t k = 0; k < words; ++k) x[r * words + k] = panel[place(k, r)];
     }
   }
   if (g.m == 3) {  // Three rows are multiplied as four.

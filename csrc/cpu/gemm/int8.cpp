@@ -74,7 +74,7 @@ struct Quantised {
 
   Quantised(const at::Tensor& x, int64_t depth, int64_t group)
       : q(empty({round_up(x.size(0), kRows), depth},
-                x.options().dtype(group == 4 ? at::kByte : at::kShort))),
+                x.options().dtype(group == 2 ? at::kShort : at::kByte))),
         scale(empty({x.size(0)}, x.options().dtype(at::kFloat))),
         zero(empty({x.size(0)}, x.options().dtype(at::kInt))) {
     const int64_t rows = x.size(0), columns = x.size(1);

@@ -12,8 +12,8 @@
 // level, block and batch gives the same sums.
 //
 // A prepacked weight consists of panels of kLanes columns. Each panel is [k /
-// group][kLanes][group], with a group of 2 or 4 (int8_dot.h). Zeros pad k to a multiple of 64 and
-// the number of panels to a multiple of 4.
+// group][kLanes][group], with a group of 2, 4 or 8 (int8_dot.h). Zeros pad k to a multiple of 64
+// and the number of panels to a multiple of 4.
 
 #pragma once
 
@@ -69,7 +69,15 @@ FASTBERT_INLINE RowRange range_of(const typename Format::Storage* x, int64_t col
 
 FASTBERT_INLINE void store_narrow(uint8_t* p, IntVec v, int count) {
   typedef uint8_t ByteVec __attribute__((vector_size(kLanes)));
+#if defined(FASTBERT_LEVEL_NEON)
+  // GCC 12 converts each lane by itself.
+  const uint16x4_t shorts = vmovn_u32((uint32x4_t)v);
+  const uint8x8_t twice = vmovn_u16(vcombine_u16(shorts, shorts));
+  ByteVec bytes;
+  __builtin_memcpy(&bytes, &twice, sizeof(bytes));
+#else
   const ByteVec bytes = __builtin_convertvector(v, ByteVec);
+#endif
   if (count == kLanes) {
     __builtin_memcpy(p, &bytes, sizeof(bytes));
   } else {
@@ -132,7 +140,7 @@ FASTBERT_INLINE void int8_quantise_elements(const Int8Rows& p, int64_t begin, in
 }
 
 void int8_quantise(const Int8Rows& p, int64_t begin, int64_t end) {
-  if (p.group == 4) return int8_quantise_elements<uint8_t>(p, begin, end);
+  if (p.group == kByteGroup) return int8_quantise_elements<uint8_t>(p, begin, end);
   int8_quantise_elements<int16_t>(p, begin, end);
 }
 
@@ -178,23 +186,85 @@ __attribute__((noinline)) void int8_block(const void* rows, int64_t depth, const
   }
 }
 
-// Calls int8_block for `rows` rows, 1 to kInt8Rows.
+#if defined(FASTBERT_LEVEL_I8MM)
+// Computes the same block with groups of eight. Sixteen elements of two rows are loaded at once,
+// and their halves are joined to two operands. The last row of an odd number of rows is multiplied
+// twice.
+template <int kRows, int kPanels>
+__attribute__((noinline)) void int8_octets(const uint8_t* q, int64_t depth, const int8_t* packed,
+                                           const int8_t* next, int32_t* sums) {
+  constexpr int kRowPairs = (kRows + 1) / 2, kColumnPairs = kPanels * kLanes / 2;
+  const int64_t panel = depth * kLanes;
+  int32x4_t total[kRowPairs][kColumnPairs] = {};
+  for (int64_t k = 0; k < depth; k += 16) {
+    if (kRows > kInt8FewRows) __builtin_prefetch(next + k * kLanes, 0, 2);
+    uint8x16_t x[2][kRowPairs];
+#pragma GCC unroll 4
+    for (int i = 0; i < kRowPairs; ++i) {
+      const uint8_t* row = q + 2 * i * depth + k;
+      const auto even = (uint64x2_t)vld1q_u8(row);
+      const auto odd = 2 * i + 1 < kRows ? (uint64x2_t)vld1q_u8(row + depth) : even;
+      x[0][i] = (uint8x16_t)vzip1q_u64(even, odd);
+      x[1][i] = (uint8x16_t)vzip2q_u64(even, odd);
+    }
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; ++half) {
+#pragma GCC unroll 8
+      for (int c = 0; c < kColumnPairs; ++c) {
+        const int64_t place = c / 2 * panel + (k + 8 * half) * kLanes + c % 2 * 16;
+        const int8x16_t w = vld1q_s8(packed + place);
+#pragma GCC unroll 4
+        for (int i = 0; i < kRowPairs; ++i) {
+          total[i][c] = Octets::multiply_add(x[half][i], w, total[i][c]);
+        }
+      }
+    }
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < kRowPairs; ++i) {
+    int32_t* even = sums + 2 * i * kPanels * kLanes;
+    int32_t* odd = even + kPanels * kLanes;
+#pragma GCC unroll 8
+    for (int c = 0; c < kColumnPairs; ++c) {
+      vst1_s32(even + 2 * c, vget_low_s32(total[i][c]));
+      if (2 * i + 1 < kRows) vst1_s32(odd + 2 * c, vget_high_s32(total[i][c]));
+    }
+  }
+}
+#endif
+
+// Computes the block with the instructions of `Dot`.
+template <class Dot, int kRows, int kPanels>
+FASTBERT_INLINE void int8_sums(const void* q, int64_t depth, const int8_t* packed,
+                               const int8_t* next, int32_t* sums) {
+#if defined(FASTBERT_LEVEL_I8MM)
+  if constexpr (Dot::kGroup == 8) {
+    int8_octets<kRows, kPanels>((const uint8_t*)q, depth, packed, next, sums);
+  } else {
+    int8_block<Dot, kRows, kPanels>(q, depth, packed, next, sums);
+  }
+#else
+  int8_block<Dot, kRows, kPanels>(q, depth, packed, next, sums);
+#endif
+}
+
+// Calls int8_sums for `rows` rows, 1 to kInt8Rows.
 template <class Dot>
 FASTBERT_INLINE void int8_rows(int rows, const void* q, int64_t depth, const int8_t* packed,
                                const int8_t* next, int32_t* sums) {
   switch (rows) {
     case 1:
-      return int8_block<Dot, 1, kInt8MostPanels>(q, depth, packed, next, sums);
+      return int8_sums<Dot, 1, kInt8MostPanels>(q, depth, packed, next, sums);
     case 2:
-      return int8_block<Dot, 2, kInt8MostPanels>(q, depth, packed, next, sums);
+      return int8_sums<Dot, 2, kInt8MostPanels>(q, depth, packed, next, sums);
     case 3:
-      return int8_block<Dot, 3, kInt8Panels>(q, depth, packed, next, sums);
+      return int8_sums<Dot, 3, kInt8Panels>(q, depth, packed, next, sums);
     case 4:
-      return int8_block<Dot, 4, kInt8Panels>(q, depth, packed, next, sums);
+      return int8_sums<Dot, 4, kInt8Panels>(q, depth, packed, next, sums);
     case 5:
-      return int8_block<Dot, 5, kInt8Panels>(q, depth, packed, next, sums);
+      return int8_sums<Dot, 5, kInt8Panels>(q, depth, packed, next, sums);
     default:
-      return int8_block<Dot, kInt8Rows, kInt8Panels>(q, depth, packed, next, sums);
+      return int8_sums<Dot, kInt8Rows, kInt8Panels>(q, depth, packed, next, sums);
   }
 }
 
@@ -252,7 +322,9 @@ void int8_gemm_vectors(const Int8Gemm& p, const Int8Block& block) {
 }
 
 Int8Layout int8_layout() {
-#if FASTBERT_LEVEL_BYTES == 64
+#if defined(FASTBERT_LEVEL_I8MM)
+  return {kLanes, kByteGroup};
+#elif FASTBERT_LEVEL_BYTES == 64
   return {kLanes, has_quads() ? 4 : 2};
 #else
   return {kLanes, 2};
@@ -270,6 +342,8 @@ namespace fastbert::cpu::FASTBERT_LEVEL {
 void int8_gemm(const Int8Gemm& p, const Int8Block& block) {
 #if defined(FASTBERT_LEVEL_TILES)
   if (p.group == 4) return int8_gemm_tiles(p, block);
+#elif defined(FASTBERT_LEVEL_I8MM)
+  if (p.group == kByteGroup) return int8_gemm_vectors<Octets>(p, block);
 #elif FASTBERT_LEVEL_BYTES == 64
   if (p.group == 4) return int8_gemm_vectors<Quads>(p, block);
 #endif

@@ -6,7 +6,8 @@
 // pair of bf16 elements. If the level has a dot product of bf16 (FASTBERT_LEVEL_DOTS), the two
 // elements of a pair are consecutive along k, and a step multiplies both. Otherwise, a word holds
 // column j in its low half and column j + kLanes in its high half, and a shift and a mask convert
-// them to fp32. At levels with AMX tiles, gemm/tile_kernel.h packs bf16 in a different layout.
+// them to fp32. At levels with AMX tiles, gemm/tile_kernel.h packs bf16 in a different layout, and
+// at levels with FASTBERT_LEVEL_MATRICES, isa/matrix_dots.h joins neighbouring word rows.
 
 #pragma once
 
@@ -141,10 +142,21 @@ void pack_dots(const typename From::Storage* p, int64_t row, int64_t column, int
     Vec lows[kLanes], highs[kLanes];
     load_pairs<From>(p, row, column, low, depth, lows);
     load_pairs<From>(p + low * row, row, column, high, depth, highs);
+#if defined(FASTBERT_LEVEL_MATRICES)
+    int i = 0;
+    for (; i + 1 < (depth + 1) / 2; i += 2, packed += 2 * kPanel) {
+      store_word_pair(packed, lows[i], lows[i + 1]);
+      store_word_pair(packed + kPanel, highs[i], highs[i + 1]);
+    }
+    if (i == (depth + 1) / 2) continue;
+    store((float*)packed, lows[i]);
+    store((float*)packed + kLanes, highs[i]);
+#else
     for (int i = 0; i < (depth + 1) / 2; ++i, packed += kPanel) {
       store((float*)packed, lows[i]);
       store((float*)packed + kLanes, highs[i]);
     }
+#endif
   }
 }
 

@@ -14,7 +14,13 @@
 
 namespace fastbert::cpu::FASTBERT_LEVEL {
 
-constexpr int kTileRows = kBytes == 64 ? 14 : 6;  // 2 registers of sums per row, 3 for operands
+// Rows of a tile: 2 registers of sums per row, and 3 for operands. At the levels of NEON, the left
+// operand takes one more register per row.
+#if defined(FASTBERT_LEVEL_NEON)
+constexpr int kTileRows = 8;
+#else
+constexpr int kTileRows = kBytes == 64 ? 14 : 6;
+#endif
 // Rows of a tile whose panel has at most kLanes columns in use: 1 register of sums per row.
 constexpr int kHalfTileRows = kBytes == 64 ? 16 : 12;
 constexpr int kDepth = 256;  // words along k in a block
@@ -36,8 +42,28 @@ FASTBERT_INLINE Vec multiply_add(const float* x, Vec b, Vec sum) {
 #if defined(FASTBERT_LEVEL_DOTS)
   if constexpr (kIsDots<Operand>) return dot_bf16(x, b, sum);
 #endif
-  return fma(splat(*x), b, sum);
+  return fma(factor(*x), b, sum);
 }
+
+// Whether the products of an operand are those of matrix_dots.h, except for a last odd word.
+#if defined(FASTBERT_LEVEL_MATRICES)
+template <class Operand>
+constexpr bool kInMatrices = kIsDots<Operand>;
+#else
+template <class Operand>
+constexpr bool kInMatrices = false;
+#endif
+
+#if defined(FASTBERT_LEVEL_NEON)
+// Returns sum + x b with lane kLane of x in each lane of x.
+template <class Operand, int kLane>
+FASTBERT_INLINE Vec multiply_add_lane(Vec x, Vec b, Vec sum) {
+#if defined(FASTBERT_LEVEL_DOTS)
+  if constexpr (kIsDots<Operand>) return dot_lane_bf16<kLane>(x, b, sum);
+#endif
+  return vfmaq_laneq_f32(sum, b, x, kLane);
+}
+#endif
 
 // The block of the result that one task computes, and the scratch memory of the task: `panel` for
 // one block of a panel in fp32, `a` for one block of the left operand in rows of kDepth words, and
@@ -282,10 +308,84 @@ FASTBERT_INLINE void multiply_chunk(const LeftWords& a, const typename Format::S
       }
     }
   };
+#if defined(FASTBERT_LEVEL_NEON)
+  // One step along k, with the elements of the left operand in one lane of the registers `x`.
+  const auto lane_step = [&](const Vec(&x)[kRows], int64_t k,
+                             auto lane) __attribute__((always_inline)) {
+    constexpr int kLane = decltype(lane)::value;
+#pragma GCC unroll 4
+    for (int j = 0; j < kPanels; ++j) {
+      Vec low, high;
+      PanelRow<Format>::load(b + j * panel + (k + kLane) * kPanel, low, high);
+#pragma GCC unroll 16
+      for (int i = 0; i < kRows; ++i) {
+        total[j][i][0] = multiply_add_lane<Format, kLane>(x[i], low, total[j][i][0]);
+        if constexpr (kHalf) continue;
+        total[j][i][1] = multiply_add_lane<Format, kLane>(x[i], high, total[j][i][1]);
+      }
+    }
+  };
+#endif
   NextLines lines(next, begin);
   const char* far = next.b + begin * next.step;
   int64_t k = begin;
-  for (; k + 2 <= end; k += 2) {
+#if defined(FASTBERT_LEVEL_MATRICES)
+  if constexpr (kInMatrices<Format>) {
+    MatrixSums<kRows, kHalf ? kLanes : kPanel> matrices[kPanels] = {};
+    for (; k + kLanes <= end; k += kLanes) {
+      lines.fetch();
+      lines.fetch();
+      for (int i = 0; i < 4; ++i) __builtin_prefetch(far + i * kCacheLine, 0, 2);
+      far += kLanes * next.step;
+#pragma GCC unroll 4
+      for (int j = 0; j < kPanels; ++j) {
+        matrices[j].add_four(
+            [&](int i) __attribute__((always_inline)) { return load(&rows[i / 3][i % 3 * a.row]); },
+            b + j * panel + k * kPanel, 2 * kPanel);
+      }
+#pragma GCC unroll 8
+      for (int i = 0; i < kPointers; ++i) rows[i] += kLanes;
+    }
+    if (k + 2 <= end) {
+      Vec x[(kRows + 1) / 2];
+      for (int i = 0; i < kRows; i += 2) {
+        const int odd = i + 1 < kRows ? i + 1 : i;
+        x[i / 2] = low_halves(load(&rows[i / 3][i % 3 * a.row], 2),
+                              load(&rows[odd / 3][odd % 3 * a.row], 2));
+      }
+      for (int j = 0; j < kPanels; ++j) matrices[j].add_pair(x, b + j * panel + k * kPanel);
+      for (int i = 0; i < kPointers; ++i) rows[i] += 2;
+      k += 2;
+    }
+#pragma GCC unroll 4
+    for (int j = 0; j < kPanels; ++j) {
+#pragma GCC unroll 16
+      for (int i = 0; i < kRows; ++i) {
+        total[j][i][0] = matrices[j].of_row(i, 0);
+        if constexpr (!kHalf) total[j][i][1] = matrices[j].of_row(i, 1);
+      }
+    }
+  }
+#endif
+#if defined(FASTBERT_LEVEL_NEON)
+  // Four elements of each row of the left operand are loaded at once.
+  for (; !kInMatrices<Format> && k + kLanes <= end; k += kLanes) {
+    lines.fetch();
+    lines.fetch();
+    for (int i = 0; i < 4; ++i) __builtin_prefetch(far + i * kCacheLine, 0, 2);
+    far += kLanes * next.step;
+    Vec x[kRows];
+#pragma GCC unroll 16
+    for (int i = 0; i < kRows; ++i) x[i] = load(&rows[i / 3][i % 3 * a.row]);
+    lane_step(x, k, Count<0>{});
+    lane_step(x, k, Count<1>{});
+    lane_step(x, k, Count<2>{});
+    lane_step(x, k, Count<3>{});
+#pragma GCC unroll 8
+    for (int i = 0; i < kPointers; ++i) rows[i] += kLanes;
+  }
+#endif
+  for (; !kInMatrices<Format> && k + 2 <= end; k += 2) {
     lines.fetch();
     __builtin_prefetch(far, 0, 2);
     __builtin_prefetch(far + kCacheLine, 0, 2);

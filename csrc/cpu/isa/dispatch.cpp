@@ -6,6 +6,7 @@
 #include <cpuid.h>
 #endif
 #if defined(__linux__)
+#include <sys/auxv.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
@@ -65,6 +66,26 @@ const Level kLevels[] = {
     {&avx512::kKernels, has_avx512(), false},
     {&avx512_bf16::kKernels, has_avx512_bf16(), has_slow_dots()},
     {&amx::kKernels, has_avx512_bf16() && has_tiles(), false},
+};
+#elif defined(__aarch64__)
+
+// Returns whether the operating system reports features of the processor: bits of AT_HWCAP2, which
+// Linux documents in "ARM64 ELF hwcaps". Headers older than Linux 5.10 do not define the bits.
+bool has_features(unsigned long bits) {
+#if defined(__linux__)
+  return (getauxval(AT_HWCAP2) & bits) == bits;
+#else
+  return false;
+#endif
+}
+
+constexpr unsigned long kI8MM = 1ul << 13, kBF16 = 1ul << 14;
+
+const Level kLevels[] = {
+    {&baseline::kKernels, true, false},
+    {&neon::kKernels, true, false},
+    {&neon_bf16::kKernels, has_features(kBF16), false},
+    {&neon_i8mm::kKernels, has_features(kBF16 | kI8MM), false},
 };
 #else
 const Level kLevels[] = {{&baseline::kKernels, true, false}};

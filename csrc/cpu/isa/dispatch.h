@@ -1,9 +1,9 @@
 // The choice of the instruction-set level at which the CPU kernels run.
 //
-// FASTBERT_CPU_ISA may name a level (baseline, avx2, avx512, avx512_bf16, amx). If this variable is
-// not set or is empty, the highest level that the processor and the operating system support is
-// chosen, except levels that are slower on this processor than a lower level. An unknown or
-// unsupported name is an error.
+// FASTBERT_CPU_ISA may name a level (baseline, avx2, avx512, avx512_bf16, amx; on ARM baseline,
+// neon, neon_bf16, neon_i8mm). If this variable is not set or is empty, the highest level that the
+// processor and the operating system support is chosen, except levels that are slower on this
+// processor than a lower level. An unknown or unsupported name is an error.
 
 #pragma once
 
@@ -24,6 +24,15 @@ namespace avx512_bf16 {
 extern const Kernels kKernels;
 }
 namespace amx {
+extern const Kernels kKernels;
+}
+namespace neon {
+extern const Kernels kKernels;
+}
+namespace neon_bf16 {
+extern const Kernels kKernels;
+}
+namespace neon_i8mm {
 extern const Kernels kKernels;
 }
 

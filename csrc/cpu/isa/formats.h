@@ -68,6 +68,8 @@ struct BF16 : SixteenBits<BF16> {
     // This intrinsic is one instruction. GCC compiles the equal __builtin_convertvector to four
     // instructions.
     const WordVec words = (WordVec)_mm256_cvtepu16_epi32((__m128i)bits);
+#elif defined(FASTBERT_LEVEL_NEON)
+    const WordVec words = vmovl_u16((uint16x4_t)bits);  // for the same reason
 #else
     const WordVec words = __builtin_convertvector(bits, WordVec);
 #endif
@@ -92,6 +94,9 @@ struct F16 : SixteenBits<F16> {
   static FASTBERT_INLINE HalfVec narrow(Vec v) {
     return (HalfVec)_mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
   }
+#elif defined(FASTBERT_LEVEL_NEON)
+  static FASTBERT_INLINE Vec widen(HalfVec bits) { return vcvt_f32_f16((float16x4_t)bits); }
+  static FASTBERT_INLINE HalfVec narrow(Vec v) { return (HalfVec)vcvt_f16_f32(v); }
 #else
   // A multiplication by 2^112 changes the exponent bias from 15 to 127. The multiplication is exact
   // and also normalises subnormals.
@@ -119,14 +124,18 @@ struct F16 : SixteenBits<F16> {
 #endif
 };
 
-// Converts numbers to bf16, with one instruction (VCVTNEPS2BF16) if the level has AVX512_BF16. This
-// instruction treats subnormals as 0, so results that are subnormal may differ between levels.
+// Converts numbers to bf16, with one instruction if the level has one: VCVTNEPS2BF16 of
+// AVX512_BF16, which treats subnormals as 0, so results that are subnormal may differ between
+// levels, or BFCVTN.
 FASTBERT_INLINE HalfVec narrow_normal(Vec v) {
-#if (defined(FASTBERT_LEVEL_DOTS) || defined(FASTBERT_LEVEL_TILES)) && !defined(FASTBERT_EMULATE)
+#if (defined(FASTBERT_LEVEL_DOTS) || defined(FASTBERT_LEVEL_TILES)) && \
+    FASTBERT_INTRINSIC_BYTES == 64
   const __m256bh narrow = _mm512_cvtneps_pbh((__m512)v);
   HalfVec bits;
   __builtin_memcpy(&bits, &narrow, sizeof(bits));
   return bits;
+#elif defined(FASTBERT_LEVEL_DOTS) && defined(FASTBERT_LEVEL_NEON)
+  return (HalfVec)vcvt_bf16_f32(v);
 #else
   return BF16::narrow(v);
 #endif

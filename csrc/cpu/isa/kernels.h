@@ -313,8 +313,8 @@ struct Int8Layout {
 };
 
 // The rows of x as integers q, so that x is approximately (q - zero) * scale. q is (rows, depth),
-// and its columns from number `columns` on are 0. For groups of four, q is uint8_t. For pairs, q is
-// int16_t with the zero point already subtracted.
+// and its columns from number `columns` on are 0. For groups of four or eight, q is uint8_t. For
+// pairs, q is int16_t with the zero point already subtracted.
 struct Int8Rows {
   Format format;
   int64_t columns, depth, group;

@@ -7,6 +7,9 @@
 
 #include "formats.h"
 #include "transpose.h"
+#if defined(FASTBERT_LEVEL_MATRICES)
+#include "matrix_dots.h"
+#endif
 
 namespace fastbert::cpu::FASTBERT_LEVEL {
 
@@ -26,7 +29,13 @@ FASTBERT_INLINE Vec gather(const typename Format::Storage* p, int64_t stride, in
   return Format::load(lanes, kLanes);
 }
 
-FASTBERT_INLINE WordVec bits_of(HalfVec v) { return __builtin_convertvector(v, WordVec); }
+FASTBERT_INLINE WordVec bits_of(HalfVec v) {
+#if defined(FASTBERT_LEVEL_NEON)
+  return vmovl_u16((uint16x4_t)v);
+#else
+  return __builtin_convertvector(v, WordVec);
+#endif
+}
 
 template <class>
 constexpr bool kIsBF16 = false;
@@ -37,11 +46,12 @@ constexpr bool kIsBF16<BF16> = true;
 // become 0, as in narrow_normal; the products of bf16 pairs read subnormal operands as 0 too.
 FASTBERT_INLINE Vec narrow_both(Vec low, Vec high) {
   Vec line;
-#if (defined(FASTBERT_LEVEL_DOTS) || defined(FASTBERT_LEVEL_TILES)) && !defined(FASTBERT_EMULATE)
+#if FASTBERT_INTRINSIC_BYTES == 64 && \
+    (defined(FASTBERT_LEVEL_DOTS) || defined(FASTBERT_LEVEL_TILES))
   const __m512bh both = _mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
   __builtin_memcpy(&line, &both, sizeof(line));
 #else
-  const HalfVec halves[] = {BF16::narrow(low), BF16::narrow(high)};
+  const HalfVec halves[] = {narrow_normal(low), narrow_normal(high)};
   __builtin_memcpy(&line, halves, sizeof(line));
 #endif
   return line;
@@ -107,35 +117,41 @@ FASTBERT_INLINE void load_row_pairs(const typename From::Storage* p, int64_t row
   }
 }
 
-#if FASTBERT_LEVEL_BYTES == 64
-constexpr int64_t kStep = 32;                    // elements along k in a register of pairs
-constexpr int64_t kStepBytes = 64;               // bytes of a row in one step
-constexpr int64_t kWeightTile = 1024;            // bytes of a tile
-constexpr int64_t kPanelStep = 2 * kWeightTile;  // bytes of a panel in one step
-constexpr int64_t kStrip = 32;                   // rows in a block of sums
-
-static_assert(kPanel == 32, "a panel is two tiles wide");
+constexpr int64_t kStep = kLine;                  // elements along k in a register of pairs
+constexpr int64_t kStepBytes = kBytes;            // bytes of a row in one step
+constexpr int64_t kWeightTile = kLanes * kBytes;  // bytes of a tile
+constexpr int64_t kPanelStep = 2 * kWeightTile;   // bytes of a panel in one step
+constexpr int64_t kStrip = kPanel;                // rows in a block of sums, as relative.h needs
 
 FASTBERT_INLINE int64_t steps_of(int64_t k) { return (k + kStep - 1) / kStep; }
 FASTBERT_INLINE int64_t whole_strips(int64_t rows) { return (rows + kStrip - 1) / kStrip * kStrip; }
 
-// Packs one panel of a right operand: up to 32 columns of k elements. A column of the operand is a
-// row of a matrix in memory. `row` is the stride in elements from one such row to the next, and
-// `column` is the stride from one element of a row to the next.
+// Packs one panel of a right operand: up to kPanel columns of k elements. A column of the operand
+// is a row of a matrix in memory. `row` is the stride in elements from one such row to the next,
+// and `column` is the stride from one element of a row to the next.
 template <class From>
 void pack_steps(const typename From::Storage* p, int64_t row, int64_t column, int64_t columns,
                 int64_t k, char* packed) {
   for (int64_t first = 0; first < k; first += kStep) {
     for (int half = 0; half < 2; ++half, packed += kWeightTile) {
       Vec words[kLanes];
+#if defined(FASTBERT_LEVEL_MATRICES)
+      const auto* from = p + half * kLanes * row + first * column;
+      load_row_pairs<From>(from, row, column, clamp_count(columns - half * kLanes, kLanes),
+                           clamp_count(k - first, kStep), words);
+      float* to = (float*)(packed - half * kWeightTile) + 2 * half * kLanes;
+      store(to, low_halves(words[0], words[1]));
+      store(to + kLanes, low_halves(words[2], words[3]));
+      store(to + 2 * kPanel, high_halves(words[0], words[1]));
+      store(to + 2 * kPanel + kLanes, high_halves(words[2], words[3]));
+#else
       load_pairs<From>(p + half * kLanes * row + first * column, row, column,
                        clamp_count(columns - half * kLanes, kLanes), clamp_count(k - first, kStep),
                        words);
       __builtin_memcpy(packed, words, kWeightTile);
+#endif
     }
   }
 }
-
-#endif
 
 }  // namespace fastbert::cpu::FASTBERT_LEVEL

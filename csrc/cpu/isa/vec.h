@@ -3,9 +3,9 @@
 // Arithmetic uses the compilers' vector extensions, so one source serves every register width.
 // Intrinsics appear only where the extensions cannot express an operation. A level_*.cpp file
 // defines FASTBERT_LEVEL (the name of a namespace) and FASTBERT_LEVEL_BYTES (the size of a register
-// in bytes) before it includes this header. All functions are always inlined, and no std header
-// with code is included, because the linker could otherwise share the code between levels
-// (kernels.h).
+// in bytes) before it includes this header; a level of NEON also defines FASTBERT_LEVEL_NEON. All
+// functions are always inlined, and no std header with code is included, because the linker could
+// otherwise share the code between levels (kernels.h).
 
 #pragma once
 
@@ -13,6 +13,9 @@
 
 #if defined(__x86_64__)
 #include <immintrin.h>
+#endif
+#if defined(FASTBERT_LEVEL_NEON)
+#include <arm_neon.h>
 #endif
 
 #define FASTBERT_INLINE inline __attribute__((always_inline))
@@ -45,6 +48,13 @@ typedef uint16_t HalfVec __attribute__((vector_size(kBytes / 2)));
 // Returns a register with x in every lane. x - 0 is x for every x, including NaN and -0.
 FASTBERT_INLINE Vec splat(float x) { return x - Vec{}; }
 
+#if defined(FASTBERT_LEVEL_NEON)
+// GCC 12 compiles some copies of 16 bytes to moves through two general registers.
+typedef float MemoryVec __attribute__((vector_size(kBytes), aligned(1), may_alias));
+
+FASTBERT_INLINE Vec load(const float* p) { return *(const MemoryVec*)p; }
+FASTBERT_INLINE void store(float* p, Vec v) { *(MemoryVec*)p = v; }
+#else
 FASTBERT_INLINE Vec load(const float* p) {
   Vec v;
   __builtin_memcpy(&v, p, kBytes);
@@ -52,6 +62,7 @@ FASTBERT_INLINE Vec load(const float* p) {
 }
 
 FASTBERT_INLINE void store(float* p, Vec v) { __builtin_memcpy(p, &v, kBytes); }
+#endif
 
 #if FASTBERT_INTRINSIC_BYTES == 64
 // Returns the mask of the first `count` lanes.
@@ -63,6 +74,12 @@ FASTBERT_INLINE Vec load(const float* p, int count) {
   if (count == kLanes) return load(p);
 #if FASTBERT_INTRINSIC_BYTES == 64
   return (Vec)_mm512_maskz_loadu_ps(lane_mask(count), p);
+#elif defined(FASTBERT_LEVEL_NEON)
+  // GCC compiles the loop below to a call of memcpy.
+  Vec v = {};
+  if (count & 2) v = vcombine_f32(vld1_f32(p), vdup_n_f32(0.0f));
+  if (count & 1) v = count & 2 ? vld1q_lane_f32(p + 2, v, 2) : vld1q_lane_f32(p, v, 0);
+  return v;
 #else
   float lanes[kLanes] = {};
   for (int i = 0; i < count; ++i) lanes[i] = p[i];
@@ -74,6 +91,9 @@ FASTBERT_INLINE void store(float* p, Vec v, int count) {
   if (count == kLanes) return store(p, v);
 #if FASTBERT_INTRINSIC_BYTES == 64
   _mm512_mask_storeu_ps(p, lane_mask(count), (__m512)v);
+#elif defined(FASTBERT_LEVEL_NEON)
+  if (count & 2) __builtin_memcpy(p, &v, 8);
+  if (count & 1) p[count - 1] = count & 2 ? v[2] : v[0];
 #else
   float lanes[kLanes];
   store(lanes, v);
@@ -123,6 +143,8 @@ FASTBERT_INLINE Vec fma(Vec a, Vec b, Vec c) {
   return (Vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
 #elif FASTBERT_INTRINSIC_BYTES == 32
   return (Vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(FASTBERT_LEVEL_NEON)
+  return vfmaq_f32(c, a, b);
 #elif FASTBERT_INTRINSIC_BYTES == 16
   return a * b + c;
 #else
@@ -136,18 +158,49 @@ FASTBERT_INLINE Vec fma(Vec a, Vec b, Vec c) {
 #endif
 }
 
+// A number that multiplies all lanes of a register. On x86-64, a register has the number in every
+// lane. A multiplication of NEON can take one lane of a register as the number, so the number is
+// loaded as a scalar. Loading it to every lane would occupy a pipe that multiplies on some cores.
+#if defined(FASTBERT_LEVEL_NEON)
+using Factor = float;
+FASTBERT_INLINE Factor factor(float x) {
+  asm("" : "+w"(x));  // Without this line, the compiler loads x to every lane.
+  return x;
+}
+FASTBERT_INLINE Vec fma(Factor a, Vec b, Vec c) { return vfmaq_n_f32(c, b, a); }
+#else
+using Factor = Vec;
+FASTBERT_INLINE Factor factor(float x) { return splat(x); }
+#endif
+
 #if defined(FASTBERT_LEVEL_DOTS)
-// Adds the two products of the bf16 pairs in a and b to each lane of c. The product of the upper
-// elements is added first. The instruction treats subnormals as 0.
+// Adds the two products of the bf16 pairs in a and b to each lane of c. On x86-64, the product of
+// the upper elements is added first. The instruction treats subnormals as 0.
 FASTBERT_INLINE Vec dot_bf16(Vec a, Vec b, Vec c) {
 #if FASTBERT_INTRINSIC_BYTES == 64
   return (Vec)_mm512_dpbf16_ps((__m512)c, (__m512bh)a, (__m512bh)b);
+#elif defined(FASTBERT_LEVEL_NEON)
+  return vbfdotq_f32(c, (bfloat16x8_t)a, (bfloat16x8_t)b);
 #else
   const WordVec x = (WordVec)a, y = (WordVec)b;
   c = fma((Vec)(x & 0xffff0000u), (Vec)(y & 0xffff0000u), c);
   return fma((Vec)(x << 16), (Vec)(y << 16), c);
 #endif
 }
+
+#if defined(FASTBERT_LEVEL_NEON)
+FASTBERT_INLINE Vec dot_bf16(Factor a, Vec b, Vec c) {
+  float32x2_t word;
+  asm("" : "=w"(word) : "0"(a));  // Only the first lane of the register is used.
+  return vbfdotq_lane_f32(c, (bfloat16x8_t)b, (bfloat16x4_t)word, 0);
+}
+
+// Returns dot_bf16(a, b, c) with lane kLane of a in each lane of a.
+template <int kLane>
+FASTBERT_INLINE Vec dot_lane_bf16(Vec a, Vec b, Vec c) {
+  return vbfdotq_laneq_f32(c, (bfloat16x8_t)b, (bfloat16x8_t)a, kLane);
+}
+#endif
 
 // Returns dot_bf16(a, b, c) with *word in each lane of a. The instruction broadcasts the word while
 // it loads it. GCC uses a second instruction, which makes a Zen 4 a quarter slower.
@@ -156,7 +209,7 @@ FASTBERT_INLINE Vec dot_bf16(const float* word, Vec b, Vec c) {
   asm("vdpbf16ps %2%{1to16%}, %1, %0" : "+v"(c) : "v"(b), "m"(*word));
   return c;
 #else
-  return dot_bf16(splat(*word), b, c);
+  return dot_bf16(factor(*word), b, c);
 #endif
 }
 #endif

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "../isa/kernels.h"
+#include "../isa/transpose.h"
 #include "../isa/vec.h"
 
 namespace fastbert::cpu::FASTBERT_LEVEL {
@@ -18,6 +19,8 @@ FASTBERT_INLINE WideVec multiply_even(WordVec a, WordVec b) {
   return (WideVec)_mm256_mul_epu32((__m256i)a, (__m256i)b);
 #elif FASTBERT_INTRINSIC_BYTES == 16 && defined(__x86_64__)
   return (WideVec)_mm_mul_epu32((__m128i)a, (__m128i)b);
+#elif defined(FASTBERT_LEVEL_NEON)
+  return vmull_u32(vmovn_u64((WideVec)a), vmovn_u64((WideVec)b));
 #else
   return ((WideVec)a & 0xffffffffu) * ((WideVec)b & 0xffffffffu);
 #endif
@@ -68,6 +71,11 @@ FASTBERT_INLINE void transpose_blocks(WordVec (&v)[4]) {
   v[2] = FASTBERT_UNPACK(lo, 64, b, d);
   v[3] = FASTBERT_UNPACK(hi, 64, b, d);
 #undef FASTBERT_UNPACK
+#elif FASTBERT_LEVEL_BYTES == 16
+  Vec block[4];
+  for (int i = 0; i < 4; ++i) block[i] = (Vec)v[i];
+  transpose(block);
+  for (int i = 0; i < 4; ++i) v[i] = (WordVec)block[i];
 #else
   const WordVec old[4] = {v[0], v[1], v[2], v[3]};
   for (int i = 0; i < 4; ++i) {
