@@ -563,11 +563,13 @@ struct TaskBlock {
                                   first + (end < task.rows || last() ? 0 : depth)};
           pack_left_words<Format>(g, task.row + row, end - row, first, depth, (float*)words, next);
         }
-        // Rows to be copied are prefetched while other rows are copied.
-        const int64_t next_words = copies            ? words - w.words
-                                   : end < task.rows ? end * w.row
-                                                     : after_task(w, n);
-        const Next next = next_of((const char*)(w.words + next_words), 4 * w.row, next_panel,
+        // The copy of pairs prefetches the next rows itself.
+        const bool fetched = copies && kIsDots<Format>;
+        const LeftWords& far = copies && !fetched ? stored : w;
+        const int64_t next_words = fetched           ? words - w.words
+                                   : end < task.rows ? end * far.row
+                                                     : after_task(far, n);
+        const Next next = next_of((const char*)(far.words + next_words), 4 * far.row, next_panel,
                                   depth * kPanel * sizeof(Storage), depth, tile, tiles);
         const bool finishes = last() && (end / kPanel > finished / kPanel || end == task.rows);
         if (finishes) fetch_outputs(finished, n);
