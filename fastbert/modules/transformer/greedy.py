@@ -28,21 +28,22 @@ def greedy_search(step: DecoderStep, settings: GenerationSettings, max_length: i
     fill = eos if padding is None else padding
     result = live.new_full((live.shape[0], max_length), 0 if fill is None else fill)
     result[:, 0] = 0 if start is None else start
+    tokens = result[live, 0]
     for length in range(1, max_length):
         if length == max_length - 1 and settings.forced_eos_token_id is not None:
             result[live, length] = settings.forced_eos_token_id
             break
-        logits = step(result[live, length - 1].unsqueeze(1))
+        logits = step(tokens.unsqueeze(1))
         if settings.banned:
             logits[:, settings.banned] = -torch.inf
         tokens = logits.argmax(1)
-        result[live, length] = tokens
-        if eos is None:
+        # On a CPU, this call takes a fifth of the time of result[live, length] = tokens.
+        result[:, length].index_copy_(0, live, tokens)
+        if eos is None or eos not in tokens.tolist():
             continue
         going = (tokens != eos).nonzero().flatten()
-        if going.shape[0] < live.shape[0]:
-            live = live[going]
-            if not live.shape[0]:
-                break
-            step.cache.keep(going)
+        live, tokens = live[going], tokens[going]
+        if not live.shape[0]:
+            break
+        step.cache.keep(going)
     return result[:, : length + 1]
