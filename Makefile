@@ -140,7 +140,7 @@ test-viewer: .venv/viewer $(WEB)/node_modules
 	$(BIN)/python -m pytest tests/viewer --every-case $(PARALLEL) loadfile
 
 ahead-of-time: setup
-	$(SAY) "Compiling 165 Triton launches for sm_80, sm_89, sm_90, sm_100 and sm_120: about 4 minutes each on two idle cores."
+	$(SAY) "Compiling all Triton launches for sm_80, sm_89, sm_90, sm_100 and sm_120: about 4 minutes each on two idle cores."
 	$(BIN)/fastbert check --aot $(if $(ARCH),--arch $(ARCH))
 
 # Another release of Triton, which `make emulate TRITON=3.6.0` runs.
