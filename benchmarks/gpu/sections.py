@@ -58,6 +58,7 @@ NOT_ON_A_GPU = {
     "tests/viewer": "a page for a browser, computed on the CPU",
     "tests/test_architecture.py": "the sources",
     "tests/test_docstrings.py": "the sources",
+    "tests/test_fresh_python.py": "processes forked from one with torch, without a GPU",
     "tests/test_house.py": "the sources",
     "tests/test_numbered_cases.py": "the sources",
     "tests/test_cuda_toolkit.py": "the search for headers, with a made-up toolkit",
