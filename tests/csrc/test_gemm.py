@@ -309,6 +309,19 @@ def test_a_row_is_the_same_alone_and_in_any_batch(isa, operators, dtype):
 
 
 # For 512 fp32 rows and a small weight, `linear` packs the weight instead of the rows.
+def test_few_rows_may_have_any_strides(isa, operators):
+    """Up to four rows, which are read as they are stored, may be columns or parts of a tensor."""
+    case = draw(4, 64, 60, torch.float32)
+    rest = case["weight"], case["bias"], None, "none", False
+    for m in range(1, 5):
+        rows = case["x"][:m]
+        expected, _ = operators.linear(rows, *rest)
+        columns = rows.t().contiguous().t()
+        apart = torch.full((m, 77), math.nan)[:, :60].copy_(rows)
+        for given in (columns, apart):
+            assert torch.equal(operators.linear(given, *rest)[0], expected)
+
+
 @pytest.mark.parametrize(("n", "k"), [(200, 300), (40, 1024), (111, 59)])
 @pytest.mark.parametrize("activation", ["none", "gelu"])
 def test_a_product_that_packs_its_weight_has_the_same_bits(isa, operators, n, k, activation):
