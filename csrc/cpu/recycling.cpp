@@ -7,6 +7,8 @@
 #include <new>
 #include <utility>
 
+#include "large_blocks.h"
+
 namespace fastbert::cpu {
 namespace {
 
@@ -19,19 +21,32 @@ constexpr size_t kLeast = size_t{1} << 16;
 
 thread_local Recycling* active = nullptr;
 
+size_t size_with_header(size_t bytes) {
+  return (kHeader + bytes + kHeader - 1) / kHeader * kHeader;
+}
+
+Block* new_block(size_t bytes) {
+  const size_t size = size_with_header(bytes);
+  void* memory = size < kLargeBlock ? std::aligned_alloc(kHeader, size) : take_large_block(size);
+  if (!memory) throw std::bad_alloc();
+  return new (memory) Block{bytes};
+}
+
+void free_block(Block* block) {
+  const size_t size = size_with_header(block->bytes);
+  if (size < kLargeBlock) {
+    std::free(block);
+  } else {
+    give_large_block(block, size);
+  }
+}
+
 void release(void* block) {
   if (active) {
     active->give((Block*)block);
   } else {
-    std::free(block);
+    free_block((Block*)block);
   }
-}
-
-Block* new_block(size_t bytes) {
-  const size_t size = (kHeader + bytes + kHeader - 1) / kHeader * kHeader;
-  void* memory = std::aligned_alloc(kHeader, size);
-  if (!memory) throw std::bad_alloc();
-  return new (memory) Block{bytes};
 }
 
 class Allocator final : public c10::Allocator {
@@ -59,12 +74,12 @@ Recycling::Recycling() : outermost_(active == nullptr) {
 Recycling::~Recycling() {
   if (!outermost_) return;
   active = nullptr;
-  for (Block* block : free_) std::free(block);
+  for (Block* block : free_) free_block(block);
 }
 
 c10::Allocator* Recycling::allocator(size_t bytes) {
   static Allocator allocator;
-  return active && bytes >= kLeast ? &allocator : nullptr;
+  return bytes >= (active ? kLeast : kLargeBlock) ? &allocator : nullptr;
 }
 
 Block* Recycling::take(size_t bytes) {

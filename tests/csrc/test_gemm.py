@@ -308,7 +308,6 @@ def test_a_row_is_the_same_alone_and_in_any_batch(isa, operators, dtype):
                 assert torch.equal(actual, whole[begin:end]), (begin, end)
 
 
-# For 512 fp32 rows and a small weight, `linear` packs the weight instead of the rows.
 def test_few_rows_may_have_any_strides(isa, operators):
     """Up to four rows, which are read as they are stored, may be columns or parts of a tensor."""
     case = draw(4, 64, 60, torch.float32)
@@ -322,6 +321,7 @@ def test_few_rows_may_have_any_strides(isa, operators):
             assert torch.equal(operators.linear(given, *rest)[0], expected)
 
 
+# For 512 fp32 rows and a small weight, `linear` packs the weight instead of the rows.
 @pytest.mark.parametrize(("n", "k"), [(200, 300), (40, 1024), (111, 59)])
 @pytest.mark.parametrize("activation", ["none", "gelu"])
 def test_a_product_that_packs_its_weight_has_the_same_bits(isa, operators, n, k, activation):
@@ -335,6 +335,26 @@ def test_a_product_that_packs_its_weight_has_the_same_bits(isa, operators, n, k,
         ):
             assert torch.equal(actual[:few], expected)
     check(operators, case, activation)
+
+
+# For 257 rows in 16 bits, an fp32 weight is rounded once, before the product.
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+@pytest.mark.parametrize(("n", "k"), [(40, 300), (111, 61), (64, 128)])
+def test_a_weight_that_is_rounded_before_the_product_gives_the_same_bits(
+    isa, operators, n, k, dtype
+):
+    few = 256
+    case = draw(260, n, k, dtype)
+    wide = torch.randn(n, k + 3)
+    wide[1, 2:4] = torch.tensor([math.nan, 1e-40])
+    columns = wide.t().contiguous().t()
+    for weight in (wide[:, :k], wide[:, 1 : k + 1], columns[:, :k]):
+        whole = case | {"weight": weight}
+        part = whole | {name: case[name][:few] for name in ("x", "residual")}
+        expected = [*linear(operators, part, "gelu", True), linear_layer_norm(operators, part)]
+        actual = [*linear(operators, whole, "gelu", True), linear_layer_norm(operators, whole)]
+        for one, other in zip(actual, expected, strict=True):
+            assert torch.equal(one[:few].view(torch.int16), other.view(torch.int16))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -133,12 +133,33 @@ bool set_rows(const Kernels& k, const Packing& x, Gemm* begin, Gemm* end) {
   return true;
 }
 
+// The smallest number of rows of x for which a weight that is wider than the product is rounded
+// once, in a phase of its own. With fewer rows, the product rounds the weight's rows while it reads
+// them, once for each block of rows of x.
+constexpr int64_t kRoundedOnce = 257;
+
+// Has the product `g` read a rounded copy of its weight, if that takes less time, and appends the
+// phase that makes the copy. The phase owns the copy's memory.
+void round_weight(const Kernels& k, Gemm& g, std::vector<Phase>& phases) {
+  const bool is_wider = g.format == Format::f32 && g.rounded != Format::f32;
+  if (!g.turned || !is_wider || g.m < kRoundedOnce || g.a_column != 1) return;
+  constexpr int64_t kRows = 16;  // rows of a task
+  const auto dtype = g.rounded == Format::bf16 ? at::kBFloat16 : at::kHalf;
+  const at::Tensor copy = empty({g.n, g.k}, at::dtype(dtype));
+  const Rounding rounding = {(const float*)g.a, g.a_row, g.k, g.rounded, copy.mutable_data_ptr()};
+  phases.push_back({(g.n + kRows - 1) / kRows, [&k, copy, rounding, n = g.n](int64_t task) {
+                      k.round_rows(rounding, task * kRows, std::min(n, (task + 1) * kRows));
+                    }});
+  g.format = g.rounded, g.a = copy.const_data_ptr(), g.a_row = g.k;
+}
+
 // Computes `products`, whose right operand is x. x is packed first if necessary.
 void run(const Kernels& k, const Packing& x, std::vector<Gemm> products) {
   double work = 0.0;
   for (const Gemm& g : products) work += work_of(g);
   const int threads = threads_for(work);
   std::vector<Phase> phases;
+  for (Gemm& g : products) round_weight(k, g, phases);
   if (!set_rows(k, x, products.data(), products.data() + products.size()))
     phases.push_back(packing_of(k, x));
   phases.push_back(products_of(k, products, threads));
@@ -222,6 +243,7 @@ class NormedProduct {
   void add_to(std::vector<Phase>& phases, const Kernels& k, const RightOperand& x, int threads,
               bool is_packed) {
     set_operands(gemm_, weight_, x);
+    round_weight(k, gemm_, phases);
     if (!is_packed && !set_rows(k, x.packing, &gemm_, &gemm_ + 1)) {
       phases.push_back(packing_of(k, x.packing));
     }
@@ -426,7 +448,10 @@ at::Tensor feed_forward_in(at::ScalarType dtype, const at::Tensor& x, const at::
   g.next = activations.packing.packed;
   g.next_format = activations.packing.to;
   const int threads = threads_for(std::max(work_of(g), normed.work()));
-  std::vector<Phase> phases = {packing_of(k, right.packing), products_of(k, {g}, threads)};
+  std::vector<Phase> phases;
+  round_weight(k, g, phases);
+  phases.push_back(packing_of(k, right.packing));
+  phases.push_back(products_of(k, {g}, threads));
   normed.add_to(phases, k, activations, threads, true);
   run(phases, threads);
   return normed.y;

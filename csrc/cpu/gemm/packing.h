@@ -186,6 +186,28 @@ void pack_panel(const Packing& params, int64_t panel) {
   }
 }
 
+// Rounds the elements as products do that read them as they are stored.
+void round_rows(const Rounding& r, int64_t begin, int64_t end) {
+  with_format(r.format, [&](auto format) {
+    using To = decltype(format);
+    for (int64_t row = begin; row < end; ++row) {
+      const float* from = r.from + row * r.row;
+      auto* to = (typename To::Storage*)r.to + row * r.columns;
+      int64_t k = 0;
+      if constexpr (kIsBF16<To> && kIsDots<BF16Operand>) {
+        for (; k + kLine <= r.columns; k += kLine) {
+          store((float*)(to + k),
+                narrow_both(F32::load(from + k, kLanes), F32::load(from + k + kLanes, kLanes)));
+        }
+      }
+      for (; k < r.columns; k += kLanes) {
+        const int lanes = clamp_count(r.columns - k, kLanes);
+        To::store(to + k, F32::load(from + k, lanes), lanes);
+      }
+    }
+  });
+}
+
 void pack(const Packing& p, int64_t begin, int64_t end) {
   with_format(p.from, [&](auto from) {
     with_operand(p.to, [&](auto to) {

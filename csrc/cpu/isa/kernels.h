@@ -255,6 +255,15 @@ struct Packing {
   void* packed;
 };
 
+// Rounds the rows of a matrix with `columns` contiguous elements to `format`, in which the rows of
+// `to` follow one another without gaps.
+struct Rounding {
+  const float* from;
+  int64_t row, columns;  // elements between rows of `from`, and columns
+  Format format;
+  void* to;
+};
+
 // The steps after the sums of a product with n columns. `bias` (n) is added, the result is stored
 // to `pre_activation` if that pointer is not null, the activation is applied, and `residual` is
 // added.
@@ -498,6 +507,8 @@ struct Kernels {
   int64_t (*packed_bytes)(Format to, int64_t n, int64_t k);
   int64_t (*pack_units)(int64_t n);
   void (*pack)(const Packing&, int64_t begin, int64_t end);
+  // Rounds the rows [begin, end).
+  void (*round_rows)(const Rounding&, int64_t begin, int64_t end);
   // Returns whether a turned product can read the rows of x, which the packing describes, as they
   // are stored. If Gemm::few is set to these rows, they need not be packed.
   bool (*reads_rows)(const Gemm&, const Packing& x);
