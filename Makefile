@@ -12,7 +12,7 @@ SAY := @echo "fastbert:"
 CPP := $(foreach suffix,h cpp cu cuh,'csrc/*.$(suffix)') 'ptxmachine/csrc/*.h' 'ptxmachine/csrc/*.cpp' 'tests/*.cpp'
 SOURCES := setup.py $(shell find csrc -type f 2>/dev/null)
 
-.PHONY: help setup demo test every-case turn test-processors test-arm test-viewer viewer ahead-of-time emulate calibrate mutate mutate-viewer sanitize soak conformance conformance-transformers conformance-peers conformance-wrappers checkpoints fuzz check newest bench docs lint format gpu gpu-first wheel clean
+.PHONY: help setup demo test every-case turn test-processors test-arm test-viewer viewer ahead-of-time emulate calibrate mutate mutate-viewer sanitize soak conformance conformance-transformers conformance-peers conformance-wrappers checkpoints fuzz check newest bench docs lint format gpu gpu-first wheel release-check clean
 
 help:
 	@echo "make setup            creates .venv, compiles the C++ kernels and installs fastbert in place"
@@ -42,6 +42,7 @@ help:
 	@echo "make gpu-first        shows in eight minutes what runs on a GPU machine, into $(OUT)/gpu-first"
 	@echo "make gpu              builds, tests, checks and times on a GPU machine, into $(OUT)/gpu (SECTIONS='build check': a part)"
 	@echo "make wheel            builds dist/*.whl"
+	@echo "make release-check    decides whether this commit can be released, and writes its packages and records into $(OUT)/release (STEPS='packages parity': a part)"
 	@echo "make clean            removes .venv and everything that was built"
 
 .venv/torch: constraints.txt
@@ -243,6 +244,11 @@ gpu-first:
 wheel: .venv/torch
 	$(PIP) build
 	$(BIN)/python -m build --wheel --no-isolation
+
+release-check: .venv/lint .venv/docs setup
+	$(PIP) build
+	$(SAY) "Checking this commit as a release: 90 minutes on two idle cores, most of it conformance."
+	$(BIN)/python tests/release/release_check.py --out $(OUT)/release $(if $(STEPS),--only $(STEPS))
 
 clean:
 	rm -rf .venv .venv-newest build dist out *.egg-info fastbert/*.so ptxmachine/build ptxmachine/src/*.egg-info ptxmachine/src/ptxmachine/*.so

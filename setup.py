@@ -30,6 +30,12 @@ import toolkit
 
 CXX_FLAGS = ["-O3", "-g0", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden"]
 CXX_FLAGS += ["-Wno-maybe-uninitialized"]  # The AVX-512 header of GCC 12 causes this warning.
+# With these flags, messages name the sources from the checkout, and the headers of torch from the
+# folder of packages. So no path of the machine is in the extension, and builds in two folders have
+# the same bytes. A path with characters that ninja would read otherwise is left as it is.
+for folder, name in ((Path(__file__).parent, "."), (Path(torch.__file__).parents[1], "packages")):
+    if re.fullmatch(r"[\w/.+ -]+", str(folder.resolve())):
+        CXX_FLAGS.append(f"-ffile-prefix-map={folder.resolve()}={name}")
 # CUDA toolkits before 12.8 do not support compute capability 10.0.
 # Instructions that only Hopper GPUs have need code for 9.0a, which runs only on GPUs of compute
 # capability 9.0.

@@ -432,6 +432,7 @@ def serves(problem: Problem, pass_name: str, path: str | None) -> bool:
         *shape,
         has_key_mask=arguments["MASK_ROW"],
         has_pairs=problem.has_pairs,
+        target=target,
     )
     return chosen == "short"
 

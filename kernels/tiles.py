@@ -10,7 +10,10 @@ spill registers and are therefore slower.
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -42,6 +45,52 @@ class Tile(NamedTuple):
     block_n: int
     num_warps: int
     num_stages: int
+
+
+# What ``fastbert tune`` has measured on this GPU: the name of a choice → the number of keys or rows
+# at which it was measured → the choice. A tile is a list of its numbers.
+TUNED: dict[str, dict[int, Any]] = {}
+
+
+@contextmanager
+def tuned(choices: dict[str, dict[int, Any]]) -> Iterator[None]:
+    """Replace all measured choices inside the block, as ``fastbert tune`` does to try them."""
+    before = dict(TUNED)
+    TUNED.clear()
+    TUNED.update(choices)
+    try:
+        yield
+    finally:
+        TUNED.clear()
+        TUNED.update(before)
+
+
+def measured_choice(name: str, size: int = 1) -> Any:
+    """Return the choice that was measured nearest to a size, or None if none was measured."""
+    by_size = TUNED.get(name)
+    if not by_size:
+        return None
+    return by_size[min(by_size, key=lambda measured: abs(math.log(measured / max(1, size))))]
+
+
+def attention_path_name(pass_name: str, head_dim: int) -> str:
+    """Return the name of the choice of `attention_path` in `TUNED`."""
+    return f"attention path, {pass_name}, D {head_dim}"
+
+
+def attention_tile_name(head_dim: int) -> str:
+    """Return the name of the choice of a forward tile of attention in `TUNED`."""
+    return f"attention tile, forward, D {head_dim}"
+
+
+def gemm_path_name(depth: int) -> str:
+    """Return the name of the choice of `gemm_path` in `TUNED`."""
+    return f"product path, depth {depth}"
+
+
+def gemm_tile_name(columns: int) -> str:
+    """Return the name of the choice of a forward tile of a product in `TUNED`."""
+    return f"product tile, forward, {columns} columns"
 
 
 # The interpreter's time depends on the number of tiles, so this tile is large. The tests in
@@ -109,7 +158,18 @@ def attention_tile(
     if is_walk or has_pairs:
         is_tight = target >= 120 and has_pairs
         return Tile(128, 32, num_warps=8, num_stages=(1 if is_tight else 2) if is_walk else 3)
-    return Tile(128, 64, num_warps=8, num_stages=3)
+    measured = measured_choice(attention_tile_name(head_dim)) if pass_name == "forward" else None
+    return Tile(*measured) if measured else ATTENTION_TILES[0]
+
+
+# The tiles of the forward for 16 bits and a head dim of up to 64, the default first. All of them
+# have 64 keys, as the short kernel has, so that the bits of a row do not depend on the choice.
+ATTENTION_TILES = (
+    Tile(128, 64, num_warps=8, num_stages=3),
+    Tile(128, 64, num_warps=4, num_stages=3),
+    Tile(128, 64, num_warps=8, num_stages=2),
+    Tile(64, 64, num_warps=4, num_stages=3),
+)
 
 
 def relative_tile(pass_name: str, head_dim: int, dtype: torch.dtype, target: int = 90) -> Tile:
@@ -293,8 +353,12 @@ def attention_path(
     *,
     has_key_mask: bool = False,
     has_pairs: bool = False,
+    target: int = 90,
 ) -> str:
     """Choose the kernels for the forward or the backward of attention: "short" or "general".
+
+    A path that ``fastbert tune`` has measured on this GPU takes precedence over the rules below, if
+    there is no mask and the kernels can compute the pass.
 
     - The forward up to 128 keys and D = 64 is bound by memory. The short kernel reads K and V once
       and has three programs of 4 warps on a multiprocessor, so that one program loads while the
@@ -317,7 +381,15 @@ def attention_path(
         dtype: Dtype of q, k and v.
         has_key_mask: Whether there is a mask that is the same for every query.
         has_pairs: Whether there is a bias, or a mask that differs between queries.
+        target: Architecture of the GPU, such as 90 for sm_90.
     """
+    if not (has_key_mask or has_pairs) and dtype != torch.float32:
+        measured = measured_choice(attention_path_name(pass_name, head_dim), max_keys)
+        if measured == "general" or (
+            measured == "short"
+            and not short_attention_obstacle(pass_name, max_keys, head_dim, dtype, target)
+        ):
+            return str(measured)
     is_wide = head_dim > 64 or head_dim != padded_head_dim(head_dim)
     if dtype == torch.float32 or is_wide or has_pairs:
         return "general"
@@ -365,10 +437,22 @@ def gemm_tile(
         "backward": Tile(128, 128, num_warps=8, num_stages=3),
         "gated_backward": Tile(128, 64, num_warps=8, num_stages=3),
     }
+    if epilogue == "forward" and (measured := measured_choice(gemm_tile_name(columns), rows)):
+        return Tile(*measured)
     for tile in (large[epilogue], Tile(64, 64, num_warps=8, num_stages=3)):
         if ceil_div(rows, tile.block_m) * ceil_div(columns, tile.block_n) >= GEMM_TILES:
             return tile
     return Tile(64, 32, num_warps=4, num_stages=4)
+
+
+# The tiles of a forward product in 16 bits that ``fastbert tune`` tries.
+GEMM_TILES_TRIED = (
+    Tile(128, 128, num_warps=4, num_stages=3),
+    Tile(128, 128, num_warps=8, num_stages=3),
+    Tile(128, 64, num_warps=4, num_stages=4),
+    Tile(64, 64, num_warps=8, num_stages=3),
+    Tile(64, 32, num_warps=4, num_stages=4),
+)
 
 
 def gemm_depth(dtype: torch.dtype) -> int:
@@ -426,6 +510,8 @@ def gemm_path(rows: int, columns: int, depth: int, dtype: torch.dtype, target: i
         dtype: Dtype of the operands.
         target: Architecture of the GPU, such as 90 for sm_90.
     """
+    if dtype != torch.float32 and (measured := measured_choice(gemm_path_name(depth), rows)):
+        return GemmPath(measured, "measured on this GPU by fastbert tune")
     if dtype == torch.float32:
         return GemmPath("library", "fp32 in IEEE: the library's GEMM is faster (not measured)")
     if rows <= 64:

@@ -33,7 +33,7 @@ BELOW: dict[str, set[str]] = {
     "activations": set(),
     "reference": {"activations"},
     "kernels": {"activations"},
-    "ops": {"kernels", "reference", "activations"},
+    "ops": {"kernels", "reference", "activations", "version"},
     "io": {"config", "transformer_config", "xlnet_config", "json_file", "file_size"},
     "data": {"json_file", "atomic_file", "checksum", "file_size", "text_file"},
     "modules": {"ops", "config", "transformer_config", "xlnet_config", "io", "activations"},
@@ -51,7 +51,7 @@ BELOW: dict[str, set[str]] = {
     "flops": {"config"},
     "bench": {
         *("testing", "inference", "integrations", "data", "modules", "ops", "config", "machine"),
-        *("gpus", "flops", "picture"),
+        *("gpus", "flops", "picture", "json_file", "kernels"),
     },
     "training": {
         *("graphs", "data", "modules", "io", "ops", "config", "gpus", "flops"),

@@ -98,7 +98,7 @@ ROOMS = {
     ),
     "house": Room(
         ("*", "docs", "benchmarks", "fastbert/bench", "tests"),
-        ("tests/bench", "tests/docs", "tests/mutation", "tests/test_*.py"),
+        ("tests/bench", "tests/docs", "tests/mutation", "tests/release", "tests/test_*.py"),
         ("newest", "mutate"),
     ),
 }

@@ -180,7 +180,7 @@ def run(scale: Scale, setting: Setting, threads: int) -> list[dict[str, Any]]:
     entries = []
     engines = [BY_NAME[name] for name in NAMES]
     with tempfile.TemporaryDirectory() as folder:
-        prepare(Path(folder), scale.config, engines, setting)
+        prepare(Path(folder), scale, engines, setting, lambda engine, setting: None)
         for engine in engines:
             with Remote(engine.name, Path(folder), threads) as worker:
                 for match in matches(scale):

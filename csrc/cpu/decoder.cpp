@@ -255,6 +255,7 @@ at::Tensor decoder_step(const at::Tensor& hidden, at::TensorList parameters,
   at::Tensor rows = hidden;
   if (rows.size(0) == 0) return rows;
   const auto layers = [&] {
+    read_in_order(parameters);
     for (size_t i = 0; i < parameters.size() / DecoderLayer::kCount; ++i) {
       const DecoderLayer layer(&parameters[i * DecoderLayer::kCount]);
       try {

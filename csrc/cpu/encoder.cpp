@@ -316,6 +316,7 @@ std::vector<at::Tensor> encoder(at::Tensor hidden, at::TensorList parameters, at
   std::vector<at::Tensor> states;
   const size_t count = parameters.size() / parameters_of(stack);
   const auto layers = [&] {
+    read_in_order(parameters);
     for (size_t i = 0; i < count; ++i) {
       const Layer layer(i, parameters, scales, stack);
       try {

@@ -16,7 +16,7 @@ namespace fastbert::cpu {
 constexpr size_t kLargeBlock = size_t{2} << 20;
 
 // Returns memory of at least `bytes` bytes, which begins at a multiple of 64 bytes. Its content is
-// undefined. Throws std::bad_alloc if the system has no memory.
+// undefined. Returns null if the system has no memory.
 void* take_large_block(size_t bytes);
 
 // Frees memory that `take_large_block(bytes)` returned.

@@ -115,6 +115,17 @@ at::Tensor sum_by_chunks(const Kernels& k, int64_t rows, int64_t columns, int64_
   return totals;
 }
 
+// Names the matrices among the parameters of all layers as the memory that the products read.
+inline void read_in_order(at::TensorList parameters) {
+  if (!leads_team()) return;
+  std::vector<Memory> order;
+  for (const at::Tensor& parameter : parameters) {
+    if (parameter.dim() < 2) continue;
+    order.push_back({parameter.const_data_ptr(), (int64_t)parameter.nbytes()});
+  }
+  read_in_order(std::move(order));
+}
+
 // Returns scratch memory of the calling thread that is large enough for the norms and the embedding
 // with rows of `columns` elements.
 inline float* row_scratch(const Kernels& k, int64_t columns) {

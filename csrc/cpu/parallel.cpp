@@ -70,16 +70,56 @@ class Team {
 
   // Runs tasks until the leader ends the team.
   void help() {
-    for (Pause pause; state_.load(std::memory_order_acquire) != kEnd; pause()) {
-      if (take()) pause = {};
+    for (Pause pause; state_.load(std::memory_order_acquire) != kEnd;) {
+      if (take()) {
+        pause = {};
+      } else if (!fetch()) {
+        pause();
+      }
+    }
+  }
+
+  void read_in_order(std::vector<Memory> order) { order_ = std::move(order), next_ = 0; }
+
+  void reads(const void* memory) {
+    constexpr size_t kNear = 4;  // entries of the order that are searched
+    for (size_t i = next_; i < std::min(order_.size(), next_ + kNear); ++i) {
+      if (order_[i].begin != memory) continue;
+      next_ = i + 1;
+      return announce();
     }
   }
 
   void end() { state_.store(kEnd, std::memory_order_release); }
 
  private:
+  // Bytes of a piece, and the most bytes to prefetch: a part of a second-level cache of 512 KiB.
+  static constexpr int64_t kPiece = 2048, kMostFetched = 384 << 10;
   static constexpr int kBits = 21;
   static constexpr uint64_t kMost = (1 << kBits) - 1, kEnd = ~uint64_t{0};
+
+  // Lets the helpers prefetch the next memory. They begin with both halves, because the first two
+  // tasks of a product read the beginnings of the halves.
+  void announce() {
+    const Memory next = next_ < order_.size() ? order_[next_] : Memory{nullptr, 0};
+    pieces_.store(0, std::memory_order_relaxed);
+    begin_.store((const char*)next.begin, std::memory_order_relaxed);
+    half_.store(next.bytes / 2, std::memory_order_relaxed);
+    fetched_.store(0, std::memory_order_relaxed);
+    pieces_.store(std::min(next.bytes, kMostFetched) / kPiece, std::memory_order_release);
+  }
+
+  // Prefetches a piece of the next memory. Returns whether a piece was left. If the leader
+  // announces other memory meanwhile, the address may be wrong, which a prefetch allows.
+  bool fetch() {
+    const int64_t pieces = pieces_.load(std::memory_order_acquire);
+    if (fetched_.load(std::memory_order_relaxed) >= pieces) return false;
+    const int64_t piece = fetched_.fetch_add(1, std::memory_order_relaxed);
+    const char* from = begin_.load(std::memory_order_relaxed) + piece / 2 * kPiece +
+                       piece % 2 * half_.load(std::memory_order_relaxed);
+    for (int64_t line = 0; line < kPiece; line += 64) __builtin_prefetch(from + line, 0, 2);
+    return true;
+  }
 
   // Runs claims of the current loop until none is left. Returns whether this thread ran any claim.
   bool take() {
@@ -112,6 +152,10 @@ class Team {
   uint64_t number_ = 0;
   Loop loop_ = {};
   int64_t count_ = 0, tasks_of_claim_ = 1;
+  std::vector<Memory> order_;
+  size_t next_ = 0;
+  std::atomic<const char*> begin_{nullptr};
+  std::atomic<int64_t> half_{0}, pieces_{0}, fetched_{0};
   std::atomic<bool> failed_{false};
   std::exception_ptr failure_;
 };
@@ -169,6 +213,14 @@ bool shared_with_team(int64_t count, Loop loop) {
   }
   led = team;
   return true;
+}
+
+void read_in_order(std::vector<Memory> order) {
+  if (led) led->read_in_order(std::move(order));
+}
+
+void reads(const void* memory) {
+  if (led) led->reads(memory);
 }
 
 void* thread_scratch(int64_t bytes) {

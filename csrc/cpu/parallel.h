@@ -22,6 +22,7 @@
 #include <atomic>
 #include <cstdint>
 #include <functional>
+#include <vector>
 
 namespace fastbert::cpu {
 
@@ -57,6 +58,20 @@ struct Loop {
 
 // Returns whether the calling thread leads a team, which would share the next loop of this thread.
 bool leads_team();
+
+struct Memory {
+  const void* begin;
+  int64_t bytes;
+};
+
+// Names the memory that the loops of the calling thread's team read one after another, such as the
+// weights of all layers. While the leader is between two loops, threads without a task bring the
+// beginning of the next memory to their caches. Does nothing without a team.
+void read_in_order(std::vector<Memory> order);
+
+// Says that the next loop reads the memory that begins here, so what follows it in the order is
+// read after that.
+void reads(const void* memory);
 
 // The threads of a team are already awake. In a team, a thread is therefore used for 1 / kAwake of
 // the work for which a sleeping thread would be woken.

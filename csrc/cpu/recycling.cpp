@@ -28,7 +28,7 @@ size_t size_with_header(size_t bytes) {
 Block* new_block(size_t bytes) {
   const size_t size = size_with_header(bytes);
   void* memory = size < kLargeBlock ? std::aligned_alloc(kHeader, size) : take_large_block(size);
-  if (!memory) throw std::bad_alloc();
+  TORCH_CHECK(memory, "can't allocate memory for a tensor of ", bytes, " bytes");
   return new (memory) Block{bytes};
 }
 

@@ -21,6 +21,7 @@ from fastbert.cli.predict import predict
 from fastbert.cli.prepare import prepare
 from fastbert.cli.pretrain import pretrain
 from fastbert.cli.seq2seq import seq2seq
+from fastbert.cli.tune import tune
 from fastbert.cli.view import view
 from fastbert.cli.word_map import word_map
 from fastbert.version import __version__
@@ -60,6 +61,7 @@ for _name, _function, _example in (
     ("info", info, "fastbert info --json | jq .extension"),
     ("check", check, "fastbert check --op layer_norm --backend cpu"),
     ("bench", bench, "fastbert bench --quick --json bench.json --plot bench.png"),
+    ("tune", tune, "fastbert tune sentence-transformers/all-MiniLM-L6-v2"),
     ("demo", demo, "fastbert demo --out demo"),
     ("prepare", prepare, "fastbert prepare texts corpus --workers 8"),
     (

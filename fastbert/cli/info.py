@@ -59,6 +59,8 @@ def info(
     ):
         out.print(_facts(heading, content[heading]))
     out.print(_backends(content["backends"]))
+    if model is None and content["tuned"]:
+        out.print(_facts("fastbert tune", content["tuned"]))
     if model is None and content["gpu times"]:
         out.print(_gpu_times(content["gpu times"]))
         out.print(_refusals(content["not by cuda"]))
@@ -184,6 +186,7 @@ def collect() -> dict[str, Any]:
         "extension": _extension(),
         "compiler": _compiler(),
         "backends": _choices(device),
+        "tuned": _tuned(),
         "gpu times": _times_of_this_gpu(),
         "not by cuda": _calls_without_cuda(),
         "products of cuda": _products_of_cuda(),
@@ -249,6 +252,18 @@ def _choices(device: str) -> list[dict[str, str]]:
     return rows
 
 
+def _tuned() -> dict[str, Any]:
+    """Return the file of the table of ``fastbert tune``, and what it decides."""
+    from fastbert.ops import backend
+
+    if backend.capability() is None:
+        return {}
+    file, table = backend.tuned_file(), backend.tuned_table()
+    if not file.exists():
+        return {"table": None, "reason": "fastbert tune has not run with this GPU and versions"}
+    return {"table": str(file), "times": len(table.points), "choices": list(table.choices)}
+
+
 def _times_of_this_gpu() -> list[dict[str, Any]]:
     """Return the times of ``ops.gpu_times`` that apply to this machine's GPU, as table rows."""
     from fastbert.ops import backend, gpu_times
@@ -256,7 +271,8 @@ def _times_of_this_gpu() -> list[dict[str, Any]]:
     arch = backend.capability()
     if arch is None:
         return []
-    points = [point for point in gpu_times.POINTS if gpu_times.is_code_for(point, arch)]
+    known = (*backend.tuned_table().points, *gpu_times.POINTS)
+    points = [point for point in known if gpu_times.is_code_for(point, arch)]
     return gpu_times.rows(points, backend.ORDER["cuda"])
 
 

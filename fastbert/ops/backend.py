@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fastbert.ops import gpu_times
+from fastbert.ops import gpu_times, tuned
 
 BACKENDS = ("reference", "triton", "cuda", "cpu")
 LOW_PRECISION = (torch.float32, torch.float16, torch.bfloat16)
@@ -228,6 +228,34 @@ def capability() -> tuple[int, int] | None:
     return torch.cuda.get_device_capability() if torch.cuda.is_available() else None
 
 
+def user_cache() -> Path:
+    """Return the folder for files that fastbert can make again, which may not exist yet.
+
+    It is ``fastbert`` in the folder that XDG_CACHE_HOME names, by default ``~/.cache``.
+    """
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "fastbert")
+
+
+def tuned_file() -> Path:
+    """Return the file of the table of ``fastbert tune`` for the current GPU."""
+    return tuned.path(user_cache() / "gpu-times", tuned.key())
+
+
+@functools.cache
+def tuned_table() -> tuned.Tuned:
+    """Return the table of ``fastbert tune`` for the current GPU; it is empty if there is none.
+
+    The paths and tiles of the table are given to the Triton kernels.
+    """
+    if capability() is None:
+        return tuned.Tuned()
+    table = tuned.read(tuned_file(), tuned.key()) or tuned.Tuned()
+    if table.choices and HAS_TRITON:
+        tiles = importlib.import_module("fastbert.kernels.tiles")
+        tiles.TUNED.update(table.choices)
+    return table
+
+
 def refuse_old_gpu() -> str | None:
     """Return the reason why the current GPU cannot run the kernels, or None if it can."""
     arch = capability()
@@ -356,6 +384,8 @@ _choices: dict[tuple[Any, ...], Choice] = {}
 
 
 def _resolve(op: str, requested: str | None, request: Request) -> Choice:
+    if request.device == "cuda":
+        _load_tuned()
     requested = prefer(op, DEFAULT_REQUEST) if requested is None else validate(requested)
     if requested is not None:
         reason = refusal(op, requested, request)
@@ -387,15 +417,24 @@ def _order_on_gpu(
     arch = capability()
     if arch is None:
         return ORDER["cuda"], ""
-    point = gpu_times.nearest(gpu_times.POINTS, op, arch, dtype, width, size)
+    point = gpu_times.nearest(tuned_table().points, op, arch, dtype, width, size)
+    point = point or gpu_times.nearest(gpu_times.POINTS, op, arch, dtype, width, size)
     times = "" if point is None else gpu_times.reason(point, trained)
     return gpu_times.order(point, trained, ORDER["cuda"]), times
 
 
-# torch.compile calls `_order_on_gpu` while it traces, and takes the result as a constant. The
-# attribute has the effect of the decorator torch.compiler.assume_constant_result. The decorator
-# itself would import torch._dynamo, which takes seconds.
+# torch.compile calls `_order_on_gpu` and `_load_tuned` while it traces, and takes the result as a
+# constant. The attribute has the effect of the decorator torch.compiler.assume_constant_result. The
+# decorator itself would import torch._dynamo, which takes seconds.
 _order_on_gpu._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _load_tuned() -> bool:
+    """Give the choices of ``fastbert tune`` to the kernels, whichever backend a call requests."""
+    return bool(tuned_table().choices)
+
+
+_load_tuned._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def prefer(op: str, requested: str | None) -> str | None:

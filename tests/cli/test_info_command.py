@@ -22,7 +22,7 @@ from fastbert.cli.info import (
 )
 from fastbert.kernels import assembler
 from fastbert.modules.transformer import Transformer
-from fastbert.ops import backend
+from fastbert.ops import backend, tuned
 from fastbert.transformer_config import TransformerConfig
 
 
@@ -106,6 +106,7 @@ def test_only_sm_90_is_affected():
 
 def test_a_gpu_has_its_times_and_the_calls_that_cuda_refuses(run, monkeypatch):
     monkeypatch.setattr(backend, "capability", lambda: (9, 0))
+    monkeypatch.setattr(backend, "tuned_table", tuned.Tuned)
     monkeypatch.setattr(backend, "EXTENSION", object())
     monkeypatch.setattr(backend, "EXTENSION_HAS_CUDA", True)
     monkeypatch.setattr(backend, "CUDA_ARCHS", "8.0;9.0a")

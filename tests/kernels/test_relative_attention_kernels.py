@@ -400,7 +400,7 @@ def test_tiles_that_are_not_square(tile, device, monkeypatch):
     for module in (relative_tables, relative_terms):
         monkeypatch.setattr(module, "relative_tile", lambda *_: tile)
     for lengths in ((17, 40), (40, 17)):
-        check(draw(*lengths, batch=1, heads=1), device)
+        check(draw(*lengths, batch=2, heads=2), device)
 
 
 @pytest.mark.parametrize("is_packed", [False, True])

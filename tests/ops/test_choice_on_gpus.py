@@ -10,7 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fastbert import ops
-from fastbert.ops import backend, gpu_times
+from fastbert.ops import backend, gpu_times, tuned
 from fastbert.ops.encoder import ONE_CALL, choose
 from fastbert.ops.gpu_times import MEASURED, PREDICTED, Point
 from fastbert.ops.layer_norm import LARGEST_CUDA_ROW
@@ -31,6 +31,7 @@ def gpu(monkeypatch):
         monkeypatch.setattr(backend, "EXTENSION", object())
         monkeypatch.setattr(backend, "EXTENSION_HAS_CUDA", True)
         monkeypatch.setattr(backend, "CUDA_ARCHS", "8.0;9.0a;10.0+PTX")
+        monkeypatch.setattr(backend, "tuned_table", tuned.Tuned)
 
     # The choices of backends and the compute capability are cached, because the GPU of a process
     # never changes.

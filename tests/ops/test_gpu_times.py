@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fastbert.ops import backend, gpu_times
+from fastbert.ops import backend, gpu_times, tuned
 from fastbert.ops.gpu_times import MEASURED, PREDICTED, Point
 
 ORDER = backend.ORDER["cuda"]
@@ -127,6 +127,7 @@ def test_the_products_of_the_table_have_rows_of_every_class():
 
 def test_torch_compile_keeps_the_length_symbolic(monkeypatch):
     monkeypatch.setattr(backend, "capability", lambda: (9, 0))
+    monkeypatch.setattr(backend, "tuned_table", tuned.Tuned)
     monkeypatch.setattr(backend, "EXTENSION", object())
     monkeypatch.setattr(backend, "EXTENSION_HAS_CUDA", True)
     monkeypatch.setattr(backend, "CUDA_ARCHS", "9.0a")

@@ -72,10 +72,11 @@ FASTBERT_INLINE void load_columns(const typename Stored::Storage* block, int64_t
 }
 
 // Computes the sums of kLanes rows of W and kRows rows of x. Lane i of sums[r] belongs to row i of
-// W and row r of x. Rows of x are `words` words long.
+// W and row r of x. Rows of x are `words` words long. The next kLanes rows of W are prefetched,
+// past the second-level cache if `streams`.
 template <class Operand, class Stored, int kRows>
 FASTBERT_INLINE void multiply_columns(const typename Stored::Storage* w, int64_t stride,
-                                      const float* x, int64_t words, int64_t chunk,
+                                      const float* x, int64_t words, int64_t chunk, bool streams,
                                       Vec (&sums)[kRows]) {
   for (int64_t begin = 0; begin < words; begin += chunk) {
     const int64_t end = begin + chunk < words ? begin + chunk : words;
@@ -95,12 +96,19 @@ FASTBERT_INLINE void multiply_columns(const typename Stored::Storage* w, int64_t
     for (; k + kLanes <= end; k += kLanes) {
       Vec columns[kLanes];
       // The next rows are prefetched in the order of memory, so that the processor's own
-      // prefetching recognises the order and runs ahead. They are prefetched to the second-level
-      // cache, because a block of rows is as large as the first-level cache.
+      // prefetching recognises the order and runs ahead.
+      constexpr int64_t kBytesAhead = kLanes * kLanes * sizeof(*w);
       const char* next = (const char*)(w + kLanes * stride + k * kLanes);
+      if (streams) {
 #pragma GCC unroll 16
-      for (int64_t line = 0; line < (int64_t)(kLanes * kLanes * sizeof(*w)); line += kCacheLine) {
-        __builtin_prefetch(next + line, 0, 2);
+        for (int64_t line = 0; line < kBytesAhead; line += kCacheLine) {
+          __builtin_prefetch(next + line, 0, 0);
+        }
+      } else {
+#pragma GCC unroll 16
+        for (int64_t line = 0; line < kBytesAhead; line += kCacheLine) {
+          __builtin_prefetch(next + line, 0, 2);
+        }
       }
       load_columns<Stored>(w + k, stride, columns);
       add(columns, k, kLanes);
@@ -140,11 +148,11 @@ FASTBERT_INLINE int64_t few_rows_words(const Gemm& g) {
 template <class Operand, class Stored>
 FASTBERT_INLINE void multiply_block(const typename Stored::Storage* w, int64_t stride,
                                     const float* x, int rows, int64_t words, int64_t chunk,
-                                    float* sums, int64_t sums_row) {
+                                    bool streams, float* sums, int64_t sums_row) {
   const auto multiply_some = [&](auto count) __attribute__((always_inline)) {
     constexpr int kRows = decltype(count)::value;
     Vec sum[kRows];
-    multiply_columns<Operand, Stored, kRows>(w, stride, x, words, chunk, sum);
+    multiply_columns<Operand, Stored, kRows>(w, stride, x, words, chunk, streams, sum);
     for (int r = 0; r < kRows; ++r) {
       for (int i = 0; i < kLanes; ++i) sums[i * sums_row + r] = sum[r][i];
     }
@@ -211,6 +219,7 @@ void multiply_few_rows(const Gemm& g, const Task& task, float* x) {
   }
   const auto* w = (const Storage*)block.left(0);
   const int64_t stride = (block.left(1) - block.left(0)) / (int64_t)sizeof(Storage);
+  const bool streams = kLanes * stride * (int64_t)sizeof(Storage) <= g.streamed_bytes;
   for (int64_t row = 0; row < task.rows; ++row) {
     store(task.sums + row * task.stride, Vec{});
     store(task.sums + row * task.stride + kLanes, Vec{});
@@ -222,7 +231,7 @@ void multiply_few_rows(const Gemm& g, const Task& task, float* x) {
       // The last block overlaps the block before it, so that it ends with the last row of the task.
       const int64_t first = computed + kLanes > task.rows ? task.rows - kLanes : computed;
       multiply_block<Operand, Stored>(w + first * stride, stride, x, (int)g.m, words, chunk,
-                                      task.sums + first * task.stride, task.stride);
+                                      streams, task.sums + first * task.stride, task.stride);
     }
     block.finish_outputs(row, 0);
   }

@@ -1,6 +1,8 @@
 // Matrix products with their epilogues on the CPU. The operators check tensors, divide the work
 // into tasks and distribute the tasks over threads.
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <atomic>
 #include <functional>
@@ -190,13 +192,28 @@ void set_operands(Gemm& g, const at::Tensor& a, const RightOperand& right) {
   g.a_column = a.stride(1);
 }
 
+// Returns the size of the first-level cache on processors of AMD, and 0 on others. If a block of
+// rows fits this cache, it need not pass the second-level cache, where it would displace what is
+// used again: on a Zen 5, one row of x then reads 58,101 × 512 weights in fp32 at 52 instead of 46
+// GB/s, and four rows at 52 instead of 34 GB/s. Processors of others were not measured.
+int64_t streamed_bytes() {
+#if defined(__x86_64__)
+  static const int64_t size = __builtin_cpu_is("amd") ? sysconf(_SC_LEVEL1_DCACHE_SIZE) : 0;
+  return size;
+#else
+  return 0;
+#endif
+}
+
 // Describes the product x weightᵀ + bias + residual in `dtype`, in which `weight` is the left
 // operand and `right` is the packed x.
 Gemm product(const at::Tensor& x, at::ScalarType dtype, const RightOperand& right,
              const at::Tensor& weight, const OptionalTensor& bias, const OptionalTensor& residual) {
   Gemm g = product(x, dtype, weight.size(0), bias, residual);
   g.turned = true;
+  g.streamed_bytes = streamed_bytes();
   set_operands(g, weight, right);
+  reads(g.a);
   return g;
 }
 
@@ -231,6 +248,7 @@ class NormedProduct {
     y = empty({m_, n_}, residual.options());
     gemm_ = product(x, x.scalar_type(), n_, bias_, residual_);
     gemm_.turned = true;
+    gemm_.streamed_bytes = streamed_bytes();
     gemm_.out_format = Format::f32;
     norm_ = {format_of(y),        n_, nullptr, floats(norm_weight_), floats(norm_bias_), (float)eps,
              y.mutable_data_ptr()};
@@ -243,6 +261,7 @@ class NormedProduct {
   void add_to(std::vector<Phase>& phases, const Kernels& k, const RightOperand& x, int threads,
               bool is_packed) {
     set_operands(gemm_, weight_, x);
+    reads(gemm_.a);
     round_weight(k, gemm_, phases);
     if (!is_packed && !set_rows(k, x.packing, &gemm_, &gemm_ + 1)) {
       phases.push_back(packing_of(k, x.packing));

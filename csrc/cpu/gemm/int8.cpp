@@ -152,6 +152,7 @@ at::Tensor int8_linear(const at::Tensor& x_in, const at::Tensor& packed, const a
   params.row_scale = rows.scale.const_data_ptr<float>();
   params.zero = rows.zero.const_data_ptr<int32_t>();
   params.packed = packed.const_data_ptr<int8_t>();
+  reads(params.packed);
   params.column_scale = scale.const_data_ptr<float>();
   params.column_sum = column_sum.const_data_ptr<int32_t>();
   multiply(params, m, packed.size(0), depth * rows.q.element_size());

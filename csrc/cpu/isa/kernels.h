@@ -304,6 +304,9 @@ struct Gemm : Epilogue {
   // The rows of x in `few_format`, if the product reads them as they are stored. Otherwise null.
   ConstMatrix few;
   Format few_format;
+  // A product with few rows of x reads a block of rows of W of at most this size into the
+  // first-level cache only.
+  int64_t streamed_bytes;
 };
 
 // The division of a product into independent tasks, and the bytes of scratch memory, aligned to 64,

@@ -114,6 +114,8 @@ def activate() -> None:
     torch.cuda.device_count = lambda: 1
     torch.cuda.get_device_capability = lambda device=None: (PROPERTIES.major, PROPERTIES.minor)
     torch.cuda.get_device_properties = lambda device=None: PROPERTIES
+    torch.cuda.get_device_name = lambda device=None: "a mocked GPU"
+    torch._C._cuda_getDriverVersion = lambda: 13000
     torch.cuda.is_bf16_supported = lambda including_emulation=True: True
 
 
