@@ -237,22 +237,6 @@ def memory(record: str) -> str:
     return table(["engine", "peak MiB"], cells)
 
 
-def sentences(record: str) -> str:
-    """Return texts per second of sentence-transformers' ``encode``, and the ratio to stock fp32."""
-    content = json.loads((RESULTS / record / "sentences.json").read_text(encoding="utf-8"))
-    spreads = list(dict.fromkeys(row["spread"] for row in content["rows"]))
-    found: dict[str, dict[str, Any]] = {}
-    for row in content["rows"]:
-        found.setdefault(row["contender"], {})[row["spread"]] = row
-    rows = []
-    for contender, by_spread in found.items():
-        figures = [by_spread[spread] for spread in spreads]
-        worst = max(row["largest_difference"] for row in figures)
-        cells = [f"{r['texts_per_second']:,.0f} ({r['to_stock_fp32']:.2f} ×)" for r in figures]
-        rows.append([contender, *cells, f"{worst:.1e}"])
-    return table(["encoder inside", *spreads, "largest difference"], rows)
-
-
 def machine(record: str) -> str:
     """Return the machine, the versions and the date of a record, and the measured limits."""
     content = json.loads((RESULTS / record / "bert-base.json").read_text(encoding="utf-8"))
@@ -392,7 +376,6 @@ FUNCTIONS = {
         viewer,
         tables,
         memory,
-        sentences,
         machine,
         gpu,
         summary,
