@@ -51,6 +51,7 @@ NOT_ON_A_GPU = {
     "tests/mutation": "faults in kernels need no GPU",
     "tests/checkpoints": "a program that downloads packages, on the CPU",
     "tests/parity": "comparisons on the CPU; tests/integrations runs the models",
+    "tests/release": "the changelog and the names",
     "ptxmachine/tests": "the PTX machine is a program for the CPU",
     "tests/ptx": "the PTX machine is a program for the CPU",
     "tests/seq2seq": "data and small runs on the CPU",
