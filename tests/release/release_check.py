@@ -10,12 +10,15 @@ The exit status is 1 if a step fails. ``make release-check`` installs what the s
 from __future__ import annotations
 
 import argparse
+import gzip
 import hashlib
+import io
 import json
 import os
 import shutil
 import subprocess
 import sys
+import tarfile
 import tempfile
 import time
 import zipfile
@@ -75,6 +78,8 @@ def packages(out: Path) -> str:
                 SOURCE_DATE_EPOCH=epoch,
                 PYTHONPATH="",
             )
+        (sdist,) = out.glob("*.tar.gz")
+        repack(sdist, int(epoch))
         digests |= {(p.name, digest(p)) for p in out.glob("fastbert-*")}
     names = {name for name, _ in digests}
     twice = [name for name in sorted(names) if len([n for n, _ in digests if n == name]) > 1]
@@ -93,6 +98,23 @@ def packages(out: Path) -> str:
         f"{wheel.name}, {size:.1f} MiB, of which compiled code {libraries:.1f} MiB, "
         f"sha256 {digest(wheel)}; the same bytes in two builds"
     )
+
+
+def repack(sdist: Path, epoch: int) -> None:
+    """Write a source distribution again, without the times and the owner of its build."""
+    with tarfile.open(sdist) as archive:
+        members = sorted(archive.getmembers(), key=lambda member: member.name)
+        contents = [archive.extractfile(m).read() if m.isfile() else b"" for m in members]
+    with (
+        open(sdist, "wb") as file,
+        gzip.GzipFile("", "wb", mtime=epoch, fileobj=file) as packed,
+        tarfile.open(fileobj=packed, mode="w") as archive,
+    ):
+        for member, content in zip(members, contents, strict=True):
+            member.mtime, member.uid, member.gid = epoch, 0, 0
+            member.uname = member.gname = ""
+            member.pax_headers = {}
+            archive.addfile(member, io.BytesIO(content))
 
 
 def digest(path: Path) -> str:

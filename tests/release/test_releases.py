@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import tarfile
 
 import changelog
 import public_api
 import pytest
+import release_check
 
 from fastbert.version import __version__
 
@@ -47,6 +50,25 @@ def test_a_lost_name_and_a_lost_parameter_are_found():
     now = {"a": {"f": ["y", "z"], "g": ["x"]}}
     assert public_api.lost(before, now) == ["a.f(x)", "a.h", "b.k"]
     assert public_api.lost(before, before) == []
+
+
+def test_a_repacked_archive_has_the_same_bytes_and_files(tmp_path):
+    found = []
+    for number in (1, 2):
+        folder = tmp_path / str(number)
+        (folder / "p" / "q").mkdir(parents=True)
+        for name in sorted(("a.txt", "q/b.txt"), reverse=number == 2):
+            (folder / "p" / name).write_text(name, "utf-8")
+            os.utime(folder / "p" / name, (number, number))
+        archive = folder / "p.tar.gz"
+        with tarfile.open(archive, "w:gz") as packed:
+            packed.add(folder / "p", "p")
+        release_check.repack(archive, 1_700_000_000)
+        found.append(archive.read_bytes())
+        with tarfile.open(archive) as packed:
+            assert packed.getnames() == ["p", "p/a.txt", "p/q", "p/q/b.txt"]
+            assert packed.extractfile("p/q/b.txt").read() == b"q/b.txt"
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize(
