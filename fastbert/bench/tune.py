@@ -15,7 +15,7 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fastbert import json_file
+from fastbert.bench.encoder import BASE, MINILM
 from fastbert.config import BertConfig
 from fastbert.ops import backend as backends
 from fastbert.ops import tuned
@@ -125,8 +126,7 @@ def shapes_of(config: BertConfig) -> list[Shape]:
 
 def default_shapes() -> list[Shape]:
     """Return the shapes of BERT-base and of MiniLM."""
-    small = BertConfig(hidden_size=384, intermediate_size=1536)
-    return [*shapes_of(BertConfig()), *shapes_of(small)]
+    return [*shapes_of(BASE), *shapes_of(MINILM)]
 
 
 def attention(heads: int, length: int, head_dim: int, tokens: int = TOKENS) -> Shape:
@@ -171,7 +171,7 @@ def triton_variants(shape: Shape, dtype: torch.dtype) -> list[Candidate]:
     found: list[Candidate] = []
 
     def add(words: str, choices: dict[str, Any]) -> None:
-        sized = {name: {max(1, shape.size): choice} for name, choice in choices.items()}
+        sized = {name: {shape.size: choice} for name, choice in choices.items()}
         found.append(Candidate(f"triton {words}", "triton", sized))
 
     if shape.op == "attention":
@@ -385,21 +385,18 @@ def _conclude(
             *seconds,
         )
     )
-    for index, other_pass in ((0, "backward"), (1, "forward")):
-        best = _fastest(by_backend.get("triton", ()), times, index)
-        for choice, by_size in best.choices.items() if best else ():
+    for index in (0, 1) if "triton" in by_backend else ():
+        best = _fastest(by_backend["triton"], times, index)
+        for choice, by_size in best.choices.items():
             # A choice whose name has no pass follows the forward.
-            if f", {other_pass}," not in choice and (index == 0 or ", backward," in choice):
+            if (", backward," in choice) == (index == 1):
                 result.choices.setdefault(choice, {}).update(by_size)
 
 
-def _fastest(
-    found: Iterable[Candidate], times: dict[str, list[float]], index: int
-) -> Candidate | None:
+def _fastest(found: Sequence[Candidate], times: dict[str, list[float]], index: int) -> Candidate:
     """Return the first candidate whose time is within `MARGIN` of the fastest."""
-    known = list(found)
-    least = min((times[c.name][index] for c in known), default=0.0)
-    return next((c for c in known if times[c.name][index] <= (1 + MARGIN) * least), None)
+    least = min(times[c.name][index] for c in found)
+    return next(c for c in found if times[c.name][index] <= (1 + MARGIN) * least)
 
 
 def save(result: Result, file: Path, named: dict[str, str | None]) -> None:

@@ -169,6 +169,12 @@ def is_first_process() -> bool:
     return not several or distributed.get_rank() == 0
 
 
+def progress_bar() -> Progress:
+    """Return a bar on stderr with a description, the number of steps and the remaining time."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    return Progress(*columns, TimeRemainingColumn(), console=err)
+
+
 class ConsoleReporter(Reporter):
     """A reporter that shows notes, a spinner and a progress bar on stderr."""
 
@@ -182,7 +188,6 @@ class ConsoleReporter(Reporter):
 
     @contextmanager
     def progress(self, total: int, done: int) -> Iterator[Callable[[int], None]]:
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-        with Progress(*columns, TimeRemainingColumn(), console=err) as bar:
+        with progress_bar() as bar:
             task = bar.add_task("texts", total=total, completed=done)
             yield lambda count: bar.advance(task, count)

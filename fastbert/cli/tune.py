@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from fastbert.cli.common import err, new_table, one_of, out, print_json
+from fastbert.cli.common import err, new_table, one_of, out, print_json, progress_bar
 
 if TYPE_CHECKING:
     from fastbert.bench.tune import Result
@@ -59,8 +58,7 @@ def tune(
     if forget:
         return _forget(file)
     shapes = tuning.default_shapes() if model is None else tuning.shapes_of(_config(model))
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=err) as bar:
+    with progress_bar() as bar:
         task = bar.add_task("starting", total=None)
         result = tuning.tune(
             shapes,

@@ -249,7 +249,7 @@ def tuned_table() -> tuned.Tuned:
     """
     if capability() is None:
         return tuned.Tuned()
-    table = tuned.read(tuned_file(), tuned.key()) or tuned.Tuned()
+    table = tuned.read(tuned_file(), tuned.key())
     if table.choices and HAS_TRITON:
         tiles = importlib.import_module("fastbert.kernels.tiles")
         tiles.TUNED.update(table.choices)

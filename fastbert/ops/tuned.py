@@ -71,8 +71,8 @@ def content_of(named: dict[str, str | None], tuned: Tuned) -> dict[str, Any]:
     return {"key": named, "points": points, "choices": tuned.choices}
 
 
-def read(file: Path, named: dict[str, str | None]) -> Tuned | None:
-    """Return the table in a file, or None if there is no file.
+def read(file: Path, named: dict[str, str | None]) -> Tuned:
+    """Return the table in a file; without a file, it is empty.
 
     A file that cannot be read, or that holds for another GPU or version, gives a warning and an
     empty table, because a call must not fail for it.
@@ -87,7 +87,7 @@ def read(file: Path, named: dict[str, str | None]) -> Tuned | None:
             for name, by_size in content["choices"].items()
         }
     except FileNotFoundError:
-        return None
+        return Tuned()
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         reason = f"{type(error).__name__}: {error}"
         warnings.warn(

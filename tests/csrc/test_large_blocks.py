@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import _fresh_python
 import pytest
 import torch
+from _forked import holds_in_a_child
 from torch import Tensor
 
 pytest.importorskip("fastbert._C")
@@ -79,25 +79,18 @@ assert resident() - before < 28
 
 def test_tensors_may_be_freed_by_other_threads():
     x = rows(3)
-    errors: list[BaseException] = []
     shared = [product(x) for _ in range(4)]
 
     def work() -> None:
-        try:
-            for step in range(30):
-                y = product(x + step)
-                shared.append(y)
-                assert torch.equal(y, x + step)
-                shared.pop(0)
-        except BaseException as error:
-            errors.append(error)
+        for step in range(30):
+            y = product(x + step)
+            shared.append(y)
+            assert torch.equal(y, x + step)
+            shared.pop(0)
 
-    threads = [threading.Thread(target=work) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors
+    with ThreadPoolExecutor(3) as pool:
+        for done in [pool.submit(work) for _ in range(3)]:
+            done.result()
 
 
 def test_a_child_of_a_fork_uses_its_own_copy():
@@ -117,17 +110,12 @@ def test_a_child_of_a_fork_uses_its_own_copy():
     try:
         for _ in range(20):
             expected = product(x)
-            child = os.fork()
-            if child == 0:
-                same = False
-                try:
-                    signal.signal(signal.SIGALRM, signal.SIG_DFL)
-                    signal.alarm(60)
-                    torch.set_num_threads(1)
-                    same = all(torch.equal(product(x), expected) for _ in range(3))
-                finally:
-                    os._exit(0 if same else 1)
-            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+            def is_the_same(expected: Tensor = expected) -> bool:
+                torch.set_num_threads(1)
+                return all(torch.equal(product(x), expected) for _ in range(3))
+
+            assert holds_in_a_child(is_the_same)
     finally:
         stop.set()
         thread.join()

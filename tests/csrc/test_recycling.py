@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import pickle
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -63,20 +63,9 @@ def test_a_result_may_end_on_another_thread_and_in_another_call(model, ids):
                 results.pop()
             assert torch.equal(states(model, ids)[-1], expected)
 
-    errors = []
-
-    def run():
-        try:
-            work()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors
+    with ThreadPoolExecutor(3) as pool:
+        for done in [pool.submit(work) for _ in range(3)]:
+            done.result()
 
 
 def test_a_result_can_grow_be_pickled_and_be_shared(model, ids):

@@ -97,19 +97,14 @@ FASTBERT_INLINE void multiply_columns(const typename Stored::Storage* w, int64_t
       Vec columns[kLanes];
       // The next rows are prefetched in the order of memory, so that the processor's own
       // prefetching recognises the order and runs ahead.
-      constexpr int64_t kBytesAhead = kLanes * kLanes * sizeof(*w);
       const char* next = (const char*)(w + kLanes * stride + k * kLanes);
-      if (streams) {
+      const auto prefetch = [next](auto locality) __attribute__((always_inline)) {
 #pragma GCC unroll 16
-        for (int64_t line = 0; line < kBytesAhead; line += kCacheLine) {
-          __builtin_prefetch(next + line, 0, 0);
+        for (int64_t line = 0; line < (int64_t)(kLanes * kLanes * sizeof(*w)); line += kCacheLine) {
+          __builtin_prefetch(next + line, 0, decltype(locality)::value);
         }
-      } else {
-#pragma GCC unroll 16
-        for (int64_t line = 0; line < kBytesAhead; line += kCacheLine) {
-          __builtin_prefetch(next + line, 0, 2);
-        }
-      }
+      };
+      streams ? prefetch(Count<0>{}) : prefetch(Count<2>{});
       load_columns<Stored>(w + k, stride, columns);
       add(columns, k, kLanes);
     }

@@ -205,15 +205,20 @@ int64_t streamed_bytes() {
 #endif
 }
 
+// Makes `weight` the left operand of a turned product, which reads it as it is stored.
+void set_weight(Gemm& g, const at::Tensor& weight, const RightOperand& right) {
+  g.turned = true;
+  g.streamed_bytes = streamed_bytes();
+  set_operands(g, weight, right);
+  reads(g.a);
+}
+
 // Describes the product x weightᵀ + bias + residual in `dtype`, in which `weight` is the left
 // operand and `right` is the packed x.
 Gemm product(const at::Tensor& x, at::ScalarType dtype, const RightOperand& right,
              const at::Tensor& weight, const OptionalTensor& bias, const OptionalTensor& residual) {
   Gemm g = product(x, dtype, weight.size(0), bias, residual);
-  g.turned = true;
-  g.streamed_bytes = streamed_bytes();
-  set_operands(g, weight, right);
-  reads(g.a);
+  set_weight(g, weight, right);
   return g;
 }
 
@@ -247,8 +252,6 @@ class NormedProduct {
     residual_ = fastbert::with_unit_columns(residual);
     y = empty({m_, n_}, residual.options());
     gemm_ = product(x, x.scalar_type(), n_, bias_, residual_);
-    gemm_.turned = true;
-    gemm_.streamed_bytes = streamed_bytes();
     gemm_.out_format = Format::f32;
     norm_ = {format_of(y),        n_, nullptr, floats(norm_weight_), floats(norm_bias_), (float)eps,
              y.mutable_data_ptr()};
@@ -260,8 +263,7 @@ class NormedProduct {
   // precedes them if it is necessary.
   void add_to(std::vector<Phase>& phases, const Kernels& k, const RightOperand& x, int threads,
               bool is_packed) {
-    set_operands(gemm_, weight_, x);
-    reads(gemm_.a);
+    set_weight(gemm_, weight_, x);
     round_weight(k, gemm_, phases);
     if (!is_packed && !set_rows(k, x.packing, &gemm_, &gemm_ + 1)) {
       phases.push_back(packing_of(k, x.packing));
